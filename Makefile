@@ -1,0 +1,53 @@
+# Each target sets up what it needs in .venv, from nothing; a stamp file says that it is there.
+#
+#   make demo [QUICK=1]   fine-tunes a small pretrained model in eager PyTorch and in onnxtrain, side by side
+#   make test             checks and tests          make test-all   the slow tests as well
+#   make lint             checks only               make format     formats and fixes what can be fixed
+#   make bench            measures
+#
+# PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+
+.PHONY: demo test test-all bench lint format clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.demo
+	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
+
+test: lint
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+test-all: lint
+	$(BIN)/pytest -n $(JOBS) --slow $(ARGS)
+
+bench: .venv/.dev
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/sizes.py
+
+format: .venv/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv
+
+# torch first and by its exact version: any other request may bring gigabytes of another build. On a machine without a
+# GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves those gigabytes.
+.venv/.torch:
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0
+	touch $@
+
+.venv/.demo .venv/.dev: .venv/.%: pyproject.toml .venv/.torch
+	$(PIP) -e '.[$*]'
+	touch $@

@@ -1,0 +1,49 @@
+"""onnxtrain trains PyTorch models as ONNX graphs: `model = onnxtrain.ORTModule(model)`.
+
+Most public names are imported on first use, so that importing one part does not import all others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from onnxtrain import errors
+from onnxtrain.errors import OnnxTrainError
+
+if TYPE_CHECKING:
+    from onnxtrain.debug_options import DebugOptions
+    from onnxtrain.module import ORTModule
+    from onnxtrain.options import FallbackPolicy, LogLevel, Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DebugOptions",
+    "FallbackPolicy",
+    "LogLevel",
+    "ORTModule",
+    "OnnxTrainError",
+    "Options",
+    "errors",
+]
+
+_HOME = {
+    "DebugOptions": "onnxtrain.debug_options",
+    "FallbackPolicy": "onnxtrain.options",
+    "LogLevel": "onnxtrain.options",
+    "ORTModule": "onnxtrain.module",
+    "Options": "onnxtrain.options",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,104 @@
+"""ORTModule's debugging options: `ORTModule(model, DebugOptions(save_onnx=True, onnx_prefix="bert"))`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onnxtrain.options import LogLevel, Options
+
+# Messages that tell nothing to somebody who trains.
+_EXPORTER_NOISE = (
+    "type is missing, so it may result in wrong shape inference",
+    "Checker does not support models with experimental ops",
+    "No schema registered for",
+)
+_RUNTIME_NOISE = (
+    "CleanUnusedInitializersAndNodeArgs] Removing initializer",
+    "Serializing optimized model with Graph Optimization level greater than",
+    "Skip building gradient for",
+)
+
+
+@dataclass(frozen=True)
+class SaveOnnxOptions:
+    """Whether, where and under which name the graphs are written."""
+
+    save: bool
+    name_prefix: str
+    path: str
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """How much is logged."""
+
+    log_level: LogLevel
+
+
+class DebugOptions:
+    """What to log and which graphs to write; environment variables win over what is given here.
+
+    Args:
+        log_level: how much to log (ORTMODULE_LOG_LEVEL).
+        save_onnx: write the graph of each stage.
+        onnx_prefix: how the names of written files begin; required with `save_onnx`.
+        save_path: the folder to write to, by default the current one (ORTMODULE_SAVE_ONNX_PATH).
+        config: further options by their name in `onnxtrain.Options`, as in `{"rng": "torch"}`.
+
+    Raises:
+        OSError: `save_onnx` is set and the folder cannot be written to.
+        TypeError: `log_level` is no LogLevel, or `save_onnx` is set and `onnx_prefix` is no text.
+        ValueError: `save_onnx` is set and `onnx_prefix` is empty, or an option has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        log_level: LogLevel = LogLevel.WARNING,
+        save_onnx: bool = False,
+        onnx_prefix: str = "",
+        save_path: str | os.PathLike[str] = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(log_level, LogLevel):
+            raise TypeError(f"Expected log_level of type LogLevel, got {type(log_level).__name__}: {log_level!r}.")
+        if save_onnx and not isinstance(onnx_prefix, str):
+            raise TypeError(f"Expected onnx_prefix of type str, got {type(onnx_prefix).__name__}: {onnx_prefix!r}.")
+        if save_onnx and not onnx_prefix:
+            raise ValueError("save_onnx needs an onnx_prefix: give the text with which the file names shall begin.")
+        self.log_level = log_level
+        self.save_onnx = save_onnx
+        self.onnx_prefix = onnx_prefix
+        folder = os.path.abspath(save_path)  # a later change of the current folder does not move the files
+        self.settings: dict[str, Any] = {**(config or {}), "log_level": log_level, "save_path": folder}
+        if save_onnx:
+            self.settings |= {"save_onnx": True, "onnx_prefix": onnx_prefix}
+        self.options = Options.resolve(**self.settings)
+        if save_onnx and not os.access(self.options.save_path, os.W_OK):
+            raise OSError(
+                f"The folder {self.options.save_path} does not exist or cannot be written to. "
+                "Give another save_path, or set the environment variable ORTMODULE_SAVE_ONNX_PATH."
+            )
+
+    @property
+    def save_onnx_models(self) -> SaveOnnxOptions:
+        """Whether, where and under which name the graphs are written, the environment applied."""
+        options = self.options
+        return SaveOnnxOptions(options.save_onnx, options.onnx_prefix, str(options.save_path.absolute()))
+
+    @property
+    def logging(self) -> LoggingOptions:
+        """How much is logged, the environment applied."""
+        return LoggingOptions(self.options.log_level)
+
+    @property
+    def torch_exporter_filter(self) -> list[str] | None:
+        """Parts of capture's messages that are not shown; None shows all, as below the level WARNING."""
+        return list(_EXPORTER_NOISE) if self.options.log_level >= LogLevel.WARNING else None
+
+    @property
+    def onnxruntime_log_filter(self) -> list[str] | None:
+        """Parts of the runtime's messages that are not shown; None shows all, as below the level WARNING."""
+        return list(_RUNTIME_NOISE) if self.options.log_level >= LogLevel.WARNING else None

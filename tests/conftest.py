@@ -1,0 +1,69 @@
+"""Skips what this machine or this run has no room for, and fails a test that changes global state for the next one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+LARGE_GB = 8  # what a test marked `large` may need, unless it says so itself: @pytest.mark.large(gb=16)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if WORKERS > 1:
+        # One thread a worker: several pools of threads on the same cores are slower than none.
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+
+def memory_gb() -> float:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def why_skip(item: pytest.Item) -> str | None:
+    """The reason for which a test cannot or should not run here."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "gpu: needs a CUDA device"
+    if large := item.get_closest_marker("large"):
+        needed_gb = large.kwargs.get("gb", LARGE_GB) * WORKERS
+        if memory_gb() < needed_gb:
+            return f"large: needs {needed_gb} GB of memory for {WORKERS} test processes"
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        return "slow: runs under --slow, as in `make test-all`"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if reason := why_skip(item):
+        pytest.skip(reason)
+
+
+def global_state() -> dict[str, object]:
+    """What a test must leave as it found it."""
+    return {
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("ONNXTRAIN_", "ORTMODULE_"))},
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def clean_state() -> Iterator[None]:
+    """Seeds every test alike, whatever ran before, and compares the global state before and after."""
+    torch.manual_seed(0)
+    before = global_state()
+    yield
+    assert global_state() == before, "this test left global state changed"

@@ -1,0 +1,55 @@
+"""Fails where a package file or function is too long, or where work is left to be done later.
+
+`python tools/sizes.py` checks the package, and all Python beside it for leftovers.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "onnxtrain"
+FOLDERS = (PACKAGE, "tests", "tools", "examples", "benchmarks")
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # split, so that this file passes its own check
+
+
+def too_long(path: str, source: str) -> Iterator[str]:
+    """Yields a complaint for the file and for each function in it that is over its limit."""
+    lines = len(source.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"{path}:1: the file has {lines} lines, at most {MAX_FILE_LINES} are allowed: make it a folder"
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES} are allowed"
+
+
+def leftovers(path: str, source: str) -> Iterator[str]:
+    """Yields a complaint for each line that leaves work for later; that belongs in an issue or a refusal's reason."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if found := LEFTOVER.search(line):
+            yield f"{path}:{number}: {found[0]}: make it an issue, or refuse with a reason"
+
+
+def main() -> int:
+    """Prints all complaints and returns the exit status."""
+    complaints: list[str] = []
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            path, source = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+            complaints += leftovers(path, source)
+            if folder == PACKAGE:
+                complaints += too_long(path, source)
+    print("\n".join(complaints or ["sizes: all within limits"]))
+    return bool(complaints)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
