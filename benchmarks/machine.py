@@ -1,0 +1,75 @@
+"""Says what machine a measurement was made on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("torch", "onnxtrain", "transformers", "onnx", "onnx-ir")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processor, threads and versions: what a timing depends on."""
+
+    processor: str
+    processors: int
+    threads: int
+    system: str
+    memory_gib: float
+    load: float  # programs that wanted a processor in the last minute: others than us make timings unsteady
+    versions: tuple[tuple[str, str], ...]
+
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """The description as pairs of a name and a value."""
+        return (
+            ("processor", f"{self.processor}, {self.processors} usable, {self.threads} threads in PyTorch"),
+            ("memory", f"{self.memory_gib:.1f} GiB"),
+            ("system", self.system),
+            ("load before the run", f"{self.load:.2f}"),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions)),
+        )
+
+
+def describe_machine() -> Machine:
+    """The machine that this process runs on."""
+    return Machine(
+        processor=_processor(),
+        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        system=f"{platform.system()} {platform.machine()}",
+        memory_gib=_memory_bytes() / 2**30,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan"),
+        versions=(("Python", platform.python_version()), *_versions()),
+    )
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" not in names:
+        return 0
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""From a PyTorch module to a graph, and what decides whether a capture may be used again."""

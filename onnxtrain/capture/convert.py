@@ -1,0 +1,239 @@
+"""From PyTorch's exported graph to ONNX: each ATen call becomes what its definition says.
+
+The definitions hold the knowledge (`OpDef.from_torch`); this module walks the FX graph, carries names, types, module
+paths and source lines over, and checks every output against the type that PyTorch gave it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.export.exported_program import ExportedProgram
+
+from onnxtrain.capture import source_line
+from onnxtrain.capture.symbolic import size_of, tensor_type
+from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import TensorType, set_type, type_of
+from onnxtrain.ops import FROM_TORCH, builder
+from onnxtrain.ops.aten import aten_node
+from onnxtrain.ops.definition import OPSET
+
+# Calls that only state what is already known of sizes and types: the guards hold them.
+_STATEMENTS = re.compile(
+    r"^aten\.(_assert_\w+|sym_constrain_range\w*|_assert_tensor_metadata)\.|^aten\.sym_(size|stride|numel)"
+)
+
+
+class Converted:
+    """The ONNX graph of an exported program.
+
+    Attributes:
+        model: inputs are the program's placeholders, outputs its outputs that are tensors.
+        outputs: for each output of the program, its value, or a Python constant.
+    """
+
+    def __init__(self, model: ir.Model, outputs: list[Any]) -> None:
+        self.model = model
+        self.outputs = outputs
+
+
+def convert(program: ExportedProgram, name: str) -> Converted:
+    """Converts `program` (functional ATen, after `run_decompositions({})`).
+
+    Raises:
+        UnsupportedOperatorError: a call that has no form in the graph, with the user's line.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name)
+    walk = _Walk(builder(graph), graph)
+    for node in program.graph.nodes:
+        walk.visit(node)
+    graph.outputs.extend(_as_outputs(walk.op, walk.outputs))
+    _name_values(graph)
+    graph.opset_imports.update({node.domain: 1 for node in graph if node.domain})
+    return Converted(ir.Model(graph, ir_version=10, producer_name="onnxtrain"), walk.outputs)
+
+
+def _as_outputs(op: Builder, outputs: list[Any]) -> list[ir.Value]:
+    """The tensors among the outputs; sizes that are returned become tensors' business of the caller."""
+    return [v for v in outputs if isinstance(v, ir.Value)]
+
+
+class _Walk:
+    def __init__(self, op: Builder, graph: ir.Graph) -> None:
+        self.op = op
+        self.outputs: list[Any] = []
+        self._graph = graph
+        self._values: dict[torch.fx.Node, Any] = {}
+
+    def visit(self, node: torch.fx.Node) -> None:
+        match node.op:
+            case "placeholder":
+                self._placeholder(node)
+            case "call_function":
+                self._call(node)
+            case "output":
+                self.outputs = [self._argument(a) for a in node.args[0]]  # type: ignore[union-attr]
+            case "get_attr":
+                self._constant(node)
+            case _:
+                raise UnsupportedOperatorError(
+                    f"an FX node of kind {node.op} in the exported graph", where=line_of(node)
+                )
+
+    def _placeholder(self, node: torch.fx.Node) -> None:
+        example = node.meta.get("val")
+        if not isinstance(example, torch.Tensor):
+            self._values[node] = example
+            return
+        value = ir.Value(name=node.name)
+        set_type(value, tensor_type(example))
+        self._graph.inputs.append(value)
+        self._values[node] = value
+
+    def _constant(self, node: torch.fx.Node) -> None:
+        raise UnsupportedOperatorError(f"the constant {node.target} inside the exported graph", where=line_of(node))
+
+    def _call(self, node: torch.fx.Node) -> None:
+        target: Any = node.target
+        name = str(target)
+        example = node.meta.get("val")
+        if target is operator.getitem:
+            source, index = node.args
+            self._values[node] = self._values[source][index]  # type: ignore[index]
+            return
+        if isinstance(example, (torch.SymInt, int)) and not isinstance(example, bool):
+            self._values[node] = size_of(example)
+            return
+        if _STATEMENTS.match(name) or (example is None and not node.users):
+            return
+        if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
+            self._values[node] = _plain_number(example, node)
+            return
+        with self.op.at(origin_of(node)):
+            self._values[node] = self._convert_call(node, target, name, example)
+
+    def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:
+        examples = example if isinstance(example, (tuple, list)) else (example,)
+        self.op.out = tuple(tensor_type(e) for e in examples if isinstance(e, torch.Tensor))
+        arguments = [self._argument(a) for a in node.args]
+        keywords = {k: self._argument(v) for k, v in node.kwargs.items()}
+        convert_call = FROM_TORCH.get(name)
+        before = len(self._graph)
+        try:
+            result = convert_call(self.op, *arguments, **keywords) if convert_call else NotImplemented
+            if result is NotImplemented:
+                result = aten_node(self.op, target, arguments, keywords, example)
+        except (GraphError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UnsupportedOperatorError(
+                f"{name} could not be converted: {error}",
+                where=line_of(node),
+                todo="report this operator and its arguments",
+            ) from error
+        self._check(node, name, result, examples)
+        self._name_nodes(node, before)
+        return result
+
+    def _check(self, node: torch.fx.Node, name: str, result: Any, examples: Any) -> None:
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for index, example in enumerate(examples):
+            if not isinstance(example, torch.Tensor) or index >= len(results) or results[index] is None:
+                continue
+            value, expected = results[index], tensor_type(example)
+            if value.dtype is None or value.shape is None:
+                set_type(value, expected)
+            got = type_of(value)
+            if got.dtype != expected.dtype or not _same_sizes(got, expected):
+                raise UnsupportedOperatorError(
+                    f"{name} was converted to a value of another type",
+                    where=line_of(node),
+                    expected=_show(expected),
+                    got=_show(got),
+                    todo="this is a fault of onnxtrain: the op's from_torch or shape rule is wrong",
+                )
+            if value.const_value is None and got.shape != expected.shape and value.producer() is not None:
+                set_type(value, expected)  # equal under the guards; PyTorch's spelling is the one used from here on
+
+    def _name_nodes(self, node: torch.fx.Node, before: int) -> None:
+        added = list(self._graph)[before:] if len(self._graph) > before else []
+        for index, inner in enumerate(added):
+            inner.name = node.name if index == len(added) - 1 else f"{node.name}_{index}"
+
+    def _argument(self, argument: Any) -> Any:
+        match argument:
+            case torch.fx.Node():
+                return self._values.get(argument)
+            case list() | tuple():
+                return [self._argument(a) for a in argument]
+            case Mapping():
+                return {k: self._argument(v) for k, v in argument.items()}
+            case slice():
+                return slice(*(self._argument(a) for a in (argument.start, argument.stop, argument.step)))
+            case torch.SymInt():
+                return size_of(argument)
+        return argument
+
+
+def _same_sizes(got: TensorType, expected: TensorType) -> bool:
+    """Whether the sizes agree. Two different expressions may be equal under the guards; two numbers may not."""
+    if len(got.shape) != len(expected.shape):
+        return False
+    return all(
+        g == e or isinstance(g, str) or isinstance(e, str) for g, e in zip(got.shape, expected.shape, strict=True)
+    )
+
+
+def _show(tensor_type_: TensorType) -> str:
+    return f"{tensor_type_.dtype.name}[{', '.join(map(str, tensor_type_.shape))}]"
+
+
+def _plain_number(example: Any, node: torch.fx.Node) -> Any:
+    if isinstance(example, (bool, float)):
+        return example
+    known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
+    if known is None:
+        raise UnsupportedOperatorError(
+            f"{node.target} computes a number from sizes that is used as a tensor's element",
+            where=line_of(node),
+            got=str(example),
+            todo="compute it with tensor operations, or pass it in as a tensor",
+        )
+    return known
+
+
+def _name_values(graph: ir.Graph) -> None:
+    """Names every value after its node, uniquely."""
+    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    for position, node in enumerate(graph):
+        node.name = node.name or f"{node.op_type}_{position}"
+        for index, value in enumerate(node.outputs):
+            wish = node.name if index == 0 else f"{node.name}_{index}"
+            name, suffix = wish, 1
+            while name in taken:
+                suffix += 1
+                name = f"{wish}__{suffix}"
+            taken.add(name)
+            value.name = name
+
+
+def line_of(node: torch.fx.Node) -> str | None:
+    """The innermost line of user code that led to a node: `file.py:12 in forward`."""
+    return source_line.in_text(node.stack_trace)
+
+
+def origin_of(node: torch.fx.Node) -> dict[str, str]:
+    """The metadata that nodes made for an FX node carry: module path, user's line, ATen op."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    path = re.sub(r"^(L\['self'\]\.?|module\.?)", "", path)
+    found = {
+        "module": path.removeprefix("module.").removeprefix("."),
+        "line": line_of(node) or "",
+        "aten": str(node.target),
+    }
+    return {k: v for k, v in found.items() if v}

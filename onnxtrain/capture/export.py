@@ -1,0 +1,278 @@
+"""Captures a module: torch.export on fake tensors, then our own conversion to ONNX.
+
+    module(*args, **kwargs) ─flatten─> wrapper(*tensors) ─torch.export─> ATen ─functionalize─> ATen ─convert─> ONNX
+
+Runs inside the caller's autocast, because the casts become explicit only if functionalization sees it. no_grad regions
+are marked before functionalization, which drops them. The module is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.export import Dim
+from torch.export.exported_program import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental import _config as symbolic_config
+
+from onnxtrain.capture import source_line
+from onnxtrain.capture.convert import convert, line_of
+from onnxtrain.capture.guards import Guards, compile_guards
+from onnxtrain.capture.patches import capturing
+from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
+from onnxtrain.errors import CaptureError, OnnxTrainError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.sizes import Size
+
+_PREFIX = "module."
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a graph input comes from: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`."""
+
+    kind: str
+    name: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A graph output that is written back into graph input number `target`."""
+
+    output: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured module.
+
+    Attributes:
+        model: the forward graph. Its outputs are the user's tensors, then the values of mutations.
+        sources: where each graph input comes from.
+        results: how many of the outputs are the user's tensors.
+        mutations: buffers and inputs that forward changes in place.
+        sizes: sizes that forward returns as ints, as expressions over the inputs' sizes.
+        output: how the user's output is rebuilt from tensors and sizes.
+        guards: the conditions on input sizes under which the graph is right.
+    """
+
+    model: ir.Model
+    sources: tuple[Source, ...]
+    results: int
+    mutations: tuple[Mutation, ...]
+    sizes: tuple[Size, ...]
+    output: OutputStructure
+    guards: Guards
+
+
+class _Found:
+    """Carries the output's structure out of the export, which undoes assignments to a module's attributes."""
+
+    output: OutputStructure
+
+
+class _Wrapper(torch.nn.Module):
+    """The user's module on a flat list of tensors."""
+
+    def __init__(self, module: torch.nn.Module, structure: Structure) -> None:
+        super().__init__()
+        self.module = module
+        self._structure = structure
+        self.found = _Found()
+
+    def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        args, kwargs = self._structure.unflatten(tensors)
+        leaves, output = flatten_output(self.module(*args, **kwargs))
+        self.found.output = output
+        found: list[Any] = leaves
+        return found
+
+
+def capture(module: torch.nn.Module, structure: Structure, tensors: Sequence[torch.Tensor]) -> Captured:
+    """Captures `module` for inputs of this structure.
+
+    Args:
+        module: the user's module; training mode, autocast and grad mode are taken as they are now.
+        structure: how the call's tensors and constants make up its arguments.
+        tensors: the call's tensors, as examples.
+
+    Raises:
+        CaptureError: forward cannot be captured; says where and why.
+    """
+    name = type(module).__name__
+    wrapper = _Wrapper(module, structure)
+    with capturing():
+        program = _export(wrapper, tensors)
+        _forbid_lost_gradients(program)
+        program = _functionalize(program)
+    converted = convert(program, name)
+    return _assemble(program, converted.model, converted.outputs, wrapper.found.output, len(tensors))
+
+
+def _export(wrapper: _Wrapper, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
+    dynamic = (tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors),)
+    with ExitStack() as stack:
+        if any(1 in t.shape for t in tensors):
+            # A size-1 example would be specialised to 1: this keeps it symbolic.
+            stack.enter_context(
+                symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # added to the module at import
+            )
+        try:
+            program: ExportedProgram = torch.export.export(
+                wrapper, tuple(tensors), dynamic_shapes=dynamic, strict=False
+            )
+            return program
+        except OnnxTrainError:
+            raise
+        except Exception as error:  # anything that the user's forward or export raises
+            raise CaptureError(
+                f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
+                where=source_line.in_error(error),
+                todo="the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first lines of an error that say something."""
+    text = str(error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+# no_grad regions
+
+
+def _is_grad_switch(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
+
+
+def _forbid_lost_gradients(program: ExportedProgram) -> None:
+    """Marks what leaves a no_grad region with `detach`: functionalization inlines the region and forgets it."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if not _is_grad_switch(node) or node.args[0]:
+            continue
+        body = getattr(program.graph_module, node.args[1].target)
+        if any(_is_grad_switch(inner) and inner.args[0] for inner in body.graph.nodes):
+            raise CaptureError(
+                "torch.enable_grad() inside torch.no_grad() cannot be captured",
+                where=line_of(node),
+                todo="the module runs in PyTorch; leave the no_grad region first",
+            )
+        for reader in list(node.users):
+            example = reader.meta.get("val")
+            if isinstance(example, torch.Tensor) and example.is_floating_point():
+                with graph.inserting_after(reader):
+                    mark = graph.call_function(torch.ops.aten.detach.default, (reader,))
+                mark.meta = dict(reader.meta)
+                reader.replace_all_uses_with(mark, delete_user_cb=lambda user, mark=mark: user is not mark)
+    program.graph_module.recompile()
+
+
+def _functionalize(program: ExportedProgram) -> ExportedProgram:
+    """Functional ATen with an empty decomposition table: composite ops stay single nodes."""
+    try:
+        functional: ExportedProgram = program.run_decompositions({})
+        return functional
+    except Exception as error:  # PyTorch's tracing raises anything
+        raise CaptureError(
+            f"the exported graph cannot be made functional: {_reason(error)}", where=source_line.in_error(error)
+        ) from error
+
+
+# From the export's signature to ours
+
+
+def _assemble(
+    program: ExportedProgram, model: ir.Model, outputs: list[Any], structure: OutputStructure, user_inputs: int
+) -> Captured:
+    graph = model.graph
+    sources, constants, numbers = _sources(program, user_inputs)
+    kept_inputs = [v for v, s in zip(graph.inputs, sources, strict=True) if s is not None]
+    for value, tensor in constants(list(graph.inputs)):
+        _make_constant(graph, value, tensor)
+    graph.inputs.clear()
+    graph.inputs.extend(kept_inputs)
+    kept_sources = tuple(s for s in sources if s is not None)
+
+    results: list[ir.Value] = []
+    sizes_out: list[Size] = []
+    mutated: list[tuple[ir.Value, str]] = []
+    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            if isinstance(value, ir.Value):
+                results.append(value)
+            else:
+                sizes_out.append(value)
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+            mutated.append((value, str(spec.target)))
+        else:
+            raise CaptureError(f"forward has an output of kind {spec.kind.name}, which the graph cannot hold")
+    places = {_key(s, numbers): i for i, s in enumerate(kept_sources)}
+    mutations = tuple(Mutation(len(results) + i, places[target]) for i, (_, target) in enumerate(mutated))
+    graph.outputs.clear()
+    graph.outputs.extend([*results, *(v for v, _ in mutated)])
+    _name_inputs(graph, kept_sources)
+    guards = compile_guards(program, user_inputs)
+    return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards)
+
+
+def _key(source: Source, numbers: dict[str, int]) -> str:
+    """What an output spec calls this input when it is mutated."""
+    if source.kind == "input":
+        return next(name for name, index in numbers.items() if index == source.index)
+    return _PREFIX + source.name
+
+
+def _sources(
+    program: ExportedProgram, user_inputs: int
+) -> tuple[list[Source | None], Callable[[list[ir.Value]], list[tuple[ir.Value, torch.Tensor]]], dict[str, int]]:
+    """Where each placeholder comes from; None for a lifted constant, whose tensor the second result gives."""
+    found: list[Source | None] = []
+    lifted: list[tuple[int, torch.Tensor]] = []
+    numbers: dict[str, int] = {}
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
+    for position, spec in enumerate(program.graph_signature.input_specs):
+        target = str(spec.target or "")
+        if spec.kind in kinds:
+            found.append(Source(kinds[spec.kind], target.removeprefix(_PREFIX)))
+        elif spec.kind == InputKind.USER_INPUT:
+            numbers[spec.arg.name] = len(numbers)
+            found.append(Source("input", index=len(numbers) - 1))
+        elif spec.kind == InputKind.CONSTANT_TENSOR and target.startswith(_PREFIX):
+            found.append(Source("attribute", target.removeprefix(_PREFIX)))
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            lifted.append((position, program.constants[target]))
+            found.append(None)
+        else:
+            raise CaptureError(f"forward uses {spec.arg} of kind {spec.kind.name}, which the graph cannot hold")
+    if len(numbers) != user_inputs:
+        raise CaptureError(f"the export has {len(numbers)} inputs, the call {user_inputs}")
+    return found, lambda inputs: [(inputs[p], t) for p, t in lifted], numbers
+
+
+def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> None:
+    """Turns a placeholder into an initializer that holds `tensor`."""
+    data = tensor.detach().cpu().contiguous()
+    assert value.dtype is not None
+    array = data.float().numpy().astype(value.dtype.numpy()) if data.dtype == torch.bfloat16 else data.numpy()
+    value.const_value = ir.Tensor(array, dtype=value.dtype, name=value.name)
+    value.shape = sizes.shape(tuple(int(s) for s in data.shape))
+    graph.inputs.remove(value)
+    graph.register_initializer(value)
+
+
+def _name_inputs(graph: ir.Graph, sources: Sequence[Source]) -> None:
+    """Parameters and buffers carry their names in the module."""
+    taken = {v.name for n in graph for v in n.outputs} | set(graph.initializers)
+    for value, source in zip(graph.inputs, sources, strict=True):
+        if source.name and source.name not in taken:
+            value.name = source.name
+            taken.add(source.name)

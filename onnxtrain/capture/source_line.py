@@ -1,0 +1,59 @@
+"""Which line of the user's code something comes from: the innermost frame outside PyTorch and onnxtrain."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_WRITTEN_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file belongs to the user: not to PyTorch, to onnxtrain or to generated code."""
+    return not filename.startswith(_NOT_THE_USERS)
+
+
+def _show(filename: str, line: int | str, function: str) -> str:
+    return f"{filename}:{line} in {function}"
+
+
+def in_text(trace: str | None) -> str | None:
+    """The line in a traceback that was written down as text."""
+    frames = [f for f in _WRITTEN_FRAME.findall(trace or "") if is_user_file(f[0])]
+    return _show(*frames[-1]) if frames else None
+
+
+def in_error(error: BaseException) -> str | None:
+    """The line that raised an error, or that its text names."""
+    current: BaseException | None = error
+    while current is not None:
+        found = _in_traceback(current.__traceback__)
+        if found:
+            return found
+        current = current.__cause__ or current.__context__
+    return in_text(str(error))
+
+
+def _in_traceback(trace: TracebackType | None) -> str | None:
+    found = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            found = _show(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return found
+
+
+def of_caller() -> str | None:
+    """The user's line that is being run now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return _show(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,506 @@
+"""Any call, and any output of a module, as a flat list of tensors and a structure; and back.
+
+A structure says which containers there are, which leaves are tensors, and what every other leaf is: two calls with
+equal structures can run the same captured graph. Containers are Python's own, dataclasses, caches of transformers,
+and whatever is registered with `torch.utils._pytree` (transformers registers its outputs there itself). Nothing is
+registered here: a registration would change what other libraries do with the user's classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import BuiltinFunctionType, EllipsisType, FunctionType, NoneType
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch.utils import _pytree as pytree
+
+from onnxtrain.errors import ORTModuleIOError
+
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_CONSTANTS = (
+    *(NoneType, bool, int, float, complex, str, bytes, EllipsisType, enum.Enum, slice, range, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, FunctionType, BuiltinFunctionType),
+)
+_STORAGE = torch.Tensor.untyped_storage
+_STRINGS = frozenset({str})
+_EXACT = frozenset({NoneType, bool, int, str})  # equal exactly when type and value are equal
+_KNOWN_CALLS = 4096  # structures remembered at most, so that a constant that changes on every call cannot fill memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a leaf in one of the flat lists: "tensor" or "size" (a symbolic int that forward returns)."""
+
+    kind: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is neither. Equal to another only if the type and every bit are the same."""
+
+    value: Any = dataclasses.field(compare=False)
+    key: Hashable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A container: `build` makes it from its children, `key` holds its names (dict keys, fields)."""
+
+    type: type
+    key: Hashable
+    children: tuple[Tree, ...]
+    steps: tuple[str, ...] = dataclasses.field(compare=False)
+    build: Callable[[list[Any]], Any] = dataclasses.field(compare=False)
+
+
+Tree: TypeAlias = Slot | Constant | Node
+
+
+class Structure:
+    """The structure of a call `module(*args, **kwargs)`. Hashable, and equal to that of every call it fits.
+
+    Attributes:
+        tree: the containers, constants and places of tensors.
+        names: for each flat tensor a unique name that is an identifier ("input_ids", "args_0", "batch_mask").
+        shared: the groups of flat tensors, as indices, that lie in one storage.
+    """
+
+    __slots__ = ("_hash", "_rebuild", "names", "shared", "tree")
+
+    def __init__(self, tree: Tree, names: tuple[str, ...], shared: tuple[tuple[int, ...], ...]) -> None:
+        self.tree = tree
+        self.names = names
+        self.shared = shared
+        self._hash = hash((tree, shared))
+        self._rebuild: _Rebuild | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Structure) and self.shared == other.shared and self.tree == other.tree
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Structure({', '.join(self.names)})"
+
+    def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's args and kwargs with these tensors (or other leaves) in them, in fresh containers."""
+        if self._rebuild is None:
+            self._rebuild = _compile_rebuild(self.tree)
+        args, kwargs = self._rebuild(tensors, ())
+        return args, kwargs
+
+    def changed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any]) -> str:
+        """In words, how forward changed these arguments, which `unflatten` made from `tensors`; "" if it did not."""
+        flat = _Flat("input")
+        tree = flat.tree((tuple(args), dict(kwargs)), "")
+        words = _difference(self.tree, tree, "")
+        for path, old, new in zip(flat.paths, tensors, flat.tensors, strict=False):
+            if old is not new and not words:
+                words = f"{_pretty(path)}: another tensor"
+        return words
+
+    def constants(self) -> dict[str, Any]:
+        """Each constant by its path."""
+        return {path: leaf.value for path, leaf in _leaves(self.tree) if isinstance(leaf, Constant)}
+
+    def difference(self, other: Structure) -> str:
+        """In words, the first thing in which `other` differs from this one; "" where they are equal."""
+        if self == other:
+            return ""
+        words = _difference(self.tree, other.tree, "")
+        return words or f"inputs that share memory: {self._sharing()} → {other._sharing()}"
+
+    def _sharing(self) -> str:
+        return "; ".join(" and ".join(self.names[i] for i in group) for group in self.shared) or "none"
+
+
+class OutputStructure:
+    """How a module's output is made of tensors, sizes and constants.
+
+    Attributes:
+        tree: the containers, constants and places of leaves.
+        names: for each tensor a unique name that is an identifier ("logits", "hidden_states_0", "output").
+    """
+
+    __slots__ = ("_rebuild", "names", "tree", "unflatten")
+
+    def __init__(self, tree: Tree, names: tuple[str, ...]) -> None:
+        self.tree = tree
+        self.names = names
+        # An attribute and not a method: it runs on every step.
+        self.unflatten: _Rebuild = _compile_rebuild(tree)
+
+
+_Rebuild: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Any]
+_Plan: TypeAlias = tuple[Structure, tuple[int, ...] | None]
+_PLANS: dict[Any, _Plan] = {}
+_CALLS: dict[Structure, Structure] = {}
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of a call, each object once, and the call's structure. The order of kwargs does not matter.
+
+    Raises:
+        ORTModuleIOError: a leaf is neither a tensor nor a constant. Names its path and type.
+    """
+    if kwargs:
+        values: list[Any] = [*args, *kwargs.values()]
+        key: Any = (len(args), *kwargs)
+    else:
+        values = [*args]
+        key = len(args)
+    if not _PLAIN_TENSORS.issuperset(map(type, values)):
+        given, values, parts = values, [], [key]
+        if not _scan(given, values, parts):
+            return _flatten_any_call(args, kwargs)
+        key = tuple(parts)
+    if len(values) > 1 and len({*map(_STORAGE, values)}) != len(values):
+        return _flatten_any_call(args, kwargs)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _plan(args, kwargs, values)
+        _remember(_PLANS, key, plan)
+    structure, order = plan
+    return (values if order is None else [values[i] for i in order]), structure
+
+
+def _scan(given: Iterable[Any], tensors: list[torch.Tensor], key: list[Any]) -> bool:
+    """Collects the tensors of common containers, and a key that tells them apart. False for what is not common."""
+    for value in given:
+        kind = type(value)
+        if kind in _PLAIN_TENSORS:
+            tensors.append(value)
+            key.append(torch.Tensor)
+        elif kind in _EXACT:
+            key += (kind, value)
+        elif kind is float:
+            key += (kind, repr(value))
+        elif kind is dict:
+            if not _STRINGS.issuperset(map(type, value)):
+                return False
+            key += (kind, tuple(value))
+            if not _scan(value.values(), tensors, key):
+                return False
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            if not _scan(value, tensors, key):
+                return False
+        else:
+            return False
+    return True
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(table) >= _KNOWN_CALLS:
+        table.clear()
+    table[key] = value
+
+
+def _plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Sequence[torch.Tensor]) -> _Plan:
+    """The structure of a call with these tensors, and their order in its flat list where that is another."""
+    tensors, structure = _flatten_any_call(args, kwargs)
+    place = {id(value): i for i, value in enumerate(values)}
+    order = tuple(place[id(tensor)] for tensor in tensors)
+    return structure, None if order == tuple(range(len(order))) else order
+
+
+def _flatten_any_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
+    flat = _Flat("input")
+    tree = flat.tree((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}), "")
+    structure = Structure(tree, _names(flat.paths), _shared(flat.tensors))
+    known = _CALLS.get(structure)  # one object for equal structures: later comparisons end at `is`
+    if known is None:
+        _remember(_CALLS, structure, structure)
+        known = structure
+    return flat.tensors, known
+
+
+def flatten_output(output: Any) -> tuple[list[Any], OutputStructure]:
+    """The tensors, then the symbolic sizes of a module's output, each object once, and the output's structure.
+
+    Raises:
+        ORTModuleIOError: a leaf is not a tensor, size or constant. Names its path and type.
+    """
+    flat = _Flat("output")
+    tree = flat.tree(output, "")
+    return [*flat.tensors, *flat.sizes], OutputStructure(tree, _names(flat.paths))
+
+
+# Flattening
+
+
+class _Flat:
+    """Collects leaves while a tree is made."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.tensors: list[Any] = []
+        self.paths: list[str] = []  # of the tensors
+        self.sizes: list[torch.SymInt] = []
+        self._places: dict[int, Slot] = {}
+        self._open: set[int] = set()  # containers on the way here: one that contains itself has no tree
+
+    def tree(self, value: Any, path: str) -> Tree:
+        if isinstance(value, torch.Tensor):
+            slot = self._places.get(id(value))
+            if slot is None:
+                slot = self._places[id(value)] = Slot("tensor", len(self.tensors))
+                self.tensors.append(value)
+                self.paths.append(path)
+            return slot
+        if isinstance(value, torch.SymInt) and self.kind == "output":
+            self.sizes.append(value)
+            return Slot("size", len(self.sizes) - 1)
+        node = _open_container(value)
+        if node is None:
+            if isinstance(value, _CONSTANTS):
+                return Constant(value, _constant_key(value))
+            raise self._unsupported(value, path)
+        children, names, key, build = node
+        if id(value) in self._open:
+            raise ORTModuleIOError(f"an {self.kind} contains itself", f"{self.kind} {_pretty(path) or 'as a whole'}")
+        self._open.add(id(value))
+        trees = tuple(self.tree(child, path + name) for child, name in zip(children, names, strict=True))
+        self._open.discard(id(value))
+        return Node(type(value), key, trees, tuple(names), build)
+
+    def _unsupported(self, value: Any, path: str) -> ORTModuleIOError:
+        return ORTModuleIOError(
+            f"an {self.kind} has a type that a captured graph cannot take",
+            where=f"{self.kind} {_pretty(path) or 'as a whole'}",
+            expected="tensors, Python constants, and dicts, lists, tuples, named tuples and dataclasses of them",
+            got=f"{type(value).__module__}.{type(value).__qualname__}",
+            todo="pass tensors, or register the class with torch.utils._pytree.register_pytree_node",
+        )
+
+
+_Container: TypeAlias = tuple[Iterable[Any], Sequence[str], Hashable, Callable[[list[Any]], Any]]
+
+
+def _open_container(value: Any) -> _Container | None:
+    """The children of a container, their path steps, its key and its builder. None for what is not a container."""
+    kind = type(value)
+    if kind is dict:
+        keys = tuple(value)
+        return (
+            list(value.values()),
+            [_step(key) for key in keys],
+            tuple(map(_constant_key, keys)),
+            lambda children: dict(zip(keys, children, strict=True)),
+        )
+    if kind is list or kind is tuple or kind is torch.Size:
+        return value, [f"[{i}]" for i in range(len(value))], len(value), kind
+    registered = pytree.SUPPORTED_NODES.get(kind)
+    if registered is not None:
+        return _open_registered(value, registered)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return (
+            list(value),
+            [f".{field}" for field in value._fields],
+            value._fields,
+            lambda children: kind(*children),
+        )
+    if isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch.return_types, as of torch.max
+        return list(value), [f"[{i}]" for i in range(len(value))], len(value), kind
+    if dataclasses.is_dataclass(kind):
+        return _open_dataclass(value)
+    if _is_cache(value):
+        return _open_object(value)
+    return None
+
+
+def _open_registered(value: Any, registered: Any) -> _Container:
+    children, context = registered.flatten_fn(value)
+    names = context if isinstance(context, (list, tuple)) and len(context) == len(children) else range(len(children))
+    steps = [_step(name) for name in names]
+    return children, steps, _freeze(context), lambda items: registered.unflatten_fn(items, context)
+
+
+def _open_dataclass(value: Any) -> _Container:
+    kind = type(value)
+    fields = [field.name for field in dataclasses.fields(value) if field.init]
+    extra = set(getattr(value, "__dict__", ())) - {field.name for field in dataclasses.fields(value)}
+    if extra:
+        raise ORTModuleIOError(
+            f"a {kind.__qualname__} has attributes that are not fields of the dataclass and would be lost",
+            got=", ".join(sorted(extra)),
+            todo="declare them as fields",
+        )
+    return (
+        [getattr(value, name) for name in fields],
+        [f".{name}" for name in fields],
+        tuple(fields),
+        lambda children: kind(**dict(zip(fields, children, strict=True))),
+    )
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether this is a key-value cache of transformers, or a layer of one."""
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None:
+        return False
+    kinds = [getattr(module, name, None) for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")]
+    return isinstance(value, tuple(kind for kind in kinds if isinstance(kind, type)))
+
+
+def _open_object(value: Any) -> _Container:
+    kind = type(value)
+    names = tuple(vars(value))
+
+    def build(children: list[Any]) -> Any:
+        made = object.__new__(kind)
+        vars(made).update(zip(names, children, strict=True))
+        return made
+
+    return list(vars(value).values()), [f".{name}" for name in names], names, build
+
+
+def _constant_key(value: Any) -> Hashable:
+    """Equal for equal constants only: True, 1 and 1.0 differ, and so do 0.0 and -0.0; NaN equals itself."""
+    kind = type(value)
+    if kind in _EXACT:
+        return (kind, value)
+    if isinstance(value, (float, complex)):
+        return (kind, repr(value))
+    if isinstance(value, slice):
+        return (kind, *map(_constant_key, (value.start, value.stop, value.step)))
+    if kind is tuple:
+        return (kind, *map(_constant_key, value))
+    try:
+        hash(value)
+    except TypeError:
+        return _ById(value)
+    return (kind, value)
+
+
+class _ById:
+    """Stands in a key for a value that has no hash."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value  # kept alive, so that the identity is not given to another object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _freeze(context: Any) -> Hashable:
+    """The context of a registered container as a key."""
+    if isinstance(context, (list, tuple)):
+        return (type(context), *map(_freeze, context))
+    if isinstance(context, dict):
+        return (dict, *((_freeze(key), _freeze(value)) for key, value in context.items()))
+    return _constant_key(context)
+
+
+def _shared(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        try:
+            storage = tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # a subclass without storage of its own
+            continue
+        groups.setdefault(storage, []).append(index)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+# Unflattening
+
+
+def _compile_rebuild(tree: Tree) -> _Rebuild:
+    """One Python function that makes the containers: an output is rebuilt on every step."""
+    constants: dict[str, Any] = {}
+
+    def bind(value: Any) -> str:
+        name = f"c{len(constants)}"
+        constants[name] = value
+        return name
+
+    def expression(part: Tree) -> str:
+        if isinstance(part, Slot):
+            return f"{part.kind}s[{part.index}]"
+        if isinstance(part, Constant):
+            return bind(part.value)
+        children = ", ".join(map(expression, part.children))
+        if part.type is list:
+            return f"[{children}]"
+        if part.type is tuple:
+            return f"({children}{',' if len(part.children) == 1 else ''})"
+        return f"{bind(part.build)}([{children}])"
+
+    return eval(f"lambda tensors, sizes: {expression(tree)}", constants)  # type: ignore[no-any-return]  # our own source
+
+
+# Words
+
+
+def _step(key: Any) -> str:
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def _pretty(path: str) -> str:
+    """`[1].x` of a call is its kwarg x, `[0][2]` its third positional argument."""
+    if path.startswith("[1]."):
+        return path[4:]
+    if path.startswith("[0]["):
+        return f"args{path[3:]}"
+    return path.lstrip(".")
+
+
+def _names(paths: Iterable[str]) -> tuple[str, ...]:
+    names: list[str] = []
+    for path in paths:
+        letters = "".join(c if c.isalnum() else "_" for c in _pretty(path).replace("]", ""))
+        name = letters.strip("_") or "output"
+        name = name if name.isidentifier() else f"t_{name}"
+        taken = name
+        count = 1
+        while taken in names:
+            count += 1
+            taken = f"{name}_{count}"
+        names.append(taken)
+    return tuple(names)
+
+
+def _leaves(tree: Tree, path: str = "") -> Iterable[tuple[str, Slot | Constant]]:
+    if isinstance(tree, Node):
+        for child, step in zip(tree.children, tree.steps, strict=True):
+            yield from _leaves(child, path + step)
+    else:
+        yield _pretty(path), tree
+
+
+def _describe(tree: Tree) -> str:
+    if isinstance(tree, Slot):
+        return "a tensor"
+    if isinstance(tree, Constant):
+        return repr(tree.value)
+    return f"{tree.type.__name__}({', '.join(p.lstrip('.') for p in tree.steps)})"
+
+
+def _difference(old: Tree, new: Tree, path: str) -> str:
+    if old == new:
+        return ""
+    if _same_node(old, new) and isinstance(old, Node) and isinstance(new, Node):
+        for before, after, step in zip(old.children, new.children, old.steps, strict=True):
+            words = _difference(before, after, path + step)
+            if words:
+                return words
+    if isinstance(old, Slot) and isinstance(new, Slot):
+        return f"{_pretty(path)}: the same tensor as another input → not, or the other way round"
+    where = _pretty(path) if path not in ("", "[0]", "[1]") else {"[0]": "args", "[1]": "kwargs"}.get(path, "inputs")
+    return f"{where}: {_describe(old)} → {_describe(new)}"
+
+
+def _same_node(old: Tree, new: Tree) -> TypeGuard[Node]:
+    return isinstance(old, Node) and isinstance(new, Node) and old.type is new.type and old.key == new.key

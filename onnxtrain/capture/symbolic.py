@@ -1,0 +1,68 @@
+"""PyTorch's symbolic sizes as ours: sympy expressions over one symbol per dynamic dimension of the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy import functions as torch_functions
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import TensorType
+from onnxtrain.ops.constructors import ONNX_DTYPES
+
+
+def size_of(value: int | torch.SymInt) -> Size:
+    """A size as PyTorch knows it, as an int or an expression."""
+    if isinstance(value, int):
+        return value
+    known = value.node.maybe_as_int()
+    return known if known is not None else sizes.from_sympy(_translate(value.node.expr))
+
+
+def sizes_of(tensor: torch.Tensor) -> Sizes:
+    return tuple(size_of(s) for s in tensor.shape)
+
+
+def tensor_type(tensor: torch.Tensor) -> TensorType:
+    """The element type and sizes of a (fake) tensor."""
+    return TensorType(ONNX_DTYPES[tensor.dtype], sizes_of(tensor))
+
+
+def _functions() -> dict[Any, Any]:
+    """PyTorch's own sympy functions, and what they are in plain sympy for non-negative sizes."""
+    plain: dict[Any, Any] = {}
+    for name, meaning in {
+        "FloorDiv": lambda a, b: sympy.floor(a / b),
+        "CleanDiv": lambda a, b: sympy.floor(a / b),
+        "CeilDiv": lambda a, b: sympy.floor((a + b - 1) / b),
+        "CeilToInt": sympy.ceiling,
+        "FloorToInt": sympy.floor,
+        "TruncToInt": sympy.floor,
+        "IntTrueDiv": lambda a, b: a / b,
+        "Mod": sympy.Mod,
+        "PythonMod": sympy.Mod,
+        "PowByNatural": lambda a, b: a**b,
+        "Max": sympy.Max,
+        "Min": sympy.Min,
+        "Identity": lambda a: a,
+    }.items():
+        found = getattr(torch_functions, name, None)
+        if found is not None:
+            plain[found] = meaning
+    return plain
+
+
+_PLAIN = _functions()
+
+
+def _translate(expr: Any) -> Any:
+    if expr.is_Symbol:
+        return sizes.symbol(expr.name)
+    if not expr.args:
+        return expr
+    arguments = [_translate(a) for a in expr.args]
+    rebuild = _PLAIN.get(type(expr), expr.func)
+    return rebuild(*arguments)

@@ -1,0 +1,222 @@
+"""The compiler, top to bottom. Every stage takes a value and gives a value.
+
+nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─differentiate─▶ joint graph ─optimize─▶ joint graph
+          ─plan─▶ forward program + backward program ─execute─▶ outputs, gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.autodiff import Joint, differentiate
+from onnxtrain.capture.export import Captured, capture
+from onnxtrain.capture.structure import Structure
+from onnxtrain.errors import CaptureError
+from onnxtrain.execute.boundary import Backward, Flags, Unit
+from onnxtrain.execute.program import Program
+from onnxtrain.graph import sizes
+from onnxtrain.graph.alias import AliasSets
+from onnxtrain.graph.traversal import clone, with_graph
+from onnxtrain.options import Options
+from onnxtrain.ops import Effects, definition_of
+from onnxtrain.passes import FORWARD, JOINT, optimize
+from onnxtrain.plan.cut import Cut, cut, whole
+from onnxtrain.report import CompileReport
+from onnxtrain.stages import Stages
+
+Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A unit ready to run, with what it was made from.
+
+    Attributes:
+        captured: the capture; its `sources` say which tensors the unit takes.
+        unit: the programs and the autograd boundary.
+        report: what each stage did.
+    """
+
+    captured: Captured
+    unit: Unit
+    report: CompileReport
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The module's output for the tensors of the capture's inputs."""
+        captured = self.captured
+        sizes_out = self._sizes(tensors) if captured.sizes else ()
+        return captured.output.unflatten(self.unit(tensors), sizes_out)
+
+    def _sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The sizes that forward returns as ints."""
+        known = {
+            size: tensor.size(axis)
+            for value, tensor in zip(self.captured.model.graph.inputs, tensors, strict=True)
+            for axis, size in enumerate(sizes.of(value))
+            if isinstance(size, str) and size.isidentifier()
+        }
+        return tuple(sizes.evaluate(size, known) for size in self.captured.sizes)
+
+
+def compile_module(
+    module: torch.nn.Module,
+    structure: Structure,
+    tensors: Sequence[torch.Tensor],
+    options: Options,
+    read: Callable[[Captured], Sequence[torch.Tensor]],
+    rerun: Callable[[Captured], Rerun],
+) -> Compiled:
+    """Compiles a module for calls of one structure.
+
+    Args:
+        module: the user's module, in the state (training, autocast, grad mode) in which it is to run.
+        structure, tensors: the call.
+        options: see `onnxtrain.options`.
+        read: from a capture, the tensors of its inputs in order.
+        rerun: from a capture, a function that runs the module in PyTorch on such tensors (create_graph).
+
+    Raises:
+        ORTModuleFallbackException: the module cannot be captured or differentiated.
+    """
+    training = torch.is_grad_enabled()
+    stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
+
+    captured = capture(module, structure, tensors)
+    model = stages.record("capture", captured.model)
+    inputs = read(captured)
+    device = _one_device(inputs)
+    _set_randomness(model.graph, options.rng)
+
+    model = stages.record("optimize", model, optimize(model, FORWARD))
+    views = _views(captured, model)
+    wrt = tuple(training and t.requires_grad for t in inputs)
+    random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
+    build = _Build(captured, model, wrt, views, device)
+    if any(wrt):
+        joint = stages.record_joint("differentiate", build.joint())
+        joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
+        unit = build.training_unit(joint, random, rerun(captured))
+        stages.done("plan", joint.model)
+    else:
+        unit = build.inference_unit(random, rerun(captured))
+        stages.done("plan", model)
+    return Compiled(captured, unit, stages.report())
+
+
+def _one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of all tensors; 0-dimensional CPU tensors may stand beside a GPU's."""
+    devices = {t.device for t in tensors if t.dim() > 0 or t.device.type != "cpu"}
+    if len(devices) > 1:
+        raise CaptureError(
+            "the module's parameters and inputs lie on several devices",
+            got=", ".join(sorted(map(str, devices))),
+            todo="move them to one device",
+        )
+    return next(iter(devices)) if devices else torch.device("cpu")
+
+
+def _set_randomness(graph: ir.Graph, rng: str) -> None:
+    """Notes on every random node how it draws: its kernels ask."""
+    for node in graph:
+        if Effects.RANDOM in definition_of(node).effects:
+            node.metadata_props["rng"] = rng
+
+
+def _views(captured: Captured, model: ir.Model) -> Flags:
+    """For each result, whether it may lie in the memory of an input."""
+    sets = AliasSets(model.graph, definition_of)
+    inputs = set(model.graph.inputs)
+    return tuple(sets.root(v) in inputs for v in model.graph.outputs[: captured.results])
+
+
+class _Build:
+    """Units from one optimized forward graph."""
+
+    def __init__(self, captured: Captured, model: ir.Model, wrt: Flags, views: Flags, device: torch.device) -> None:
+        self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
+        self._name = model.graph.name or "module"
+        # A result that is a view of an input is remade outside the boundary: its gradient does not come through it.
+        self._of = (*(not v for v in views), *(False for _ in captured.mutations))
+
+    def joint(self, given: Flags | None = None) -> Joint:
+        """The joint graph for these results' cotangents (None: all that can have one)."""
+        of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
+        return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
+
+    def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
+        part = whole(self._model)
+        program = Program(part, f"{self._name} inference", self._device)
+        flags = (False,) * self._captured.results
+        return self._unit(program, flags, random, None, rerun)
+
+    def training_unit(self, joint: Joint, random: bool, rerun: Rerun) -> Unit:
+        results = self._captured.results
+        differentiable = tuple(c is not None for c in joint.cotangents[:results])
+        for mutation in self._captured.mutations:
+            if joint.active[mutation.output]:
+                raise CaptureError(
+                    "forward writes a value that has a gradient into a buffer or an input",
+                    got=self._model.graph.outputs[mutation.output].name,
+                    todo="detach() the value before it is written",
+                )
+        full = cut(joint)
+        forward = Program(full.forward, f"{self._name} forward", self._device)
+        make = _Backwards(self, joint, full, differentiable, self._device)
+        return self._unit(forward, differentiable, random, make, rerun)
+
+    def _unit(
+        self, program: Program, differentiable: Flags, random: bool, make: _Backwards | None, rerun: Rerun
+    ) -> Unit:
+        return Unit(
+            forward=program,
+            results=self._captured.results,
+            mutations=[m.target for m in self._captured.mutations],
+            differentiable=differentiable,
+            views=self._views,
+            random=random,
+            backward=make,
+            rerun=rerun,
+        )
+
+
+class _Backwards:
+    """Makes the backward program for each pattern of given cotangents and needed gradients."""
+
+    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, device: torch.device) -> None:
+        self._build, self._joint, self._full = build, joint, full
+        self._differentiable, self._device = differentiable, device
+        self._name = joint.model.graph.name or "module"
+
+    def __call__(self, given: Flags, needed: Flags) -> Backward:
+        """Gradients of the inputs in `needed`, from the cotangents in `given`."""
+        if given == self._differentiable:
+            return self._backward(cut(self._joint, needed), given)
+        joint = self._build.joint(given)
+        optimize(joint.model, JOINT)
+        special = cut(joint, needed)
+        if self._has_all(special):
+            return self._backward(special, given)
+        zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
+        return self._backward(cut(self._joint, needed), self._differentiable, zeros)
+
+    def _has_all(self, special: Cut) -> bool:
+        """Whether the forward program keeps all that this backward reads."""
+        tensors = {v.name for v in self._full.kept}
+        sizes = {v.name for v in self._full.sizes}
+        return {v.name for v in special.kept} <= tensors and {v.name for v in special.sizes} <= sizes
+
+    def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
+        kept = {v.name: i for i, v in enumerate(self._full.kept)}
+        sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
+        return Backward(
+            Program(parts.backward, f"{self._name} backward", self._device),
+            [kept[v.name] for v in parts.kept],
+            [sizes[v.name] for v in parts.sizes],
+            [i for i, g in enumerate(given) if g],
+            zeros,
+        )

@@ -1,0 +1,191 @@
+"""Finds or makes the compiled unit for a call of a module, and runs it.
+
+    call ─flatten─> tensors, structure ─key─> entries ─state and guards─> unit ─run─> results ─unflatten─> output
+
+Shared by every entry point that wraps a whole module.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onnxtrain.capture.export import Captured
+from onnxtrain.capture.key import ModuleState, environment, tensor_facts
+from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.side_effects import SideEffects
+from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
+from onnxtrain.compile import Compiled, Rerun, compile_module
+from onnxtrain.errors import CaptureError, ORTModuleFallbackException
+from onnxtrain.options import Options
+from onnxtrain.report import CompileReport
+
+_LOG = logging.getLogger("onnxtrain")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A compiled unit, or why there is none, for one key and one state of the module."""
+
+    state: ModuleState
+    compiled: Compiled | None
+
+
+class Engine:
+    """Runs calls of one module."""
+
+    def __init__(self, module: torch.nn.Module, options: Options) -> None:
+        self._module = module
+        self._options = options
+        self._entries: dict[Any, list[_Entry]] = {}
+        self._newest: Compiled | None = None
+        self._warned: set[str] = set()
+        self.captures = 0
+
+    def report(self) -> CompileReport:
+        """What each stage of the newest compilation did. Raises RuntimeError before the first one."""
+        if self._newest is None:
+            raise RuntimeError("nothing is compiled yet: call the module first")
+        return self._newest.report
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            tensors, structure = flatten_call(args, kwargs)
+            key = (structure, environment(), tuple(map(tensor_facts, tensors)))
+        except ORTModuleFallbackException as error:
+            return self._in_torch(error, args, kwargs)
+        entry, inputs = self._find(key, tensors)
+        if entry is None:
+            with CAPTURE_LOCK:
+                entry, inputs = self._find(key, tensors)
+                if entry is None:
+                    try:
+                        entry, inputs = self._compile(key, tensors, structure)
+                    except ORTModuleFallbackException as error:
+                        self._remember_failure(key, error)
+                        return self._in_torch(error, args, kwargs)
+        if entry.compiled is None:
+            return self._module(*args, **kwargs)
+        return entry.compiled.run(inputs)
+
+    def _find(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
+        for entry in self._entries.get(key, ()):
+            own = entry.state.read(self._module)
+            if own is None:
+                continue
+            if entry.compiled is None:
+                return entry, []
+            if entry.compiled.captured.guards(tensors):
+                return entry, [*own, *tensors]
+        return None, []
+
+    # Compiling
+
+    def _compile(
+        self, key: Any, tensors: list[torch.Tensor], structure: Structure
+    ) -> tuple[_Entry, list[torch.Tensor]]:
+        self._announce(key, tensors)
+        module = self._module
+        _refuse_hooks(module)
+        watch = SideEffects(module)
+        read: list[ModuleState] = []
+
+        def read_inputs(captured: Captured) -> list[torch.Tensor]:
+            watch.check()
+            state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"])
+            read.append(state)
+            own = state.read(module)
+            assert own is not None, "the module's state cannot change while the capture lock is held"
+            return [*own, *tensors]
+
+        try:
+            compiled = compile_module(
+                module, structure, tensors, self._options, read_inputs, lambda c: _rerun(module, structure, c)
+            )
+        finally:
+            watch.undo()
+        entry = _Entry(read[0], compiled)
+        self._entries.setdefault(key, []).append(entry)
+        self._newest = compiled
+        self.captures += 1
+        return entry, read_inputs(compiled.captured)
+
+    def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Says once per new capture why the earlier ones do not serve."""
+        name = type(self._module).__name__
+        if not self._entries:
+            _LOG.info("%s: first capture", name)
+            return
+        reason = "the structure, types or environment of the call is new"
+        for entry in self._entries.get(key, ()):
+            changed = entry.state.difference(self._module)
+            if changed:
+                reason = changed
+            elif entry.compiled is not None:
+                reason = f"a condition on sizes does not hold: {entry.compiled.captured.guards.explain(tensors)}"
+        _LOG.info("%s: captured again, because %s", name, reason)
+
+    # Falling back
+
+    def _remember_failure(self, key: Any, error: ORTModuleFallbackException) -> None:
+        """Lets later calls of this kind run in PyTorch at once, unless they are to be tried again."""
+        if self._options.fallback_policy.covers(error) and not self._options.fallback_retry:
+            self._entries.setdefault(key, []).append(_Entry(ModuleState.take(self._module, []), None))
+
+    def _in_torch(self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the module in PyTorch, with one warning per reason; raises where the policy forbids it."""
+        if not self._options.fallback_policy.covers(error):
+            raise error
+        name = type(self._module).__name__
+        text = f"{name} runs in PyTorch, not as an ONNX graph: {error}"
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, UserWarning, stacklevel=5)
+        return self._module(*args, **kwargs)
+
+
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    """Hooks would see fake tensors during capture and nothing afterwards.
+
+    Raises:
+        CaptureError: names the modules that have hooks.
+    """
+    kinds = {
+        "_forward_hooks": "forward hook",
+        "_forward_pre_hooks": "forward pre-hook",
+        "_backward_hooks": "backward hook",
+        "_backward_pre_hooks": "backward pre-hook",
+    }
+    found = [
+        f"{name or 'the module itself'} ({kind})"
+        for name, submodule in module.named_modules()
+        for attribute, kind in kinds.items()
+        if getattr(submodule, attribute)
+    ]
+    if found:
+        raise CaptureError(
+            "submodules have hooks, which a graph would not run",
+            where=", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else ""),
+            todo="remove the hooks, or put them on the ORTModule itself",
+        )
+
+
+def _rerun(module: torch.nn.Module, structure: Structure, captured: Captured) -> Rerun:
+    """A function that runs the module in PyTorch on tensors in the order of the capture's inputs."""
+    inputs = sum(s.kind == "input" for s in captured.sources)
+    names = [s.name for s in captured.sources if s.kind != "input"]
+
+    def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        own = tensors[: len(names)]
+        # Buffers were updated by the forward that is run again: their updates go to copies.
+        state = {n: t if t.requires_grad else t.clone() for n, t in zip(names, own, strict=True)}
+        args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
+        leaves, _ = flatten_output(torch.func.functional_call(module, state, args, kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    return run

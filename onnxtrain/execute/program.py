@@ -1,0 +1,367 @@
+"""A program: one part of a plan as generated straight-line Python.
+
+    def forward(arguments, sizes):
+        input_ids, p_embeddings_weight = arguments
+        s0 = input_ids.size(0)
+        embedding = embedding_1(p_embeddings_weight, input_ids)      # embeddings.word_embeddings  modeling_bert.py:101
+        ...
+        return (loss, logits, kept_1, ...), (s0, s1)
+
+One line a node, in the graph's order, each tensor dropped after its last use. The source is registered with
+`linecache`: tracebacks, debuggers and profilers show it, with the module path and the user's line beside each line.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import keyword
+import linecache
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.execute.host_source import HostInt, ShapeSource
+from onnxtrain.graph.values import dtype_of, rank_of
+from onnxtrain.ops import OpDef, definition_of
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method
+from onnxtrain.plan.cut import Part
+
+_SERIAL = itertools.count(1)
+Run = Callable[[Sequence[torch.Tensor], Sequence[int]], "tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]"]
+
+
+class Program:
+    """The compiled form of one part.
+
+    Attributes:
+        source: the generated Python.
+        run: (tensors, sizes) -> (tensors, sizes), in the order of the part's inputs and outputs.
+        filename: the name under which debuggers and profilers find the source.
+    """
+
+    def __init__(self, part: Part, name: str, device: torch.device) -> None:
+        writer = _Writer(part, name, device, ranges=False)
+        self._part, self._name, self._device = part, name, device
+        self.source = writer.source()
+        self.filename = f"<onnxtrain {name} #{next(_SERIAL)}>"
+        self._plain = self._load(self.source, self.filename, writer.namespace)
+        self._ranged: Run | None = None
+
+    def run(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+        if torch._C._autograd._profiler_enabled():
+            return self._with_ranges()(tensors, sizes)
+        return self._plain(tensors, sizes)
+
+    def _with_ranges(self) -> Run:
+        """The same program with a profiler range per node, made when a profiler first runs."""
+        if self._ranged is None:
+            writer = _Writer(self._part, self._name, self._device, ranges=True)
+            self._ranged = self._load(writer.source(), f"{self.filename[:-1]} profiled>", writer.namespace)
+        return self._ranged
+
+    @staticmethod
+    def _load(source: str, filename: str, namespace: dict[str, Any]) -> Run:
+        lines = source.splitlines(keepends=True)
+        linecache.cache[filename] = (len(source), None, lines, filename)
+        exec(compile(source, filename, "exec"), namespace)  # our own generated source
+        run: Run = namespace["program"]
+        return run
+
+
+class _Ref(str):
+    """The name of a local variable."""
+
+    __slots__ = ()
+
+
+class _Writer:
+    """Writes the source of one part."""
+
+    def __init__(self, part: Part, name: str, device: torch.device, ranges: bool) -> None:
+        self._part = part
+        self._title = name
+        self._device = device
+        self._ranges = ranges
+        self.namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
+        self._names: dict[ir.Value, _Ref] = {}
+        self._host: dict[ir.Value, Any] = {}
+        self._functions: dict[int, str] = {}
+        self._taken: set[str] = {"arguments", "sizes", "program", "record", "_", *self.namespace}
+        self._lines: list[str] = []
+        self._last = _last_uses(part)
+
+    # Structure
+
+    def source(self) -> str:
+        part = self._part
+        self._line("def program(arguments, sizes):", indent=0)
+        if part.inputs:
+            self._line(f"{_tuple_source([self._name(v) for v in part.inputs])} = arguments")
+        if part.sizes_in:
+            names = [self._fresh(v.name or "size") for v in part.sizes_in]
+            self._line(f"{_tuple_source(names)} = sizes")
+            for value, name in zip(part.sizes_in, names, strict=True):
+                self._host[value] = (HostInt(name),) if rank_of(value) == 1 else HostInt(name)
+        unread = [self._name(v) for v in part.inputs if v not in self._last]
+        if unread:
+            self._line(f"del {', '.join(unread)}")
+        for position, node in enumerate(part.nodes):
+            self._node(node, position)
+        tensors = [self._output(v) for v in part.outputs]
+        sizes = [_host_scalar(self._host[v]) for v in part.sizes_out]
+        self._line(f"return {_tuple_source(tensors)}, {_tuple_source(sizes)}")
+        if self._ranges:
+            self.namespace["record"] = torch.profiler.record_function
+        return "\n".join([f'"""{self._title}: generated by onnxtrain."""', "", *self._lines, ""])
+
+    def _output(self, value: ir.Value | None) -> str:
+        if value is None:
+            return "None"
+        # A constant that leaves the program is the user's to change.
+        return f"{self._tensor(value)}.clone()" if value.const_value is not None else self._tensor(value)
+
+    def _line(self, text: str, indent: int = 1, comment: str = "") -> None:
+        text = "    " * indent + text
+        self._lines.append(f"{text:<96}  # {comment}" if comment else text)
+
+    def _node(self, node: ir.Node, position: int) -> None:
+        definition = definition_of(node)
+        if all(v in self._part.host for v in node.outputs) and node.outputs:
+            self._host_node(node, definition)
+        else:
+            self._tensor_node(node, definition)
+        dead = [v for v in dict.fromkeys(node.inputs) if v is not None and self._dies(v, position)]
+        names = [str(self._names.pop(v)) for v in dead if v in self._names]
+        if any(v not in self._last for v in node.outputs) and not self._part.host.issuperset(node.outputs):
+            names.append("_")
+        if names:
+            self._line(f"del {', '.join(names)}")
+
+    def _dies(self, value: ir.Value, position: int) -> bool:
+        return self._last.get(value, -1) <= position and value.const_value is None
+
+    # Nodes
+
+    def _host_node(self, node: ir.Node, definition: OpDef) -> None:
+        arguments = [
+            ShapeSource(self._name(v)) if v is not None and definition.input_name(i) in definition.shape_only
+            else self._host_argument(v)
+            for i, v in enumerate(node.inputs)
+        ]  # fmt: skip
+        assert definition.host is not None
+        result = definition.host(definition.view(node), *arguments)
+        results = result if len(node.outputs) > 1 else (result,)
+        for value, computed in zip(node.outputs, results, strict=True):
+            if isinstance(computed, tuple):
+                self._host[value] = tuple(self._host_local(value, c) for c in computed)
+            else:
+                self._host[value] = self._host_local(value, computed)
+
+    def _host_local(self, value: ir.Value, computed: Any) -> Any:
+        """Gives a compound expression a name, so that it is computed once."""
+        if not isinstance(computed, HostInt) or computed.source.isidentifier():
+            return computed
+        name = self._fresh(value.name or "size")
+        self._line(f"{name} = {computed.source}")
+        return HostInt(name)
+
+    def _tensor_node(self, node: ir.Node, definition: OpDef) -> None:
+        kernel = definition.kernel(node, self._device.type)
+        view = definition.view(node)
+        arguments = self._arguments(node, definition, kernel)
+        call = kernel.lower(view, *arguments)
+        targets = [self._name(v) if v in self._last else "_" for v in node.outputs]
+        comment = _origin(node)
+        text = f"{', '.join(targets)} = {self._expression(call)}" if targets else self._expression(call)
+        if self._ranges:
+            label = f"{node.op_type} {node.metadata_props.get('module', '')}".strip()
+            self._line(f"with record({label!r}):")
+            self._line(text, indent=2, comment=comment)
+        else:
+            self._line(text, comment=comment)
+
+    def _arguments(self, node: ir.Node, definition: OpDef, kernel: Kernel) -> list[Any]:
+        literal = kernel.scalars and not all(v is None or _is_scalar_constant(v) for v in node.inputs)
+        known = kernel.host_if_known
+        found = [
+            self._argument(v, i in kernel.host or (known and v in self._host), kernel.scalars, literal)
+            for i, v in enumerate(node.inputs)
+        ]
+        declared = definition.inputs
+        if declared and declared[-1].endswith("..."):
+            fixed = len(declared) - 1
+            return [*found[:fixed], tuple(found[fixed:])]
+        return found + [None] * (len(declared) - len(found))
+
+    def _argument(self, value: ir.Value | None, host: bool, scalars: bool, literal: bool) -> Any:
+        if value is None:
+            return None
+        if host:
+            return self._host_argument(value)
+        if literal and _is_scalar_constant(value):
+            return _number(value)
+        if scalars and value in self._host and not isinstance(self._host[value], tuple):
+            return self._host[value]
+        return _Ref(self._tensor(value))
+
+    def _host_argument(self, value: ir.Value | None) -> Any:
+        if value is None:
+            return None
+        if value in self._host:
+            return self._host[value]
+        if value.const_value is not None:
+            array = value.const_value.numpy()
+            return array.item() if array.ndim == 0 else tuple(array.tolist())
+        if rank_of(value) == 0:
+            return HostInt(f"{self._name(value)}.item()")
+        count = value.shape[0] if value.shape is not None else None
+        assert isinstance(count, int), f"{value.name} has no fixed length"
+        return tuple(HostInt(f"{self._name(value)}[{i}].item()") for i in range(count))
+
+    # Values
+
+    def _tensor(self, value: ir.Value) -> str:
+        """The name of a tensor: a local, a constant, or a size made into a tensor."""
+        if value in self._host:
+            size = self._host[value]
+            return f"torch.tensor({self._literal(size)}, dtype=torch.int64, device={self._literal(DEVICE)})"
+        if value.const_value is not None:
+            return self._constant(value)
+        return self._name(value)
+
+    def _constant(self, value: ir.Value) -> str:
+        if value not in self._names:
+            name = self._fresh(value.name or "constant")
+            self.namespace[name] = constant_tensor(value).to(self._device)
+            self._names[value] = _Ref(name)
+        return self._names[value]
+
+    def _name(self, value: ir.Value) -> _Ref:
+        if value not in self._names:
+            self._names[value] = _Ref(self._fresh(value.name or "value"))
+        return self._names[value]
+
+    def _fresh(self, wish: str) -> str:
+        wish = re.sub(r"\W", "_", wish)
+        if not wish or wish[0].isdigit() or keyword.iskeyword(wish):
+            wish = f"v_{wish}"
+        name, suffix = wish, 1
+        while name in self._taken:
+            suffix += 1
+            name = f"{wish}_{suffix}"
+        self._taken.add(name)
+        return name
+
+    # Expressions
+
+    def _expression(self, call: Call) -> str:
+        if isinstance(call, Infix):
+            left, right = (self._operand(a) for a in call.args)
+            return f"{left} {call.symbol} {right}"
+        named = [f"{k}={self._literal(v)}" for k, v in call.kwargs.items()]
+        if isinstance(call, Method):
+            receiver, *rest = call.args
+            return f"{self._operand(receiver)}.{call.name}({', '.join([*map(self._literal, rest), *named])})"
+        return f"{self._function(call.function)}({', '.join([*map(self._literal, call.args), *named])})"
+
+    def _operand(self, argument: Any) -> str:
+        text = self._literal(argument)
+        simple = isinstance(argument, (_Ref, HostInt)) or (
+            isinstance(argument, (int, float)) and not text.startswith("-")
+        )
+        return text if simple else f"({text})"
+
+    def _literal(self, argument: Any) -> str:
+        match argument:
+            case _Ref():
+                return str(argument)
+            case HostInt():
+                return argument.source
+            case Call():
+                return self._expression(argument)
+            case tuple():
+                return _tuple_source([self._literal(a) for a in argument])
+            case list():
+                return f"[{', '.join(self._literal(a) for a in argument)}]"
+            case enum.Enum() if argument is DEVICE:
+                return self._function_like("device", self._device)
+            case None | bool() | int() | float() | str() | torch.dtype() | torch.memory_format() | torch.layout():
+                return repr(argument)
+            case complex():
+                return repr(argument)
+            case slice():
+                parts = (argument.start, argument.stop, argument.step)
+                return f"slice({', '.join(map(self._literal, parts))})"
+        return self._function_like(type(argument).__name__, argument)
+
+    def _function(self, function: Callable[..., Any]) -> str:
+        name = getattr(function, "__name__", None) or type(function).__name__
+        return self._function_like("kernel" if name == "<lambda>" else name, function)
+
+    def _function_like(self, wish: str, thing: Any) -> str:
+        known = self._functions.get(id(thing))
+        if known is None:
+            known = self._functions[id(thing)] = self._fresh(wish)
+            self.namespace[known] = thing
+        return known
+
+
+def _last_uses(part: Part) -> dict[ir.Value, int]:
+    """For each tensor that is read, the position of the last node that reads it; outputs are read at the end."""
+    last: dict[ir.Value, int] = {}
+    for position, node in enumerate(part.nodes):
+        for value in node.inputs:
+            if value is not None:
+                last[value] = position
+    for output in part.outputs:
+        if output is not None:
+            last[output] = len(part.nodes)
+    return last
+
+
+def _tuple_source(items: Sequence[str]) -> str:
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def _host_scalar(value: Any) -> str:
+    single = value[0] if isinstance(value, tuple) else value
+    return repr(single)
+
+
+def _origin(node: ir.Node) -> str:
+    props = node.metadata_props
+    gradient = "grad of " if "gradient_of" in props else ""
+    line = re.sub(r"^.*[/\\]", "", props.get("line", ""))  # the file's name is enough here
+    return f"{gradient}{props.get('module', '')}  {line}".strip()
+
+
+def _is_scalar_constant(value: ir.Value) -> bool:
+    return value.const_value is not None and rank_of(value) == 0
+
+
+def _number(value: ir.Value) -> Any:
+    if "scalar" in value.meta:
+        return value.meta["scalar"]
+    assert value.const_value is not None
+    return value.const_value.numpy().item()
+
+
+def constant_tensor(value: ir.Value) -> torch.Tensor:
+    """A constant of the graph as a torch tensor of its element type."""
+    assert value.const_value is not None
+    kept = value.meta.get("tensor")
+    if isinstance(kept, torch.Tensor):
+        return kept
+    array = value.const_value.numpy()
+    dtype = TORCH_DTYPES[dtype_of(value)]
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.astype("float32").copy()).to(dtype)
+    return torch.from_numpy(array.copy()).to(dtype)

@@ -1,0 +1,1 @@
+"""The graph: ONNX values, nodes, sizes and views. Knows nothing of torch."""

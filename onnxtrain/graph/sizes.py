@@ -1,0 +1,169 @@
+"""Sizes of tensors: an int, or an expression over the sizes of the graph's inputs.
+
+An expression is a plain string in Python's own syntax (`s0`, `2*s0*s1`, `(s0 + 1)//2`, `max(1, s1)`), so that it
+can stand in an ONNX `dim_param`, in generated source and in a message. Two sizes are proven equal when their
+strings are equal: every function here returns sympy's canonical form.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import sympy
+from sympy.printing.str import StrPrinter
+
+Size = int | str
+Sizes = tuple[Size, ...]
+
+
+class _PythonPrinter(StrPrinter):  # type: ignore[misc]  # sympy is untyped
+    """Prints integer expressions so that Python evaluates them to the same integer."""
+
+    def _print_floor(self, expr: Any) -> str:
+        numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
+        return f"(({self._print(numerator)})//({self._print(denominator)}))"
+
+    def _print_Mod(self, expr: Any) -> str:  # noqa: N802  # sympy's dispatch by class name
+        left, right = expr.args
+        return f"(({self._print(left)})%({self._print(right)}))"
+
+    def _print_Max(self, expr: Any) -> str:  # noqa: N802
+        return f"max({', '.join(sorted(self._print(a) for a in expr.args))})"
+
+    def _print_Min(self, expr: Any) -> str:  # noqa: N802
+        return f"min({', '.join(sorted(self._print(a) for a in expr.args))})"
+
+    def _print_Abs(self, expr: Any) -> str:  # noqa: N802
+        return f"abs({self._print(expr.args[0])})"
+
+
+_PRINTER = _PythonPrinter({"order": "lex"})
+
+
+@functools.lru_cache(maxsize=65536)
+def symbol(name: str) -> sympy.Symbol:
+    """The sympy symbol of a size: a non-negative integer."""
+    return sympy.Symbol(name, integer=True, nonnegative=True)
+
+
+@functools.lru_cache(maxsize=65536)
+def parse(size: Size) -> sympy.Expr:
+    """The sympy expression of a size."""
+    if isinstance(size, int):
+        return sympy.Integer(size)
+    if size.isidentifier():
+        return symbol(size)
+    return _from_ast(ast.parse(size, mode="eval").body)
+
+
+_OPERATORS: Mapping[type, Any] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
+    ast.Div: lambda a, b: a / b,
+    ast.Mod: sympy.Mod,
+    ast.Pow: lambda a, b: a**b,
+}
+_FUNCTIONS: Mapping[str, Any] = {"max": sympy.Max, "min": sympy.Min, "abs": sympy.Abs}
+
+
+def _from_ast(node: ast.expr) -> sympy.Expr:
+    match node:
+        case ast.Constant(value=int(number)):
+            return sympy.Integer(number)
+        case ast.Name(id=name):
+            return symbol(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_from_ast(operand)
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            return _OPERATORS[type(operator)](_from_ast(left), _from_ast(right))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*map(_from_ast, args))
+    raise ValueError(f"not a size expression: {ast.unparse(node)}")
+
+
+def from_sympy(expr: Any) -> Size:
+    """The canonical size of a sympy expression."""
+    if expr.is_Integer:
+        return int(expr)
+    return _print(expr)
+
+
+@functools.lru_cache(maxsize=65536)
+def _print(expr: Any) -> str:
+    return str(_PRINTER.doprint(expr))
+
+
+@functools.lru_cache(maxsize=65536)
+def add(*sizes: Size) -> Size:
+    return from_sympy(sympy.Add(*map(parse, sizes)))
+
+
+@functools.lru_cache(maxsize=65536)
+def subtract(a: Size, b: Size) -> Size:
+    return from_sympy(parse(a) - parse(b))
+
+
+@functools.lru_cache(maxsize=65536)
+def multiply(*sizes: Size) -> Size:
+    return from_sympy(sympy.Mul(*map(parse, sizes)))
+
+
+@functools.lru_cache(maxsize=65536)
+def floor_divide(a: Size, b: Size) -> Size:
+    return from_sympy(sympy.floor(parse(a) / parse(b)))
+
+
+@functools.lru_cache(maxsize=65536)
+def maximum(*sizes: Size) -> Size:
+    return from_sympy(sympy.Max(*map(parse, sizes)))
+
+
+@functools.lru_cache(maxsize=65536)
+def minimum(*sizes: Size) -> Size:
+    return from_sympy(sympy.Min(*map(parse, sizes)))
+
+
+def symbols(size: Size) -> frozenset[str]:
+    """The names that a size depends on."""
+    if isinstance(size, int):
+        return frozenset()
+    return frozenset(re.findall(r"[A-Za-z_]\w*", size)) - frozenset(_FUNCTIONS)
+
+
+def evaluate(size: Size, known: Mapping[str, int]) -> int:
+    """The integer that a size stands for, given the integers of its symbols."""
+    if isinstance(size, int):
+        return size
+    # The expression is our own canonical form: names, integers, arithmetic and three functions.
+    return int(eval(size, {"__builtins__": {}, "max": max, "min": min, "abs": abs}, dict(known)))
+
+
+def of(value: ir.Value) -> Sizes:
+    """The sizes of a value's dimensions. Raises ValueError where the shape is not known."""
+    if value.shape is None:
+        raise ValueError(f"the shape of {value.name} is not known")
+    return tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+
+
+def shape(sizes: Iterable[Size]) -> ir.Shape:
+    """The ir.Shape of these sizes."""
+    return ir.Shape(list(sizes))
+
+
+def broadcast(*shapes: Sequence[Size]) -> Sizes:
+    """NumPy's broadcast of shapes. Two sizes that are not proven equal are taken to be: a guard of the capture."""
+    rank = max((len(s) for s in shapes), default=0)
+    result: list[Size] = []
+    for position in range(rank):
+        candidates = [s[position - rank + len(s)] for s in shapes if position - rank + len(s) >= 0]
+        wide = [c for c in candidates if c != 1]
+        fixed = [c for c in wide if isinstance(c, int)]
+        result.append(fixed[0] if fixed else wide[0] if wide else 1)
+    return tuple(result)

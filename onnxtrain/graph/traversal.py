@@ -1,0 +1,267 @@
+"""Walking, copying and editing graphs: what every pass needs and no pass should write again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+
+ValueMap = MutableMapping[ir.Value, ir.Value]
+
+# What the builder remembers about a graph: it names values of that graph and must not reach a copy.
+_BUILDER_MEMORY = frozenset({"size_values", "size_sources"})
+
+
+def describe(node: ir.Node) -> str:
+    """The op and name of a node, as messages show them."""
+    return f"{node.domain or 'ai.onnx'}::{node.op_type} {node.name!r}"
+
+
+def origin(node: ir.Node) -> str | None:
+    """The module and the user's line that a node comes from, where they are known."""
+    known = [node.metadata_props[key] for key in ("module", "line") if node.metadata_props.get(key)]
+    return ", ".join(known) or None
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The graphs that a node holds as attributes (If, Loop, Scan)."""
+    for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def captured(node: ir.Node) -> Iterator[ir.Value]:
+    """The values of outer graphs that the node's subgraphs read."""
+    for graph in subgraphs(node):
+        own = {*graph.inputs, *graph.initializers.values()}
+        for inner in graph:
+            yield from (v for v in (*inner.inputs, *captured(inner)) if v is not None and v not in own)
+            own.update(inner.outputs)
+        yield from (v for v in graph.outputs if v not in own)
+
+
+def reads(node: ir.Node) -> Iterator[ir.Value]:
+    """All values that a node needs: its inputs and what its subgraphs capture."""
+    yield from (value for value in node.inputs if value is not None)
+    yield from captured(node)
+
+
+def users(value: ir.Value) -> list[ir.Node]:
+    """The nodes that have the value as an input, each once."""
+    return list(dict.fromkeys(use.node for use in value.uses()))
+
+
+def is_used(value: ir.Value) -> bool:
+    """Whether a node or the graph's caller reads the value."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+# Order
+
+
+def first_out_of_order(graph: ir.Graph) -> tuple[ir.Node, ir.Value] | None:
+    """The first node that reads a value before it is there, with that value; None where the order is right."""
+    ready = {*graph.inputs, *graph.initializers.values()}
+    for node in graph:
+        for value in reads(node):
+            if value not in ready:
+                return node, value
+        ready.update(node.outputs)
+    return None
+
+
+def is_sorted(graph: ir.Graph) -> bool:
+    """Whether every value is produced before it is read."""
+    return first_out_of_order(graph) is None
+
+
+def sort(graph: ir.Graph) -> None:
+    """Puts the nodes in topological order, as near to the present one as can be. Raises GraphError on a cycle."""
+    if is_sorted(graph):
+        return
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise GraphError("the graph has a cycle", where=graph.name) from error
+
+
+# Editing
+
+
+def remove_unused(graph: ir.Graph, keeps: Callable[[ir.Node], bool]) -> int:
+    """Removes nodes that no output depends on, except where `keeps` says so (effects); returns how many.
+
+    Initializers that nothing reads go too. Graph inputs stay: they are the caller's contract.
+    """
+    removed = 0
+    for node in reversed(list(graph)):
+        if not keeps(node) and not any(map(is_used, node.outputs)):
+            graph.remove(node, safe=True)
+            removed += 1
+    for name, value in list(graph.initializers.items()):
+        if not is_used(value) and not value.is_graph_input():
+            del graph.initializers[name]
+    return removed
+
+
+def replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    """Lets all users of `old` read `new`: nodes, their subgraphs and the graph's outputs.
+
+    The name of a graph's output is the caller's contract. A fresh `new` takes it over; one that already has a name of
+    its own (an input, an initializer, another output) goes through an Identity.
+    """
+    if old is new:
+        return
+    if not old.is_graph_output():
+        old.replace_all_uses_with(new)
+        return
+    name = old.name
+    producer = new.producer()
+    if producer is None or new.is_graph_output():
+        node = ir.Node("", "Identity", [new])
+        node.outputs[0].type, node.outputs[0].shape = old.type, old.shape
+        _insert_after(graph, producer, node)
+        for user, index in list(old.uses()):
+            user.replace_input_with(index, new)
+        new = node.outputs[0]
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    old.name = None
+    new.name = name
+
+
+def _insert_after(graph: ir.Graph, producer: ir.Node | None, node: ir.Node) -> None:
+    if producer is not None:
+        graph.insert_after(producer, node)
+    elif len(graph):
+        graph.insert_before(graph[0], node)
+    else:
+        graph.append(node)
+
+
+def name_uniquely(graph: ir.Graph) -> None:
+    """Renames values and nodes whose name is missing or taken; inputs, initializers and outputs keep theirs."""
+    values: set[str] = {v.name for v in (*graph.inputs, *graph.initializers.values()) if v.name}
+    fixed = set(graph.outputs)
+    values |= {v.name for v in fixed if v.name}
+    nodes: set[str] = set()
+    for node in graph.all_nodes():
+        node.name = _unique(node.name or node.op_type, nodes)
+        for value in node.outputs:
+            if value not in fixed:
+                value.name = _unique(value.name or node.name, values)
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate
+
+
+# Copies
+
+
+def clone_value(value: ir.Value) -> ir.Value:
+    """A value of the same name, type and knowledge that belongs to no graph."""
+    copy = ir.Value(name=value.name, const_value=value.const_value)
+    _copy_facts(value, copy)
+    return copy
+
+
+def _copy_facts(source: ir.Value, target: ir.Value) -> None:
+    target.name = source.name
+    target.type = source.type
+    target.shape = None if source.shape is None else source.shape.copy()
+    target.const_value = source.const_value
+    target.doc_string = source.doc_string
+    target.metadata_props.update(source.metadata_props)
+    target.meta.update(source.meta)
+
+
+def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
+    """A copy of the node that reads `values[x]` for each input x; its outputs are added to `values`.
+
+    A value that `values` does not hold belongs to an outer graph and is read as it is.
+    """
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        [None if v is None else values.get(v, v) for v in node.inputs],
+        [_clone_attribute(a, values) for a in node.attributes.values()],
+        overload=node.overload,
+        num_outputs=len(node.outputs),
+        version=node.version,
+        name=node.name,
+        doc_string=node.doc_string,
+        metadata_props=dict(node.metadata_props),
+    )
+    copy.meta.update(node.meta)
+    for old, new in zip(node.outputs, copy.outputs, strict=True):
+        _copy_facts(old, new)
+        values[old] = new
+    return copy
+
+
+def _clone_attribute(attribute: ir.Attr, values: ValueMap) -> ir.Attr:
+    if not attribute.is_ref():
+        if attribute.type == ir.AttributeType.GRAPH:
+            return ir.AttrGraph(attribute.name, _clone_into(attribute.as_graph(), values))
+        if attribute.type == ir.AttributeType.GRAPHS:
+            return ir.AttrGraphs(attribute.name, [_clone_into(g, values) for g in attribute.as_graphs()])
+    return attribute
+
+
+def clone_head(graph: ir.Graph, values: ValueMap) -> ir.Graph:
+    """A graph with copies of the inputs and initializers, and no nodes or outputs yet."""
+    for value in (*graph.inputs, *graph.initializers.values()):
+        if value not in values:
+            values[value] = clone_value(value)
+    copy = ir.Graph(
+        [values[v] for v in graph.inputs],
+        [],
+        nodes=(),
+        initializers=[values[v] for v in graph.initializers.values()],
+        doc_string=graph.doc_string,
+        opset_imports=dict(graph.opset_imports),
+        name=graph.name,
+        metadata_props=dict(graph.metadata_props),
+    )
+    copy.meta.update({key: known for key, known in graph.meta.items() if key not in _BUILDER_MEMORY})
+    return copy
+
+
+def _clone_into(graph: ir.Graph, values: ValueMap) -> ir.Graph:
+    copy = clone_head(graph, values)
+    for node in graph:
+        copy.append(clone_node(node, values))
+    copy.outputs.extend(values.get(v, v) for v in graph.outputs)
+    return copy
+
+
+def clone(graph: ir.Graph) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
+    """A copy of the graph, and the copy of each of its values. Tensors are shared."""
+    values: dict[ir.Value, ir.Value] = {}
+    return _clone_into(graph, values), values
+
+
+def with_graph(model: ir.Model, graph: ir.Graph, functions: Sequence[ir.Function] | None = None) -> ir.Model:
+    """A model like `model` with another graph and, where given, other functions."""
+    return ir.Model(
+        graph,
+        ir_version=model.ir_version,
+        producer_name=model.producer_name,
+        producer_version=model.producer_version,
+        domain=model.domain,
+        model_version=model.model_version,
+        doc_string=model.doc_string,
+        functions=[f.clone() for f in model.functions.values()] if functions is None else functions,
+        metadata_props=dict(model.metadata_props),
+    )

@@ -1,0 +1,71 @@
+"""What the graph knows of a value: element type and sizes; and reading attributes and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.sizes import Sizes
+
+ONNX = ""
+MICROSOFT = "com.microsoft"
+OWN = "onnxtrain"
+ATEN = "org.pytorch.aten"
+
+
+class TensorType(NamedTuple):
+    """Element type and sizes of a tensor."""
+
+    dtype: ir.DataType
+    shape: Sizes
+
+
+_FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+_COMPLEX = frozenset({ir.DataType.COMPLEX64, ir.DataType.COMPLEX128})
+
+
+def is_float(dtype: ir.DataType) -> bool:
+    return dtype in _FLOATS
+
+
+def is_differentiable_type(dtype: ir.DataType) -> bool:
+    """Whether PyTorch lets a tensor of this type require a gradient: floating or complex."""
+    return dtype in _FLOATS or dtype in _COMPLEX
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    if value.dtype is None:
+        raise ValueError(f"the element type of {value.name} is not known")
+    return value.dtype
+
+
+def type_of(value: ir.Value) -> TensorType:
+    return TensorType(dtype_of(value), sizes.of(value))
+
+
+def rank_of(value: ir.Value) -> int:
+    return len(sizes.of(value))
+
+
+def set_type(value: ir.Value, tensor_type: TensorType) -> None:
+    value.type = ir.TensorType(tensor_type.dtype)
+    value.shape = sizes.shape(tensor_type.shape)
+
+
+def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """The value's elements where they are known before the graph runs, else None."""
+    if value is None or value.const_value is None:
+        return None
+    return value.const_value.numpy()
+
+
+def normalize_axis(axis: int, rank: int) -> int:
+    return axis + rank if axis < 0 else axis
+
+
+def normalize_axes(axes: Iterable[int], rank: int) -> tuple[int, ...]:
+    return tuple(sorted(normalize_axis(a, rank) for a in axes))

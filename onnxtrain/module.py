@@ -1,0 +1,176 @@
+"""ORTModule: a drop-in `nn.Module` whose forward and backward run as optimized ONNX graphs.
+
+    model = ORTModule(model)          # the only change in a training script
+
+The first call captures and compiles the module; later calls run the compiled programs. Another capture is made when
+something that decides the graph changes: the structure of the inputs, autocast, the module's attributes, which
+parameters need gradients. What cannot be captured runs in PyTorch, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from onnxtrain.debug_options import DebugOptions
+from onnxtrain.engine import Engine
+from onnxtrain.errors import ORTModuleTorchModelException
+from onnxtrain.options import Options
+from onnxtrain.report import CompileReport
+
+# What nn.Module does with its own parameters, buffers and children, the wrapped module does with its.
+_DELEGATED = (
+    "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "extra_repr", "float", "get_buffer",
+    "get_extra_state", "get_parameter", "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia",
+    "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "register_buffer",
+    "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_parameter",
+    "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_", "set_extra_state",
+    "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "type", "xpu", "zero_grad", "_apply",
+    "_load_from_state_dict", "_named_members", "_save_to_state_dict",
+)  # fmt: skip
+
+
+class ORTModule(torch.nn.Module):
+    """Runs `module` as an ONNX training graph.
+
+    Args:
+        module: any `nn.Module`. It stays the owner of its parameters and buffers; `state_dict` keys do not change.
+        debug_options: log level and whether to save the graphs, as in ORTModule.
+        **options: any field of `onnxtrain.options.Options`, for example `rng="torch"` to draw exactly the random
+            numbers that eager PyTorch draws.
+
+    Attributes and methods of `module` are reached through the wrapper; attributes set on the wrapper are set on
+    `module`, and a change that matters is followed by a new capture.
+
+    Raises:
+        ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`: wrap the inner module instead.
+    """
+
+    def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
+        if isinstance(module, torch.nn.DataParallel):
+            raise ORTModuleTorchModelException(
+                "ORTModule cannot wrap torch.nn.DataParallel",
+                got=type(module).__name__,
+                todo="wrap the inner module with ORTModule, then use DistributedDataParallel",
+            )
+        super().__init__()
+        settings = {**(debug_options or DebugOptions()).settings, **options}
+        self._set_up(module, Options.resolve(**settings))
+
+    def _set_up(self, module: torch.nn.Module, options: Options) -> None:
+        self.__dict__.pop("training", None)  # the wrapped module's flag counts
+        self.__dict__["_original"] = module
+        self.__dict__["_options"] = options
+        self.__dict__["_engine"] = Engine(module, options)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        original: torch.nn.Module = self.__dict__["_original"]
+        return original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, compiled."""
+        return self.__dict__["_engine"](args, kwargs)
+
+    # Dynamo looks for this mark: torch.compile of a model that holds an ORTModule breaks its graph here.
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark that torch.compiler.disable sets
+
+    def report(self) -> CompileReport:
+        """What each stage of the newest compilation did. Raises RuntimeError before the first call."""
+        engine: Engine = self.__dict__["_engine"]
+        return engine.report()
+
+    # The nn.Module face
+
+    def __getattr__(self, name: str) -> Any:
+        original = self.__dict__.get("_original")
+        if original is None:
+            raise AttributeError(name)
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or "_original" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __repr__(self) -> str:
+        return f"ORTModule({self.module!r})"
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]  # raises as the wrapped module does
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Not possible on the wrapper.
+
+        Raises:
+            ORTModuleTorchModelException: always.
+        """
+        raise ORTModuleTorchModelException(
+            "a submodule cannot be added to an ORTModule", got=name, todo="add it to the module before wrapping"
+        ) from NotImplementedError("ORTModule.add_module")
+
+    register_module = add_module
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError("ORTModule does not run under torch.nn.DataParallel: use DistributedDataParallel")
+
+    # Copies and pickles: the module and the options; graphs are compiled again.
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_original", "_options")}
+        return {"own": own, "module": self.module, "options": self.__dict__["_options"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["own"])
+        self._set_up(state["module"], state["options"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ORTModule:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (type(self),), self.__getstate__()
+
+
+def _rebuild(cls: type[ORTModule]) -> ORTModule:
+    return cls.__new__(cls)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def call(self: ORTModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if result is self.module else result
+
+    call.__name__ = name
+    call.__doc__ = f"`{name}` of the wrapped module."
+    return call
+
+
+for _name in _DELEGATED:
+    if hasattr(torch.nn.Module, _name):
+        setattr(ORTModule, _name, _delegate(_name))

@@ -1,0 +1,112 @@
+"""Writes a graph as a file that other people's tools open: valid ONNX, training ops as model-local functions.
+
+    write(model, "bert_optimized_training.onnx")
+
+Names are kept: weights have those of the module, values those of PyTorch's own graph; each node carries the module and
+the user's line it comes from. The file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import traversal
+from onnxtrain.graph.opset import convert_opset
+from onnxtrain.ops.bodies import IR_VERSION, close, import_opsets
+from onnxtrain.ops.definition import NoBody
+from onnxtrain.ops.functions import as_functions
+from onnxtrain.ops.registry import definition_of
+
+PRODUCER = "onnxtrain"
+LARGEST_BYTES = 2**31 - 2**24  # a protobuf message ends at 2 GiB; the rest is for nodes and names
+
+
+def write(
+    model: ir.Model, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], opset: int | None = None
+) -> None:
+    """Writes `model` to a file; beside it `<path>.data` with the tensors, where they are too large for one file.
+
+    Args:
+        model: it stays as it is.
+        paths: the file, or several that shall hold the same; their folders are made where they are missing.
+        opset: the opset of ai.onnx in the file; None keeps the model's.
+
+    Raises:
+        OptionError: the model has no form in this opset.
+        GraphError: onnx.checker does not accept the result.
+    """
+    written = file_model(model, opset)
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        _place(written, Path(path))
+
+
+def _place(model: ir.Model, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target: only within one file system is a move atomic.
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _save(model, folder / target.name)
+        _check(model, folder / target.name)
+        for name in (f"{target.name}.data", target.name):  # the tensors first: the model reads them
+            if (folder / name).exists():
+                os.replace(folder / name, target.parent / name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
+    """The model as it stands in a file: functions beside it, each output a value of its own, documented nodes."""
+    result = as_functions(model)
+    result.ir_version = max(IR_VERSION, result.ir_version)
+    result.producer_name = PRODUCER
+    graph = result.graph
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    close(graph, outputs, _output_names(outputs))
+    traversal.name_uniquely(graph)
+    import_opsets(graph)
+    for node in graph.all_nodes():
+        node.doc_string = node.doc_string or traversal.origin(node)
+    if opset is not None:
+        convert_opset(graph, opset)
+        for function in result.functions.values():
+            convert_opset(function.graph, opset)
+    return result
+
+
+def _output_names(outputs: list[ir.Value]) -> list[str]:
+    """The outputs' own names; one that is an input or an output already gets a name of its own."""
+    names: list[str] = []
+    for value in outputs:
+        name = str(value.name)
+        taken = value.producer() is None or name in names
+        names.append(f"{name}_output_{len(names)}" if taken else name)
+    return names
+
+
+def _save(model: ir.Model, path: Path) -> None:
+    initializers = (v.const_value for v in model.graph.initializers.values())
+    bytes_needed = sum(tensor.nbytes for tensor in initializers if tensor is not None)
+    ir.save(model, path, external_data=f"{path.name}.data" if bytes_needed > LARGEST_BYTES else None)
+
+
+def _check(model: ir.Model, path: Path) -> None:
+    # Shape inference stops at ops of other domains that are no functions.
+    whole = not any(isinstance(definition_of(node).body, NoBody) for node in model.graph.all_nodes() if node.domain)
+    try:
+        onnx.checker.check_model(str(path), full_check=whole)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise GraphError("the graph would be no valid ONNX file", where=path.name, got=str(error)) from error
+
+
+def debug_file_name(prefix: str, stage: str, mode: str) -> str:
+    """The name of a file of `DebugOptions(save_onnx=True)`: `<prefix>_<stage>_<mode>.onnx`."""
+    return f"{prefix}_{stage}_{mode}.onnx"

@@ -1,0 +1,27 @@
+"""Every op that onnxtrain knows, one definition each. A module of this package is a family; importing it defines it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Effects, NoBody, NodeView, OpDef
+from onnxtrain.ops.registry import FROM_TORCH, OPS, builder, definition_of, lookup, view
+
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+__all__ = [
+    "FROM_TORCH",
+    "NOT_DIFFERENTIABLE",
+    "OPS",
+    "STANDARD",
+    "Effects",
+    "NoBody",
+    "NodeView",
+    "OpDef",
+    "builder",
+    "definition_of",
+    "lookup",
+    "view",
+]

@@ -1,0 +1,252 @@
+"""Definitions for whole classes of ops: what all elementwise, comparison or reduction ops share is said once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, normalize_axes, rank_of, type_of
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    STANDARD,
+    Call,
+    Effects,
+    FromTorch,
+    Gradient,
+    GradientRule,
+    Infix,
+    Kernel,
+    NodeView,
+    OpDef,
+    numel,
+)
+from onnxtrain.ops.registry import define
+
+_NO_STOPS: frozenset[str] = frozenset()
+
+
+def always(node: NodeView) -> bool:
+    return True
+
+
+def same_as(name: str) -> Callable[[NodeView], Sequence[TensorType]]:
+    """A shape rule: one output with the type of input `name`."""
+    return lambda n: (type_of(getattr(n, name)),)
+
+
+def elementwise_flops(node: NodeView) -> sizes.Size:
+    return numel(node.node.outputs[0])
+
+
+def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """`value` in element type `dtype`: itself where it has it."""
+    if dtype_of(value) == dtype:
+        return value
+    result: ir.Value = op.Cast(value, to=dtype)
+    return result
+
+
+def as_value(op: Builder, argument: Any, dtype: ir.DataType) -> ir.Value:
+    """A tensor argument or a Python number or size of an ATen call, as a value of element type `dtype`."""
+    if isinstance(argument, ir.Value):
+        return cast(op, argument, dtype)
+    if isinstance(argument, str):  # a symbolic size used as a number
+        return op.size(argument, dtype)
+    return op.scalar(argument, dtype)
+
+
+def promoted(op: Builder, *arguments: Any) -> tuple[ir.Value, ...]:
+    """The operands of an ATen elementwise call in the type that PyTorch computes in: that of its output."""
+    return tuple(as_value(op, a, op.out[0].dtype) for a in arguments)
+
+
+def unary(
+    name: str,
+    torch_name: str | Sequence[str] | Mapping[str, FromTorch],
+    kernel: Callable[..., Any],
+    gradient: GradientRule | None,
+    *,
+    reads: tuple[str, ...] = ("x",),
+    domain: str = ONNX,
+    attributes: Mapping[str, Any] | None = None,
+    since: int = 1,
+    body: Any = STANDARD,
+    native_ok: Callable[[NodeView], bool] = always,
+    lower: Callable[..., Call] | None = None,
+    flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
+    host: Callable[..., Any] | None = None,
+) -> OpDef:
+    """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable."""
+
+    def capture(op: Builder, x: ir.Value) -> Any:
+        return op.op(domain, name)(cast(op, x, op.out[0].dtype))
+
+    names = (torch_name,) if isinstance(torch_name, str) else torch_name
+
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=("x",),
+            outputs=("y",),
+            attributes=attributes or {},
+            since=since,
+            from_torch=names if isinstance(names, Mapping) else dict.fromkeys(names, capture),
+            shapes=same_as("x"),
+            body=body,
+            native_ok=native_ok,
+            gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
+            stops=_NO_STOPS,
+            kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place=0),),
+            axes=lambda n: "... -> ...",
+            effects=Effects.NONE,
+            aliases={},
+            flops=flops,
+            host=host,
+        )
+    )
+
+
+def _broadcast_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.a), sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
+
+
+def _compared_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(ir.DataType.BOOL, sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
+
+
+def binary(
+    name: str,
+    from_torch: Mapping[str, FromTorch],
+    kernel: Callable[[Any, Any], Any],
+    gradient: GradientRule | None,
+    *,
+    reads: tuple[str, ...] = ("a", "b"),
+    symbol: str | None = None,
+    domain: str = ONNX,
+    since: int = 1,
+    body: Any = STANDARD,
+    shapes: Callable[[NodeView], Sequence[TensorType]] = _broadcast_type,
+    stops: frozenset[str] = _NO_STOPS,
+    host: Callable[..., Any] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    native_ok: Callable[[NodeView], bool] = always,
+    scalars: bool = False,
+    lower: Callable[..., Call] | None = None,
+) -> OpDef:
+    """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
+
+    `symbol` is the Python operator that computes it. It takes Python numbers on either side, as does a kernel with
+    `scalars`; `lower` replaces the plain call of `kernel`.
+    """
+    if lower is None and symbol:
+        infix = symbol  # narrows the type inside the lambda
+        lower = lambda n, a, b: Infix(infix, kernel, a, b)
+    elif lower is None:
+        lower = lambda n, a, b: Call(kernel, a, b)
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=("a", "b"),
+            outputs=("y",),
+            attributes=attributes or {},
+            since=since,
+            from_torch=from_torch,
+            shapes=shapes,
+            body=body,
+            native_ok=native_ok,
+            gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
+            stops=stops,
+            kernels=(Kernel(lower=lower, scalars=scalars or symbol is not None),),
+            axes=lambda n: "..., ... -> ...",
+            effects=Effects.NONE,
+            aliases={},
+            flops=elementwise_flops,
+            host=_on_host(host) if host else None,
+        )
+    )
+
+
+def _on_host(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`function` on sizes: ints, or tuples of ints of one length or of length 1."""
+
+    def compute(n: NodeView, a: Any, b: Any) -> Any:
+        if not isinstance(a, tuple) and not isinstance(b, tuple):
+            return function(a, b)
+        left = a if isinstance(a, tuple) else (a,)
+        right = b if isinstance(b, tuple) else (b,)
+        length = max(len(left), len(right))
+        left, right = (v * length if len(v) == 1 else v for v in (left, right))
+        return tuple(function(x, y) for x, y in zip(left, right, strict=True))
+
+    return compute
+
+
+def comparison(name: str, aten: str, kernel: Callable[[Any, Any], Any], symbol: str, *, since: int = 7) -> OpDef:
+    """Defines a comparison of two tensors of one type; `aten` names both its overloads ("aten.lt")."""
+
+    def capture(op: Builder, a: ir.Value, b: Any) -> Any:
+        dtype = compared_dtype(op, a, b)
+        return op.op(ONNX, name)(as_value(op, a, dtype), as_value(op, b, dtype))
+
+    return binary(
+        name,
+        {f"{aten}.Tensor": capture, f"{aten}.Scalar": capture},
+        kernel,
+        None,
+        symbol=symbol,
+        shapes=_compared_type,
+        since=since,
+    )
+
+
+def compared_dtype(op: Builder, a: ir.Value, b: Any) -> ir.DataType:
+    """The type in which PyTorch compares a with b (its own promotion rule, asked on empty tensors)."""
+    operands = [
+        torch.empty((1,) * rank_of(v), dtype=TORCH_DTYPES[dtype_of(v)]) if isinstance(v, ir.Value) else v
+        for v in (a, 0 if isinstance(b, str) else b)
+    ]
+    return ONNX_DTYPES[torch.result_type(operands[0], operands[1])]
+
+
+def reduced_type(
+    n: NodeView, axes: Sequence[int] | None, keepdims: bool, dtype: ir.DataType | None = None
+) -> TensorType:
+    """The type of x reduced over `axes` (all where None)."""
+    shape = sizes.of(n.x)
+    gone = set(range(len(shape))) if axes is None else set(normalize_axes(axes, len(shape)))
+    kept = [1 if i in gone else s for i, s in enumerate(shape) if keepdims or i not in gone]
+    return TensorType(dtype or dtype_of(n.x), tuple(kept))
+
+
+def reduction_axes(n: NodeView, axes: Sequence[int] | None, keepdims: bool) -> str:
+    """The axis map of a reduction of x over `axes`."""
+    rank = rank_of(n.x)
+    gone = set(range(rank)) if axes is None else set(normalize_axes(axes, rank))
+    left = [f"a{i}" for i in range(rank)]
+    right = ["1" if i in gone else f"a{i}" for i in range(rank) if keepdims or i not in gone]
+    inputs = [" ".join(left)] + ["-"] * (len(n.node.inputs) - 1)
+    return f"{', '.join(inputs)} -> {' '.join(right)}"
+
+
+TORCH_DTYPES: dict[ir.DataType, torch.dtype] = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.DOUBLE: torch.float64,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+    ir.DataType.INT64: torch.int64,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT16: torch.int16,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.UINT8: torch.uint8,
+    ir.DataType.BOOL: torch.bool,
+    ir.DataType.COMPLEX64: torch.complex64,
+    ir.DataType.COMPLEX128: torch.complex128,
+}
+ONNX_DTYPES: dict[torch.dtype, ir.DataType] = {t: o for o, t in TORCH_DTYPES.items()}

@@ -1,0 +1,304 @@
+"""The definition of an op: everything that is known about it, in one place.
+
+Passes, the differentiator and the executor ask a definition; none of them holds a list of op names. All fields are
+required, so that a hole is an error where the op is written and not where it is used; `constructors.py` fills them for
+whole classes of ops.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import axes as axis_maps
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import TensorType, rank_of
+
+OPSET = 23  # ai.onnx inside the pipeline; written files may ask for another
+
+
+class Effects(enum.Flag):
+    """What a node does besides computing its outputs from its inputs."""
+
+    NONE = 0
+    RANDOM = enum.auto()  # draws from a generator: never merged, reordered or dropped under rng="torch"
+    PYTHON = enum.auto()  # runs the user's Python
+    COLLECTIVE = enum.auto()  # all ranks must run it
+    HOST_SYNC = enum.auto()  # its output's sizes depend on data: a GPU must be waited for
+
+
+class Required(enum.Enum):
+    """Marks an attribute that has no default."""
+
+    REQUIRED = enum.auto()
+
+
+REQUIRED = Required.REQUIRED
+
+
+class Standard(enum.Enum):
+    """Marks a body that needs no writing: the op is ONNX itself."""
+
+    STANDARD = enum.auto()
+
+
+STANDARD = Standard.STANDARD
+
+
+@dataclass(frozen=True)
+class NoBody:
+    """Why an op cannot be written in standard ops."""
+
+    reason: str
+
+
+class NotDifferentiable(enum.Enum):
+    """Marks an op through which no gradient flows."""
+
+    NOT_DIFFERENTIABLE = enum.auto()
+
+
+NOT_DIFFERENTIABLE = NotDifferentiable.NOT_DIFFERENTIABLE
+
+
+class Call:
+    """A call of a torch function: evaluated at once in tests, printed as a line of source in a program."""
+
+    __slots__ = ("args", "function", "kwargs")
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+
+    def evaluate(self) -> Any:
+        return self.function(*map(_value, self.args), **{k: _value(v) for k, v in self.kwargs.items()})
+
+
+class Infix(Call):
+    """A binary Python operator, printed as `a + b`."""
+
+    __slots__ = ("symbol",)
+
+    def __init__(self, symbol: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> None:
+        super().__init__(function, left, right)
+        self.symbol = symbol
+
+
+class Method(Call):
+    """A call of a tensor method, printed as `x.view(...)`."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, receiver: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(lambda x, *a, **k: getattr(x, name)(*a, **k), receiver, *args, **kwargs)
+        self.name = name
+
+
+class Device(enum.Enum):
+    """Stands for the device that the program runs on, in the arguments of a Call."""
+
+    DEVICE = enum.auto()
+
+
+DEVICE = Device.DEVICE
+
+
+def _value(argument: Any) -> Any:
+    if isinstance(argument, Call):
+        return argument.evaluate()
+    if argument is DEVICE:
+        return torch.device("cpu")
+    return argument
+
+
+class NodeView:
+    """A node read through its definition: inputs, outputs and attributes by name.
+
+    An absent optional input or unused output is None; a variadic input or output is a tuple; an absent attribute has
+    its default.
+    """
+
+    def __init__(self, node: ir.Node, definition: OpDef, wanted: frozenset[str] | None = None) -> None:
+        self.node = node
+        self.definition = definition
+        self._wanted = wanted
+
+    def __getattr__(self, name: str) -> Any:
+        definition = self.definition
+        if name in definition.attributes:
+            attribute = self.node.attributes.get(name)
+            if attribute is None:
+                default = definition.attributes[name]
+                if default is REQUIRED:
+                    raise GraphError(f"{definition.name} needs the attribute {name}")
+                return default
+            return _attribute_value(attribute)
+        for names, values in ((definition.inputs, self.node.inputs), (definition.outputs, self.node.outputs)):
+            for index, declared in enumerate(names):
+                if declared == f"{name}...":
+                    return tuple(values[index:])
+                if declared.rstrip("?") == name:
+                    return values[index] if index < len(values) else None
+        raise AttributeError(f"{definition.name} has no input, output or attribute {name}")
+
+    def wants(self, name: str) -> bool:
+        """In a gradient rule: whether the gradient of this input is asked for."""
+        return self._wanted is None or name in self._wanted
+
+
+def _attribute_value(attribute: ir.Attr) -> Any:
+    if attribute.type == ir.AttributeType.STRING:
+        return attribute.as_string()
+    if attribute.type == ir.AttributeType.FLOAT:
+        return float(attribute.value)
+    value = attribute.value
+    return tuple(value) if isinstance(value, list) else value
+
+
+# A gradient rule: (builder, node, one cotangent per output, None where there is none) -> one gradient per input.
+GradientRule = Callable[..., "Sequence[ir.Value | None] | ir.Value | None"]
+# A body: (builder, node) -> the node's outputs, from n's inputs and attributes, in ops that have a lower body.
+Body = Callable[[Builder, NodeView], "ir.Value | Sequence[ir.Value | None]"]
+FromTorch = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One way to differentiate an op.
+
+    Attributes:
+        build: the rule. Cotangents come in the outputs' order, the result in the inputs' order; a single-input op may
+            return a bare value. Rules never un-broadcast: the differentiator does.
+        reads: names of the inputs and outputs whose elements the rule reads: what must be kept for backward.
+    """
+
+    build: GradientRule
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One way to run an op in torch.
+
+    Attributes:
+        lower: from the node and the arguments, one per input, the call. In a program arguments are names of local
+            variables, in tests tensors; lower must not look into them.
+        scalars: whether a 0-dimensional constant may come as a Python number.
+        host: indices of inputs that come as Python ints (0-dimensional) or tuples of ints.
+        host_if_known: whether an input that is a size comes as a Python int or tuple wherever it stands.
+        applies: whether this kernel can run the node (dtypes, attributes, device type).
+        deterministic: whether two runs give the same bits.
+        workspace: bytes of scratch memory beside inputs and outputs.
+        in_place: index of the input whose memory it can reuse for its first output, or None.
+    """
+
+    lower: Callable[..., Call]
+    scalars: bool = False
+    host: frozenset[int] = frozenset()
+    host_if_known: bool = False
+    applies: Callable[[NodeView, str], bool] = lambda node, device: True
+    deterministic: bool = True
+    workspace: Callable[[NodeView], Size] = lambda node: 0
+    in_place: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpDef:
+    """All facts about one op. See the module docstring; `docs/adding-an-op.md` walks through one.
+
+    Attributes:
+        domain, name: identify the op in the graph.
+        inputs, outputs: names; `x?` is optional, `xs...` variadic (last).
+        attributes: name to default, or REQUIRED.
+        since: the first ai.onnx opset whose meaning this definition has (1 for other domains).
+        from_torch: ATen overload ("aten.relu.default") to a function (op, *args, **kwargs) that builds nodes; tensors
+            come as values, sizes as ints or expressions, `op.out` holds PyTorch's output types.
+        shapes: from the node, the types of its outputs.
+        body: its meaning in standard ops: STANDARD, a builder, or NoBody(reason).
+        native_ok: from the node, whether stock onnxruntime's own kernel of this name computes the same.
+        gradient: one or more ways to differentiate, the first is the default; or NOT_DIFFERENTIABLE.
+        stops: inputs that are never differentiated (indices, shapes, masks).
+        kernels: candidates, best first.
+        axes: from the node, its axis map in the notation of `graph.axes`, or NO_AXES.
+        effects: see Effects.
+        aliases: output index to index of the input that it may be a view of.
+        flops: from the node, floating-point operations.
+        outputs_of: (inputs, attributes) -> number of outputs, where it varies.
+        host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None where it cannot.
+        shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
+    """
+
+    domain: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    since: int
+    from_torch: Mapping[str, FromTorch]
+    shapes: Callable[[NodeView], Sequence[TensorType]]
+    body: Body | Literal[Standard.STANDARD] | NoBody
+    native_ok: Callable[[NodeView], bool]
+    gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE]
+    stops: frozenset[str]
+    kernels: tuple[Kernel, ...]
+    axes: Callable[[NodeView], str]
+    effects: Effects
+    aliases: Mapping[int, int]
+    flops: Callable[[NodeView], Size]
+    host: Callable[..., Any] | None
+    outputs_of: Callable[[int, Mapping[str, Any]], int] | None = field(default=None)
+    shape_only: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)
+        twice = {n for n in names if names.count(n) > 1}
+        if twice:
+            raise GraphError(f"{self.name}: {', '.join(sorted(twice))} names two things")
+
+    def view(self, node: ir.Node, wanted: Iterable[str] | None = None) -> NodeView:
+        return NodeView(node, self, None if wanted is None else frozenset(wanted))
+
+    def output_types(self, node: ir.Node) -> Sequence[TensorType]:
+        return self.shapes(self.view(node))
+
+    def output_count(self, inputs: int, attributes: Mapping[str, Any]) -> int:
+        return self.outputs_of(inputs, attributes) if self.outputs_of else len(self.outputs)
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The attributes that have no default."""
+        return frozenset(name for name, default in self.attributes.items() if default is REQUIRED)
+
+    def input_name(self, index: int) -> str:
+        """The declared name of input `index`, without its mark; a variadic's name for each of its members."""
+        declared = self.inputs[min(index, len(self.inputs) - 1)]
+        return declared.rstrip("?").removesuffix("...")
+
+    def axis_map(self, node: ir.Node) -> axis_maps.AxisMap | None:
+        return axis_maps.parse(self.axes(self.view(node)))
+
+    def kernel(self, node: ir.Node, device: str) -> Kernel:
+        """The first kernel that applies to the node on this device type ("cpu", "cuda")."""
+        view = self.view(node)
+        for kernel in self.kernels:
+            if kernel.applies(view, device):
+                return kernel
+        raise GraphError(f"no kernel of {self.name} applies on {device} to {node.name}")
+
+
+def numel(value: ir.Value | None) -> Size:
+    """The number of elements of a value, as a size."""
+    return 0 if value is None else sizes.multiply(1, *sizes.of(value))
+
+
+def ranks(values: Sequence[ir.Value | None]) -> list[int | None]:
+    return [None if v is None else rank_of(v) for v in values]

@@ -1,0 +1,150 @@
+"""Comparisons of two tensors, and questions about one: is it NaN, infinite, finite."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, is_float
+from onnxtrain.ops.constructors import always, as_value, binary, cast, compared_dtype, elementwise_flops
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
+from onnxtrain.ops.registry import define
+
+
+def _compared(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(ir.DataType.BOOL, sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
+
+
+def _capture(domain: str, name: str, takes_bool: bool) -> FromTorch:
+    def capture(op: Builder, a: ir.Value, b: Any) -> Any:
+        dtype = compared_dtype(op, a, b)
+        if dtype == ir.DataType.BOOL and not takes_bool:
+            a, dtype = cast(op, a, ir.DataType.UINT8), ir.DataType.UINT8
+            b = cast(op, b, dtype) if isinstance(b, ir.Value) else int(b)
+        return op.op(domain, name)(as_value(op, a, dtype), as_value(op, b, dtype))
+
+    return capture
+
+
+def _comparison(
+    name: str,
+    torch_names: Sequence[str],
+    kernel: Callable[[Any, Any], Any],
+    symbol: str,
+    *,
+    domain: str = ONNX,
+    since: int = 1,
+    body: Any = STANDARD,
+    takes_bool: bool = False,
+) -> OpDef:
+    """Defines a comparison of two tensors of one type."""
+    overloads = [f"aten.{n}.{kind}" for n in torch_names for kind in ("Tensor", "Scalar")]
+    return binary(
+        name,
+        dict.fromkeys(overloads, _capture(domain, name, takes_bool)),
+        kernel,
+        None,
+        symbol=symbol,
+        domain=domain,
+        shapes=_compared,
+        body=body,
+        since=since,
+    )
+
+
+EQUAL = _comparison("Equal", ("eq",), operator.eq, "==", since=13, takes_bool=True)
+NOT_EQUAL = _comparison(
+    "NotEqual",
+    ("ne", "not_equal"),
+    operator.ne,
+    "!=",
+    domain=OWN,
+    body=lambda op, n: op.Not(op.Equal(n.a, n.b)),
+    takes_bool=True,
+)
+LESS = _comparison("Less", ("lt", "less"), operator.lt, "<", since=13)
+LESS_OR_EQUAL = _comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since=16)
+GREATER = _comparison("Greater", ("gt", "greater"), operator.gt, ">", since=13)
+GREATER_OR_EQUAL = _comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since=16)
+
+
+# Questions about one tensor
+
+
+def _question(
+    name: str,
+    torch_name: str,
+    kernel: Callable[..., Any],
+    *,
+    domain: str = ONNX,
+    since: int = 1,
+    body: Any = STANDARD,
+    attributes: dict[str, Any] | None = None,
+    from_torch: dict[str, FromTorch] | None = None,
+    lower: Callable[..., Call] | None = None,
+) -> OpDef:
+    """Defines y = f(x), elementwise, a truth value. Integers, which ONNX does not take, are asked as floats."""
+
+    def capture(op: Builder, x: ir.Value) -> Any:
+        return op.op(domain, name)(_as_float(op, x))
+
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=("x",),
+            outputs=("y",),
+            attributes=attributes or {},
+            since=since,
+            from_torch={torch_name: capture, **(from_torch or {})},
+            shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.of(n.x)),),
+            body=body,
+            native_ok=always,
+            gradient=NOT_DIFFERENTIABLE,
+            stops=frozenset(),
+            kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x))),),
+            axes=lambda n: "... -> ...",
+            effects=Effects.NONE,
+            aliases={},
+            flops=elementwise_flops,
+            host=None,
+        )
+    )
+
+
+def _as_float(op: Builder, x: ir.Value) -> ir.Value:
+    return x if is_float(dtype_of(x)) else cast(op, x, ir.DataType.FLOAT)
+
+
+def _isinf_call(n: NodeView, x: Any) -> Call:
+    if n.detect_negative and n.detect_positive:
+        return Call(torch.isinf, x)
+    if n.detect_positive:
+        return Call(torch.isposinf, x)
+    return Call(torch.isneginf, x) if n.detect_negative else Call(torch.zeros_like, x, dtype=torch.bool)
+
+
+def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
+
+
+IS_NAN = _question("IsNaN", "aten.isnan.default", torch.isnan, since=20)
+IS_INF = _question(
+    "IsInf",
+    "aten.isinf.default",
+    torch.isinf,
+    since=20,
+    attributes={"detect_negative": 1, "detect_positive": 1},
+    from_torch={
+        "aten.isposinf.default": lambda op, x: op.IsInf(_as_float(op, x), detect_negative=0),
+        "aten.isneginf.default": lambda op, x: op.IsInf(_as_float(op, x), detect_positive=0),
+    },
+    lower=_isinf_call,
+)
+IS_FINITE = _question("IsFinite", "aten.isfinite.default", torch.isfinite, domain=MICROSOFT, body=_is_finite_body)

@@ -1,0 +1,220 @@
+"""Powers, roots, exponentials and logarithms.
+
+PyTorch's gradients at the edges: a^0 has slope 0 in a, and 0^b has slope 0 in b for b >= 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, rank_of
+from onnxtrain.ops.constructors import binary, promoted, unary
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.elementwise.arithmetic import number_of, zeros_like
+
+Grad = ir.Value | None
+_POWER_TYPES = frozenset(
+    {
+        ir.DataType.FLOAT,
+        ir.DataType.DOUBLE,
+        ir.DataType.FLOAT16,
+        ir.DataType.BFLOAT16,
+        ir.DataType.INT32,
+        ir.DataType.INT64,
+    }
+)
+
+
+# Pow
+
+
+def _capture_pow(op: Builder, a: Any, b: Any) -> Any:
+    if op.out[0].dtype not in _POWER_TYPES:
+        raise UnsupportedOperatorError(f"Pow of {op.out[0].dtype.name} has no ONNX form")
+    return op.Pow(*promoted(op, a, b))
+
+
+def _pow_slope(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """Dy * (b * a^(b - 1)), and 0 where b is 0."""
+    exponent = number_of(n.b)
+    if exponent == 0:
+        return zeros_like(op, n.a)
+    if exponent == 1:
+        return dy
+    if exponent is not None:
+        less = n.a if exponent == 2 else op.Pow(n.a, op.scalar(exponent - 1, like=n.a))
+        return op.Mul(dy, op.Mul(less, op.scalar(exponent, like=n.a)))  # type: ignore[no-any-return]
+    zero, one = op.scalar(0.0, like=n.b), op.scalar(1.0, like=n.b)
+    slope = op.Mul(dy, op.Mul(n.b, op.Pow(n.a, op.Sub(n.b, one))))
+    return op.Where(op.Equal(n.b, zero), zero, slope)  # type: ignore[no-any-return]
+
+
+def _exponent_slope(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """Dy * (y * log a), and 0 where a is 0 and b >= 0."""
+    base = number_of(n.a)
+    if base is not None and base > 0:
+        return op.Mul(dy, op.Mul(n.y, op.scalar(math.log(base), like=n.y)))  # type: ignore[no-any-return]
+    zero = op.scalar(0.0, like=n.b)
+    flat = op.And(op.Equal(n.a, zero), op.GreaterOrEqual(n.b, zero))
+    return op.Mul(dy, op.Where(flat, zero, op.Mul(n.y, op.Log(n.a))))  # type: ignore[no-any-return]
+
+
+def _pow_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    return _pow_slope(op, n, dy) if n.wants("a") else None, _exponent_slope(op, n, dy) if n.wants("b") else None
+
+
+POW = binary(
+    "Pow",
+    {
+        "aten.pow.Tensor_Tensor": _capture_pow,
+        "aten.pow.Tensor_Scalar": _capture_pow,
+        "aten.pow.Scalar": _capture_pow,
+        "aten.float_power.Tensor_Tensor": _capture_pow,
+        "aten.float_power.Tensor_Scalar": _capture_pow,
+        "aten.float_power.Scalar": _capture_pow,
+        "aten.square.default": lambda op, x: _capture_pow(op, x, 2),
+    },
+    torch.pow,
+    _pow_gradient,
+    reads=("a", "b", "y"),
+    scalars=True,
+    since=15,
+)
+
+
+# Roots
+
+
+def _sqrt_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Div(dy, op.Mul(n.y, op.scalar(2, like=n.y)))  # type: ignore[no-any-return]
+
+
+def _rsqrt_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    cubed = op.Pow(n.y, op.scalar(3, like=n.y))
+    return op.Mul(op.Mul(dy, op.scalar(-0.5, like=dy)), cubed)  # type: ignore[no-any-return]
+
+
+SQRT = unary("Sqrt", "aten.sqrt.default", torch.sqrt, _sqrt_gradient, reads=("y",), since=13)
+RSQRT = unary(
+    "Rsqrt",
+    "aten.rsqrt.default",
+    torch.rsqrt,
+    _rsqrt_gradient,
+    reads=("y",),
+    domain=OWN,
+    body=lambda op, n: op.Reciprocal(op.Sqrt(n.x)),
+)
+
+
+# Exponentials
+
+
+def _expm1_body(op: Builder, n: NodeView) -> ir.Value:
+    """(u - 1) * x / log u with u = exp x (Kahan): exact for small x, where u - 1 cancels."""
+    one, minus_one = op.scalar(1.0, like=n.x), op.scalar(-1.0, like=n.x)
+    u = op.Exp(n.x)
+    less = op.Sub(u, one)
+    kahan = op.Div(op.Mul(less, n.x), op.Log(u))
+    kahan = op.Where(op.Or(op.Equal(less, minus_one), op.IsInf(u)), less, kahan)
+    return op.Where(op.Equal(u, one), n.x, kahan)  # type: ignore[no-any-return]
+
+
+def _expm1_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Mul(dy, op.Add(n.y, op.scalar(1, like=n.y)))  # type: ignore[no-any-return]
+
+
+def _exp2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Mul(op.Mul(dy, n.y), op.scalar(math.log(2), like=dy))  # type: ignore[no-any-return]
+
+
+EXP = unary("Exp", "aten.exp.default", torch.exp, lambda op, n, dy: op.Mul(dy, n.y), reads=("y",), since=13)
+EXPM1 = unary(
+    "Expm1",
+    ("aten.expm1.default", "aten.special_expm1.default"),
+    torch.expm1,
+    _expm1_gradient,
+    reads=("y",),
+    domain=OWN,
+    body=_expm1_body,
+)
+EXP2 = unary(
+    "Exp2",
+    ("aten.exp2.default", "aten.special_exp2.default"),
+    torch.exp2,
+    _exp2_gradient,
+    reads=("y",),
+    domain=OWN,
+    body=lambda op, n: op.Pow(op.scalar(2.0, like=n.x), n.x),
+)
+
+
+# Logarithms
+
+
+def _log1p_body(op: Builder, n: NodeView) -> ir.Value:
+    """Log u * x / (u - 1) with u = 1 + x (Kahan): exact for small x, which u loses."""
+    one = op.scalar(1.0, like=n.x)
+    u = op.Add(n.x, one)
+    kahan = op.Div(op.Mul(op.Log(u), n.x), op.Sub(u, one))
+    kahan = op.Where(op.IsInf(u), op.Log(u), kahan)
+    return op.Where(op.Equal(u, one), n.x, kahan)  # type: ignore[no-any-return]
+
+
+def _log1p_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Div(dy, op.Add(n.x, op.scalar(1, like=n.x)))  # type: ignore[no-any-return]
+
+
+def _logarithm(name: str, base: float, kernel: Any) -> None:
+    """Defines the logarithm to a base that ONNX does not have."""
+
+    def body(op: Builder, n: NodeView) -> ir.Value:
+        return op.Mul(op.Log(n.x), op.scalar(1 / math.log(base), like=n.x))  # type: ignore[no-any-return]
+
+    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+        return op.Div(dy, op.Mul(n.x, op.scalar(math.log(base), like=n.x)))  # type: ignore[no-any-return]
+
+    unary(name, f"aten.{name.lower()}.default", kernel, gradient, domain=OWN, body=body)
+
+
+LOG = unary("Log", "aten.log.default", torch.log, lambda op, n, dy: op.Div(dy, n.x), since=13)
+LOG1P = unary(
+    "Log1p",
+    ("aten.log1p.default", "aten.special_log1p.default"),
+    torch.log1p,
+    _log1p_gradient,
+    domain=OWN,
+    body=_log1p_body,
+)
+_logarithm("Log2", 2.0, torch.log2)
+_logarithm("Log10", 10.0, torch.log10)
+
+
+def _logaddexp_body(op: Builder, n: NodeView) -> ir.Value:
+    """max(a, b) + log1p(exp(-|a - b|)); of equal infinities, that infinity."""
+    largest = op.Max(n.a, n.b)
+    far = op.Neg(op.Abs(op.Sub(n.a, n.b)))
+    same = op.And(op.IsInf(n.a), op.Equal(n.a, n.b))
+    return op.Where(same, n.a, op.Add(largest, op.own.Log1p(op.Exp(far))))  # type: ignore[no-any-return]
+
+
+def _logaddexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    def share(own: ir.Value, other: ir.Value) -> Any:
+        return op.Div(dy, op.Add(op.Exp(op.Sub(other, own)), op.scalar(1, like=dy)))
+
+    return share(n.a, n.b) if n.wants("a") else None, share(n.b, n.a) if n.wants("b") else None
+
+
+LOG_ADD_EXP = binary(
+    "LogAddExp",
+    {"aten.logaddexp.default": lambda op, a, b: op.own.LogAddExp(*promoted(op, a, b))},
+    torch.logaddexp,
+    _logaddexp_gradient,
+    domain=OWN,
+    body=_logaddexp_body,
+)

@@ -1,0 +1,50 @@
+"""Rounding to whole numbers. Their slope is zero, and PyTorch gives zeros, not no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import ONNX, OWN, dtype_of, is_float
+from onnxtrain.ops.constructors import unary
+from onnxtrain.ops.definition import STANDARD, NodeView, OpDef
+from onnxtrain.ops.elementwise.arithmetic import zeros_like
+
+
+def _rounding(
+    name: str,
+    kernel: Callable[..., Any],
+    *,
+    also: tuple[str, ...] = (),
+    domain: str = ONNX,
+    since: int = 1,
+    body: Any = STANDARD,
+) -> OpDef:
+    def capture(op: Builder, x: ir.Value) -> Any:
+        """Integers are whole already: PyTorch copies them, ONNX does not take them."""
+        return op.op(domain, name)(x) if is_float(dtype_of(x)) else op.Identity(x)
+
+    return unary(
+        name,
+        dict.fromkeys((f"aten.{n}.default" for n in (name.lower(), *also)), capture),
+        kernel,
+        lambda op, n, dy: zeros_like(op, n.x),
+        reads=(),
+        domain=domain,
+        since=since,
+        body=body,
+    )
+
+
+def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
+
+
+FLOOR = _rounding("Floor", torch.floor, since=13)
+CEIL = _rounding("Ceil", torch.ceil, since=13)
+ROUND = _rounding("Round", torch.round, since=11)
+TRUNC = _rounding("Trunc", torch.trunc, also=("fix",), domain=OWN, body=_trunc_body)

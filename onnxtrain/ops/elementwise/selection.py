@@ -1,0 +1,310 @@
+"""Choosing among values: Where, extremes of two tensors, clamping, replacing NaN.
+
+Where(condition, a, b)
+Max(a, b), Min(a, b)      NaN if either is; a tie gives each half of the gradient
+Clip(x, min?, max?)       0-dimensional bounds, not differentiated; the bounds themselves pass the gradient
+Clamp(x, min?, max?)      bounds that are tensors, and differentiable
+NanToNum(x)               NaN, inf and -inf replaced
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float
+from onnxtrain.ops.constructors import (
+    TORCH_DTYPES,
+    always,
+    as_value,
+    binary,
+    elementwise_flops,
+    promoted,
+    same_as,
+    unary,
+)
+from onnxtrain.ops.definition import (
+    STANDARD,
+    Call,
+    Effects,
+    FromTorch,
+    Gradient,
+    Kernel,
+    NodeView,
+    OpDef,
+)
+from onnxtrain.ops.elementwise.arithmetic import number_of
+from onnxtrain.ops.registry import define
+
+Grad = ir.Value | None
+
+
+def _zero(op: Builder, value: ir.Value) -> ir.Value:
+    return op.scalar(0.0, like=value)
+
+
+# Where
+
+
+def _capture_where(op: Builder, condition: ir.Value, a: Any, b: Any) -> Any:
+    return op.Where(as_value(op, condition, ir.DataType.BOOL), *promoted(op, a, b))
+
+
+def _capture_masked_fill(op: Builder, x: ir.Value, mask: ir.Value, value: Any) -> Any:
+    return op.Where(as_value(op, mask, ir.DataType.BOOL), as_value(op, value, dtype_of(x)), x)
+
+
+def _where_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
+    zero = _zero(op, dy)
+    da = op.Where(n.condition, dy, zero) if n.wants("a") else None
+    return None, da, op.Where(n.condition, zero, dy) if n.wants("b") else None
+
+
+WHERE = define(
+    OpDef(
+        domain="",
+        name="Where",
+        inputs=("condition", "a", "b"),
+        outputs=("y",),
+        attributes={},
+        since=16,
+        from_torch={
+            "aten.where.self": _capture_where,
+            "aten.where.ScalarOther": _capture_where,
+            "aten.where.ScalarSelf": _capture_where,
+            "aten.where.Scalar": _capture_where,
+            "aten.masked_fill.Scalar": _capture_masked_fill,
+            "aten.masked_fill.Tensor": _capture_masked_fill,
+        },
+        shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.of, (n.condition, n.a, n.b)))),),
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_where_gradient, ("condition",)),),
+        stops=frozenset({"condition"}),
+        kernels=(Kernel(lower=lambda n, condition, a, b: Call(torch.where, condition, a, b)),),
+        axes=lambda n: "..., ..., ... -> ...",
+        effects=Effects.NONE,
+        aliases={},
+        flops=elementwise_flops,
+        host=None,
+    )
+)
+
+
+# Max, Min
+
+
+def _extreme_gradient(name: str) -> Any:
+    """To the chosen operand; half to each where they are equal; all to both where one is NaN."""
+
+    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+        zero, two = _zero(op, dy), op.scalar(2.0, like=dy)
+        shared = op.Where(op.Equal(n.a, n.b), op.Div(dy, two), dy)
+        loses = op.Less if name == "Max" else op.Greater
+        da = op.Where(loses(n.a, n.b), zero, shared) if n.wants("a") else None
+        return da, op.Where(loses(n.b, n.a), zero, shared) if n.wants("b") else None
+
+    return gradient
+
+
+def _capture_extreme(name: str) -> FromTorch:
+    def capture(op: Builder, a: ir.Value, b: ir.Value) -> Any:
+        a, b = promoted(op, a, b)
+        if dtype_of(a) == ir.DataType.BOOL:
+            return op.Or(a, b) if name == "Max" else op.And(a, b)
+        return op.op("", name)(a, b)
+
+    return capture
+
+
+def _host_extreme(name: str) -> Callable[[Any, Any], Any]:
+    def choose(a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return max(a, b) if name == "Max" else min(a, b)
+        known, other = (b, a) if isinstance(a, int) else (a, b)
+        return known.largest(other) if name == "Max" else known.smallest(other)
+
+    return choose
+
+
+def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any]) -> OpDef:
+    return binary(
+        name,
+        dict.fromkeys((f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)),
+        kernel,
+        _extreme_gradient(name),
+        since=13,
+        host=_host_extreme(name),
+    )
+
+
+MAX = _extreme("Max", "maximum", torch.maximum)
+MIN = _extreme("Min", "minimum", torch.minimum)
+
+
+# Clip and Clamp
+
+
+def _bounded(op: Builder, x: ir.Value, low: Any, high: Any) -> Any:
+    """`clamp(x, min, max)` with numbers or tensors for bounds."""
+    dtype = op.out[0].dtype
+    x = as_value(op, x, dtype)
+    if isinstance(low, (ir.Value, str)) or isinstance(high, (ir.Value, str)):
+        return op.own.Clamp(x, *(None if v is None else as_value(op, v, dtype) for v in (low, high)))
+    if is_float(dtype):  # ONNX takes the largest finite number for an absent bound, and so would change an infinity
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return op.Clip(x, *(None if v is None else op.scalar(v, like=x) for v in (low, high)))
+
+
+def _clip_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
+    inside = _inside(op, n)
+    return (op.Where(inside, dy, _zero(op, dy)) if inside else dy, None, None)[: len(n.node.inputs)]
+
+
+def _is_bound(value: ir.Value | None) -> bool:
+    """Whether this bound can change anything."""
+    return value is not None and number_of(value) not in (math.inf, -math.inf)
+
+
+def _clip_call(n: NodeView, x: Any, low: Any, high: Any) -> Call:
+    if not _is_bound(n.min) and not _is_bound(n.max):
+        return Call(torch.clone, x)
+    return Call(torch.clamp, x, low if _is_bound(n.min) else None, high if _is_bound(n.max) else None)
+
+
+def _inside(op: Builder, n: NodeView) -> ir.Value | None:
+    """Whether x lies within the bounds, themselves included; None where there are none."""
+    above = op.GreaterOrEqual(n.x, n.min) if _is_bound(n.min) else None
+    below = op.LessOrEqual(n.x, n.max) if _is_bound(n.max) else None
+    return op.And(above, below) if above is not None and below is not None else above or below
+
+
+def _clamp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
+    """A bound gets the gradient where it is the result; where min > max, max is."""
+    dx, dlow, dhigh = _clip_gradient(op, n, dy)[0], None, None
+    zero = _zero(op, dy)
+    if n.min is not None and n.wants("min"):
+        chosen = op.Less(n.x, n.min)
+        chosen = chosen if n.max is None else op.And(op.Less(n.min, n.max), chosen)
+        dlow = op.Where(chosen, dy, zero)
+    if n.max is not None and n.wants("max"):
+        chosen = op.Greater(n.x, n.max)
+        chosen = chosen if n.min is None else op.Or(op.Less(n.max, n.min), chosen)
+        dhigh = op.Where(chosen, dy, zero)
+    return (dx, dlow, dhigh)[: len(n.node.inputs)]
+
+
+def _clamp_body(op: Builder, n: NodeView) -> ir.Value:
+    above = n.x if n.min is None else op.Max(n.x, n.min)
+    return above if n.max is None else op.Min(above, n.max)  # type: ignore[no-any-return]
+
+
+def _clamp_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.x), sizes.broadcast(*(sizes.of(v) for v in n.node.inputs if v is not None))),)
+
+
+def _clamp_axes(n: NodeView) -> str:
+    return f"{', '.join('-' if v is None else '...' for v in n.node.inputs)} -> ..."
+
+
+CLIP = define(
+    OpDef(
+        domain="",
+        name="Clip",
+        inputs=("x", "min?", "max?"),
+        outputs=("y",),
+        attributes={},
+        since=13,
+        from_torch={
+            "aten.clamp.default": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
+            "aten.clip.default": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
+            "aten.clamp_min.default": lambda op, x, min: _bounded(op, x, min, None),
+            "aten.clamp_max.default": lambda op, x, max: _bounded(op, x, None, max),
+        },
+        shapes=same_as("x"),
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_clip_gradient, ("x", "min", "max")),),
+        stops=frozenset({"min", "max"}),
+        kernels=(Kernel(lower=_clip_call, scalars=True),),
+        axes=_clamp_axes,
+        effects=Effects.NONE,
+        aliases={},
+        flops=elementwise_flops,
+        host=None,
+    )
+)
+CLAMP = define(
+    OpDef(
+        domain=OWN,
+        name="Clamp",
+        inputs=("x", "min?", "max?"),
+        outputs=("y",),
+        attributes={},
+        since=1,
+        from_torch={
+            "aten.clamp.Tensor": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
+            "aten.clip.Tensor": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
+            "aten.clamp_min.Tensor": lambda op, x, min: _bounded(op, x, min, None),
+            "aten.clamp_max.Tensor": lambda op, x, max: _bounded(op, x, None, max),
+        },
+        shapes=_clamp_type,
+        body=_clamp_body,
+        native_ok=always,
+        gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, x, low, high: Call(torch.clamp, x, low, high)),),
+        axes=_clamp_axes,
+        effects=Effects.NONE,
+        aliases={},
+        flops=elementwise_flops,
+        host=None,
+    )
+)
+
+
+# NanToNum
+
+
+def _replacements(n: NodeView) -> tuple[float, float, float]:
+    """What NaN, inf and -inf become."""
+    limit = torch.finfo(TORCH_DTYPES[dtype_of(n.x)]).max
+    high = limit if n.posinf is None else n.posinf
+    return n.nan or 0.0, high, -limit if n.neginf is None else n.neginf
+
+
+def _nan_to_num_body(op: Builder, n: NodeView) -> ir.Value:
+    nan, high, low = (op.scalar(v, like=n.x) for v in _replacements(n))
+    result = op.Where(op.IsInf(n.x, detect_negative=0), high, n.x)
+    result = op.Where(op.IsInf(n.x, detect_positive=0), low, result)
+    return op.Where(op.IsNaN(n.x), nan, result)  # type: ignore[no-any-return]
+
+
+def _nan_to_num_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Mul(dy, op.Cast(op.ms.IsFinite(n.x), to=dtype_of(dy)))  # type: ignore[no-any-return]
+
+
+def _capture_nan_to_num(
+    op: Builder, x: ir.Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Any:
+    if not is_float(dtype_of(x)):
+        return op.Identity(x)
+    return op.own.NanToNum(x, nan=nan, posinf=posinf, neginf=neginf)
+
+
+NAN_TO_NUM = unary(
+    "NanToNum",
+    {"aten.nan_to_num.default": _capture_nan_to_num},
+    torch.nan_to_num,
+    _nan_to_num_gradient,
+    domain=OWN,
+    attributes={"nan": None, "posinf": None, "neginf": None},
+    body=_nan_to_num_body,
+    lower=lambda n, x: Call(torch.nan_to_num, x, n.nan, n.posinf, n.neginf),
+)

@@ -1,0 +1,102 @@
+"""Circular and hyperbolic functions, their inverses, and the error function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN
+from onnxtrain.ops.constructors import binary, promoted, unary
+from onnxtrain.ops.definition import NodeView
+
+Grad = ir.Value | None
+Slope = Callable[[Builder, NodeView], ir.Value]
+
+
+def _function(name: str, kernel: Any, slope: Slope, *, since: int, also: Sequence[str] = (), reads: str = "x") -> None:
+    """Defines y = f(x) with dx = dy * slope."""
+    names = [f"aten.{n}.default" for n in (name.lower(), *also)]
+    unary(name, names, kernel, lambda op, n, dy: op.Mul(dy, slope(op, n)), reads=(reads,), since=since)
+
+
+def _squared(op: Builder, value: ir.Value, factor: int, offset: int) -> ir.Value:
+    """Factor * value^2 + offset, with factor 1 or -1."""
+    square = op.Mul(op.Neg(value) if factor < 0 else value, value)
+    result: ir.Value = op.Add(square, op.scalar(offset, like=value))
+    return result
+
+
+_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since=7)
+_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since=7)
+_function("Tan", torch.tan, lambda op, n: _squared(op, n.y, 1, 1), since=7, reads="y")
+_function("Asin", torch.asin, lambda op, n: op.own.Rsqrt(_squared(op, n.x, -1, 1)), since=7, also=("arcsin",))
+_function("Acos", torch.acos, lambda op, n: op.Neg(op.own.Rsqrt(_squared(op, n.x, -1, 1))), since=7, also=("arccos",))
+_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since=9)
+_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since=9)
+_function("Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, 1)), since=9, also=("arcsinh",))
+_function("Acosh", torch.acosh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, -1)), since=9, also=("arccosh",))
+
+
+def _atan_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Div(dy, _squared(op, n.x, 1, 1))  # type: ignore[no-any-return]
+
+
+def _atanh_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Div(dy, _squared(op, n.x, -1, 1))  # type: ignore[no-any-return]
+
+
+def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    bell = op.Exp(op.Neg(op.Mul(n.x, n.x)))
+    return op.Mul(op.Mul(bell, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
+
+
+ATAN = unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since=7)
+ATANH = unary("Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since=9)
+ERF = unary("Erf", ("aten.erf.default", "aten.special_erf.default"), torch.erf, _erf_gradient, since=13)
+
+
+# Atan2(a, b): the angle of the point (b, a)
+
+
+def _is_negative(op: Builder, value: ir.Value) -> ir.Value:
+    """Whether the sign bit is set, -0.0 included, which shows in its reciprocal."""
+    zero = op.scalar(0.0, like=value)
+    minus_zero = op.And(op.Equal(value, zero), op.Less(op.Reciprocal(value), zero))
+    result: ir.Value = op.Or(op.Less(value, zero), minus_zero)
+    return result
+
+
+def _atan2_body(op: Builder, n: NodeView) -> ir.Value:
+    """The angle in the first quadrant, reflected into the quadrant of (b, a)."""
+    zero = op.scalar(0.0, like=n.a)
+    up, right = op.Abs(n.a), op.Abs(n.b)
+    angle = op.Atan(op.Div(up, right))
+    angle = op.Where(op.And(op.IsInf(n.a), op.IsInf(n.b)), op.scalar(math.pi / 4, like=n.a), angle)
+    angle = op.Where(op.And(op.Equal(up, zero), op.Equal(right, zero)), zero, angle)
+    angle = op.Where(_is_negative(op, n.b), op.Sub(op.scalar(math.pi, like=n.a), angle), angle)
+    return op.Where(_is_negative(op, n.a), op.Neg(angle), angle)  # type: ignore[no-any-return]
+
+
+def _atan2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    squares, zero = op.Add(op.Mul(n.a, n.a), op.Mul(n.b, n.b)), op.scalar(0.0, like=n.a)
+    inverse = op.Where(op.Equal(squares, zero), zero, op.Reciprocal(squares))
+    da = op.Mul(op.Mul(dy, n.b), inverse) if n.wants("a") else None
+    return da, op.Mul(op.Mul(dy, op.Neg(n.a)), inverse) if n.wants("b") else None
+
+
+ATAN2 = binary(
+    "Atan2",
+    {
+        "aten.atan2.default": lambda op, a, b: op.own.Atan2(*promoted(op, a, b)),
+        "aten.arctan2.default": lambda op, a, b: op.own.Atan2(*promoted(op, a, b)),
+    },
+    torch.atan2,
+    _atan2_gradient,
+    domain=OWN,
+    body=_atan2_body,
+)

@@ -1,0 +1,161 @@
+"""Ops that PyTorch computes in one kernel of its own, and the parts that their bodies are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import TensorType, dtype_of
+from onnxtrain.ops.constructors import always
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    STANDARD,
+    Body,
+    Call,
+    Effects,
+    FromTorch,
+    Gradient,
+    Kernel,
+    NodeView,
+    NotDifferentiable,
+    OpDef,
+    Standard,
+)
+from onnxtrain.ops.registry import define
+
+
+def never(node: NodeView) -> bool:
+    return False
+
+
+def fused(
+    domain: str,
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    *,
+    shapes: Callable[[NodeView], Sequence[TensorType]],
+    body: Body | Literal[Standard.STANDARD],
+    lower: Callable[..., Call],
+    axes: Callable[[NodeView], str],
+    flops: Callable[[NodeView], Size],
+    attributes: Mapping[str, Any] | None = None,
+    from_torch: Mapping[str, FromTorch] | None = None,
+    gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE] = NOT_DIFFERENTIABLE,
+    stops: frozenset[str] = frozenset(),
+    since: int = 1,
+    host: frozenset[int] = frozenset(),
+    kernels: tuple[Kernel, ...] = (),
+) -> OpDef:
+    """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
+
+    Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
+    """
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=attributes or {},
+            since=since,
+            from_torch=from_torch or {},
+            shapes=shapes,
+            body=body,
+            native_ok=always if body is STANDARD else never,
+            gradient=gradient,
+            stops=stops,
+            kernels=(*kernels, Kernel(lower=lower, host=host)),
+            axes=axes,
+            effects=Effects.NONE,
+            aliases={},
+            flops=flops,
+            host=None,
+        )
+    )
+
+
+def only_first(n: NodeView, cotangents: Sequence[ir.Value | None]) -> ir.Value:
+    """The cotangent of the first output. What is saved for backward beside it is no output to differentiate.
+
+    Raises:
+        GraphError: a gradient arrives at another output.
+    """
+    first, *others = cotangents
+    if first is None or any(c is not None for c in others):
+        names = ", ".join(name for name, c in zip(n.definition.outputs, cotangents, strict=True) if c is not None)
+        raise GraphError(
+            f"only the first output of {n.definition.name} is differentiable", got=f"a gradient of {names}"
+        )
+    return first
+
+
+def wanted(n: NodeView, *names: str) -> list[int]:
+    """For each of these inputs 1 where it is there and its gradient is asked for, else 0: a backward op's output_mask."""
+    return [int(getattr(n, name) is not None and n.wants(name)) for name in names]
+
+
+def masked(gradients: Sequence[ir.Value], mask: Sequence[int], n: NodeView) -> list[ir.Value | None]:
+    """The gradients that the mask lets through, as many as the node has inputs."""
+    found: list[ir.Value | None] = [g if m else None for g, m in zip(gradients, mask, strict=True)]
+    count = len(n.node.inputs)
+    return (found + [None] * count)[:count]
+
+
+def flags(mask: Sequence[int]) -> list[bool]:
+    """An output_mask as PyTorch's backward kernels take it."""
+    return [bool(m) for m in mask]
+
+
+# Parts of bodies
+
+
+def axes_constant(op: Builder, axes: Sequence[int]) -> ir.Value:
+    return op.constant(list(axes), ir.DataType.INT64)
+
+
+def total(op: Builder, x: ir.Value, axes: Sequence[int], *, keepdims: bool = True) -> ir.Value:
+    """Sums x over `axes`; over none, x itself."""
+    if not axes:
+        return x
+    result: ir.Value = op.ReduceSum(x, axes_constant(op, axes), keepdims=int(keepdims))
+    return result
+
+
+def count_over(x: ir.Value, axes: Sequence[int]) -> Size:
+    """How many elements of x are summed into one over `axes`."""
+    shape = sizes.of(x)
+    return sizes.multiply(1, *(shape[a] for a in axes))
+
+
+def average(op: Builder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """Averages x over `axes`, which stay with size 1: 0/0 where there is nothing to average, as in PyTorch."""
+    result: ir.Value = op.Div(total(op, x, axes), op.size(count_over(x, axes), dtype_of(x)))
+    return result
+
+
+def plus(op: Builder, x: ir.Value, number: float) -> ir.Value:
+    result: ir.Value = op.Add(x, op.scalar(number, like=x))
+    return result
+
+
+def times(op: Builder, x: ir.Value, number: float) -> ir.Value:
+    result: ir.Value = op.Mul(x, op.scalar(number, like=x))
+    return result
+
+
+def reshaped(op: Builder, x: ir.Value, wanted_sizes: Sequence[Size]) -> ir.Value:
+    """Gives x these sizes; 0 means no elements."""
+    result: ir.Value = op.Reshape(x, op.sizes(list(wanted_sizes)), allowzero=1)
+    return result
+
+
+def statistics_type(dtype: ir.DataType) -> ir.DataType:
+    """The type in which norms and losses of `dtype` are computed and keep what backward needs: float32, or double."""
+    return ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT

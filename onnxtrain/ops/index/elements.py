@@ -1,0 +1,231 @@
+"""GatherElements and ScatterElements: one place along an axis for each element; their gradients.
+
+    GatherElements(x, places) -> y                  y[i, j, k] = x[places[i, j, k], j, k]                     for axis 0
+    ScatterElements(x, places, updates) -> y        y = x, then y[places[i, j, k], j, k] = updates[i, j, k]
+
+`reduction` says how an update meets what is there: none (it replaces it), add, mul, max, min. Places are in [0, size):
+PyTorch's own kernels raise on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Sizes
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import as_value, cast, same_as
+from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.reshape.dims import expanded
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.rows import zeros
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+
+def _shared_names(axis: int, whole: Sizes, part: Sizes, prefix: str) -> tuple[list[str], list[str]]:
+    """Axis names of a tensor and of the places in it: an axis passes where both are proven of one size."""
+    right = names("i", len(part))
+    left = [
+        right[k] if k != axis and whole[k] == part[k] else f"[{prefix}{k}]" for k in range(len(whole))
+    ]
+    return left, right
+
+
+def _gather_axes(n: NodeView) -> str:
+    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places), "x")
+    return axis_map([left, right], right)
+
+
+def _scalars_as_vectors(op: Builder, *values: ir.Value) -> tuple[ir.Value, ...]:
+    """PyTorch takes 0-dimensional tensors for vectors of one element; ONNX has no axis in them."""
+    return tuple(reshaped(op, v, (1,)) if rank_of(v) == 0 else v for v in values)
+
+
+def _capture_gather(op: Builder, x: ir.Value, dim: int, index: ir.Value, *, sparse_grad: bool = False) -> ir.Value:
+    if sparse_grad:
+        raise UnsupportedOperatorError("gather with sparse gradients", todo="set sparse_grad=False")
+    x, index = _scalars_as_vectors(op, x, index)
+    axis = in_rank(dim, rank_of(x), "the axis of gather")
+    return reshaped(op, op.GatherElements(x, index, axis=axis), op.out[0].shape)
+
+
+GATHER_ELEMENTS = movement(
+    "GatherElements",
+    ("x", "places"),
+    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.places)),),
+    lambda n, x, places: Call(torch.gather, x, axis_of(n, n.x), places),
+    lambda op, n, dy: (op.ms.GatherElementsGrad(dy, op.shape_of(n.x), n.places, axis=axis_of(n, n.x)), None),
+    reads=("places",),
+    attributes={"axis": 0},
+    since=13,
+    from_torch={"aten.gather.default": _capture_gather},
+    axes=_gather_axes,
+    stops=frozenset({"places"}),
+)
+
+
+# GatherElementsGrad(dy, shape, places, axis) -> dx[shape]: dy added up where it was gathered from.
+
+
+def _scatter_add(dy: torch.Tensor, shape: tuple[int, ...], axis: int, places: torch.Tensor) -> torch.Tensor:
+    return dy.new_zeros(shape).scatter_add_(axis, places, dy)
+
+
+def _lower_gather_grad(n: NodeView, dy: Any, shape: Any, places: Any) -> Call:
+    return Call(_scatter_add, dy, shape, axis_of(n, n.dy), places)
+
+
+def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    places = cast(op, n.places, ir.DataType.INT64)
+    start = zeros(op, sizes.of(n.dx), dtype_of(n.dy))
+    result: ir.Value = op.ScatterElements(start, places, n.dy, axis=axis_of(n, n.dy), reduction="add")
+    return result
+
+
+def _gather_grad_axes(n: NodeView) -> str:
+    left, right = _shared_names(axis_of(n, n.dy), sizes.of(n.dx), sizes.of(n.places), "x")
+    shared = [word if word in left else f"[{word}]" for word in right]
+    return axis_map([shared, None, shared], left)
+
+
+GATHER_ELEMENTS_GRAD = movement(
+    "GatherElementsGrad",
+    ("dy", "shape", "places"),
+    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that GatherElementsGrad gives")),),
+    (
+        Kernel(lower=_lower_gather_grad, host=frozenset({1}), applies=lambda n, device: device == "cpu"),
+        Kernel(lower=_lower_gather_grad, host=frozenset({1}), deterministic=False),  # atomic additions
+    ),
+    None,
+    domain=MICROSOFT,
+    outputs=("dx",),
+    attributes={"axis": 0},
+    body=_gather_grad_body,
+    axes=_gather_grad_axes,
+    stops=frozenset({"shape", "places"}),
+)
+
+
+# ScatterElements(x, places, updates, axis, reduction)
+
+_REDUCE = {"mul": "prod", "max": "amax", "min": "amin"}
+_ONNX_REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
+
+
+def _lower_scatter(n: NodeView, x: Any, places: Any, updates: Any) -> Call:
+    axis = axis_of(n, n.x)
+    if n.reduction == "none":
+        return Call(torch.scatter, x, axis, places, updates)
+    if n.reduction == "add":
+        return Call(torch.scatter_add, x, axis, places, updates)
+    return Call(torch.scatter_reduce, x, axis, places, updates, _REDUCE[n.reduction], include_self=True)
+
+
+def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
+    axis = axis_of(n, n.x)
+    if n.reduction in ("max", "min"):
+        return _extreme_gradient(op, n, dy, axis)
+    if n.reduction == "mul":
+        raise UnsupportedOperatorError("the gradient of ScatterElements with reduction mul", todo="keep the ATen op")
+    dx: ir.Value | None = dy
+    if n.reduction == "none" and n.wants("x"):
+        nothing = op.Expand(op.scalar(0, like=dy), op.shape_of(n.places))
+        dx = op.ScatterElements(dy, n.places, nothing, axis=axis)
+    return dx, None, op.GatherElements(dy, n.places, axis=axis) if n.wants("updates") else None
+
+
+def _extreme_gradient(op: Builder, n: NodeView, dy: ir.Value, axis: int) -> tuple[ir.Value, None, ir.Value]:
+    """Elements that are equal to the result share its gradient evenly, as PyTorch does it."""
+    one, zero = op.scalar(1, like=dy), op.scalar(0, like=dy)
+    kept = op.Where(op.Equal(n.x, n.y), one, zero)
+    chosen = op.Where(op.Equal(n.updates, op.GatherElements(n.y, n.places, axis=axis)), one, zero)
+    sharers = op.ScatterElements(kept, n.places, chosen, axis=axis, reduction="add")
+    share = op.Div(dy, sharers)
+    return op.Mul(kept, share), None, op.Mul(chosen, op.GatherElements(share, n.places, axis=axis))
+
+
+def _scatter_axes(n: NodeView) -> str:
+    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places), "x")
+    shared = [word if word in left else f"[{word}]" for word in right]
+    return axis_map([left, shared, shared], left)
+
+
+def _scattered(
+    op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, reduction: str = "none"
+) -> ir.Value:
+    """PyTorch reads only as much of `source` as there are places."""
+    shape = sizes.of(x)
+    x, index = _scalars_as_vectors(op, x, index)
+    if isinstance(source, ir.Value) and rank_of(source):
+        updates = _first(op, source, sizes.of(index))
+    else:
+        updates = expanded(op, as_value(op, source, dtype_of(x)), sizes.of(index))
+    axis = in_rank(dim, rank_of(x), "the axis of scatter")
+    return reshaped(op, op.ScatterElements(x, index, updates, axis=axis, reduction=reduction), shape)
+
+
+def _first(op: Builder, source: ir.Value, wanted: Sizes) -> ir.Value:
+    """The first `wanted` elements of each axis."""
+    larger = [i for i, (have, want) in enumerate(zip(sizes.of(source), wanted, strict=True)) if have != want]
+    if not larger:
+        return source
+    starts, ends = vector(op, [0] * len(larger)), op.sizes([wanted[i] for i in larger])
+    result: ir.Value = op.Slice(source, starts, ends, vector(op, larger))
+    return result
+
+
+def _capture_scatter(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any) -> ir.Value:
+    return _scattered(op, x, dim, index, source)
+
+
+def _capture_scatter_add(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value) -> ir.Value:
+    return _scattered(op, x, dim, index, source, "add")
+
+
+def _capture_scatter_reduce(
+    op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
+) -> ir.Value:
+    if not include_self or reduce not in ("sum", "amax", "amin"):
+        raise UnsupportedOperatorError(f"scatter_reduce with {reduce}, include_self={include_self} as an ONNX op")
+    return _scattered(op, x, dim, index, source, _ONNX_REDUCTIONS[reduce])
+
+
+def _capture_scatter_named(
+    op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, *, reduce: str
+) -> ir.Value:
+    if reduce != "add":
+        raise UnsupportedOperatorError(f"scatter with {reduce} as an ONNX op")
+    return _scattered(op, x, dim, index, source, "add")
+
+
+SCATTER_ELEMENTS = movement(
+    "ScatterElements",
+    ("x", "places", "updates"),
+    same_as("x"),
+    (
+        Kernel(lower=_lower_scatter, applies=lambda n, device: device == "cpu" or n.reduction in ("max", "min")),
+        # On a GPU the last of several updates of one place, and the order of additions, are left to chance.
+        Kernel(lower=_lower_scatter, deterministic=False),
+    ),
+    _scatter_gradient,
+    reads=("x", "places", "updates", "y"),
+    attributes={"axis": 0, "reduction": "none"},
+    since=18,
+    from_torch={
+        "aten.scatter.src": _capture_scatter,
+        "aten.scatter.value": _capture_scatter,
+        "aten.scatter.reduce": _capture_scatter_named,
+        "aten.scatter.value_reduce": _capture_scatter_named,
+        "aten.scatter_add.default": _capture_scatter_add,
+        "aten.scatter_reduce.two": _capture_scatter_reduce,
+    },
+    axes=_scatter_axes,
+    stops=frozenset({"places"}),
+)

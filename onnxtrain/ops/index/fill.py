@@ -1,0 +1,210 @@
+"""ConstantOfShape and Range: tensors made from numbers; and what else PyTorch makes from numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import TensorType, dtype_of, is_float
+from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES, as_value, cast
+from onnxtrain.ops.definition import DEVICE, Call, NodeView
+from onnxtrain.ops.reshape.dims import expanded, unsqueezed
+from onnxtrain.ops.reshape.movement import movement
+from onnxtrain.ops.symbolic import held_sizes, needed_sizes
+
+# ConstantOfShape(shape, value): a tensor filled with one number (default: float32 0).
+
+
+def filled(op: Builder, wanted: Sequence[Size], number: complex, dtype: ir.DataType) -> ir.Value:
+    """A tensor of these sizes filled with a number."""
+    value = ir.tensor(np.array([number]).astype(dtype.numpy()), dtype=dtype)
+    result: ir.Value = op.ConstantOfShape(op.sizes(wanted), value=value)
+    return result
+
+
+def zeros_like(op: Builder, value: ir.Value) -> ir.Value:
+    """Zeros of a value's type; its elements are not read."""
+    return filled(op, sizes.of(value), 0, dtype_of(value))
+
+
+def _fill_dtype(n: NodeView) -> ir.DataType:
+    return ir.DataType.FLOAT if n.value is None else n.value.dtype
+
+
+def _lower_fill(n: NodeView, shape: Any) -> Call:
+    number = 0.0 if n.value is None else n.value.numpy().item()
+    return Call(torch.full, shape, number, dtype=TORCH_DTYPES[_fill_dtype(n)], device=DEVICE)
+
+
+def _capture_full(op: Builder, shape: Any, number: Any, **options: Any) -> ir.Value:
+    """`full`, `full_like`, `new_full`, `fill`: the sizes are those of the output."""
+    dtype, wanted = op.out[0]
+    if isinstance(number, (str, ir.Value)):  # a symbolic size, or a 0-dimensional tensor
+        return expanded(op, as_value(op, number, dtype), wanted)
+    return filled(op, wanted, number, dtype)
+
+
+def _capture_new_full(op: Builder, x: ir.Value, shape: Any, number: Any, **options: Any) -> ir.Value:
+    return _capture_full(op, shape, number)
+
+
+def _capture_filled(number: int) -> Any:
+    """`zeros`, `ones` and their like. What PyTorch leaves uninitialized is zeros."""
+
+    def capture(op: Builder, *arguments: Any, **options: Any) -> ir.Value:
+        return filled(op, op.out[0].shape, number, op.out[0].dtype)
+
+    return capture
+
+
+_ZEROS = _capture_filled(0)
+_ONES = _capture_filled(1)
+
+CONSTANT_OF_SHAPE = movement(
+    "ConstantOfShape",
+    ("shape",),
+    lambda n: (TensorType(_fill_dtype(n), needed_sizes(n.shape, "the shape of ConstantOfShape")),),
+    _lower_fill,
+    None,
+    takes_ints=frozenset({0}),
+    attributes={"value": None},
+    since=9,
+    from_torch={
+        "aten.full.default": _capture_full,
+        "aten.full_like.default": _capture_full,
+        "aten.new_full.default": _capture_new_full,
+        "aten.fill.Scalar": _capture_full,
+        "aten.fill.Tensor": _capture_full,
+        "aten.zeros.default": _ZEROS,
+        "aten.zeros_like.default": _ZEROS,
+        "aten.zero.default": _ZEROS,
+        "aten.new_zeros.default": _ZEROS,
+        "aten.empty.memory_format": _ZEROS,
+        "aten.empty_like.default": _ZEROS,
+        "aten.empty_permuted.default": _ZEROS,
+        "aten.empty_strided.default": _ZEROS,
+        "aten.new_empty.default": _ZEROS,
+        "aten.new_empty_strided.default": _ZEROS,
+        "aten.ones.default": _ONES,
+        "aten.ones_like.default": _ONES,
+        "aten.new_ones.default": _ONES,
+    },
+)
+
+
+# Range(start, limit, delta): start, start + delta, … before limit.
+
+
+def counted(op: Builder, start: Size, limit: Size, delta: Size = 1) -> ir.Value:
+    """The integers from `start` to before `limit` as an int64 vector."""
+    result: ir.Value = op.Range(op.size(start), op.size(limit), op.size(delta))
+    return result
+
+
+def _range_type(n: NodeView) -> Sequence[TensorType]:
+    if is_float(dtype_of(n.start)):
+        raise GraphError("Range counts integers", got=dtype_of(n.start).name, todo="scale and cast the integers")
+    use = "what Range counts from, to and by"
+    (start,), (limit,), (delta,) = (needed_sizes(v, use) for v in (n.start, n.limit, n.delta))
+    if delta == 0:
+        raise GraphError("Range by steps of 0")
+    if isinstance(delta, int) and delta < 0:
+        start, limit, delta = limit, start, -delta
+    span = sizes.subtract(limit, start)
+    count = sizes.floor_divide(sizes.add(span, sizes.subtract(delta, 1)), delta)
+    return (TensorType(dtype_of(n.start), (sizes.maximum(0, count),)),)
+
+
+def _lower_range(n: NodeView, start: Any, limit: Any, delta: Any) -> Call:
+    dtype = TORCH_DTYPES[dtype_of(n.start)]
+    first, last, step = (held_sizes(v) for v in (n.start, n.limit, n.delta))
+    if first and last and step == (1,) and sizes.maximum(first[0], last[0]) == last[0]:
+        return Call(torch.arange, start, limit, dtype=dtype, device=DEVICE)
+    return Call(_progression, start, limit, delta, dtype=dtype, device=DEVICE)
+
+
+def _progression(start: int, limit: int, delta: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As torch.arange, but nothing where limit is not ahead of start."""
+    return torch.arange(start, start + len(range(start, limit, delta)) * delta, delta, dtype=dtype, device=device)
+
+
+def _capture_arange(op: Builder, *bounds: Any, **options: Any) -> ir.Value:
+    """`arange(end)`, `arange(start, end)`, `arange(start, end, step)`.
+
+    Fractions of known numbers are a constant, computed by PyTorch itself: its rounding decides how many there are.
+    """
+    dtype, shape = op.out[0]
+    start, limit, delta = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    whole = [int(b) if isinstance(b, float) and b.is_integer() else b for b in (start, limit, delta)]
+    if not any(isinstance(b, float) for b in whole):
+        count = op.node("", "Range", [op.size(b) for b in whole], {}, types=[TensorType(ir.DataType.INT64, shape)])
+        return cast(op, count.outputs[0], dtype)
+    if any(isinstance(b, str) for b in whole):
+        raise UnsupportedOperatorError("arange of fractions up to a size that changes", got=str(bounds))
+    return known(op, torch.arange(start, limit, delta, dtype=TORCH_DTYPES[dtype]))
+
+
+def known(op: Builder, tensor: torch.Tensor) -> ir.Value:
+    """A tensor that is known at capture, as a constant."""
+    dtype = ONNX_DTYPES[tensor.dtype]
+    array = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return op.constant(array, dtype)
+
+
+def _capture_linspace(op: Builder, start: Any, end: Any, steps: Any, **options: Any) -> ir.Value:
+    if not all(isinstance(number, (int, float)) for number in (start, end, steps)):
+        raise UnsupportedOperatorError("linspace of numbers that change", got=str((start, end, steps)))
+    return known(op, torch.linspace(start, end, steps, dtype=TORCH_DTYPES[op.out[0].dtype]))
+
+
+def _capture_eye(op: Builder, *arguments: Any, **options: Any) -> ir.Value:
+    dtype, (rows, columns) = op.out[0]
+    down = unsqueezed(op, counted(op, 0, rows), 1)
+    across = unsqueezed(op, counted(op, 0, columns), 0)
+    return cast(op, op.Equal(down, across), dtype)
+
+
+def _capture_triangle(upper: bool) -> Any:
+    """`triu_indices` and `tril_indices` of a known matrix."""
+
+    def capture(op: Builder, rows: Any, columns: Any, offset: Any = 0, **options: Any) -> ir.Value:
+        if not all(isinstance(number, int) for number in (rows, columns, offset)):
+            raise UnsupportedOperatorError("indices of a triangle whose size changes", got=str((rows, columns, offset)))
+        build = torch.triu_indices if upper else torch.tril_indices
+        return known(op, build(rows, columns, offset, dtype=TORCH_DTYPES[op.out[0].dtype]))
+
+    return capture
+
+
+def _capture_scalar(op: Builder, number: Any, **options: Any) -> ir.Value:
+    return as_value(op, number, op.out[0].dtype)
+
+
+RANGE = movement(
+    "Range",
+    ("start", "limit", "delta"),
+    _range_type,
+    _lower_range,
+    None,
+    takes_ints=frozenset({0, 1, 2}),
+    since=11,
+    from_torch={
+        "aten.arange.default": _capture_arange,
+        "aten.arange.start": _capture_arange,
+        "aten.arange.start_step": _capture_arange,
+        "aten.linspace.default": _capture_linspace,
+        "aten.eye.default": _capture_eye,
+        "aten.eye.m": _capture_eye,
+        "aten.triu_indices.default": _capture_triangle(True),
+        "aten.tril_indices.default": _capture_triangle(False),
+        "aten.scalar_tensor.default": _capture_scalar,
+    },
+)

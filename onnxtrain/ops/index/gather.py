@@ -1,0 +1,293 @@
+"""Gather and Embedding: rows of a tensor, picked along one axis by a tensor of row numbers; and their gradients.
+
+    Gather(x[.., v, ..], rows[i..]) -> y[.., i.., ..]          y[.., i.., ..] = x[.., rows[i..], ..]
+    GatherGrad(shape, rows, dy) -> dx                          dx[.., v, ..] = sum of dy[.., i.., ..] over rows[i..] = v
+
+Row numbers are in [0, v): PyTorch's own kernels raise on others, negative ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
+from onnxtrain.ops.reshape.rows import scatter_rows, zeros
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import held_sizes, needed_sizes
+
+
+def _gathered_type(n: NodeView) -> Sequence[TensorType]:
+    axis, shape = axis_of(n, n.x), sizes.of(n.x)
+    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.of(n.rows), *shape[axis + 1 :])),)
+
+
+def _gather_axes(n: NodeView) -> str:
+    axis = axis_of(n, n.x)
+    left, picked = names("a", rank_of(n.x)), names("i", rank_of(n.rows))
+    return axis_map([left, picked], [*left[:axis], *picked, *left[axis + 1 :]])
+
+
+def _is_index(value: ir.Value) -> bool:
+    """Whether the value is one row number that a program has as a Python int."""
+    return rank_of(value) == 0 and held_sizes(value) is not None
+
+
+def _gather(x: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
+    shape = x.shape
+    return torch.index_select(x, axis, rows.reshape(-1)).view(*shape[:axis], *rows.shape, *shape[axis + 1 :])
+
+
+def _lower_gather(n: NodeView, x: Any, rows: Any) -> Call:
+    axis = axis_of(n, n.x)
+    if rank_of(n.rows) == 1:
+        return Call(torch.index_select, x, axis, rows)
+    if axis == 0 and rank_of(n.x) == 2:
+        return Call(torch.embedding, x, rows)
+    return Call(_gather, x, axis, rows)
+
+
+def _gather_on_host(n: NodeView, x: Any, rows: Any) -> Any:
+    if isinstance(rows, tuple):
+        return tuple(x[_known(row)] for row in rows)
+    return x[_known(rows)]
+
+
+def _known(row: Any) -> int:
+    if not isinstance(row, int):
+        raise GraphError("a size is picked from a shape by a number that changes", got=str(row))
+    return row
+
+
+def _capture_select(op: Builder, x: ir.Value, dim: int, index: Any) -> ir.Value:
+    axis = in_rank(dim, rank_of(x), "the axis of select")
+    result: ir.Value = op.Gather(x, op.size(index), axis=axis)
+    return result
+
+
+def _capture_index_select(op: Builder, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
+    if not rank_of(x):
+        return x  # the one index there can be is 0
+    axis = in_rank(dim, rank_of(x), "the axis of index_select")
+    rows = reshaped(op, index, (1,)) if not rank_of(index) else index  # PyTorch keeps the axis
+    result: ir.Value = op.Gather(x, rows, axis=axis)
+    return result
+
+
+def _capture_embedding(
+    op: Builder,
+    weight: ir.Value,
+    indices: ir.Value,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> ir.Value:
+    if sparse:
+        raise UnsupportedOperatorError(
+            "an embedding with sparse gradients", todo="set sparse=False, or leave the module to PyTorch"
+        )
+    result: ir.Value
+    if padding_idx < 0 and not scale_grad_by_freq:
+        result = op.Gather(weight, indices, axis=0)
+    else:
+        result = op.own.Embedding(weight, indices, padding_idx=padding_idx, scale_grad_by_freq=int(scale_grad_by_freq))
+    return result
+
+
+GATHER = movement(
+    "Gather",
+    ("x", "rows"),
+    _gathered_type,
+    (
+        Kernel(
+            lower=lambda n, x, row: Call(torch.select, x, axis_of(n, n.x), row),
+            host=frozenset({1}),
+            applies=lambda n, device: _is_index(n.rows),
+        ),
+        Kernel(lower=_lower_gather),
+    ),
+    lambda op, n, dy: (op.ms.GatherGrad(op.shape_of(n.x), n.rows, dy, axis=axis_of(n, n.x)), None),
+    reads=("rows",),
+    attributes={"axis": 0},
+    since=13,
+    from_torch={
+        "aten.select.int": _capture_select,
+        "aten.select_copy.int": _capture_select,
+        "aten.index_select.default": _capture_index_select,
+        "aten.embedding.default": _capture_embedding,
+    },
+    axes=_gather_axes,
+    view=True,
+    host=_gather_on_host,
+    stops=frozenset({"rows"}),
+)
+
+
+# GatherGrad(shape, rows, dy, axis) -> dx[shape]
+
+
+def _scattered_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.dy), needed_sizes(n.shape, f"the shape that {n.definition.name} gives")),)
+
+
+def _gather_grad_axis(n: NodeView) -> int:
+    return in_rank(n.axis, len(sizes.of(n.dx)), "the axis of GatherGrad")
+
+
+def _select_grad(shape: tuple[int, ...], axis: int, row: int, dy: torch.Tensor) -> torch.Tensor:
+    dx = dy.new_zeros(shape)
+    dx.select(axis, row).copy_(dy)
+    return dx
+
+
+def _index_add(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    if rows.dim() != 1:
+        dy = dy.reshape(*dy.shape[:axis], rows.numel(), *dy.shape[axis + rows.dim() :])
+    return dy.new_zeros(shape).index_add_(axis, rows.reshape(-1), dy)
+
+
+def _index_put(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """As `_index_add`, with a kernel that sorts the rows on a GPU and so adds in a fixed order."""
+    places = [None] * axis + [rows]
+    return torch.ops.aten._index_put_impl_(dy.new_zeros(shape), places, dy, True, True)  # type: ignore[no-any-return]
+
+
+def _lower_embedding_grad(n: NodeView, shape: Any, rows: Any, dy: Any) -> Call:
+    padding, by_frequency = getattr(n, "padding_idx", -1), bool(getattr(n, "scale_grad_by_freq", 0))
+    return Call(torch.ops.aten.embedding_dense_backward.default, dy, rows, shape[0], padding, by_frequency)
+
+
+_GATHER_GRAD_KERNELS = (
+    Kernel(
+        lower=lambda n, shape, row, dy: Call(_select_grad, shape, _gather_grad_axis(n), row, dy),
+        host=frozenset({0, 1}),
+        applies=lambda n, device: _is_index(n.rows),
+    ),
+    Kernel(
+        lower=_lower_embedding_grad,
+        host=frozenset({0}),
+        applies=lambda n, device: _gather_grad_axis(n) == 0 and len(sizes.of(n.dx)) == 2,
+    ),
+    Kernel(
+        lower=lambda n, shape, rows, dy: Call(_index_add, shape, _gather_grad_axis(n), rows, dy),
+        host=frozenset({0}),
+        applies=lambda n, device: device == "cpu",
+    ),
+    Kernel(
+        lower=lambda n, shape, rows, dy: Call(_index_add, shape, _gather_grad_axis(n), rows, dy),
+        host=frozenset({0}),
+        deterministic=False,  # atomic additions
+    ),
+    Kernel(
+        lower=lambda n, shape, rows, dy: Call(_index_put, shape, _gather_grad_axis(n), rows, dy),
+        host=frozenset({0}),
+    ),
+)
+
+
+def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """Rows as one vector, then ScatterND with addition."""
+    axis, shape, rank = _gather_grad_axis(n), sizes.of(n.dy), rank_of(n.rows)
+    count = sizes.multiply(1, *sizes.of(n.rows))
+    updates = reshaped(op, n.dy, (*shape[:axis], count, *shape[axis + rank :]))
+    start = zeros(op, sizes.of(n.dx), dtype_of(n.dy))
+    return scatter_rows(op, start, reshaped(op, n.rows, (count,)), updates, axis, reduction="add")
+
+
+def _gather_grad_axes(n: NodeView) -> str:
+    axis = _gather_grad_axis(n)
+    right = names("a", len(sizes.of(n.dx)))
+    picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
+    outer = [*right[:axis], f"[a{axis}]", *right[axis + 1 :]]
+    return axis_map([None, picked, [*right[:axis], *picked, *right[axis + 1 :]]], outer)
+
+
+GATHER_GRAD = movement(
+    "GatherGrad",
+    ("shape", "rows", "dy"),
+    _scattered_type,
+    _GATHER_GRAD_KERNELS,
+    None,
+    domain=MICROSOFT,
+    outputs=("dx",),
+    attributes={"axis": 0},
+    body=_gather_grad_body,
+    axes=_gather_grad_axes,
+    stops=frozenset({"shape", "rows"}),
+)
+
+
+# Embedding(weight[v, h], rows) -> y[.., h]: Gather, where the row `padding_idx` gets no gradient, or where a row's
+# gradient is divided by how often it was picked.
+
+
+def _embedding_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, None]:
+    shape = op.shape_of(n.weight)
+    options = {"padding_idx": n.padding_idx, "scale_grad_by_freq": n.scale_grad_by_freq}
+    return op.own.EmbeddingGrad(shape, n.rows, dy, **options), None
+
+
+def _embedding_axes(n: NodeView) -> str:
+    picked = names("i", rank_of(n.rows))
+    return axis_map([["v", "h"], picked], [*picked, "h"])
+
+
+EMBEDDING = movement(
+    "Embedding",
+    ("weight", "rows"),
+    lambda n: (TensorType(dtype_of(n.weight), (*sizes.of(n.rows), sizes.of(n.weight)[1])),),
+    lambda n, weight, rows: Call(torch.embedding, weight, rows),
+    _embedding_gradient,
+    reads=("rows",),
+    domain=OWN,
+    attributes={"padding_idx": -1, "scale_grad_by_freq": 0},
+    body=lambda op, n: op.Gather(n.weight, n.rows, axis=0),
+    axes=_embedding_axes,
+    stops=frozenset({"rows"}),
+)
+
+
+def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """GatherGrad of dy, which is 0 for padding and divided by the count of its row, if asked."""
+    rows, dy, dtype = cast(op, n.rows, ir.DataType.INT64), n.dy, dtype_of(n.dy)
+    vocabulary = sizes.of(n.dx)[0]
+    flat = reshaped(op, rows, (sizes.multiply(1, *sizes.of(rows)),))
+    if n.padding_idx >= 0:
+        padding = op.Equal(rows, op.scalar(n.padding_idx, like=rows))
+        dy = op.Where(op.Unsqueeze(padding, op.constant([-1], ir.DataType.INT64)), op.scalar(0.0, like=dy), dy)
+    if n.scale_grad_by_freq:
+        one = op.Expand(op.scalar(1.0, dtype), op.shape_of(flat))
+        counts = scatter_rows(op, zeros(op, (vocabulary,), dtype), flat, one, 0, reduction="add")
+        dy = op.Div(dy, op.Unsqueeze(op.Gather(counts, rows, axis=0), op.constant([-1], ir.DataType.INT64)))
+    result: ir.Value = op.ms.GatherGrad(n.shape, n.rows, dy, axis=0)
+    return result
+
+
+def _embedding_grad_axes(n: NodeView) -> str:
+    picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
+    return axis_map([None, picked, [*picked, "h"]], ["[v]", "h"])
+
+
+EMBEDDING_GRAD = movement(
+    "EmbeddingGrad",
+    ("shape", "rows", "dy"),
+    _scattered_type,
+    _lower_embedding_grad,
+    None,
+    takes_ints=frozenset({0}),
+    domain=OWN,
+    outputs=("dx",),
+    attributes={"padding_idx": -1, "scale_grad_by_freq": 0},
+    body=_embedding_grad_body,
+    axes=_embedding_grad_axes,
+    stops=frozenset({"shape", "rows"}),
+)

@@ -1,0 +1,196 @@
+"""GatherND and ScatterND: parts of a tensor at places given by vectors of coordinates; their gradients.
+
+    GatherND(x, places[.., k]) -> y[.., rest]           y[i] = x[places[i, 0], .., places[i, k-1]]
+    ScatterND(x, places[.., k], updates[.., rest])      y = x, then y[places[i]] = updates[i]
+
+With batch_dims = b the first b axes of x and places go together. Coordinates below 0 count from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Sizes
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import cast, same_as
+from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.reshape.movement import axis_map, movement, names
+from onnxtrain.ops.reshape.rows import along, counting, zeros
+from onnxtrain.ops.symbolic import needed_sizes
+
+
+def _depth(places: ir.Value) -> int:
+    depth = sizes.of(places)[-1]
+    if not isinstance(depth, int):
+        raise GraphError("the number of coordinates must be known", got=f"{places.name} with {depth} coordinates")
+    return depth
+
+
+def _gathered_type(n: NodeView) -> Sequence[TensorType]:
+    rest = sizes.of(n.x)[n.batch_dims + _depth(n.places) :]
+    return (TensorType(dtype_of(n.x), (*sizes.of(n.places)[:-1], *rest)),)
+
+
+def _coordinates(shape: Sequence[int], places: torch.Tensor, batch_dims: int) -> tuple[torch.Tensor, ...]:
+    """One index tensor per indexed axis; batch axes are indexed by their own positions."""
+    outer = places.dim() - 1
+    batch = [
+        torch.arange(shape[i], device=places.device).view([-1 if k == i else 1 for k in range(outer)])
+        for i in range(batch_dims)
+    ]
+    return (*batch, *places.unbind(-1))
+
+
+def _gather_nd(x: torch.Tensor, places: torch.Tensor, batch_dims: int) -> torch.Tensor:
+    index = _coordinates(x.shape, places, batch_dims)
+    return x.expand(places.shape[:-1] + x.shape) if not index else torch.ops.aten.index.Tensor(x, index)
+
+
+def _gather_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, None]:
+    return op.ms.GatherNDGrad(op.shape_of(n.x), n.places, dy, batch_dims=n.batch_dims), None
+
+
+def _names(n: NodeView, whole: int) -> tuple[list[str], list[str], list[str]]:
+    """Axis names of the tensor, of the places and of the updates."""
+    batch, outer = n.batch_dims, rank_of(n.places) - 1
+    picked = names("i", outer)
+    rest = names("r", whole - batch - _depth(n.places))
+    indexed = [f"[x{k}]" for k in range(_depth(n.places))]
+    return [*picked[:batch], *indexed, *rest], [*picked, "[k]"], [*picked, *rest]
+
+
+def _gather_axes(n: NodeView) -> str:
+    left, places, right = _names(n, rank_of(n.x))
+    batch = n.batch_dims
+    # A batch axis that is broadcast does not pass.
+    left[:batch] = [
+        word if have == want else f"[b{k}]"
+        for k, (word, have, want) in enumerate(zip(left[:batch], sizes.of(n.x), sizes.of(n.places), strict=False))
+    ]
+    return axis_map([left, places], right)
+
+
+GATHER_ND = movement(
+    "GatherND",
+    ("x", "places"),
+    _gathered_type,
+    lambda n, x, places: Call(_gather_nd, x, places, n.batch_dims),
+    _gather_gradient,
+    reads=("places",),
+    attributes={"batch_dims": 0},
+    since=13,
+    axes=_gather_axes,
+    stops=frozenset({"places"}),
+)
+
+
+# GatherNDGrad(shape, places, dy, batch_dims) -> dx[shape]
+
+
+def _gather_nd_grad(shape: tuple[int, ...], places: torch.Tensor, dy: torch.Tensor, batch_dims: int) -> torch.Tensor:
+    index = _coordinates(shape, places, batch_dims)
+    if not index:
+        return dy.sum_to_size(shape)
+    return torch.ops.aten._index_put_impl_(dy.new_zeros(shape), index, dy, True, True)  # type: ignore[no-any-return]
+
+
+def _gather_nd_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    places = cast(op, n.places, ir.DataType.INT64)
+    batch, outer = sizes.of(places)[: n.batch_dims], sizes.of(places)[:-1]
+    if n.batch_dims:
+        columns = [
+            op.Expand(along(op, counting(op, size), i, len(outer) + 1), op.sizes((*outer, 1)))
+            for i, size in enumerate(batch)
+        ]
+        places = op.Concat(*columns, places, axis=len(outer))
+    result: ir.Value = op.ScatterND(zeros(op, sizes.of(n.dx), dtype_of(n.dy)), places, n.dy, reduction="add")
+    return result
+
+
+def _gather_nd_grad_axes(n: NodeView) -> str:
+    left, places, right = _names(n, len(sizes.of(n.dx)))
+    summed = {word: f"[{word}]" for word in places[:-1] if word not in left}
+    return axis_map(
+        [None, [summed.get(w, w) for w in places], [summed.get(w, w) for w in right]],
+        [w if w.startswith(("r", "[")) else f"[{w}]" for w in left],
+    )
+
+
+def _lower_gather_nd_grad(n: NodeView, shape: Any, places: Any, dy: Any) -> Call:
+    return Call(_gather_nd_grad, shape, places, dy, n.batch_dims)
+
+
+GATHER_ND_GRAD = movement(
+    "GatherNDGrad",
+    ("shape", "places", "dy"),
+    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that GatherNDGrad gives")),),
+    _lower_gather_nd_grad,
+    None,
+    takes_ints=frozenset({0}),
+    domain=MICROSOFT,
+    outputs=("dx",),
+    attributes={"batch_dims": 0},
+    body=_gather_nd_grad_body,
+    axes=_gather_nd_grad_axes,
+    stops=frozenset({"shape", "places"}),
+)
+
+
+# ScatterND(x, places, updates, reduction)
+
+
+def _scatter_nd(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor, add: bool) -> torch.Tensor:
+    index = places.unbind(-1)
+    return torch.index_put(x, index, updates, add) if index else x + updates if add else updates.clone()
+
+
+def _lower_scatter_nd(n: NodeView, x: Any, places: Any, updates: Any) -> Call:
+    if n.reduction not in ("none", "add"):
+        raise UnsupportedOperatorError(f"ScatterND with reduction {n.reduction}")
+    return Call(_scatter_nd, x, places, updates, n.reduction == "add")
+
+
+def _scatter_nd_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
+    dx: ir.Value | None = dy
+    if n.reduction == "none" and n.wants("x"):
+        nothing = op.Expand(op.scalar(0, like=dy), op.shape_of(n.updates))
+        dx = op.ScatterND(dy, n.places, nothing)
+    return dx, None, op.GatherND(dy, n.places) if n.wants("updates") else None
+
+
+def _scatter_nd_axes(n: NodeView) -> str:
+    depth, outer = _depth(n.places), rank_of(n.places) - 1
+    picked = [f"[i{k}]" for k in range(outer)]
+    rest = names("r", rank_of(n.x) - depth)
+    whole = [f"[x{k}]" for k in range(depth)] + rest
+    return axis_map([whole, [*picked, "[k]"], [*picked, *rest]], whole)
+
+
+def _serial(n: NodeView, device: str) -> bool:
+    """Whether every place is written by one thread, in order."""
+    return device == "cpu"
+
+
+SCATTER_ND = movement(
+    "ScatterND",
+    ("x", "places", "updates"),
+    same_as("x"),
+    (
+        Kernel(lower=_lower_scatter_nd, applies=_serial),
+        Kernel(lower=_lower_scatter_nd, applies=lambda n, device: n.reduction == "add"),  # sorted, then added
+        Kernel(lower=_lower_scatter_nd, deterministic=False),
+    ),
+    _scatter_nd_gradient,
+    reads=("places",),
+    attributes={"reduction": "none"},
+    since=18,
+    axes=_scatter_nd_axes,
+    stops=frozenset({"places"}),
+)

@@ -1,0 +1,372 @@
+"""Norms over the batch, channel by channel.
+
+    BatchNormInternal(x[n, c, d], scale[c], b[c], input_mean[c], input_var[c])
+            -> y[n, c, d], running_mean[c], running_var[c], saved_mean[c], saved_inv_std[c]
+        y = (x - mean) * inv_std * scale + b           mean, var over n and d, inv_std = 1 / sqrt(var + epsilon)
+        running_mean = momentum * input_mean + (1 - momentum) * mean
+        running_var = momentum * input_var + (1 - momentum) * var * m / (m - 1)          m = n * d
+    BatchNormalization(x, scale, b, input_mean, input_var) -> y        with the running statistics: in eval mode
+
+`d` stands for all axes after the channels. Two things are PyTorch's and not ONNX's: the running variance is the unbiased
+one, and without running statistics (`track_running_stats=False`) there is nothing to update: the running outputs are
+then those of this batch, and the kernel leaves them out. `momentum` is ONNX's: 1 minus PyTorch's. The statistics are
+float32, of a double x double.
+
+Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167 (algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import (
+    average,
+    count_over,
+    flags,
+    fused,
+    masked,
+    only_first,
+    plus,
+    reshaped,
+    statistics_type,
+    times,
+    total,
+    wanted,
+)
+
+aten = torch.ops.aten
+Grads = list[ir.Value | None]
+
+
+def _complement(momentum: float) -> float:
+    """1 - momentum, between PyTorch's and ONNX's. In decimal, so that 0.1 becomes 0.9 and 0.9 becomes 0.1."""
+    return float(1 - Decimal(repr(momentum)))
+
+
+def _others(n: NodeView) -> list[int]:
+    """All axes but the channels'."""
+    return [axis for axis in range(rank_of(n.x)) if axis != 1]
+
+
+def _per_channel(n: NodeView, dtype: ir.DataType) -> TensorType:
+    return TensorType(dtype, (sizes.of(n.x)[1],))
+
+
+def _parameter(n: NodeView) -> TensorType:
+    """The type of scale and b, and of their gradients."""
+    return _per_channel(n, dtype_of(n.x if n.scale is None else n.scale))
+
+
+def _aligned(op: Builder, n: NodeView, channels: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """A vector over channels, in `dtype`, broadcasting over x."""
+    rank = rank_of(n.x)
+    return reshaped(op, cast(op, channels, dtype), [1, sizes.of(n.x)[1], *[1] * (rank - 2)])
+
+
+def _channel_axes(pattern: str) -> Any:
+    """An axis map: in `pattern` X stands for x's axes, C for a vector over channels."""
+
+    def axes(n: NodeView) -> str:
+        named = {"X": " ".join(["[n]", "c", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "c"}
+        left, right = (part.split() for part in pattern.split("->"))
+        inputs = [named[w] if v is not None else "-" for w, v in zip(left, n.node.inputs, strict=False)]
+        return f"{', '.join(inputs)} -> {', '.join(named[w] for w in right)}"
+
+    return axes
+
+
+# BatchNormInternal
+
+
+def batch_norm(x: Any, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float) -> tuple[Any, ...]:
+    """PyTorch's kernel, which updates the running statistics in place: here in copies."""
+    if mean is None:
+        y, saved_mean, saved_inv_std = torch.native_batch_norm(x, scale, b, None, None, True, momentum, epsilon)
+        return y, None, None, saved_mean, saved_inv_std
+    mean, var = mean.clone(), var.clone()
+    y, saved_mean, saved_inv_std = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
+    return y, mean, var, saved_mean, saved_inv_std
+
+
+def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
+    saved = _per_channel(n, statistics_type(dtype_of(n.x)))
+    running = [saved if v is None else type_of(v) for v in (n.input_mean, n.input_var)]
+    return type_of(n.x), *running, saved, saved
+
+
+def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    dtype = statistics_type(dtype_of(n.x))
+    x, others = cast(op, n.x, dtype), _others(n)
+    mean = average(op, x, others)
+    centred = op.Sub(x, mean)
+    squares = total(op, op.Mul(centred, centred), others)
+    count = op.size(count_over(n.x, others), dtype)
+    inv_std = op.Reciprocal(op.Sqrt(plus(op, op.Div(squares, count), n.epsilon)))
+    y = op.Mul(centred, inv_std)
+    if n.scale is not None:
+        y = op.Mul(y, _aligned(op, n, n.scale, dtype))
+    if n.b is not None:
+        y = op.Add(y, _aligned(op, n, n.b, dtype))
+    channels = [sizes.of(n.x)[1]]
+    saved_mean, saved_inv_std = reshaped(op, mean, channels), reshaped(op, inv_std, channels)
+    running_mean, running_var = saved_mean, reshaped(op, op.Div(squares, plus(op, count, -1)), channels)
+    if n.input_mean is not None:
+        running_mean = _moved(op, n, n.input_mean, running_mean)
+    if n.input_var is not None:
+        running_var = _moved(op, n, n.input_var, running_var)
+    return cast(op, y, dtype_of(n.x)), running_mean, running_var, saved_mean, saved_inv_std
+
+
+def _moved(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
+    """A running statistic moved towards that of this batch."""
+    wide = cast(op, running, dtype_of(batch))
+    moved = op.Add(times(op, wide, n.momentum), times(op, batch, _complement(n.momentum)))
+    return cast(op, moved, dtype_of(running))
+
+
+def _batch_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
+    dy = only_first(n, cotangents)
+    mask = wanted(n, "x", "scale", "b")
+    grads = op.ms.BatchNormalizationGrad(
+        dy, n.x, n.scale, n.saved_mean, n.saved_inv_std, epsilon=n.epsilon, output_mask=mask
+    )
+    return masked(grads, mask, n)
+
+
+def _capture_functional(
+    op: Builder,
+    x: ir.Value,
+    weight: Any,
+    bias: Any,
+    running_mean: ir.Value,
+    running_var: ir.Value,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    if not training:
+        y = _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)[0]
+        return y, None, None, running_mean, running_var
+    y, new_mean, new_var, _, _ = op.ms.BatchNormInternal(
+        x, weight, bias, running_mean, running_var, epsilon=eps, momentum=_complement(momentum)
+    )
+    # What PyTorch saves for backward is only read by its own backward.
+    return y, None, None, new_mean, new_var
+
+
+def _capture_no_stats(
+    op: Builder, x: ir.Value, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    y = op.ms.BatchNormInternal(x, weight, bias, epsilon=eps, momentum=_complement(momentum))[0]
+    return y, None, None
+
+
+def _capture_instance_norm(
+    op: Builder,
+    x: ir.Value,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """As PyTorch runs it: a batch norm over one sample whose channels are all channels of all samples."""
+    if not use_input_stats:
+        return _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)[0]
+    if running_mean is not None:
+        raise UnsupportedOperatorError(
+            "an instance norm that updates running statistics: PyTorch's export loses the update",
+            todo="set track_running_stats=False, or put the module in eval mode",
+        )
+    batch, channels, *rest = sizes.of(x)
+    flat = sizes.multiply(batch, channels)
+    parameters = (None if p is None else _repeated(op, p, batch, channels) for p in (weight, bias))
+    y = op.ms.BatchNormInternal(reshaped(op, x, [1, flat, *rest]), *parameters, epsilon=eps)[0]
+    return reshaped(op, y, [batch, channels, *rest])
+
+
+def _repeated(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.Size) -> ir.Value:
+    return reshaped(op, op.Expand(vector, op.sizes([batch, channels])), [sizes.multiply(batch, channels)])
+
+
+fused(
+    MICROSOFT,
+    "BatchNormInternal",
+    ("x", "scale?", "b?", "input_mean?", "input_var?"),
+    ("y", "running_mean", "running_var", "saved_mean", "saved_inv_std"),
+    attributes={"epsilon": 1e-5, "momentum": 0.9},
+    from_torch={
+        "aten._native_batch_norm_legit_functional.default": _capture_functional,
+        "aten._native_batch_norm_legit.no_stats": _capture_no_stats,
+        "aten.instance_norm.default": _capture_instance_norm,
+    },
+    shapes=_batch_norm_types,
+    body=_batch_norm_body,
+    gradient=(Gradient(_batch_norm_gradient, reads=("x", "scale", "saved_mean", "saved_inv_std")),),
+    stops=frozenset({"input_mean", "input_var"}),
+    lower=lambda n, x, scale, b, mean, var: Call(
+        batch_norm, x, scale, b, mean, var, _complement(n.momentum), n.epsilon
+    ),
+    axes=_channel_axes("X C C C C -> X C C C C"),
+    flops=lambda n: sizes.multiply(8, numel(n.x)),
+)
+
+
+# BatchNormalizationGrad(dy, x, scale, mean, inv_std) -> dx, dscale, db        with z = (x - mean) * inv_std
+#     dx = scale * inv_std * (dy - (db + z * dscale) / m)        dscale = sum(dy * z)        db = sum(dy)
+
+
+def _grad_types(n: NodeView) -> Sequence[TensorType]:
+    return type_of(n.x), _parameter(n), _parameter(n)
+
+
+def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    dtype, others = statistics_type(dtype_of(n.x)), _others(n)
+    dy = cast(op, n.dy, dtype)
+    inv_std = _aligned(op, n, n.inv_std, dtype)
+    z = op.Mul(op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.mean, dtype)), inv_std)
+    db, dscale = total(op, dy, others), total(op, op.Mul(dy, z), others)
+    count = op.size(count_over(n.x, others), dtype)
+    slope = op.Sub(dy, op.Div(op.Add(db, op.Mul(z, dscale)), count))
+    return _with_channels(op, n, op.Mul(slope, inv_std), dscale, db)
+
+
+def _with_channels(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
+    """Scales dx, and gives the two sums as vectors in the parameters' type."""
+    if n.scale is not None:
+        dx = op.Mul(dx, _aligned(op, n, n.scale, dtype_of(dx)))
+    dtype, channels = _parameter(n)
+    sums = (cast(op, reshaped(op, v, channels), dtype) for v in (dscale, db))
+    return cast(op, dx, dtype_of(n.x)), *sums
+
+
+fused(
+    MICROSOFT,
+    "BatchNormalizationGrad",
+    ("dy", "x", "scale?", "mean", "inv_std"),
+    ("dx", "dscale", "db"),
+    attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
+    shapes=_grad_types,
+    body=_batch_norm_grad_body,
+    lower=lambda n, dy, x, scale, mean, inv_std: Call(
+        aten.native_batch_norm_backward.default,
+        dy,
+        x,
+        scale,
+        None,
+        None,
+        mean,
+        inv_std,
+        True,
+        n.epsilon,
+        flags(n.output_mask),
+    ),
+    axes=_channel_axes("X X C C C -> X C C"),
+    flops=lambda n: sizes.multiply(12, numel(n.x)),
+)
+
+
+# BatchNormalization with the running statistics, which get no gradient
+
+
+def _capture_no_training(
+    op: Builder,
+    x: ir.Value,
+    weight: Any,
+    bias: Any,
+    running_mean: ir.Value,
+    running_var: ir.Value,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Without scale and b: with ones and zeros, which ONNX wants."""
+    scale = _filled(op, running_mean, 1.0) if weight is None else weight
+    b = _filled(op, running_mean, 0.0) if bias is None else bias
+    return op.BatchNormalization(x, scale, b, running_mean, running_var, epsilon=eps), None, None
+
+
+def _filled(op: Builder, like: ir.Value, number: float) -> ir.Value:
+    result: ir.Value = op.Expand(op.scalar(number, like=like), op.shape_of(like))
+    return result
+
+
+def _inference_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Grads:
+    mask = wanted(n, "x", "scale", "b")
+    grads = op.own.BatchNormalizationInferenceGrad(
+        dy, n.x, n.scale, n.input_mean, n.input_var, epsilon=n.epsilon, output_mask=mask
+    )
+    return masked(grads, mask, n)
+
+
+fused(
+    ONNX,
+    "BatchNormalization",
+    ("x", "scale", "b", "input_mean", "input_var"),
+    ("y",),
+    attributes={"epsilon": 1e-5, "momentum": 0.9, "training_mode": 0},
+    since=15,
+    from_torch={"aten._native_batch_norm_legit_no_training.default": _capture_no_training},
+    shapes=lambda n: (type_of(n.x),),
+    body=STANDARD,
+    gradient=(Gradient(_inference_gradient, reads=("x", "scale", "input_mean", "input_var")),),
+    stops=frozenset({"input_mean", "input_var"}),
+    lower=lambda n, x, scale, b, mean, var: Call(
+        torch.batch_norm, x, scale, b, mean, var, False, 0.0, n.epsilon, cudnn_enabled=True
+    ),
+    axes=_channel_axes("X C C C C -> X"),
+    flops=lambda n: sizes.multiply(2, numel(n.x)),
+)
+
+
+# BatchNormalizationInferenceGrad(dy, x, scale, input_mean, input_var) -> dx, dscale, db
+#     dx = dy * scale * inv_std        dscale = sum(dy * (x - input_mean)) * inv_std        db = sum(dy)
+
+
+def _inference_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    dtype, others = statistics_type(dtype_of(n.x)), _others(n)
+    dy = cast(op, n.dy, dtype)
+    var = _aligned(op, n, n.input_var, dtype)
+    inv_std = op.Reciprocal(op.Sqrt(plus(op, var, n.epsilon)))
+    centred = op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.input_mean, dtype))
+    dscale = op.Mul(total(op, op.Mul(dy, centred), others), inv_std)
+    return _with_channels(op, n, op.Mul(dy, inv_std), dscale, total(op, dy, others))
+
+
+fused(
+    OWN,
+    "BatchNormalizationInferenceGrad",
+    ("dy", "x", "scale?", "input_mean", "input_var"),
+    ("dx", "dscale", "db"),
+    attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
+    shapes=_grad_types,
+    body=_inference_grad_body,
+    lower=lambda n, dy, x, scale, mean, var: Call(
+        aten.native_batch_norm_backward.default,
+        dy,
+        x,
+        scale,
+        mean,
+        var,
+        None,
+        None,
+        False,
+        n.epsilon,
+        flags(n.output_mask),
+    ),
+    axes=_channel_axes("X X C C C -> X C C"),
+    flops=lambda n: sizes.multiply(6, numel(n.x)),
+)

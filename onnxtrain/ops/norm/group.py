@@ -1,0 +1,198 @@
+"""Norms over groups of channels, sample by sample.
+
+    GroupNormalization(x[n, c, d], scale[c], b[c]) -> y[n, c, d], mean[n, g], inv_std[n, g]
+        y = (x - mean) * inv_std * scale + b       mean and variance over the c/g channels of a group and d
+
+`d` stands for all axes after the channels, g is `num_groups`. ONNX's op of this name gives no statistics for backward.
+They are float32, of a double x double. (On a CPU PyTorch keeps those of half-precision x and scale in x's own type;
+only the backward kernel reads them.)
+
+Source: Wu and He 2018, https://arxiv.org/abs/1803.08494 (eq. 1, 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import (
+    average,
+    flags,
+    fused,
+    masked,
+    only_first,
+    plus,
+    reshaped,
+    statistics_type,
+    total,
+    wanted,
+)
+
+aten = torch.ops.aten
+
+
+def _statistics(n: NodeView) -> TensorType:
+    return TensorType(statistics_type(dtype_of(n.x)), (sizes.of(n.x)[0], n.num_groups))
+
+
+def _parameter(n: NodeView) -> TensorType:
+    """The type of scale and b, and of their gradients."""
+    return TensorType(dtype_of(n.x if n.scale is None else n.scale), (sizes.of(n.x)[1],))
+
+
+def _grouped(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """Splits x into [n, g, c/g, d], in the type of the statistics."""
+    batch, channels, *rest = sizes.of(n.x)
+    shape = [batch, n.num_groups, sizes.floor_divide(channels, n.num_groups), sizes.multiply(1, *rest)]
+    return reshaped(op, cast(op, x, _statistics(n).dtype), shape)
+
+
+def _per_group(op: Builder, n: NodeView, statistics: ir.Value) -> ir.Value:
+    return reshaped(op, statistics, [sizes.of(n.x)[0], n.num_groups, 1, 1])
+
+
+def _per_channel(op: Builder, n: NodeView, parameter: ir.Value) -> ir.Value:
+    """Lays scale or b over x as [n, g, c/g, d]."""
+    channels: Size = sizes.floor_divide(sizes.of(n.x)[1], n.num_groups)
+    return reshaped(op, cast(op, parameter, _statistics(n).dtype), [1, n.num_groups, channels, 1])
+
+
+def _axes(pattern: str) -> Any:
+    """An axis map: in `pattern` X stands for x's axes, C for a vector over channels, S for the statistics'."""
+
+    def axes(n: NodeView) -> str:
+        named = {"X": " ".join(["n", "[c]", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "[c]", "S": "n [g]"}
+        left, right = (part.split() for part in pattern.split("->"))
+        inputs = [named[w] if v is not None else "-" for w, v in zip(left, n.node.inputs, strict=False)]
+        return f"{', '.join(inputs)} -> {', '.join(named[w] for w in right)}"
+
+    return axes
+
+
+def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    x = _grouped(op, n, n.x)
+    mean = average(op, x, (2, 3))
+    centred = op.Sub(x, mean)
+    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centred, centred), (2, 3)), n.epsilon)))
+    y = op.Mul(centred, inv_std)
+    if n.scale is not None:
+        y = op.Mul(y, _per_channel(op, n, n.scale))
+    if n.b is not None:
+        y = op.Add(y, _per_channel(op, n, n.b))
+    y = cast(op, reshaped(op, y, sizes.of(n.x)), dtype_of(n.x))
+    statistics = _statistics(n).shape
+    return y, reshaped(op, mean, statistics), reshaped(op, inv_std, statistics)
+
+
+def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
+    dy = only_first(n, cotangents)
+    mask = wanted(n, "x", "scale", "b")
+    grads = op.own.GroupNormalizationGrad(
+        dy, n.x, n.scale, n.mean, n.inv_std, num_groups=n.num_groups, output_mask=mask
+    )
+    return masked(grads, mask, n)
+
+
+def _in_its_layout(x: torch.Tensor) -> torch.Tensor:
+    """What PyTorch gives its kernels: channels_last stays on a CPU, whatever else becomes contiguous."""
+    if x.is_contiguous():
+        return x
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if layout is not None and x.device.type == "cpu" and x.is_contiguous(memory_format=layout):
+        return x
+    return x.contiguous()
+
+
+def group_norm(x: torch.Tensor, scale: Any, b: Any, groups: int, epsilon: float) -> Any:
+    """PyTorch's kernel."""
+    batch, channels = x.shape[:2]
+    inner = x.shape[2:].numel()
+    return torch.native_group_norm(_in_its_layout(x), scale, b, batch, channels, inner, groups, epsilon)
+
+
+def group_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, scale: Any, mean: Any, inv_std: Any, groups: int, mask: list[bool]
+) -> Any:
+    """PyTorch's kernel."""
+    batch, channels = x.shape[:2]
+    inner = x.shape[2:].numel()
+    x = _in_its_layout(x)
+    if dy.stride() != x.stride():
+        dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+    return aten.native_group_norm_backward.default(dy, x, mean, inv_std, scale, batch, channels, inner, groups, mask)
+
+
+def _capture(
+    op: Builder,
+    x: ir.Value,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    return op.own.GroupNormalization(x, weight, bias, num_groups=num_groups, epsilon=eps)[0]
+
+
+def _capture_native(
+    op: Builder, x: ir.Value, weight: Any, bias: Any, n: Size, c: Size, inner: Size, group: int, eps: float
+) -> Any:
+    found = op.own.GroupNormalization(x, weight, bias, num_groups=group, epsilon=eps)
+    # On a CPU PyTorch's statistics may have x's half type. They are for backward, which is ours: nobody reads those.
+    return [v if dtype_of(v) == t.dtype else None for v, t in zip(found, op.out, strict=True)]
+
+
+fused(
+    OWN,
+    "GroupNormalization",
+    ("x", "scale?", "b?"),
+    ("y", "mean", "inv_std"),
+    attributes={"num_groups": REQUIRED, "epsilon": 1e-5},
+    from_torch={"aten.group_norm.default": _capture, "aten.native_group_norm.default": _capture_native},
+    shapes=lambda n: (type_of(n.x), _statistics(n), _statistics(n)),
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("x", "scale", "mean", "inv_std")),),
+    lower=lambda n, x, scale, b: Call(group_norm, x, scale, b, n.num_groups, n.epsilon),
+    axes=_axes("X C C -> X S S"),
+    flops=lambda n: sizes.multiply(8, numel(n.x)),
+)
+
+
+# GroupNormalizationGrad(dy, x, scale, mean, inv_std) -> dx, dscale, db    with z = (x - mean) * inv_std, g = dy * scale
+#     dx = inv_std * (g - mean(g) - z * mean(g * z))        dscale = sum(dy * z)        db = sum(dy)
+
+
+def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    dy, inv_std = _grouped(op, n, n.dy), _per_group(op, n, n.inv_std)
+    z = op.Mul(op.Sub(_grouped(op, n, n.x), _per_group(op, n, n.mean)), inv_std)
+    g = dy if n.scale is None else op.Mul(dy, _per_channel(op, n, n.scale))
+    slope = op.Sub(op.Sub(g, average(op, g, (2, 3))), op.Mul(z, average(op, op.Mul(g, z), (2, 3))))
+    dx = cast(op, reshaped(op, op.Mul(slope, inv_std), sizes.of(n.x)), dtype_of(n.x))
+    dtype, channels = _parameter(n)
+    sums = (cast(op, reshaped(op, total(op, v, (0, 3)), channels), dtype) for v in (op.Mul(dy, z), dy))
+    return dx, *sums
+
+
+fused(
+    OWN,
+    "GroupNormalizationGrad",
+    ("dy", "x", "scale?", "mean", "inv_std"),
+    ("dx", "dscale", "db"),
+    attributes={"num_groups": REQUIRED, "output_mask": (1, 1, 1)},
+    shapes=lambda n: (type_of(n.x), _parameter(n), _parameter(n)),
+    body=_grad_body,
+    lower=lambda n, dy, x, scale, mean, inv_std: Call(
+        group_norm_backward, dy, x, scale, mean, inv_std, n.num_groups, flags(n.output_mask)
+    ),
+    axes=_axes("X X C S S -> X C C"),
+    flops=lambda n: sizes.multiply(14, numel(n.x)),
+)

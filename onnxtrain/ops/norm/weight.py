@@ -1,0 +1,149 @@
+"""Weight normalization: a weight as a direction and a length.
+
+    WeightNorm(v[o, i], g[o, 1]) -> w[o, i], norm[o, 1]        w = v * g / norm, norm = |v| over all axes but `dim`
+
+With dim=-1 the norm is over all of v, and g and norm are 0-dimensional.
+
+Source: Salimans and Kingma 2016, https://arxiv.org/abs/1602.07868 (eq. 2, 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Sizes
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
+from onnxtrain.ops.fused import fused, masked, only_first, statistics_type, total
+
+aten = torch.ops.aten
+
+
+def _summed(n: NodeView) -> list[int]:
+    """The axes that the norm is over."""
+    return [axis for axis in range(rank_of(n.v)) if axis != n.dim]
+
+
+def _norm_shape(v: ir.Value, dim: int) -> Sizes:
+    shape = sizes.of(v)
+    return () if dim == -1 else tuple(s if axis == dim else 1 for axis, s in enumerate(shape))
+
+
+def _types(n: NodeView) -> Sequence[TensorType]:
+    return type_of(n.v), TensorType(statistics_type(dtype_of(n.v)), _norm_shape(n.v, n.dim))
+
+
+def _length_shaped(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """Sums x to the norm's shape."""
+    return total(op, x, _summed(n), keepdims=n.dim != -1)
+
+
+def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    dtype = statistics_type(dtype_of(n.v))
+    v = cast(op, n.v, dtype)
+    norm = op.Sqrt(_length_shaped(op, n, op.Mul(v, v)))
+    return cast(op, op.Mul(v, op.Div(cast(op, n.g, dtype), norm)), dtype_of(n.v)), norm
+
+
+def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
+    dw = only_first(n, cotangents)
+    grads = op.own.WeightNormGrad(dw, n.v, n.g, n.norm, dim=n.dim)
+    return masked(grads, (1, 1), n)
+
+
+def _has_kernel(n: NodeView, device: str) -> bool:
+    """PyTorch's kernels take a norm over all axes but the first or the last, and no float16."""
+    return n.dim in (0, rank_of(n.v) - 1) and dtype_of(n.v) != ir.DataType.FLOAT16
+
+
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's kernel."""
+    return torch._weight_norm_interface(v.contiguous(), g.contiguous(), dim)
+
+
+def composed_weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What PyTorch composes where it has no kernel."""
+    norm = torch.norm_except_dim(v.contiguous(), 2, dim)
+    return v * (g / norm), norm
+
+
+def weight_norm_backward(dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int) -> Any:
+    """PyTorch's kernel."""
+    return aten._weight_norm_interface_backward.default(dw.contiguous(), v.contiguous(), g.contiguous(), norm, dim)
+
+
+def composed_weight_norm_backward(
+    dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, axes: list[int], keepdim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of `composed_weight_norm`."""
+    along = (dw * v).sum(axes, keepdim) / norm
+    return (dw - v * (along / norm)) * (g / norm), along
+
+
+def _capture(op: Builder, v: ir.Value, g: ir.Value, dim: int = 0) -> Any:
+    if sizes.of(g) != _norm_shape(v, dim) or dtype_of(g) != dtype_of(v):
+        return NotImplemented  # no module makes it: left to PyTorch
+    return op.own.WeightNorm(v, g, dim=dim)[0]
+
+
+fused(
+    OWN,
+    "WeightNorm",
+    ("v", "g"),
+    ("w", "norm"),
+    attributes={"dim": 0},
+    from_torch={"aten._weight_norm.default": _capture},
+    shapes=_types,
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("v", "g", "norm")),),
+    kernels=(Kernel(lower=lambda n, v, g: Call(weight_norm, v, g, n.dim), applies=_has_kernel),),
+    lower=lambda n, v, g: Call(composed_weight_norm, v, g, n.dim),
+    axes=lambda n: _axes(n, "V G -> V G"),
+    flops=lambda n: sizes.multiply(3, numel(n.v)),
+)
+
+
+def _axes(n: NodeView, pattern: str) -> str:
+    rank = rank_of(n.v)
+    named = {
+        "V": " ".join("o" if axis == n.dim else f"[i{axis}]" for axis in range(rank)),
+        "G": " ".join("o" if axis == n.dim else "1" for axis in range(rank)) if n.dim != -1 else "",
+    }
+    left, right = (part.split() for part in pattern.split("->"))
+    return f"{', '.join(named[w] for w in left)} -> {', '.join(named[w] for w in right)}"
+
+
+# WeightNormGrad(dw, v, g, norm) -> dv, dg
+#     dg = sum(dw * v) / norm        dv = (dw - v * dg / norm) * g / norm
+
+
+def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    dtype = statistics_type(dtype_of(n.v))
+    dw, v, g = (cast(op, x, dtype) for x in (n.dw, n.v, n.g))
+    dg = op.Div(_length_shaped(op, n, op.Mul(dw, v)), n.norm)
+    dv = op.Mul(op.Sub(dw, op.Mul(v, op.Div(dg, n.norm))), op.Div(g, n.norm))
+    return cast(op, dv, dtype_of(n.v)), cast(op, dg, dtype_of(n.g))
+
+
+fused(
+    OWN,
+    "WeightNormGrad",
+    ("dw", "v", "g", "norm"),
+    ("dv", "dg"),
+    attributes={"dim": 0},
+    shapes=lambda n: (type_of(n.v), type_of(n.g)),
+    body=_grad_body,
+    kernels=(
+        Kernel(lower=lambda n, dw, v, g, norm: Call(weight_norm_backward, dw, v, g, norm, n.dim), applies=_has_kernel),
+    ),
+    lower=lambda n, dw, v, g, norm: Call(composed_weight_norm_backward, dw, v, g, norm, _summed(n), n.dim != -1),
+    axes=lambda n: _axes(n, "V V G G -> V G"),
+    flops=lambda n: sizes.multiply(6, numel(n.v)),
+)

@@ -1,0 +1,1 @@
+"""Ops that rearrange, join and cut tensors without computing on their elements."""

@@ -1,0 +1,332 @@
+"""Transpose, Squeeze, Unsqueeze and Expand: axes put in another order, dropped, added and repeated. All are views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder, as_sizes
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import TensorType, dtype_of, normalize_axes, normalize_axis, rank_of
+from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
+from onnxtrain.ops.reshape.movement import axis_map, constant_ints, movement, names, vector
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+# Transpose(x, perm): axis i of y is axis perm[i] of x.
+
+
+def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
+    """Puts the axes of x in the order `perm`; gives x itself where that is its own."""
+    rank = rank_of(x)
+    perm = [normalize_axis(p, rank) for p in perm]
+    if perm == list(range(rank)):
+        return x
+    result: ir.Value = op.Transpose(x, perm=perm)
+    return result
+
+
+def swapped(op: Builder, x: ir.Value, first: int, second: int) -> ir.Value:
+    """Swaps two axes of x."""
+    rank = rank_of(x)
+    perm = list(range(rank))
+    if rank:
+        perm[first], perm[second] = perm[second], perm[first]
+    return transposed(op, x, perm)
+
+
+def inverse(perm: Sequence[int]) -> list[int]:
+    """The permutation that undoes `perm`."""
+    return [list(perm).index(i) for i in range(len(perm))]
+
+
+def moved(rank: int, source: Sequence[int], target: Sequence[int]) -> list[int]:
+    """The permutation that puts axes `source` at places `target` and leaves the others in their order."""
+    pairs = zip(target, source, strict=True)
+    places = {normalize_axis(t, rank): normalize_axis(s, rank) for t, s in pairs}
+    rest = iter([i for i in range(rank) if i not in places.values()])
+    return [places[i] if i in places else next(rest) for i in range(rank)]
+
+
+def _perm(n: NodeView) -> tuple[int, ...]:
+    rank = rank_of(n.x)
+    perm = tuple(reversed(range(rank))) if n.perm is None else tuple(n.perm)
+    if sorted(perm) != list(range(rank)):
+        raise GraphError("perm must name every axis once", expected=f"{rank} axes", got=str(perm))
+    return perm
+
+
+def _move_axes(op: Builder, x: ir.Value, source: int | Sequence[int], destination: int | Sequence[int]) -> ir.Value:
+    sources = [source] if isinstance(source, int) else source
+    targets = [destination] if isinstance(destination, int) else destination
+    return transposed(op, x, moved(rank_of(x), sources, targets))
+
+
+def _reverse_axes(op: Builder, x: ir.Value) -> ir.Value:
+    return transposed(op, x, list(reversed(range(rank_of(x)))))
+
+
+def _swap_last(op: Builder, x: ir.Value) -> ir.Value:
+    return swapped(op, x, -2, -1)
+
+
+def _capture_pixel_shuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
+    """[.., c*r*r, h, w] -> [.., c, h*r, w*r]."""
+    *outer, _, height, width = sizes.of(x)
+    channels, rank = op.out[0].shape[-3], len(outer)
+    parts = reshaped(op, x, (*outer, channels, factor, factor, height, width))
+    order = [*range(rank + 1), rank + 3, rank + 1, rank + 4, rank + 2]
+    return reshaped(op, transposed(op, parts, order), op.out[0].shape)
+
+
+def _capture_pixel_unshuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
+    """[.., c, h*r, w*r] -> [.., c*r*r, h, w]."""
+    *outer, channels, _, _ = sizes.of(x)
+    (height, width), rank = op.out[0].shape[-2:], len(outer)
+    parts = reshaped(op, x, (*outer, channels, height, factor, width, factor))
+    order = [*range(rank + 1), rank + 2, rank + 4, rank + 1, rank + 3]
+    return reshaped(op, transposed(op, parts, order), op.out[0].shape)
+
+
+def _capture_channel_shuffle(op: Builder, x: ir.Value, groups: int) -> ir.Value:
+    batch, channels, *image = sizes.of(x)
+    parts = reshaped(op, x, (batch, groups, sizes.floor_divide(channels, groups), *image))
+    order = [0, 2, 1, *range(3, 3 + len(image))]
+    return reshaped(op, transposed(op, parts, order), sizes.of(x))
+
+
+TRANSPOSE = movement(
+    "Transpose",
+    ("x",),
+    lambda n: (TensorType(dtype_of(n.x), tuple(sizes.of(n.x)[p] for p in _perm(n))),),
+    lambda n, x: Call(torch.permute, x, _perm(n)),
+    lambda op, n, dy: op.Transpose(dy, perm=inverse(_perm(n))),
+    attributes={"perm": None},
+    since=13,
+    from_torch={
+        "aten.permute.default": transposed,
+        "aten.permute_copy.default": transposed,
+        "aten.transpose.int": swapped,
+        "aten.transpose_copy.int": swapped,
+        "aten.swapaxes.default": swapped,
+        "aten.swapdims.default": swapped,
+        "aten.t.default": _reverse_axes,
+        "aten.t_copy.default": _reverse_axes,
+        "aten.numpy_T.default": _reverse_axes,
+        "aten.mT.default": _swap_last,
+        "aten.movedim.int": _move_axes,
+        "aten.movedim.intlist": _move_axes,
+        "aten.moveaxis.int": _move_axes,
+        "aten.moveaxis.intlist": _move_axes,
+        "aten.pixel_shuffle.default": _capture_pixel_shuffle,
+        "aten.pixel_unshuffle.default": _capture_pixel_unshuffle,
+        "aten.channel_shuffle.default": _capture_channel_shuffle,
+    },
+    axes=lambda n: axis_map([names("a", rank_of(n.x))], [f"a{p}" for p in _perm(n)]),
+    view=True,
+)
+
+
+# Squeeze(x, axes): the axes, all of size 1, dropped. Without axes, every axis of size 1.
+
+
+def _squeezed(n: NodeView) -> tuple[int, ...]:
+    shape = sizes.of(n.x)
+    if n.axes is None:
+        return tuple(i for i, s in enumerate(shape) if s == 1)
+    axes = normalize_axes(constant_ints(n.axes, "the axes of Squeeze"), len(shape))
+    if wrong := [shape[a] for a in axes if isinstance(shape[a], int) and shape[a] != 1]:
+        raise GraphError("Squeeze drops axes of size 1", got=f"sizes {wrong}")
+    return axes
+
+
+def _squeezed_type(n: NodeView) -> Sequence[TensorType]:
+    gone = _squeezed(n)
+    return (TensorType(dtype_of(n.x), tuple(s for i, s in enumerate(sizes.of(n.x)) if i not in gone)),)
+
+
+def _squeeze_axes(n: NodeView) -> str:
+    gone = _squeezed(n)
+    left = ["1" if i in gone else f"a{i}" for i in range(rank_of(n.x))]
+    inputs = [left] + [None] * (len(n.node.inputs) - 1)
+    return axis_map(inputs, [word for word in left if word != "1"])
+
+
+def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None = None) -> ir.Value:
+    """PyTorch drops the named axes whose size is 1; which those are shows in the rank of its output."""
+    shape = sizes.of(x)
+    dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = [a for a in normalize_axes(dims, len(shape)) if shape[a] == 1] if shape else []
+    if len(shape) - len(gone) != len(op.out[0].shape):
+        return reshaped(op, x, op.out[0].shape)
+    return op.Squeeze(x, vector(op, gone)) if gone else x
+
+
+SQUEEZE = movement(
+    "Squeeze",
+    ("x", "axes?"),
+    _squeezed_type,
+    lambda n, x, axes: Call(torch.squeeze, x, _squeezed(n)),
+    lambda op, n, dy: (op.Unsqueeze(dy, vector(op, _squeezed(n))), None)[: len(n.node.inputs)],
+    takes_ints=frozenset({1}),
+    since=13,
+    from_torch={
+        "aten.squeeze.default": _capture_squeeze,
+        "aten.squeeze.dim": _capture_squeeze,
+        "aten.squeeze.dims": _capture_squeeze,
+        "aten.squeeze_copy.default": _capture_squeeze,
+        "aten.squeeze_copy.dim": _capture_squeeze,
+        "aten.squeeze_copy.dims": _capture_squeeze,
+    },
+    axes=_squeeze_axes,
+    view=True,
+    host=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _squeezed(n) else x,
+    stops=frozenset({"axes"}),
+)
+
+
+# Unsqueeze(x, axes): new axes of size 1, at these places of the output.
+
+
+def unsqueezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
+    """Adds axes of size 1 at `axes` of the result; gives x itself where there are none."""
+    if not axes:
+        return x
+    places = normalize_axes(axes, rank_of(x) + len(axes))
+    result: ir.Value = op.Unsqueeze(x, vector(op, places))
+    return result
+
+
+def _unsqueezed(n: NodeView) -> tuple[int, ...]:
+    axes = constant_ints(n.axes, "the axes of Unsqueeze")
+    rank = rank_of(n.x) + len(axes)
+    places = normalize_axes(axes, rank)
+    if not places or len(set(places)) != len(places) or any(not 0 <= a < rank for a in places):
+        raise GraphError("Unsqueeze adds one or more axes of its output", expected=f"axes below {rank}", got=str(axes))
+    return places
+
+
+def _with_ones(words: Sequence[Any], places: Sequence[int], one: Any) -> list[Any]:
+    rest = iter(words)
+    return [one if i in places else next(rest) for i in range(len(words) + len(places))]
+
+
+def _unsqueeze_call(n: NodeView, x: Any, axes: Any) -> Call:
+    first, *rest = _unsqueezed(n)
+    call = Call(torch.unsqueeze, x, first)
+    for place in rest:
+        call = Call(torch.unsqueeze, call, place)
+    return call
+
+
+def _unsqueeze_axes(n: NodeView) -> str:
+    left = names("a", rank_of(n.x))
+    return axis_map([left, None], _with_ones(left, _unsqueezed(n), "1"))
+
+
+UNSQUEEZE = movement(
+    "Unsqueeze",
+    ("x", "axes"),
+    lambda n: (TensorType(dtype_of(n.x), tuple(_with_ones(sizes.of(n.x), _unsqueezed(n), 1))),),
+    _unsqueeze_call,
+    lambda op, n, dy: (op.Squeeze(dy, vector(op, _unsqueezed(n))), None),
+    takes_ints=frozenset({1}),
+    since=13,
+    from_torch={
+        "aten.unsqueeze.default": unsqueezed,
+        "aten.unsqueeze_copy.default": unsqueezed,
+    },
+    axes=_unsqueeze_axes,
+    view=True,
+    host=lambda n, x, axes: x if isinstance(x, tuple) else (x,),
+    stops=frozenset({"axes"}),
+)
+
+
+# Expand(x, shape): x broadcast together with `shape`; where `shape` has 1, x's own size stays.
+
+
+def expanded(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
+    """Repeats x along axes of size 1 and new leading axes to the sizes `wanted`; gives x itself where it has them."""
+    wanted = tuple(wanted)
+    if sizes.of(x) == wanted:
+        return x
+    result: ir.Value = op.Expand(x, op.sizes(wanted))
+    return result
+
+
+def _expanded_type(n: NodeView) -> Sequence[TensorType]:
+    target = needed_sizes(n.shape, "the shape that Expand gives")
+    return (TensorType(dtype_of(n.x), sizes.broadcast(sizes.of(n.x), target)),)
+
+
+def _expand_both(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, shape))
+
+
+def _lower_expand(n: NodeView, x: Any, shape: Any) -> Call:
+    # torch's expand takes the output's sizes; ONNX also lets x be larger than `shape` says.
+    if as_sizes(n.shape) == sizes.of(n.y):
+        return Method("expand", x, shape)
+    return Call(_expand_both, x, shape)
+
+
+def _expand_axes(n: NodeView) -> str:
+    source, target = sizes.of(n.x), sizes.of(n.y)
+    right = names("a", len(target))
+    offset = len(target) - len(source)
+    left = [
+        "1" if s == 1 else f"a{i + offset}" if s == target[i + offset] else f"[x{i}]"  # x: may be 1, may be the same
+        for i, s in enumerate(source)
+    ]
+    return axis_map([left, None], right)
+
+
+def _to_output_sizes(op: Builder, x: ir.Value, *arguments: Any, implicit: bool = False) -> ir.Value:
+    return expanded(op, x, op.out[0].shape)
+
+
+def _broadcast_tensors(op: Builder, xs: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+    return tuple(expanded(op, x, out.shape) for x, out in zip(xs, op.out, strict=True))
+
+
+def _meshgrid(op: Builder, xs: Sequence[ir.Value], *, indexing: str = "ij") -> tuple[ir.Value, ...]:
+    """Each vector along an axis of its own; with "xy" the first two axes change places."""
+    places = list(range(len(xs)))
+    if indexing == "xy" and len(xs) >= 2:
+        places[0], places[1] = 1, 0
+    grids = []
+    for x, place, out in zip(xs, places, op.out, strict=True):
+        column = [-1 if i == place else 1 for i in range(len(xs))]
+        grids.append(expanded(op, op.Reshape(x, vector(op, column)), out.shape))
+    return tuple(grids)
+
+
+_EXPANSIONS: dict[str, FromTorch] = {
+    **dict.fromkeys(
+        ("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default", "aten.broadcast_to.default"),
+        _to_output_sizes,
+    ),
+    "aten.broadcast_tensors.default": _broadcast_tensors,
+    "aten.meshgrid.default": _meshgrid,
+    "aten.meshgrid.indexing": _meshgrid,
+}
+
+EXPAND = movement(
+    "Expand",
+    ("x", "shape"),
+    _expanded_type,
+    _lower_expand,
+    lambda op, n, dy: (dy, None),
+    takes_ints=frozenset({1}),
+    since=13,
+    from_torch=_EXPANSIONS,
+    axes=_expand_axes,
+    view=True,
+    stops=frozenset({"shape"}),
+)

@@ -1,0 +1,250 @@
+"""Concat and Split: tensors joined along an axis, and cut into pieces along it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.reshape.dims import unsqueezed
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names, vector
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+# Concat(xs..., axis)
+
+
+def concatenated(op: Builder, xs: Sequence[ir.Value], axis: int) -> ir.Value:
+    """The tensors joined along `axis`; the tensor itself where there is one."""
+    result: ir.Value = xs[0] if len(xs) == 1 else op.Concat(*xs, axis=normalize_axis(axis, rank_of(xs[0])))
+    return result
+
+
+def _concatenated_type(n: NodeView) -> Sequence[TensorType]:
+    axis = axis_of(n, n.xs[0])
+    shapes = [sizes.of(x) for x in n.xs]
+    if any(len(s) != len(shapes[0]) or dtype_of(x) != dtype_of(n.xs[0]) for s, x in zip(shapes, n.xs, strict=True)):
+        raise GraphError("Concat joins tensors of one rank and element type", got=str([str(x.type) for x in n.xs]))
+    # Other axes are equal; where that is known by number for one tensor it is so for all.
+    columns = zip(*shapes, strict=True)
+    result: list[Size] = [next((s for s in column if isinstance(s, int)), column[0]) for column in columns]
+    result[axis] = sizes.add(*(s[axis] for s in shapes))
+    return (TensorType(dtype_of(n.xs[0]), tuple(result)),)
+
+
+def _concat_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value]:
+    axis = axis_of(n, n.xs[0])
+    return split(op, dy, [sizes.of(x)[axis] for x in n.xs], axis)
+
+
+def _concat_axes(n: NodeView) -> str:
+    axis = axis_of(n, n.xs[0])
+    words = names("a", rank_of(n.xs[0]))
+    inputs = [[f"x{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.xs))]
+    return axis_map(inputs, words)
+
+
+def _capture_cat(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
+    """PyTorch promotes to the widest type, and ignores 1-dimensional tensors of size 0 among others."""
+    dtype, shape = op.out[0]
+    kept = [x for x in xs if len(shape) == 1 or sizes.of(x) != (0,)]
+    return concatenated(op, [cast(op, x, dtype) for x in kept or xs[:1]], dim)
+
+
+def _capture_stack(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
+    dtype, shape = op.out[0]
+    axis = normalize_axis(dim, len(shape))
+    return concatenated(op, [unsqueezed(op, cast(op, x, dtype), axis) for x in xs], axis)
+
+
+def _joined(least_rank: int, axis: int) -> Any:
+    """`hstack` and its like: tensors of fewer axes get new ones, then all are joined along `axis`."""
+
+    def capture(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
+        rank = len(op.out[0].shape)
+        along = 0 if rank == 1 else axis
+        return concatenated(op, [cast(op, _at_least(op, x, least_rank), op.out[0].dtype) for x in xs], along)
+
+    return capture
+
+
+def _at_least(op: Builder, x: ir.Value, rank: int) -> ir.Value:
+    """As torch.atleast_1d, 2d, 3d."""
+    shape = sizes.of(x)
+    if len(shape) >= rank:
+        return x
+    if not shape:
+        return reshaped(op, x, (1,) * rank)
+    leading = {(1, 2): (1, *shape), (1, 3): (1, *shape, 1), (2, 3): (*shape, 1)}[len(shape), rank]
+    return reshaped(op, x, leading)
+
+
+def _column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
+    columns = [reshaped(op, x, (sizes.multiply(1, *sizes.of(x)), 1)) if rank_of(x) < 2 else x for x in xs]
+    return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
+
+
+CONCAT = movement(
+    "Concat",
+    ("xs...",),
+    _concatenated_type,
+    lambda n, xs: Call(torch.cat, xs, axis_of(n, n.xs[0])),
+    _concat_gradient,
+    attributes={"axis": 0},
+    since=13,
+    from_torch={
+        "aten.cat.default": _capture_cat,
+        "aten.concat.default": _capture_cat,
+        "aten.concatenate.default": _capture_cat,
+        "aten.stack.default": _capture_stack,
+        "aten.hstack.default": _joined(1, 1),
+        "aten.vstack.default": _joined(2, 0),
+        "aten.row_stack.default": _joined(2, 0),
+        "aten.dstack.default": _joined(3, 2),
+        "aten.column_stack.default": _column_stack,
+    },
+    axes=_concat_axes,
+    host=lambda n, *parts: tuple(itertools.chain.from_iterable(parts)),
+)
+
+
+# Split(x, split?, axis, num_outputs?): pieces of the sizes `split`, or `num_outputs` of one size, the last smaller.
+
+
+def split(op: Builder, x: ir.Value, lengths: Sequence[Size], axis: int) -> tuple[ir.Value, ...]:
+    """Cuts x along `axis` into pieces of these lengths; gives x itself where that is one."""
+    if len(lengths) == 1:
+        return (x,)
+    shape = sizes.of(x)
+    axis = normalize_axis(axis, len(shape))
+    types = [TensorType(dtype_of(x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
+    node = op.node("", "Split", (x, op.sizes(lengths)), {"axis": axis}, types=types)
+    return tuple(node.outputs)
+
+
+def _lengths(n: NodeView) -> tuple[Size, ...]:
+    """The lengths of the pieces."""
+    if n.split is not None:
+        return needed_sizes(n.split, "the lengths that Split cuts")
+    total, count = sizes.of(n.x)[axis_of(n, n.x)], len(n.node.outputs)
+    each = sizes.floor_divide(sizes.add(total, count - 1), count)
+    last = sizes.subtract(total, sizes.multiply(each, count - 1))
+    if isinstance(last, int) and last < 0:
+        raise GraphError(f"{total} does not make {count} pieces of {each}", todo="give Split the lengths of the pieces")
+    return (*(each,) * (count - 1), last)
+
+
+def _split_types(n: NodeView) -> Sequence[TensorType]:
+    axis, shape, lengths = axis_of(n, n.x), sizes.of(n.x), _lengths(n)
+    total = sizes.add(*lengths)
+    if isinstance(total, int) and isinstance(shape[axis], int) and total != shape[axis]:
+        raise GraphError("Split cuts all of the axis", expected=str(shape[axis]), got=str(lengths))
+    return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
+
+
+def _split_count(inputs: int, attributes: Mapping[str, Any]) -> int:
+    count = attributes.get("num_outputs")
+    if count is None:
+        raise GraphError(
+            "Split with lengths has as many outputs as lengths",
+            todo="build it with onnxtrain.ops.reshape.join.split",
+        )
+    return int(count)
+
+
+def _split_evenly(x: torch.Tensor, count: int, axis: int) -> Sequence[torch.Tensor]:
+    each = -(-x.size(axis) // count)
+    return torch.split_with_sizes(x, [each] * (count - 1) + [x.size(axis) - each * (count - 1)], axis)
+
+
+def _lower_split(n: NodeView, x: Any, lengths: Any) -> Call:
+    axis = axis_of(n, n.x)
+    if lengths is None:
+        return Call(_split_evenly, x, len(n.node.outputs), axis)
+    return Call(torch.split_with_sizes, x, lengths, axis)
+
+
+def _split_gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence[ir.Value | None]:
+    """The cotangents joined, with zeros for the pieces that have none."""
+    parts = [
+        dy if dy is not None else op.Expand(op.scalar(0.0, like=y), op.shape_of(y))
+        for dy, y in zip(dys, n.node.outputs, strict=True)
+    ]
+    return [concatenated(op, parts, axis_of(n, n.x)), None][: len(n.node.inputs)]
+
+
+def _split_axes(n: NodeView) -> str:
+    axis = axis_of(n, n.x)
+    words = names("a", rank_of(n.x))
+    outputs = [[f"y{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.node.outputs))]
+    return axis_map([words, *[None] * (len(n.node.inputs) - 1)], *outputs)
+
+
+def _capture_split(op: Builder, x: ir.Value, how: Any = None, dim: int = 0) -> tuple[ir.Value, ...]:
+    """Any ATen split: the lengths of the pieces are those of its outputs."""
+    axis = normalize_axis(dim, rank_of(x))
+    return split(op, x, [out.shape[axis] for out in op.out], axis)
+
+
+def _split_along(axis: int) -> Any:
+    """`hsplit` and its like, which cut a vector along its only axis."""
+
+    def capture(op: Builder, x: ir.Value, how: Any) -> tuple[ir.Value, ...]:
+        return _capture_split(op, x, how, 0 if rank_of(x) == 1 else axis)
+
+    return capture
+
+
+def _capture_unbind(op: Builder, x: ir.Value, dim: int = 0) -> tuple[ir.Value, ...]:
+    """One view per index. Split and Squeeze, so that the gradient is one Concat."""
+    axis = normalize_axis(dim, rank_of(x))
+    pieces = split(op, x, [1] * len(op.out), axis)
+    return tuple(op.Squeeze(piece, vector(op, [axis])) for piece in pieces)
+
+
+SPLIT = movement(
+    "Split",
+    ("x", "split?"),
+    _split_types,
+    _lower_split,
+    _split_gradient,
+    outputs=("ys...",),
+    takes_ints=frozenset({1}),
+    attributes={"axis": 0, "num_outputs": None},
+    since=18,
+    from_torch={
+        "aten.split.Tensor": _capture_split,
+        "aten.split.sizes": _capture_split,
+        "aten.split_with_sizes.default": _capture_split,
+        "aten.split_copy.Tensor": _capture_split,
+        "aten.split_with_sizes_copy.default": _capture_split,
+        "aten.chunk.default": _capture_split,
+        "aten.tensor_split.sections": _capture_split,
+        "aten.tensor_split.indices": _capture_split,
+        "aten.unsafe_split.Tensor": _capture_split,
+        "aten.unsafe_split_with_sizes.default": _capture_split,
+        "aten.unsafe_chunk.default": _capture_split,
+        "aten.hsplit.int": _split_along(1),
+        "aten.hsplit.array": _split_along(1),
+        "aten.vsplit.int": _split_along(0),
+        "aten.vsplit.array": _split_along(0),
+        "aten.dsplit.int": _split_along(2),
+        "aten.dsplit.array": _split_along(2),
+        "aten.unbind.int": _capture_unbind,
+        "aten.unbind_copy.int": _capture_unbind,
+    },
+    axes=_split_axes,
+    view=True,
+    stops=frozenset({"split"}),
+    outputs_of=_split_count,
+)

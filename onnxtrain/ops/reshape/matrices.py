@@ -1,0 +1,296 @@
+"""Parts of matrices: triangles (Trilu), diagonals (Diagonal, DiagonalEmbed) and sliding windows (Unfold)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import same_as
+from onnxtrain.ops.definition import REQUIRED, Call, Method, NodeView
+from onnxtrain.ops.reshape.dims import inverse, moved, transposed
+from onnxtrain.ops.reshape.movement import axis_map, in_rank, movement, names
+from onnxtrain.ops.reshape.rows import along, counting, scatter_rows, zeros
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+# Trilu(x, k, upper): zeros below (upper) or above the k-th diagonal of the matrices of the last two axes.
+
+
+def _lower_trilu(n: NodeView, x: Any, k: Any) -> Call:
+    diagonal = 0 if k is None else k[0] if isinstance(k, tuple) else k
+    return Call(torch.triu if n.upper else torch.tril, x, diagonal)
+
+
+def _trilu_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
+    dx: ir.Value = op.Trilu(dy, *n.node.inputs[1:], upper=n.upper)
+    return [dx, *[None] * (len(n.node.inputs) - 1)]
+
+
+def _trilu_axes(n: NodeView) -> str:
+    words = names("a", rank_of(n.x))
+    words = [*words[:-2], *(f"[{word}]" for word in words[-2:])]
+    return axis_map([words, *[None] * (len(n.node.inputs) - 1)], words)
+
+
+def _capture_trilu(upper: int) -> Any:
+    def capture(op: Builder, x: ir.Value, diagonal: Size = 0) -> ir.Value:
+        result: ir.Value = op.Trilu(x, op.size(diagonal), upper=upper)
+        return result
+
+    return capture
+
+
+TRILU = movement(
+    "Trilu",
+    ("x", "k?"),
+    same_as("x"),
+    _lower_trilu,
+    _trilu_gradient,
+    takes_ints=frozenset({1}),
+    attributes={"upper": 1},
+    since=14,
+    from_torch={"aten.tril.default": _capture_trilu(0), "aten.triu.default": _capture_trilu(1)},
+    axes=_trilu_axes,
+    stops=frozenset({"k"}),
+)
+
+
+# Diagonal(x, offset, row_axis, column_axis): x[.., i, .., i + offset, ..] as a last axis, the other axes before it.
+# DiagonalEmbed(d, shape, ...): zeros of `shape` with d on that diagonal. Each is the other's gradient.
+
+
+def diagonal_length(rows: Size, columns: Size, offset: int) -> Size:
+    """How many elements a diagonal has."""
+    down = sizes.add(rows, min(offset, 0))
+    across = sizes.subtract(columns, max(offset, 0))
+    return sizes.maximum(0, sizes.minimum(down, across))
+
+
+def _matrix_axes(n: NodeView, rank: int) -> tuple[int, int]:
+    what = f"an axis of {n.definition.name}"
+    return in_rank(n.row_axis, rank, what), in_rank(n.column_axis, rank, what)
+
+
+def _diagonal_type(n: NodeView) -> Sequence[TensorType]:
+    shape = sizes.of(n.x)
+    rows, columns = _matrix_axes(n, len(shape))
+    rest = [s for i, s in enumerate(shape) if i not in (rows, columns)]
+    return (TensorType(dtype_of(n.x), (*rest, diagonal_length(shape[rows], shape[columns], n.offset))),)
+
+
+def _places(op: Builder, length: Size, columns: Size, offset: int) -> ir.Value:
+    """Where the diagonal lies among the elements of a matrix, row by row."""
+    first = -offset if offset < 0 else 0
+    start = sizes.add(sizes.multiply(first, columns), max(offset, 0))
+    step = op.size(sizes.add(columns, 1))
+    result: ir.Value = op.Add(op.Mul(counting(op, length), step), op.size(start))
+    return result
+
+
+def _diagonal_body(op: Builder, n: NodeView) -> ir.Value:
+    """The matrices flattened; the places of the diagonal gathered from them."""
+    shape = sizes.of(n.x)
+    rows, columns = _matrix_axes(n, len(shape))
+    x = transposed(op, n.x, moved(len(shape), [rows, columns], [-2, -1]))
+    *rest, height, width = sizes.of(x)
+    flat = reshaped(op, x, (*rest, sizes.multiply(height, width)))
+    result: ir.Value = op.Gather(flat, _places(op, sizes.of(n.y)[-1], width, n.offset), axis=len(rest))
+    return result
+
+
+def _how(n: NodeView) -> dict[str, int]:
+    return {"offset": n.offset, "row_axis": n.row_axis, "column_axis": n.column_axis}
+
+
+def _capture_diagonal(op: Builder, x: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+    inputs, how = (x,), {"offset": offset, "row_axis": dim1, "column_axis": dim2}
+    return op.node(OWN, "Diagonal", inputs, how, types=[op.out[0]]).outputs[0]
+
+
+def _capture_diagonal_embed(op: Builder, x: ir.Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ir.Value:
+    shape = op.sizes(op.out[0].shape)
+    result: ir.Value = op.own.DiagonalEmbed(x, shape, offset=offset, row_axis=dim1, column_axis=dim2)
+    return result
+
+
+def _capture_diag(op: Builder, x: ir.Value, diagonal: int = 0) -> ir.Value:
+    return _capture_diagonal_embed(op, x, diagonal) if rank_of(x) == 1 else _capture_diagonal(op, x, diagonal)
+
+
+_MATRIX = {"offset": 0, "row_axis": 0, "column_axis": 1}
+
+
+def _diagonal_names(n: NodeView, rank: int) -> tuple[list[str], list[str]]:
+    """The axis names of the matrices' tensor and of the diagonal's."""
+    matrix = _matrix_axes(n, rank)
+    whole = [f"[m{i}]" if i in matrix else f"a{i}" for i in range(rank)]
+    return whole, [word for i, word in enumerate(whole) if i not in matrix] + ["[d]"]
+
+
+def _diagonal_axes(n: NodeView) -> str:
+    whole, diagonal = _diagonal_names(n, rank_of(n.x))
+    return axis_map([whole], diagonal)
+
+
+def _diagonal_embed_axes(n: NodeView) -> str:
+    whole, diagonal = _diagonal_names(n, rank_of(n.y))
+    return axis_map([diagonal, None], whole)
+
+
+DIAGONAL = movement(
+    "Diagonal",
+    ("x",),
+    _diagonal_type,
+    lambda n, x: Call(torch.diagonal, x, n.offset, n.row_axis, n.column_axis),
+    lambda op, n, dy: op.own.DiagonalEmbed(dy, op.shape_of(n.x), **_how(n)),
+    domain=OWN,
+    attributes=_MATRIX,
+    from_torch={
+        "aten.diagonal.default": _capture_diagonal,
+        "aten.diagonal_copy.default": _capture_diagonal,
+        "aten.linalg_diagonal.default": lambda op, x, *, offset=0, dim1=-2, dim2=-1: _capture_diagonal(
+            op, x, offset, dim1, dim2
+        ),
+        "aten.diag.default": _capture_diag,
+    },
+    body=_diagonal_body,
+    axes=_diagonal_axes,
+    view=True,
+)
+
+
+def _diagonal_embed(x: torch.Tensor, shape: Any, offset: int, row_axis: int, column_axis: int) -> torch.Tensor:
+    y = x.new_zeros(shape)
+    torch.diagonal(y, offset, row_axis, column_axis).copy_(x)
+    return y
+
+
+def _diagonal_embed_body(op: Builder, n: NodeView) -> ir.Value:
+    shape = sizes.of(n.y)
+    rows, columns = _matrix_axes(n, len(shape))
+    order = moved(len(shape), [rows, columns], [-2, -1])
+    *rest, height, width = (shape[i] for i in order)
+    flat = zeros(op, (*rest, sizes.multiply(height, width)), dtype_of(n.x))
+    places = _places(op, sizes.of(n.x)[-1], width, n.offset)
+    written = scatter_rows(op, flat, places, n.x, len(rest))
+    return transposed(op, reshaped(op, written, (*rest, height, width)), inverse(order))
+
+
+DIAGONAL_EMBED = movement(
+    "DiagonalEmbed",
+    ("x", "shape"),
+    lambda n: (TensorType(dtype_of(n.x), needed_sizes(n.shape, "the shape that DiagonalEmbed gives")),),
+    lambda n, x, shape: Call(_diagonal_embed, x, shape, n.offset, n.row_axis, n.column_axis),
+    lambda op, n, dy: (op.own.Diagonal(dy, **_how(n)), None),
+    takes_ints=frozenset({1}),
+    domain=OWN,
+    attributes=_MATRIX,
+    from_torch={"aten.diag_embed.default": _capture_diagonal_embed},
+    body=_diagonal_embed_body,
+    axes=_diagonal_embed_axes,
+    stops=frozenset({"shape"}),
+)
+
+
+# Unfold(x, axis, size, step) -> y with a new last axis: the windows of `size` elements, `step` apart, along `axis`.
+# UnfoldGrad(dy, shape, ...) -> dx: each element gets the sum over the windows that hold it.
+
+
+def _window_count(total: Size, size: int, step: int) -> Size:
+    return sizes.add(sizes.floor_divide(sizes.subtract(total, size), step), 1)
+
+
+def _unfolded_type(n: NodeView) -> Sequence[TensorType]:
+    shape = sizes.of(n.x)
+    axis = in_rank(n.axis, len(shape), "the axis of Unfold")
+    count = _window_count(shape[axis], n.size, n.step)
+    return (TensorType(dtype_of(n.x), (*shape[:axis], count, *shape[axis + 1 :], n.size)),)
+
+
+def _windows(op: Builder, count: Size, size: int, step: int) -> ir.Value:
+    """The positions of the elements of each window, [count, size]."""
+    starts = op.Mul(counting(op, count), op.size(step))
+    result: ir.Value = op.Add(along(op, starts, 0, 2), along(op, counting(op, size), 1, 2))
+    return result
+
+
+def _unfold_body(op: Builder, n: NodeView) -> ir.Value:
+    rank = rank_of(n.x)
+    axis = in_rank(n.axis, rank, "the axis of Unfold")
+    picked = op.Gather(n.x, _windows(op, sizes.of(n.y)[axis], n.size, n.step), axis=axis)
+    return transposed(op, picked, moved(rank + 1, [axis + 1], [-1]))
+
+
+def _unfold_names(n: NodeView, rank: int) -> tuple[list[str], list[str]]:
+    axis = in_rank(n.axis, rank, "the axis of Unfold")
+    words = [f"[w{i}]" if i == axis else f"a{i}" for i in range(rank)]
+    return words, [f"[c{i}]" if i == axis else word for i, word in enumerate(words)] + ["[k]"]
+
+
+def _unfold_axes(n: NodeView) -> str:
+    words, unfolded = _unfold_names(n, rank_of(n.x))
+    return axis_map([words], unfolded)
+
+
+def _capture_unfold(op: Builder, x: ir.Value, dimension: int, size: int, step: int) -> ir.Value:
+    how = {"axis": dimension, "size": size, "step": step}
+    if not rank_of(x):
+        return reshaped(op, x, op.out[0].shape)
+    return op.node(OWN, "Unfold", (x,), how, types=[op.out[0]]).outputs[0]
+
+
+_WINDOWS = {"axis": REQUIRED, "size": REQUIRED, "step": REQUIRED}
+
+UNFOLD = movement(
+    "Unfold",
+    ("x",),
+    _unfolded_type,
+    lambda n, x: Method("unfold", x, n.axis, n.size, n.step),
+    lambda op, n, dy: op.own.UnfoldGrad(dy, op.shape_of(n.x), axis=n.axis, size=n.size, step=n.step),
+    domain=OWN,
+    attributes=_WINDOWS,
+    from_torch={"aten.unfold.default": _capture_unfold, "aten.unfold_copy.default": _capture_unfold},
+    body=_unfold_body,
+    axes=_unfold_axes,
+    view=True,
+)
+
+
+def _unfold_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """The windows joined into one axis, then its rows added where they were taken from."""
+    shape = sizes.of(n.dx)
+    axis = in_rank(n.axis, len(shape), "the axis of UnfoldGrad")
+    dy = transposed(op, n.dy, moved(len(shape) + 1, [-1], [axis + 1]))
+    count = sizes.of(n.dy)[axis]
+    total = sizes.multiply(count, n.size)
+    flat = reshaped(op, dy, (*shape[:axis], total, *shape[axis + 1 :]))
+    rows = reshaped(op, _windows(op, count, n.size, n.step), (total,))
+    return scatter_rows(op, zeros(op, shape, dtype_of(n.dy)), rows, flat, axis, reduction="add")
+
+
+def _unfold_grad_axes(n: NodeView) -> str:
+    words, unfolded = _unfold_names(n, rank_of(n.dx))
+    return axis_map([unfolded, None], words)
+
+
+UNFOLD_GRAD = movement(
+    "UnfoldGrad",
+    ("dy", "shape"),
+    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that UnfoldGrad gives")),),
+    lambda n, dy, shape: Call(torch.ops.aten.unfold_backward.default, dy, shape, n.axis, n.size, n.step),
+    None,
+    takes_ints=frozenset({1}),
+    domain=OWN,
+    outputs=("dx",),
+    attributes=_WINDOWS,
+    body=_unfold_grad_body,
+    axes=_unfold_grad_axes,
+    stops=frozenset({"shape"}),
+)

@@ -1,0 +1,212 @@
+"""Softmax over one axis, its logarithm, and the softmax that attention takes.
+
+    Softmax(x) -> y = exp(x - max) / Σ exp(x - max)        LogSoftmax(x) -> y = x - max - log Σ exp(x - max)
+    SafeSoftmax(x) -> y                                     as Softmax, but a row of -inf gives 0, not NaN
+
+Gradients read the output alone: dx = y * (dy - Σ dy * y), and dx = dy - exp(y) * Σ dy for the logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, same_as
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    STANDARD,
+    Call,
+    Effects,
+    FromTorch,
+    Gradient,
+    Kernel,
+    NodeView,
+    OpDef,
+    numel,
+)
+from onnxtrain.ops.registry import define
+
+
+def _row_axes(n: NodeView) -> str:
+    """All axes pass but the one that is summed over; a gradient's two inputs pass alike."""
+    values = [v for v in n.node.inputs if v is not None]
+    rank = rank_of(values[0])
+    whole = normalize_axis(n.axis, rank)
+    names = " ".join(f"[a{i}]" if i == whole else f"a{i}" for i in range(rank))
+    return f"{', '.join([names] * len(values))} -> {names}"
+
+
+def _capture(domain: str, name: str) -> FromTorch:
+    """`softmax(x, dim, dtype)` and `_softmax(x, dim, half_to_float)`: x is cast first."""
+
+    def capture(op: Builder, x: ir.Value, dim: int, dtype: Any = None) -> Any:
+        x = cast(op, x, op.out[0].dtype)
+        softmax = op.op(domain, name)
+        if rank_of(x):
+            return softmax(x, axis=dim)
+        # PyTorch takes a 0-dimensional tensor for one of one element.
+        row = op.Reshape(x, op.sizes([1]))
+        return op.Reshape(softmax(row, axis=0), op.sizes([]))
+
+    return capture
+
+
+def _summed_axis(op: Builder, n: NodeView) -> ir.Value:
+    return op.constant([n.axis], ir.DataType.INT64)
+
+
+def _define_softmax(
+    domain: str,
+    name: str,
+    overloads: Sequence[str],
+    body: Any,
+    kernels: tuple[Kernel, ...],
+    gradient: Callable[[Builder, NodeView, ir.Value], Any],
+) -> OpDef:
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=("x",),
+            outputs=("y",),
+            attributes={"axis": -1},
+            since=13 if domain == ONNX else 1,
+            from_torch=dict.fromkeys(overloads, _capture(domain, name)),
+            shapes=same_as("x"),
+            body=body,
+            native_ok=always if domain == ONNX else lambda n: False,
+            gradient=(Gradient(gradient, reads=("y",)),),
+            stops=frozenset(),
+            kernels=kernels,
+            axes=_row_axes,
+            effects=Effects.NONE,
+            aliases={},
+            flops=_flops,
+            host=None,
+        )
+    )
+
+
+def _flops(n: NodeView) -> Size:
+    return sizes.multiply(5, numel(n.node.outputs[0]))
+
+
+def _softmax_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    dx: ir.Value = op.ms.SoftmaxGrad_13(dy, n.y, axis=n.axis)
+    return dx
+
+
+def _log_softmax_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    dx: ir.Value = op.ms.LogSoftmaxGrad_13(dy, n.y, axis=n.axis)
+    return dx
+
+
+SOFTMAX = _define_softmax(
+    ONNX,
+    "Softmax",
+    ("aten.softmax.int", "aten._softmax.default"),
+    STANDARD,
+    (Kernel(lower=lambda n, x: Call(torch.softmax, x, n.axis)),),
+    _softmax_gradient,
+)
+
+LOG_SOFTMAX = _define_softmax(
+    ONNX,
+    "LogSoftmax",
+    ("aten.log_softmax.int", "aten._log_softmax.default"),
+    STANDARD,
+    (Kernel(lower=lambda n, x: Call(torch.log_softmax, x, n.axis)),),
+    _log_softmax_gradient,
+)
+
+
+# SafeSoftmax
+
+
+def _safe_softmax_body(op: Builder, n: NodeView) -> ir.Value:
+    top = op.ReduceMax(n.x, _summed_axis(op, n), keepdims=1)
+    masked = op.Equal(top, op.scalar(-math.inf, like=n.x))
+    powers = op.Exp(op.Sub(n.x, op.Where(masked, op.scalar(0.0, like=n.x), top)))
+    total = op.ReduceSum(powers, _summed_axis(op, n), keepdims=1)
+    y: ir.Value = op.Div(powers, op.Where(masked, op.scalar(1.0, like=n.x), total))
+    return y
+
+
+def safe_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """As aten._safe_softmax, without its three further passes over x where one look at each row shows no need.
+
+    A row of -inf becomes a row of NaN, so that its first element is NaN.
+    """
+    y = torch.softmax(x, dim)
+    if y.numel() and y.select(dim, 0).isnan().any():
+        return torch.where(x.eq(-math.inf).all(dim, keepdim=True), 0.0, y)
+    return y
+
+
+SAFE_SOFTMAX = _define_softmax(
+    OWN,
+    "SafeSoftmax",
+    ("aten._safe_softmax.default",),
+    _safe_softmax_body,
+    (
+        Kernel(lower=lambda n, x: Call(safe_softmax, x, n.axis), applies=lambda n, device: device == "cpu"),
+        Kernel(lower=lambda n, x: Call(torch.ops.aten._safe_softmax.default, x, n.axis)),  # waits for no result
+    ),
+    _softmax_gradient,
+)
+
+
+# Gradients
+
+
+def _gradient_type(n: NodeView) -> Sequence[TensorType]:
+    return (type_of(n.dy),)
+
+
+def _define_gradient(name: str, overload: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> OpDef:
+    return define(
+        OpDef(
+            domain=MICROSOFT,
+            name=name,
+            inputs=("dy", "y"),
+            outputs=("dx",),
+            attributes={"axis": -1},
+            since=1,
+            from_torch={},
+            shapes=_gradient_type,
+            body=body,
+            native_ok=lambda n: False,
+            gradient=NOT_DIFFERENTIABLE,
+            stops=frozenset(),
+            kernels=(Kernel(lower=lambda n, dy, y: Call(overload, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)])),),
+            axes=_row_axes,
+            effects=Effects.NONE,
+            aliases={},
+            flops=_flops,
+            host=None,
+        )
+    )
+
+
+def _softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    total = op.ReduceSum(op.Mul(n.dy, n.y), _summed_axis(op, n), keepdims=1)
+    dx: ir.Value = op.Mul(n.y, op.Sub(n.dy, total))
+    return dx
+
+
+def _log_softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    total = op.ReduceSum(n.dy, _summed_axis(op, n), keepdims=1)
+    dx: ir.Value = op.Sub(n.dy, op.Mul(op.Exp(n.y), total))
+    return dx
+
+
+SOFTMAX_GRAD = _define_gradient("SoftmaxGrad_13", torch._softmax_backward_data, _softmax_grad_body)
+LOG_SOFTMAX_GRAD = _define_gradient("LogSoftmaxGrad_13", torch._log_softmax_backward_data, _log_softmax_grad_body)

@@ -1,0 +1,129 @@
+"""What integers a value holds, as size expressions: the same size arithmetic that programs do, done on expressions.
+
+Shape(x, start=0, end=1) ──> Mul(·, 12) ──> Concat(·, 64)      holds (12*s0, 64) where x is [s0, h]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import as_sizes
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import rank_of
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.registry import definition_of
+
+
+class SizeExpression:
+    """A size that takes part in Python arithmetic."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+
+    def __add__(self, other: Any) -> SizeExpression:
+        return SizeExpression(sizes.add(self.size, _size(other)))
+
+    def __sub__(self, other: Any) -> SizeExpression:
+        return SizeExpression(sizes.subtract(self.size, _size(other)))
+
+    def __mul__(self, other: Any) -> SizeExpression:
+        return SizeExpression(sizes.multiply(self.size, _size(other)))
+
+    def __floordiv__(self, other: Any) -> SizeExpression:
+        return SizeExpression(sizes.floor_divide(self.size, _size(other)))
+
+    def __mod__(self, other: Any) -> SizeExpression:
+        return SizeExpression(sizes.from_sympy(sizes.parse(self.size) % sizes.parse(_size(other))))
+
+    def __radd__(self, other: Any) -> SizeExpression:
+        return SizeExpression(_size(other)) + self
+
+    def __rsub__(self, other: Any) -> SizeExpression:
+        return SizeExpression(_size(other)) - self
+
+    def __rmul__(self, other: Any) -> SizeExpression:
+        return SizeExpression(_size(other)) * self
+
+    def __rfloordiv__(self, other: Any) -> SizeExpression:
+        return SizeExpression(_size(other)) // self
+
+    def __rmod__(self, other: Any) -> SizeExpression:
+        return SizeExpression(_size(other)) % self
+
+    def __neg__(self) -> SizeExpression:
+        return self * -1
+
+    def largest(self, other: Any) -> SizeExpression:
+        """The larger of both."""
+        return SizeExpression(sizes.maximum(self.size, _size(other)))
+
+    def smallest(self, other: Any) -> SizeExpression:
+        """The smaller of both."""
+        return SizeExpression(sizes.minimum(self.size, _size(other)))
+
+
+class _ShapeOf:
+    """A tensor of which only the sizes are read."""
+
+    def __init__(self, value: ir.Value) -> None:
+        self._sizes = sizes.of(value)
+
+    def size(self, axis: int) -> SizeExpression:
+        return SizeExpression(self._sizes[axis])
+
+
+def _size(number: Any) -> Size:
+    if isinstance(number, SizeExpression):
+        return number.size
+    return int(number)
+
+
+def held_sizes(value: ir.Value) -> Sizes | None:
+    """The integers that an int64 scalar or vector holds, where they follow from constants and sizes; else None."""
+    known = as_sizes(value)
+    if known is not None:
+        return known
+    computed = _computed(value)
+    if computed is None:
+        return None
+    return tuple(map(_size, computed)) if isinstance(computed, tuple) else (_size(computed),)
+
+
+def needed_sizes(value: ir.Value, use: str) -> Sizes:
+    """As `held_sizes`, where there is no output type without them."""
+    held = held_sizes(value)
+    if held is None:
+        raise GraphError(f"{use} must follow from the sizes of the inputs", got=f"{value.name}, of unknown contents")
+    return held
+
+
+def _computed(value: ir.Value) -> Any:
+    if value.const_value is not None:
+        array = value.const_value.numpy()
+        return int(array) if array.ndim == 0 else tuple(int(v) for v in array)
+    known = as_sizes(value)
+    if known is not None and rank_of(value) == 1:
+        return tuple(map(SizeExpression, known))
+    node = value.producer()
+    if node is None:
+        return None
+    definition = definition_of(node)
+    if definition.host is None or len(node.outputs) != 1:
+        return None
+    arguments: list[Any] = []
+    for index, operand in enumerate(node.inputs):
+        if operand is None:
+            arguments.append(None)
+        elif definition.input_name(index) in definition.shape_only:
+            arguments.append(_ShapeOf(operand))
+        else:
+            arguments.append(_computed(operand))
+            if arguments[-1] is None:
+                return None
+    return definition.host(NodeView(node, definition), *arguments)

@@ -1,0 +1,22 @@
+"""What a pass did and what it refused: sentences that a report can show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from onnxtrain.report import Refusal
+
+
+@dataclass
+class Changes:
+    """Filled by one pass."""
+
+    pass_name: str = ""
+    made: list[str] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+
+    def refuse(self, node: ir.Node, reason: str) -> None:
+        """Notes that `node` was left alone, and why."""
+        self.refused.append(Refusal(self.pass_name, node.name or node.op_type, reason))

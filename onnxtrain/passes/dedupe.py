@@ -1,0 +1,44 @@
+"""Computes each expression once.
+
+    before   a = Shape(x);  b = Shape(x);  f(a), g(b)
+    after    a = Shape(x);                 f(a), g(a)
+
+Two nodes are one where op, attributes and inputs are the same and the definition says that the op has no effects: two
+Dropouts of one tensor stay two. A backward node is not merged with a forward one: that would keep the forward value
+alive until backward for a computation that its gradient rule chose to repeat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph.traversal import replace
+from onnxtrain.ops import definition_of
+from onnxtrain.passes.changes import Changes
+
+
+def dedupe(graph: ir.Graph, changes: Changes) -> None:
+    """Merges equal nodes of `graph`."""
+    first: dict[Any, ir.Node] = {}
+    merged = 0
+    for node in list(graph):
+        if definition_of(node).effects or not node.outputs:
+            continue
+        known = first.setdefault(_key(node), node)
+        if known is node or any(new.is_graph_output() for new in node.outputs):
+            continue
+        for old, new in zip(node.outputs, known.outputs, strict=True):
+            replace(graph, old, new)
+        graph.remove(node, safe=True)
+        merged += 1
+    if merged:
+        changes.made.append(f"merged {merged} equal nodes")
+
+
+def _key(node: ir.Node) -> Any:
+    attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
+    phase = "gradient_of" in node.metadata_props
+    inputs = tuple(id(v) for v in node.inputs)
+    return node.domain, node.op_type, node.overload, attributes, inputs, phase, len(node.outputs)

@@ -1,0 +1,147 @@
+"""The stages of a compilation: each graph is verified, timed, and written to disk where that is asked for.
+
+    stages = Stages(options, "training", "Bert")
+    model = stages.record("capture", capture(module))           1-capture.onnx, <prefix>_torch_exported_training.onnx
+    model = stages.record("optimize", model, optimize(model))   2-optimize.onnx, <prefix>_optimized_pre_grad_...
+    stages.report()
+
+A file is written when its stage is done, so that it is there when a later stage fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import onnx_ir as ir
+
+from onnxtrain import onnx_file
+from onnxtrain.graph.verify import verify
+from onnxtrain.ops.registry import lookup
+from onnxtrain.options import Options
+from onnxtrain.report import CompileReport, Refusal, StageReport
+
+_LOG = logging.getLogger(__name__)
+
+Mode = Literal["training", "inference"]
+
+# The files of DebugOptions(save_onnx=True), by the stage whose graph they hold. Without gradients the graph that is
+# optimized before them is the optimized graph as well.
+_FILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "training": {
+        "capture": ("torch_exported",),
+        "optimize": ("optimized_pre_grad",),
+        "optimize-joint": ("optimized",),
+        "plan": ("execution_model",),
+    },
+    "inference": {
+        "capture": ("torch_exported",),
+        "optimize": ("optimized_pre_grad", "optimized"),
+        "plan": ("execution_model",),
+    },
+}
+
+_dumping: Counter[Path] = Counter()  # compilations of this process that wrote to a folder
+
+
+class Changes(Protocol):
+    """What a stage says that it did to the graph."""
+
+    @property
+    def made(self) -> Sequence[str]:
+        """The changes, as sentences."""
+
+    @property
+    def refused(self) -> Sequence[Refusal]:
+        """The changes that were not made, with reasons."""
+
+
+class HasModel(Protocol):
+    """A stage's value that is more than a graph."""
+
+    @property
+    def model(self) -> ir.Model:
+        """The graph of it."""
+
+
+J = TypeVar("J", bound=HasModel)
+
+
+class Stages:
+    """Records the stages of one compilation, from the moment it is made.
+
+    Args:
+        options: whether to verify, and what to write where.
+        mode: "training" where gradients are computed, else "inference".
+        title: what is compiled, for messages.
+    """
+
+    def __init__(self, options: Options, mode: Mode, title: str = "") -> None:
+        self._options = options
+        self._mode = mode
+        self._title = title
+        self._numbers = itertools.count(1)
+        self._stages: list[StageReport] = []
+        self._dump_folder: Path | None = None
+        self._clock = time.perf_counter()
+
+    def record(self, name: str, model: ir.Model, changes: Changes | None = None) -> ir.Model:
+        """Ends a stage that gives `model`: the time since the last one ended is its own. Returns `model`.
+
+        Raises:
+            GraphError: the graph is not well formed, or cannot be written as a valid file.
+            OptionError: the graph has no form in the opset that written files are to have.
+        """
+        took_ms = (time.perf_counter() - self._clock) * 1e3
+        nodes = sum(1 for _ in model.graph.all_nodes())
+        made, refused = (tuple(changes.made), tuple(changes.refused)) if changes is not None else ((), ())
+        self._stages.append(StageReport(name, took_ms, nodes, made, refused))
+        _LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
+        if self._options.verify:
+            verify(model, lookup)
+        self._write(name, model)
+        self._clock = time.perf_counter()  # what verifying and writing took is no stage's time
+        return model
+
+    def record_joint(self, name: str, joint: J, changes: Changes | None = None) -> J:
+        """The same for a value that holds its graph as `model`."""
+        self.record(name, joint.model, changes)
+        return joint
+
+    def done(self, name: str, model: ir.Model) -> None:
+        """Ends a stage that left `model` as it was: it is not verified again."""
+        self._stages.append(StageReport(name, (time.perf_counter() - self._clock) * 1e3, len(model.graph)))
+        self._write(name, model)
+        self._clock = time.perf_counter()
+
+    def report(self) -> CompileReport:
+        """All stages so far."""
+        return CompileReport(tuple(self._stages))
+
+    def _write(self, name: str, model: ir.Model) -> None:
+        options = self._options
+        paths: list[Path] = []
+        if options.dump_dir is not None:
+            paths.append(self._dump_to(options.dump_dir) / f"{next(self._numbers)}-{name}.onnx")
+        if options.save_onnx:
+            paths += [
+                options.save_path / onnx_file.debug_file_name(options.onnx_prefix, kind, self._mode)
+                for kind in _FILES[self._mode].get(name, ())
+            ]
+        if paths:
+            onnx_file.write(model, paths, options.onnx_opset)
+        for path in paths:
+            _LOG.info("%s: wrote %s", self._title, path)
+
+    def _dump_to(self, folder: Path) -> Path:
+        """The folder for this compilation: `folder` for the first of the process, `folder/2` for the second, ..."""
+        if self._dump_folder is None:
+            _dumping[folder] += 1
+            number = _dumping[folder]
+            self._dump_folder = folder if number == 1 else folder / str(number)
+        return self._dump_folder

@@ -1,0 +1,465 @@
+"""What the tests of ops and models call: the one tolerance, op cases, and comparison with eager PyTorch.
+
+The tolerance (`assert_no_worse_than_eager`) is the only one in the project: a result may be at most twice as far from
+the float64 result as eager PyTorch's own, plus rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import torch
+
+from onnxtrain.autodiff import differentiate
+from onnxtrain.execute.program import Program
+from onnxtrain.graph import sizes
+from onnxtrain.graph.values import TensorType, is_float, rank_of, set_type
+from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, lookup
+from onnxtrain.ops.bodies import inline_bodies
+from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
+from onnxtrain.ops.definition import OPSET
+from onnxtrain.plan.cut import cut, whole
+
+CPU = torch.device("cpu")
+
+
+# The tolerance
+
+
+def assert_no_worse_than_eager(
+    name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, largest: float = 0.0
+) -> None:
+    """Fails where `got` is further from `exact` (float64) than the one tolerance allows.
+
+    Args:
+        name: what is compared, for the message.
+        got, eager: results in the dtype under test.
+        exact: the result in float64.
+        largest: the model's largest |exact|; 1e-3 of it is rounding scale for tensors that are nearly zero.
+    """
+    assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, eager has {eager.dtype}"
+    assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, eager has {tuple(eager.shape)}"
+    if not got.is_floating_point():
+        assert torch.equal(got, eager), f"{name}: differs from eager\n{got}\n{eager}"
+        return
+    got64, eager64, exact = (t.detach().to("cpu", torch.float64) for t in (got, eager, exact))
+    finite = torch.isfinite(eager64) & torch.isfinite(exact)
+    same_kind = torch.equal(got64[~finite].nan_to_num(nan=7.0), eager64[~finite].nan_to_num(nan=7.0))
+    assert same_kind, f"{name}: where eager is not finite, {got64[~finite]} against {eager64[~finite]}"
+    if not finite.any():
+        return
+    got64, eager64, exact = got64[finite], eager64[finite], exact[finite]
+    scale = max(exact.abs().max().item(), 1e-3 * largest)
+    rounding = torch.finfo(got.dtype).eps * scale
+    if got.dtype == torch.float64:
+        error, allowed = (got64 - eager64).abs().max().item(), 64 * rounding
+    else:
+        error = (got64 - exact).abs().max().item()
+        allowed = 2 * (eager64 - exact).abs().max().item() + 8 * rounding
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
+
+
+# Op cases
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One input of an op case.
+
+    Attributes:
+        dims: sizes, separated by spaces: letters are symbolic, numbers fixed, expressions (`2*h`) allowed. "" is 0-d.
+        dtype: "float" for the dtype under test, "int64", "bool", or a torch dtype.
+        low, high: range of random elements.
+        make: (sizes, dtype, generator) -> tensor, where random elements will not do.
+        value: a constant of the graph.
+        grad: whether to differentiate with respect to it, where it is floating.
+    """
+
+    dims: str = ""
+    dtype: str | torch.dtype = "float"
+    low: float = -2.0
+    high: float = 2.0
+    make: Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor] | None = None
+    value: Any = None
+    grad: bool = True
+
+    def type(self, dtype: torch.dtype) -> TensorType:
+        words = self.dims.split()
+        return TensorType(ONNX_DTYPES[self.torch_dtype(dtype)], tuple(_size(w) for w in words))
+
+    def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return {"float": dtype, "int64": torch.int64, "bool": torch.bool}[self.dtype]
+
+    def tensor(self, known: Mapping[str, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        shape = tuple(sizes.evaluate(_size(w), known) for w in self.dims.split())
+        wanted = self.torch_dtype(dtype)
+        if self.make is not None:
+            return self.make(shape, wanted, generator)
+        if wanted == torch.bool:
+            return torch.rand(shape, generator=generator) < 0.5
+        if not wanted.is_floating_point:
+            return torch.randint(int(self.low), max(int(self.high), int(self.low) + 1), shape, generator=generator).to(
+                wanted
+            )
+        # Drawn in float32, so that every dtype sees the same elements as far as it can hold them.
+        return (torch.rand(shape, generator=generator) * (self.high - self.low) + self.low).to(wanted)
+
+
+@dataclass(frozen=True)
+class SizesOf:
+    """An int64 vector input that holds sizes, as Reshape and Expand take it."""
+
+    dims: str
+
+
+def _size(word: str) -> sizes.Size:
+    return sizes.from_sympy(sizes.parse(int(word) if re.fullmatch(r"-?\d+", word) else word))
+
+
+Input = Spec | SizesOf | None
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One use of an op, and what PyTorch computes for it.
+
+    Attributes:
+        reference: takes one tensor per input (None where absent; a SizesOf comes as a tuple of ints) and returns the
+            outputs to compare, None for one that is not compared.
+        sizes: values of the symbolic sizes to run at; the default mixes odd sizes, 1 and 0.
+        specials: also run with NaN, infinities, -0.0 and ties in the floating inputs.
+        differentiate: compare gradients too, where the op is differentiable.
+        bodies: compare the body too (False for random ops, whose body draws other numbers).
+        label: told apart in test names where an op has several cases.
+    """
+
+    domain: str
+    name: str
+    inputs: tuple[Input, ...]
+    reference: Callable[..., Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Sequence[Mapping[str, int]] = ()
+    specials: bool = False
+    differentiate: bool = True
+    bodies: bool = True
+    label: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.domain or 'onnx'}-{self.name}{'-' + self.label if self.label else ''}"
+
+    def letters(self) -> tuple[str, ...]:
+        found = itertools.chain.from_iterable(sizes.symbols(_size(w)) for i in self.inputs if i for w in i.dims.split())
+        return tuple(dict.fromkeys(sorted(found)))
+
+    def size_sets(self) -> Iterator[Mapping[str, int]]:
+        if self.sizes:
+            yield from self.sizes
+            return
+        letters = self.letters()
+        base = dict(zip(letters, itertools.cycle((3, 5, 2, 7, 4)), strict=False))
+        yield base
+        if letters:
+            yield dict.fromkeys(letters, 1)
+            yield {**base, letters[0]: 1}
+            yield {**base, letters[-1]: 1, letters[0]: 9}
+            yield {**base, letters[0]: 0}
+            yield {**base, letters[-1]: 0}
+
+
+def case_graph(case: OpCase, dtype: torch.dtype) -> ir.Model:
+    """The one-node graph of a case: inputs `x0`, `x1`, … and all the node's outputs."""
+    inputs: list[ir.Value] = []
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=case.name)
+    op = builder(graph)
+    operands: list[ir.Value | None] = []
+    for index, spec in enumerate(case.inputs):
+        if isinstance(spec, Spec) and spec.value is None:
+            value = ir.Value(name=f"x{index}")
+            set_type(value, spec.type(dtype))
+            inputs.append(value)
+            graph.inputs.append(value)
+            operands.append(value)
+        elif isinstance(spec, Spec):
+            operands.append(op.constant(spec.value, ONNX_DTYPES[spec.torch_dtype(dtype)]))
+        else:
+            operands.append(spec)  # type: ignore[arg-type]  # a SizesOf, replaced below: its symbols need all inputs
+    operands = [op.sizes([_size(w) for w in o.dims.split()]) if isinstance(o, SizesOf) else o for o in operands]
+    node = op.node(case.domain, case.name, operands, case.attributes)
+    for index, value in enumerate(node.outputs):
+        value.name = f"y{index}"
+    graph.outputs.extend(node.outputs)
+    for position, inner in enumerate(graph):
+        inner.name = inner.name or f"node_{position}"
+        for place, value in enumerate(inner.outputs):
+            value.name = value.name or f"v{position}_{place}"
+    return ir.Model(graph, ir_version=10)
+
+
+def _outputs(result: Any, count: int) -> list[torch.Tensor | None]:
+    found = list(result) if isinstance(result, (tuple, list)) else [result]
+    return found + [None] * (count - len(found))
+
+
+@dataclass
+class _Reference:
+    """PyTorch's outputs and gradients for one set of inputs."""
+
+    outputs: list[torch.Tensor | None]
+    cotangents: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None]
+
+
+class CaseCheck:
+    """Runs one case in one dtype: the graphs are built once and run at every set of sizes."""
+
+    def __init__(self, case: OpCase, dtype: torch.dtype) -> None:
+        self.case, self.dtype = case, dtype
+        self.definition: OpDef = lookup(case.domain, case.name)
+        self.model = case_graph(case, dtype)
+        self.count = len(self.model.graph.outputs)
+        self.forward = Program(whole(self.model), f"{case}", CPU)
+        self.specs = [s for s in case.inputs if isinstance(s, Spec) and s.value is None]
+        self.wrt = [s.grad and s.torch_dtype(dtype).is_floating_point for s in self.specs]
+        self.differentiable = (
+            case.differentiate and self.definition.gradient is not NOT_DIFFERENTIABLE and any(self.wrt)
+        )
+
+    def tensors(self, known: Mapping[str, int], special: bool = False) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(17)
+        found = [s.tensor(known, self.dtype, generator) for s in self.specs]
+        if special:
+            found = [_with_specials(t) if s.make is None else t for s, t in zip(self.specs, found, strict=True)]
+        return found
+
+    def reference(self, tensors: Sequence[torch.Tensor], known: Mapping[str, int], dtype: torch.dtype) -> _Reference:
+        """PyTorch's own results with the inputs in `dtype`. Raises what PyTorch raises for sizes that it refuses."""
+        leaves = [
+            t.detach().to(dtype if t.dtype == self.dtype else t.dtype).clone().requires_grad_(w and self.differentiable)
+            for t, w in zip(tensors, self.wrt, strict=True)
+        ]
+        torch.manual_seed(3)
+        outputs = _outputs(self.case.reference(*self._arguments(leaves, known, dtype)), self.count)
+        generator = torch.Generator().manual_seed(23)
+        cotangents = [
+            torch.randn(o.shape, generator=generator).to(self.dtype).to(o.dtype)
+            if o is not None and o.requires_grad
+            else None
+            for o in outputs
+        ]
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o is not None and c is not None]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients: list[torch.Tensor | None] = [None] * len(leaves)
+        if pairs and wanted:
+            found = torch.autograd.grad([o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+            by_leaf = iter(found)
+            gradients = [next(by_leaf) if leaf.requires_grad else None for leaf in leaves]
+        return _Reference([None if o is None else o.detach() for o in outputs], cotangents, gradients)
+
+    def _arguments(self, leaves: Sequence[torch.Tensor], known: Mapping[str, int], dtype: torch.dtype) -> list[Any]:
+        rest = iter(leaves)
+        found: list[Any] = []
+        for spec in self.case.inputs:
+            if spec is None:
+                found.append(None)
+            elif isinstance(spec, SizesOf):
+                found.append(tuple(sizes.evaluate(_size(w), known) for w in spec.dims.split()))
+            elif spec.value is not None:
+                found.append(torch.tensor(np.asarray(spec.value)).to(spec.torch_dtype(dtype)))
+            else:
+                found.append(next(rest))
+        return found
+
+    def check_sizes(self, known: Mapping[str, int], special: bool = False) -> bool:
+        """Compares forward and gradients at one set of sizes; False where PyTorch refuses the sizes."""
+        tensors = self.tensors(known, special)
+        try:
+            eager = self.reference(tensors, known, self.dtype)
+            exact = self.reference(tensors, known, torch.float64)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        where = f"{self.case} {dict(known)} {self.dtype}"
+        torch.manual_seed(3)
+        got, _ = self.forward.run(tensors, ())
+        self._compare(f"{where} output", got, eager.outputs, exact.outputs)
+        if self.differentiable and any(c is not None for c in eager.cotangents):
+            gradients = self._gradients(tensors, eager.cotangents)
+            self._compare(f"{where} gradient", gradients, eager.gradients, exact.gradients)
+        return True
+
+    def _joint(self, given: Sequence[bool]) -> Any:
+        return differentiate(case_graph(self.case, self.dtype), self.wrt, given)
+
+    def _gradients(
+        self, tensors: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        given = tuple(c is not None for c in cotangents)
+        programs = self.__dict__.setdefault("_programs", {})
+        if given not in programs:
+            joint = self._joint(given)
+            parts = cut(joint)
+            programs[given] = (
+                joint,
+                parts,
+                Program(parts.forward, f"{self.case} forward", CPU),
+                Program(parts.backward, f"{self.case} backward", CPU),
+            )
+        joint, parts, forward, backward = programs[given]
+        torch.manual_seed(3)
+        out, crossing = forward.run(tensors, ())
+        kept = out[self.count :]
+        passed = [c for c, v in zip(cotangents, joint.cotangents, strict=True) if v is not None]
+        found, _ = backward.run([*kept, *passed], crossing)
+        return list(found)
+
+    @staticmethod
+    def _compare(where: str, got: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any]) -> None:
+        for index, (g, e, x) in enumerate(zip(got, eager, exact, strict=False)):
+            if e is None:
+                continue
+            if g is None:
+                assert not e.any(), f"{where} {index}: none, eager has {e}"
+                continue
+            assert_no_worse_than_eager(f"{where} {index}", g, e, x)
+
+    def check_body(self, known: Mapping[str, int]) -> bool:
+        """Compares the inlined body, forward and backward, on stock onnxruntime with PyTorch."""
+        tensors = self.tensors(known)
+        try:
+            eager = self.reference(tensors, known, self.dtype)
+            exact = self.reference(tensors, known, torch.float64)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        where = f"{self.case} {dict(known)} {self.dtype} body"
+        given = tuple(c is not None for c in eager.cotangents)
+        if self.differentiable and any(given):
+            joint = self._joint(given)
+            feeds = [*tensors, *(c for c, v in zip(eager.cotangents, joint.cotangents, strict=True) if v is not None)]
+            got = run_model(inline_bodies(joint.model), [f for f in feeds if f is not None])
+            rest = iter(got[self.count :])
+            gradients = [next(rest) if g is not None else None for g in joint.gradients]
+            self._compare(f"{where} gradient", gradients, eager.gradients, exact.gradients)
+        else:
+            got = run_model(inline_bodies(self.model), tensors)
+        self._compare(where, got[: self.count], eager.outputs, exact.outputs)
+        return True
+
+    def check_axes(self) -> None:
+        """Takes rows of inputs along every axis that the axis map lets pass: the outputs must be those rows."""
+        node = next(n for n in self.model.graph if n.op_type == self.case.name and n.domain == self.case.domain)
+        axis_map = self.definition.axis_map(node)
+        if axis_map is None or self.definition.effects & Effects.RANDOM:
+            return
+        known = next(iter(self.case.size_sets()))
+        tensors = self.tensors(known)
+        arrays = self._arguments(tensors, known, self.dtype)
+        full = self._call(node, arrays)
+        ranks = [None if v is None else rank_of(v) for v in node.inputs]
+        out_ranks = [rank_of(v) for v in node.outputs]
+        for output, rank in enumerate(out_ranks):
+            if full[output] is None:
+                continue
+            for axis in range(rank):
+                sources = axis_map.sources(axis, ranks, out_ranks, output)
+                if sources is not None:
+                    self._check_axis(node, arrays, full[output], output, axis, sources)
+
+    def _check_axis(
+        self, node: ir.Node, arrays: list[Any], full: Any, output: int, axis: int, sources: list[Any]
+    ) -> None:
+        extent = full.shape[axis]
+        rows = torch.tensor([extent - 1, 0] if extent else [])
+        picked = [
+            a if s is None or not isinstance(a, torch.Tensor) or a.shape[s] == 1 != extent else a.index_select(s, rows)
+            for a, s in zip(arrays, sources, strict=True)
+        ]
+        got = self._call(node, picked)[output]
+        expected = full.index_select(axis, rows)
+        assert torch.allclose(got.double(), expected.double(), equal_nan=True), (
+            f"{self.case}: axis {axis} of output {output}"
+        )
+
+    def _call(self, node: ir.Node, arrays: list[Any]) -> list[Any]:
+        kernel = self.definition.kernel(node, "cpu")
+        declared = self.definition.inputs
+        arguments = [
+            tuple(a.tolist()) if i in kernel.host and isinstance(a, torch.Tensor) and a.ndim else
+            a.item() if i in kernel.host and isinstance(a, torch.Tensor) else a
+            for i, a in enumerate(arrays)
+        ]  # fmt: skip
+        if declared[-1].endswith("..."):
+            arguments = [*arguments[: len(declared) - 1], tuple(arguments[len(declared) - 1 :])]
+        arguments += [None] * (len(declared) - len(arguments))
+        result = kernel.lower(self.definition.view(node), *arguments).evaluate()
+        return list(result) if isinstance(result, (tuple, list)) else [result]
+
+    @property
+    def has_body(self) -> bool:
+        return self.case.bodies and not isinstance(self.definition.body, NoBody)
+
+
+def _with_specials(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.numel() < 6:
+        return tensor
+    flat = tensor.clone().reshape(-1)
+    flat[:5] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0, 0.0], dtype=tensor.dtype)
+    flat[5] = flat[-1]
+    return flat.reshape(tensor.shape)
+
+
+# Oracles
+
+
+def run_model(model: ir.Model, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs an ONNX model on stock onnxruntime, or on `onnx.reference` where onnxruntime has no kernel."""
+    proto = ir.to_proto(model)
+    feeds = {v.name: _array(t, v) for v, t in zip(model.graph.inputs, tensors, strict=True)}
+    try:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        results = session.run(None, feeds)
+    except Exception as error:  # onnxruntime's error types are not public
+        if "NOT_IMPLEMENTED" not in str(error) and "Could not find an implementation" not in str(error):
+            raise
+        from onnx.reference import ReferenceEvaluator  # noqa: PLC0415  # slow to import, rarely needed
+        from onnx.reference.op_run import OpRun  # noqa: PLC0415
+
+        class Erf(OpRun):
+            """In x's own precision: onnx's rounds to float32."""
+
+            op_domain = ""
+
+            def _run(self, x: Any) -> tuple[Any]:
+                return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
+
+        results = ReferenceEvaluator(proto, new_ops=[Erf]).run(None, feeds)  # type: ignore[arg-type]  # all inputs are named
+    return [
+        torch.from_numpy(
+            np.asarray(r).astype(np.float32 if v.dtype == ir.DataType.BFLOAT16 else np.asarray(r).dtype)
+        ).to(
+            TORCH_DTYPES[v.dtype]  # type: ignore[index]  # outputs are typed
+        )
+        for r, v in zip(results, model.graph.outputs, strict=True)
+    ]
+
+
+def _array(tensor: torch.Tensor, value: ir.Value) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        assert value.dtype is not None
+        return tensor.float().numpy().astype(value.dtype.numpy())
+    return tensor.detach().numpy()
+
+
+def is_floating(value: ir.Value) -> bool:
+    return value.dtype is not None and is_float(value.dtype)

@@ -1,0 +1,90 @@
+"""Graphs in other opsets compute the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from onnxtrain.errors import OptionError
+from onnxtrain.graph.opset import convert_opset
+from tests.graph.small import graph_of
+
+
+def model_of(op):
+    model = ir.Model(op.graph, ir_version=10)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def run(op, **feeds):
+    session = onnxruntime.InferenceSession(model_of(op).SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def graph():
+    """Ops that differ between opsets in each way: types only, an input that was an attribute, absent before 20."""
+    op, (x,) = graph_of(x=("b", 4))
+    y = op.Transpose(x, perm=(1, 0))
+    y = op.ReduceMax(y, op.sizes([0]), keepdims=0)
+    for kind in ("none", "tanh"):
+        y = op.Gelu(y, approximate=kind)
+    y.name = "y"
+    op.graph.outputs.append(y)
+    return op
+
+
+@pytest.mark.parametrize("opset", [17, 18, 20, 24])
+def test_same_results(opset):
+    x = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
+    (expected,) = run(graph(), x=x)
+    op = graph()
+    convert_opset(op.graph, opset)
+    assert op.graph.opset_imports[""] == opset
+    assert op.graph.outputs[0].name == "y"
+    (got,) = run(op, x=x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nodes_that_stay_the_same_are_not_touched():
+    op = graph()
+    first = op.graph[0]
+    convert_opset(op.graph, 17)
+    assert op.graph[0] is first
+
+
+def test_new_nodes_carry_the_origin():
+    op, (x,) = graph_of(x=("b", 4))
+    with op.at({"module": "act", "line": "m.py:3"}):
+        op.graph.outputs.append(op.Gelu(x))
+    convert_opset(op.graph, 17)
+    assert len(op.graph) > 1
+    assert all(node.metadata_props == {"module": "act", "line": "m.py:3"} for node in op.graph)
+
+
+def test_an_op_without_a_form_is_named():
+    op, (x,) = graph_of(x=("b", 4))
+    bits = op.Cast(x, to=ir.DataType.INT64)
+    with op.at({"line": "m.py:7"}):
+        op.graph.outputs.append(op.BitwiseAnd(bits, bits))
+    with pytest.raises(OptionError, match="BitwiseAnd") as caught:
+        convert_opset(op.graph, 17)
+    assert caught.value.where == "m.py:7"
+
+
+def test_an_element_type_that_is_too_new_is_refused():
+    op, (x,) = graph_of(x=("b", 4))
+    half = op.Cast(x, to=ir.DataType.BFLOAT16)
+    op.graph.outputs.append(op.Round(half))
+    with pytest.raises(OptionError, match="Round"):
+        convert_opset(op.graph, 18)
+
+
+@pytest.mark.parametrize("opset", [0, 9999])
+def test_there_must_be_such_an_opset(opset):
+    op, _ = graph_of(x=("b", 4))
+    with pytest.raises(OptionError, match="no such opset"):
+        convert_opset(op.graph, opset)

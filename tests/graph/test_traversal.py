@@ -1,0 +1,128 @@
+"""Order, dead code, replacement and copies."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import traversal
+from tests.graph.small import graph_of
+
+
+def test_sort_puts_producers_first_and_keeps_a_right_order():
+    op, (x,) = graph_of(x=("b", 4))
+    y = op.Tanh(op.Neg(x))
+    op.graph.outputs.append(y)
+    assert traversal.is_sorted(op.graph)
+    right = list(op.graph)
+    traversal.sort(op.graph)
+    assert list(op.graph) == right
+
+    first = right[0]
+    op.graph.remove(first)
+    op.graph.append(first)
+    assert traversal.first_out_of_order(op.graph) == (right[1], first.outputs[0])
+    traversal.sort(op.graph)
+    assert list(op.graph) == right
+
+
+def test_sort_refuses_a_cycle():
+    op, (x,) = graph_of(x=(4,))
+    a = op.Add(x, x)
+    b = op.Neg(a)
+    a.producer().replace_input_with(1, b)
+    with pytest.raises(GraphError, match="cycle"):
+        traversal.sort(op.graph)
+
+
+def test_remove_unused_takes_chains_and_initializers_but_what_is_kept():
+    op, (x,) = graph_of(x=(4,))
+    used = op.Neg(x)
+    op.graph.outputs.append(used)
+    op.Tanh(op.Mul(x, op.scalar(2.0, like=x)))
+    assert traversal.remove_unused(op.graph, lambda node: node.op_type == "Tanh") == 0
+    assert traversal.remove_unused(op.graph, lambda node: False) == 2
+    assert list(op.graph) == [used.producer()]
+    assert not op.graph.initializers
+    assert len(x.uses()) == 1
+
+
+def test_replace_moves_all_users_and_an_output_keeps_its_name():
+    op, (x,) = graph_of(x=(4,))
+    old, new = op.Tanh(x), op.Neg(x)
+    user = op.Exp(old)
+    op.graph.outputs.extend([old, user])
+    old.name = "result"
+    traversal.replace(op.graph, old, new)
+    assert user.producer().inputs[0] is new
+    assert op.graph.outputs[0] is new
+    assert new.name == "result"
+    assert not old.uses()
+
+
+def test_replace_of_an_output_by_an_input_goes_through_an_identity():
+    op, (x,) = graph_of(x=(4,))
+    old = op.Tanh(x)
+    user = op.Exp(old)
+    op.graph.outputs.extend([old, user])
+    old.name = "result"
+    traversal.replace(op.graph, old, x)
+    assert user.producer().inputs[0] is x
+    result = op.graph.outputs[0]
+    assert (result.name, result.producer().op_type) == ("result", "Identity")
+    assert x.name == "x"
+    assert traversal.is_sorted(op.graph)
+
+
+def test_a_copy_shares_no_node_or_value_and_keeps_what_is_known():
+    op, (x,) = graph_of(x=("b", 4))
+    with op.at({"module": "layer.0"}):
+        y = op.Mul(op.Reshape(x, op.shape_of(x)), op.scalar(0.1, like=x))
+    op.graph.outputs.append(y)
+    copy, values = traversal.clone(op.graph)
+
+    assert [n.op_type for n in copy] == [n.op_type for n in op.graph]
+    assert not set(values) & set(values.values())
+    assert all(v.graph is copy for v in values.values())
+    assert copy.outputs[0] is values[y]
+    assert values[y].producer().metadata_props == {"module": "layer.0"}
+    scalar = y.producer().inputs[1]
+    assert values[scalar].meta["scalar"] == 0.1
+    # The builder's memory of where sizes are names values of the other graph.
+    assert "size_values" in op.graph.meta
+    assert "size_values" not in copy.meta
+
+
+def test_names_become_unique_and_inputs_and_outputs_keep_theirs():
+    op, (x,) = graph_of(x=(4,))
+    a, b = op.Neg(x), op.Tanh(x)
+    a.name, b.name = "x", "y"
+    c = op.Add(a, b)
+    c.name = "y"
+    a.producer().name = b.producer().name = "node"
+    op.graph.outputs.append(c)
+    traversal.name_uniquely(op.graph)
+    assert (x.name, a.name, b.name, c.name) == ("x", "x_2", "y_2", "y")
+    assert len({n.name for n in op.graph}) == 3
+
+
+def _with_branch(op, x):
+    """A node with a subgraph that reads `x` from outside."""
+    inner = ir.node("Neg", [x])
+    branch = ir.Graph([], inner.outputs, nodes=[inner], name="branch")
+    node = ir.Node("", "If", [], [ir.AttrGraph("then_branch", branch)])
+    op.graph.append(node)
+    return node, inner
+
+
+def test_what_a_subgraph_reads_counts_as_read():
+    op, (x,) = graph_of(x=(4,))
+    y = op.Tanh(x)
+    node, inner = _with_branch(op, y)
+    assert list(traversal.reads(node)) == [y]
+    assert traversal.users(y) == [inner]
+    op.graph.outputs.append(node.outputs[0])
+    assert traversal.remove_unused(op.graph, lambda n: False) == 0
+    copy, values = traversal.clone(op.graph)
+    assert list(traversal.reads(copy[1])) == [values[y]]

@@ -1,0 +1,166 @@
+"""The verifier names the fault, the node and where the node comes from."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.graph.verify import verify
+from onnxtrain.ops import lookup
+from tests.graph.small import graph_of
+
+
+def whole() -> tuple[Builder, ir.Value, ir.Value]:
+    """A graph without fault: the builder, its first node's output and its result."""
+    op, (x,) = graph_of(x=("b", 4))
+    with op.at({"module": "encoder.layer", "line": "model.py:12 in forward"}):
+        a = op.Neg(x)
+        y = op.Add(a, op.scalar(1.0, like=x))
+    op.graph.outputs.append(y)
+    return op, a, y
+
+
+def test_a_whole_graph_passes():
+    op, _, _ = whole()
+    verify(op.graph, lookup)
+    verify(ir.Model(op.graph, ir_version=10), lookup)
+
+
+def out_of_order(op, a, y):
+    node = a.producer()
+    op.graph.remove(node)
+    op.graph.append(node)
+
+
+def removed_producer(op, a, y):
+    op.graph.remove(a.producer())
+
+
+def foreign_value(op, a, y):
+    a.producer().replace_input_with(0, graph_of(z=("b", 4))[1][0])
+
+
+def no_type(op, a, y):
+    a.shape = None
+
+
+def wrong_dtype(op, a, y):
+    a.type = ir.TensorType(ir.DataType.DOUBLE)
+
+
+def wrong_rank(op, a, y):
+    set_type(a, TensorType(ir.DataType.FLOAT, (4,)))
+
+
+def wrong_size(op, a, y):
+    set_type(a, TensorType(ir.DataType.FLOAT, ("b", 5)))
+
+
+def mixed_operands(op, a, y):
+    y.producer().replace_input_with(1, op.scalar(1, like=ir.DataType.INT64))
+
+
+def unknown_op(op, a, y):
+    a.producer().op_type = "Negate"
+
+
+def unknown_attribute(op, a, y):
+    a.producer().attributes.add(ir.AttrInt64("axis", 1))
+
+
+def absent_input(op, a, y):
+    y.producer().replace_input_with(1, None)
+
+
+def too_many_inputs(op, a, y):
+    y.producer().resize_inputs(3)
+    y.producer().replace_input_with(2, a)
+
+
+def one_name_for_two_values(op, a, y):
+    a.name = "x"
+
+
+def one_name_for_two_nodes(op, a, y):
+    a.producer().name = y.producer().name
+
+
+def no_name(op, a, y):
+    a.name = None
+
+
+def output_of_no_node(op, a, y):
+    op.graph.outputs.append(graph_of(z=(4,))[1][0])
+
+
+def initializer_of_another_type(op, a, y):
+    constant = y.producer().inputs[1]
+    constant.const_value = ir.Tensor(np.ones((2,), np.float32))
+
+
+FAULTS = [
+    (out_of_order, "comes later"),
+    (removed_producer, "was removed"),
+    (foreign_value, "no input and no initializer"),
+    (no_type, "has no type"),
+    (wrong_dtype, "type of .* is wrong"),
+    (wrong_rank, "type of .* is wrong"),
+    (wrong_size, r"(?s)type of .* is wrong.*float\[b, 4\].*float\[b, 5\]"),
+    (mixed_operands, "must have one element type"),
+    (unknown_op, "no definition"),
+    (unknown_attribute, "axis"),
+    (absent_input, "lacks its input 'b'"),
+    (too_many_inputs, "too many inputs"),
+    (one_name_for_two_values, "(?s)names of values are used twice.*x"),
+    (one_name_for_two_nodes, "names of nodes are used twice"),
+    (no_name, "1 values have no name"),
+    (output_of_no_node, "'z' is not produced"),
+    (initializer_of_another_type, "elements of the initializer"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "message"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
+def test_each_fault_is_found(break_it, message):
+    op, a, y = whole()
+    break_it(op, a, y)
+    with pytest.raises(GraphError, match=message):
+        verify(op.graph, lookup)
+
+
+def test_the_message_says_where_the_node_comes_from():
+    op, a, y = whole()
+    wrong_size(op, a, y)
+    with pytest.raises(GraphError) as caught:
+        verify(op.graph, lookup)
+    assert caught.value.where == "encoder.layer, model.py:12 in forward"
+    assert "ai.onnx::Neg" in str(caught.value)
+    assert (caught.value.expected, caught.value.got) == ("float[b, 4]", "float[b, 5]")
+
+
+def test_sizes_that_may_be_equal_under_guards_pass():
+    op, a, y = whole()
+    set_type(a, TensorType(ir.DataType.FLOAT, ("c", 4)))
+    verify(op.graph, lookup)
+
+
+def test_a_required_attribute_must_be_there():
+    op, (x,) = graph_of(x=("b", 4))
+    y = op.Cast(x, to=ir.DataType.DOUBLE)
+    op.graph.outputs.append(y)
+    verify(op.graph, lookup)
+    y.producer().attributes.pop("to")
+    with pytest.raises(GraphError, match="lacks the attributes to"):
+        verify(op.graph, lookup)
+
+
+def test_onnx_must_allow_the_element_type():
+    op, (x,) = graph_of(x=("b", 4))
+    op.graph.outputs.append(op.Tanh(x))
+    for value in (x, op.graph.outputs[0]):
+        value.type = ir.TensorType(ir.DataType.INT64)
+    with pytest.raises(GraphError, match=r"(?s)ONNX does not allow.*int64"):
+        verify(op.graph, lookup)

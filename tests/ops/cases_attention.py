@@ -1,0 +1,96 @@
+"""Cases of attention."""
+
+import math
+
+import torch
+
+from onnxtrain.testing import OpCase, Spec
+
+SIZES = [
+    {"b": 2, "h": 3, "l": 5, "s": 4, "e": 8},
+    {"b": 3, "h": 2, "l": 40, "s": 70, "e": 16},
+    {"b": 1, "h": 1, "l": 1, "s": 1, "e": 1},
+    {"b": 2, "h": 1, "l": 0, "s": 4, "e": 8},
+    {"b": 2, "h": 2, "l": 3, "s": 0, "e": 4},
+    {"b": 0, "h": 2, "l": 3, "s": 4, "e": 4},
+    {"b": 1, "h": 4, "l": 1, "s": 6, "e": 3},
+]
+
+
+def _some_masked(sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """An additive mask of -inf; the first row is masked whole."""
+    mask = torch.randn(sizes, generator=generator)
+    mask = mask.masked_fill(torch.rand(sizes, generator=generator) < 0.3, -math.inf)
+    if mask.numel():
+        mask[..., 0, :] = -math.inf
+    return mask.to(dtype)
+
+
+def scores(q, k, mask=None, scale=None, causal=False):
+    """Masked scores from the formula."""
+    width = q.shape[-1]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] not in (0, q.shape[1]) else k
+    found = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(width) if width else 1.0)
+    if mask is not None:
+        found = found + mask
+    if causal:
+        found = found.masked_fill(torch.ones(found.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return found
+
+
+def softmax(x):
+    masked = (x == -math.inf).all(-1, keepdim=True)
+    return torch.where(masked, 0.0, torch.softmax(torch.where(masked, 0.0, x), -1))
+
+
+def _attention(scale=None, causal=False, logsumexp=True):
+    def reference(q, k, v, mask=None):
+        found = scores(q, k, mask, scale, causal)
+        total = found.logsumexp(-1).detach()
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1) if v.shape[1] not in (0, q.shape[1]) else v
+        return softmax(found) @ v, torch.where(total == -math.inf, 0.0, total) if logsumexp else None
+
+    return reference
+
+
+def _gradient(scale=None, causal=False):
+    """The gradients by autograd; y and logsumexp, which the op is given, are made by `_with_results`."""
+
+    def reference(dy, q, k, v, mask, y, logsumexp):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            return torch.autograd.grad(_attention(scale, causal)(*leaves, mask)[0], leaves, dy)
+
+    return reference
+
+
+QKV = (Spec("b h l e"), Spec("b h s e"), Spec("b h s e"))
+GROUPED = (Spec("b 4 l e"), Spec("b 2 s e"), Spec("b 2 s e"))
+
+
+def _case(label, *masks, inputs=QKV, **attributes):
+    scale, causal = attributes.get("scale"), bool(attributes.get("is_causal"))
+    return OpCase(
+        "onnxtrain",
+        "FlashAttention",
+        (*inputs, *masks),
+        _attention(scale, causal),
+        attributes=attributes,
+        sizes=SIZES,
+        label=label,
+    )
+
+
+CASES = [
+    _case("plain"),
+    _case("scale", scale=0.25),
+    _case("causal", is_causal=1),
+    _case("grouped", inputs=GROUPED),
+    _case("mask", Spec("b 1 l s", make=_some_masked, grad=False)),
+    _case("padding", Spec("b 1 1 s", grad=False)),
+    _case("bias", Spec("b h l s")),
+    _case("shared-bias", Spec("l s")),
+    _case("one-bias", Spec("1 h l s"), scale=0.5),
+    _case("wide-values", inputs=(Spec("b h l e"), Spec("b h s e"), Spec("b h s 3"))),
+    _case("grouped-bias", Spec("b 1 l s"), inputs=GROUPED),
+]

@@ -1,0 +1,266 @@
+"""What PyTorch computes for the elementwise ops."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onnxtrain.graph.values import MICROSOFT, OWN
+from onnxtrain.testing import OpCase, Spec
+
+FLOATS = torch.float32, torch.float64
+
+
+def one(
+    name: str, reference: Callable[..., Any], low: float = -2.0, high: float = 2.0, domain: str = "", **more: Any
+) -> OpCase:
+    return OpCase(domain, name, (Spec("b s", low=low, high=high),), reference, **{"specials": True, **more})
+
+
+def two(
+    name: str,
+    reference: Callable[..., Any],
+    domain: str = "",
+    a: Spec | None = None,
+    b: Spec | None = None,
+    **more: Any,
+) -> OpCase:
+    """Two operands of one shape, or as given."""
+    inputs = (a or Spec("b s h"), b or Spec("b s h"))
+    return OpCase(domain, name, inputs, reference, **{"specials": True, **more})
+
+
+def integers(name: str, reference: Callable[..., Any], domain: str = "", **more: Any) -> OpCase:
+    a, b = Spec("b s", "int64", -9, 9), Spec("s", "int64", 1, 5)
+    return OpCase(domain, name, (a, b), reference, label="int64", **more)
+
+
+def logical(name: str, reference: Callable[..., Any]) -> OpCase:
+    return OpCase("", name, (Spec("b s", "bool"), Spec("s", "bool")), reference)
+
+
+def apart(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Numbers that are not near a jump of a quotient, with either sign."""
+    whole = torch.randint(1, 4, shape, generator=generator) * 4
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return ((whole + 1.375) * sign).to(dtype)
+
+
+def tied(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Few different numbers: many are equal."""
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype) / 2
+
+
+BIAS = Spec("h")
+TIED = Spec("b s h", make=tied)
+SCALAR = Spec("", value=0.3)
+
+ARITHMETIC = [
+    two("Add", operator.add),
+    two("Add", operator.add, b=BIAS, label="bias"),
+    two("Add", operator.add, b=SCALAR, label="scalar"),
+    two("Add", operator.add, a=Spec("b 1 h"), b=Spec("s 1"), label="both-broadcast"),
+    integers("Add", operator.add),
+    two("Sub", operator.sub),
+    two("Sub", operator.sub, a=SCALAR, label="from-scalar"),
+    two("Sub", operator.sub, a=BIAS, label="bias"),
+    two("Mul", operator.mul),
+    two("Mul", operator.mul, b=BIAS, label="bias"),
+    two("Mul", operator.mul, b=SCALAR, label="scalar"),
+    two("Div", operator.truediv),
+    two("Div", operator.truediv, b=Spec("b s 1", low=0.5), label="row"),
+    two("Div", operator.truediv, a=SCALAR, label="of-scalar"),
+    integers("Div", lambda a, b: torch.div(a, b, rounding_mode="trunc")),
+    two("FloorDivide", lambda a, b: torch.div(a, b, rounding_mode="floor"), OWN),
+    two("FloorDivide", lambda a, b: torch.div(a, b, rounding_mode="floor"), OWN, a=TIED, b=TIED, label="ties"),
+    integers("FloorDivide", torch.floor_divide, OWN),
+    two("TruncDivide", lambda a, b: torch.div(a, b, rounding_mode="trunc"), OWN),
+    integers("Mod", torch.remainder),
+    two("Mod", torch.fmod, attributes={"fmod": 1}, a=Spec("b s", low=-9, high=9), b=Spec("s", make=apart)),
+    two("Remainder", torch.remainder, OWN, a=Spec("b s", low=-9, high=9), b=Spec("s", make=apart)),
+    two("Remainder", torch.remainder, OWN, a=TIED, b=TIED, label="ties"),
+    one("Neg", torch.neg),
+    one("Abs", torch.abs),
+    one("Sign", torch.sign),
+    one("Reciprocal", torch.reciprocal),
+    OpCase("", "Sum", (Spec("b s"), Spec("s"), Spec("b 1")), lambda a, b, c: a + b + c),
+    OpCase(OWN, "Lerp", (Spec("b s"), Spec("b s"), Spec("b 1", low=0.0, high=1.0)), torch.lerp, specials=True),
+    OpCase(
+        OWN,
+        "Addcmul",
+        (Spec("b s"), Spec("s"), Spec("b 1")),
+        lambda a, b, c: torch.addcmul(a, b, c, value=0.3),
+        attributes={"value": 0.3},
+    ),
+    OpCase(
+        OWN,
+        "Addcdiv",
+        (Spec("b s"), Spec("s"), Spec("b 1", low=0.5)),
+        lambda a, b, c: torch.addcdiv(a, b, c, value=-0.1),
+        attributes={"value": -0.1},
+    ),
+]
+
+POWERS = [
+    *(
+        OpCase(
+            "",
+            "Pow",
+            (Spec("b s"), Spec("", value=exponent)),
+            lambda a, b, e=exponent: a**e,
+            label=f"to-{exponent}",
+            specials=True,
+        )
+        for exponent in (0.0, 1.0, 2.0, 3.0, -1.0)
+    ),
+    OpCase("", "Pow", (Spec("b s", low=0.1), Spec("", value=0.5)), lambda a, b: a**0.5, label="root"),
+    OpCase("", "Pow", (Spec("", value=2.5), Spec("b s")), lambda a, b: 2.5**b, label="of-scalar"),
+    OpCase("", "Pow", (Spec("", value=0.0), Spec("b s", make=tied)), lambda a, b: 0.0**b, label="of-zero"),
+    OpCase("", "Pow", (Spec("b s", low=0.1), Spec("s")), torch.pow),
+    OpCase(
+        "",
+        "Pow",
+        (Spec("b s", make=lambda *x: tied(*x).abs()), Spec("b s", make=lambda *x: tied(*x).abs())),
+        torch.pow,
+        label="zeros",
+    ),
+    OpCase("", "Pow", (Spec("b s", "int64"), Spec("", "int64", value=3)), torch.pow, label="int64"),
+    one("Sqrt", torch.sqrt, 0.1),
+    one("Rsqrt", torch.rsqrt, 0.1, domain=OWN),
+    one("Exp", torch.exp),
+    one("Expm1", torch.expm1, domain=OWN),
+    one("Expm1", torch.expm1, -1e-3, 1e-3, domain=OWN, label="small"),
+    one("Exp2", torch.exp2, domain=OWN),
+    one("Log", torch.log, 0.1),
+    one("Log1p", torch.log1p, -0.9, domain=OWN),
+    one("Log1p", torch.log1p, -1e-3, 1e-3, domain=OWN, label="small"),
+    one("Log2", torch.log2, 0.1, domain=OWN),
+    one("Log10", torch.log10, 0.1, domain=OWN),
+    two("LogAddExp", torch.logaddexp, OWN, b=Spec("s h")),
+]
+
+TRIGONOMETRY = [
+    one("Sin", torch.sin),
+    one("Cos", torch.cos),
+    one("Tan", torch.tan, -1.2, 1.2),
+    one("Asin", torch.asin, -0.9, 0.9),
+    one("Acos", torch.acos, -0.9, 0.9),
+    one("Atan", torch.atan),
+    one("Sinh", torch.sinh),
+    one("Cosh", torch.cosh),
+    one("Asinh", torch.asinh),
+    one("Acosh", torch.acosh, 1.1, 3.0),
+    one("Atanh", torch.atanh, -0.9, 0.9),
+    one("Erf", torch.erf),
+    two("Atan2", torch.atan2, OWN),
+    two("Atan2", torch.atan2, OWN, a=TIED, b=TIED, label="axes"),
+]
+
+ROUNDING = [
+    one("Floor", torch.floor),
+    one("Ceil", torch.ceil),
+    one("Round", torch.round),
+    one("Trunc", torch.trunc, domain=OWN),
+    OpCase("", "Round", (Spec("b s", make=tied),), torch.round, label="halves"),
+]
+
+COMPARISON = [
+    case
+    for name, domain, function in (
+        ("Equal", "", torch.eq),
+        ("NotEqual", OWN, torch.ne),
+        ("Less", "", torch.lt),
+        ("LessOrEqual", "", torch.le),
+        ("Greater", "", torch.gt),
+        ("GreaterOrEqual", "", torch.ge),
+    )
+    for case in (
+        two(name, function, domain, a=TIED, b=Spec("s h", make=tied)),
+        two(name, function, domain, b=Spec("", value=0.5), label="scalar"),
+        integers(name, function, domain),
+    )
+] + [
+    one("IsNaN", torch.isnan),
+    one("IsInf", torch.isinf),
+    one("IsInf", torch.isposinf, attributes={"detect_negative": 0}, label="positive"),
+    one("IsInf", torch.isneginf, attributes={"detect_positive": 0}, label="negative"),
+    one("IsFinite", torch.isfinite, domain=MICROSOFT),
+]
+
+LOGIC = [
+    logical("And", torch.logical_and),
+    logical("Or", torch.logical_or),
+    logical("Xor", torch.logical_xor),
+    OpCase("", "Not", (Spec("b s", "bool"),), torch.logical_not),
+    integers("BitwiseAnd", torch.bitwise_and),
+    integers("BitwiseOr", torch.bitwise_or),
+    integers("BitwiseXor", torch.bitwise_xor),
+    OpCase("", "BitwiseNot", (Spec("b s", "int64"),), torch.bitwise_not),
+]
+
+LOW, HIGH = Spec("", value=-0.5), Spec("", value=1.0)
+SELECTION = [
+    OpCase("", "Where", (Spec("b 1", "bool"), Spec("b s"), Spec("s")), torch.where, specials=True),
+    OpCase("", "Where", (Spec("b s", "bool"), Spec("b s"), SCALAR), torch.where, label="scalar"),
+    two("Max", torch.maximum, a=TIED, b=Spec("s h", make=tied)),
+    two("Max", torch.maximum, label="specials"),
+    two("Min", torch.minimum, a=TIED, b=Spec("s h", make=tied)),
+    two("Min", torch.minimum, label="specials"),
+    OpCase("", "Clip", (Spec("b s", make=tied), LOW, HIGH), lambda x, a, b: x.clamp(-0.5, 1.0)),
+    OpCase("", "Clip", (Spec("b s"), LOW, HIGH), lambda x, a, b: x.clamp(-0.5, 1.0), specials=True, label="specials"),
+    OpCase("", "Clip", (Spec("b s"), LOW), lambda x, a: x.clamp(min=-0.5), label="min"),
+    OpCase("", "Clip", (Spec("b s"), None, HIGH), lambda x, a, b: x.clamp(max=1.0), label="max"),
+    OpCase(
+        "",
+        "Clip",
+        (Spec("b s"), LOW, Spec("", value=float("inf"))),
+        lambda x, a, b: x.clamp(-0.5),
+        specials=True,
+        label="inf",
+    ),
+    OpCase("", "Clip", (Spec("b s"), HIGH, LOW), lambda x, a, b: x.clamp(1.0, -0.5), label="crossed"),
+    OpCase(OWN, "Clamp", (TIED, Spec("s h", make=tied), Spec("h", make=tied)), torch.clamp),
+    OpCase(OWN, "Clamp", (Spec("b s"), Spec("b s"), Spec("b s")), torch.clamp, specials=True, label="specials"),
+    OpCase(OWN, "Clamp", (Spec("b s"), Spec("s")), lambda x, low: x.clamp(min=low), label="min"),
+    OpCase(OWN, "Clamp", (Spec("b s"), None, Spec("b 1")), lambda x, _, high: x.clamp(max=high), label="max"),
+    one("NanToNum", torch.nan_to_num, domain=OWN),
+    one(
+        "NanToNum",
+        lambda x: torch.nan_to_num(x, 1.5, 2.5, -3.5),
+        domain=OWN,
+        attributes={"nan": 1.5, "posinf": 2.5, "neginf": -3.5},
+        label="given",
+    ),
+]
+
+COPIES = [
+    OpCase("", "Cast", (Spec("b s"),), lambda x: x.to(torch.float64), attributes={"to": 11}, label="double"),
+    OpCase("", "Cast", (Spec("b s"),), lambda x: x.to(torch.float32), attributes={"to": 1}, label="float"),
+    OpCase("", "Cast", (Spec("b s", high=9.0),), lambda x: x.to(torch.int64), attributes={"to": 7}, label="int64"),
+    OpCase(
+        "",
+        "Cast",
+        (Spec("b s", make=tied),),
+        lambda x: x.to(torch.bool),
+        attributes={"to": 9},
+        label="bool",
+        specials=True,
+    ),
+    OpCase(
+        "", "Cast", (Spec("b s", "int64", -300, 300),), lambda x: x.to(torch.uint8), attributes={"to": 2}, label="wrap"
+    ),
+    one("Identity", torch.clone),
+    one("Detach", torch.detach, domain=OWN),
+]
+
+CASES = [
+    *ARITHMETIC,
+    *POWERS,
+    *TRIGONOMETRY,
+    *ROUNDING,
+    *COMPARISON,
+    *LOGIC,
+    *SELECTION,
+    *COPIES,
+]

@@ -1,0 +1,51 @@
+"""Walks the registry: every definition against PyTorch autograd, against its own body, and its axes by gathering.
+
+Cases stand beside each family's tests, in `tests/ops/cases_<family>.py`.
+"""
+
+import importlib
+import pathlib
+
+import pytest
+import torch
+
+from onnxtrain.ops import OPS
+from onnxtrain.testing import CaseCheck, OpCase
+
+CASES: list[OpCase] = [
+    case
+    for path in sorted((pathlib.Path(__file__).parent / "ops").glob("cases_*.py"))
+    for case in importlib.import_module(f"tests.ops.{path.stem}").CASES
+]
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_autograd(case: OpCase, dtype: torch.dtype) -> None:
+    check = CaseCheck(case, dtype)
+    ran = [check.check_sizes(known) for known in case.size_sets()]
+    assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
+    if case.specials:
+        check.check_sizes(next(iter(case.size_sets())), special=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_its_body(case: OpCase, dtype: torch.dtype) -> None:
+    check = CaseCheck(case, dtype)
+    if not check.has_body:
+        pytest.skip("no body to compare")
+    ran = [check.check_body(known) for known in case.size_sets()]
+    assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_axes_tell_the_truth(case: OpCase) -> None:
+    CaseCheck(case, torch.float64).check_axes()
+
+
+def test_every_op_has_a_case() -> None:
+    tested = {(case.domain, case.name) for case in CASES}
+    missing = sorted(f"{domain or 'ai.onnx'}::{name}" for domain, name in OPS if (domain, name) not in tested)
+    assert not missing, f"no case in tests/ops for {', '.join(missing)}"

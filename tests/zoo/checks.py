@@ -1,0 +1,194 @@
+"""Compares a wrapped model with eager PyTorch: loss, gradients, buffers, outputs, random stream, parameters after steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onnxtrain import ORTModule
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.zoo.entry import Call, ZooModel
+
+Wrap = Callable[[torch.nn.Module], torch.nn.Module]
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+SEED = 77
+
+
+def ours(module: torch.nn.Module) -> torch.nn.Module:
+    """The subject of the zoo."""
+    return ORTModule(module, rng="torch")
+
+
+def captures(wrapped: torch.nn.Module) -> int:
+    """How often an ORTModule has captured its module."""
+    count: int = wrapped.__dict__["_engine"].captures
+    return count
+
+
+@dataclass
+class Result:
+    """All that can be seen of one call of a model and the backward after it."""
+
+    output: Any
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    random_states: list[torch.Tensor]
+
+
+class Side:
+    """One of the sides compared: a model, how it is run and in which dtype."""
+
+    def __init__(self, entry: ZooModel, dtype: torch.dtype, wrap: Wrap | None, autocast: bool = False) -> None:
+        self.entry, self.dtype, self.autocast = entry, dtype, autocast
+        self.module = entry.build(dtype)
+        self.run = self.module if wrap is None else wrap(self.module)
+
+    def call(self, batch: int, length: int) -> tuple[Call, Any]:
+        """Runs forward as the test's grad mode says."""
+        call = self.entry.arguments(batch, length).to(self.dtype)
+        torch.manual_seed(SEED + batch)
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+            return call, self.run(*call.args, **call.kwargs)
+
+    def forward(self, batch: int, length: int) -> Result:
+        """A call without backward."""
+        _, output = self.call(batch, length)
+        return Result(output, None, {}, self._buffers(), [torch.get_rng_state()])
+
+    def train(self, batch: int, length: int) -> Result:
+        """A call and its backward."""
+        self.module.zero_grad(set_to_none=True)
+        call, output = self.call(batch, length)
+        states = [torch.get_rng_state()]
+        loss = self.entry.loss(output)
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+        gradients = {name: p.grad for name, p in self.module.named_parameters()}
+        gradients |= {name: t.grad for name, t in call.tensors() if t.requires_grad}
+        return Result(output, loss.detach(), gradients, self._buffers(), [*states, torch.get_rng_state()])
+
+    def train_steps(self, make: Optimizer, count: int) -> dict[str, torch.Tensor]:
+        """The parameters after some steps of an optimizer."""
+        optimizer = make(self.module.parameters())
+        for index in range(count):
+            self.train(*self.entry.sizes[index])
+            optimizer.step()
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: b.clone() for name, b in self.module.named_buffers()}
+
+
+class Comparison:
+    """Three sides in step: ours and eager in the dtype under test, and eager in float64."""
+
+    def __init__(self, entry: ZooModel, dtype: torch.dtype, wrap: Wrap = ours, autocast: bool = False) -> None:
+        self.entry = entry
+        self.got = Side(entry, dtype, wrap, autocast)
+        self.eager = Side(entry, dtype, None, autocast)
+        self.exact = Side(entry, torch.float64, None)
+
+    def sides(self) -> tuple[Side, Side, Side]:
+        return self.got, self.eager, self.exact
+
+    def train(self, batch: int, length: int) -> None:
+        """Compares a call and its backward."""
+        self._compare(f"{self.entry} ({batch}, {length})", *(side.train(batch, length) for side in self.sides()))
+
+    def forward(self, batch: int, length: int) -> None:
+        """Compares a call without backward."""
+        self._compare(f"{self.entry} ({batch}, {length})", *(side.forward(batch, length) for side in self.sides()))
+
+    def train_steps(self, make: Optimizer, count: int = 2) -> None:
+        """Compares the parameters after some steps of an optimizer."""
+        compare_named(f"{self.entry} parameter", *(side.train_steps(make, count) for side in self.sides()))
+
+    def eval(self) -> None:
+        """Puts all sides into eval mode, ours through its wrapper."""
+        for side in self.sides():
+            side.run.eval()
+
+    def _compare(self, where: str, got: Result, eager: Result, exact: Result) -> None:
+        compare_outputs(f"{where} output", got.output, eager.output, exact.output)
+        if eager.loss is not None and got.loss is not None and exact.loss is not None:
+            assert_no_worse_than_eager(f"{where} loss", got.loss, eager.loss, exact.loss)
+        compare_named(f"{where} gradient", got.gradients, eager.gradients, exact.gradients)
+        compare_named(f"{where} buffer", got.buffers, eager.buffers, exact.buffers)
+        for when, ours_, theirs in zip(("forward", "backward"), got.random_states, eager.random_states, strict=False):
+            assert torch.equal(ours_, theirs), f"{where}: the random state after {when} differs from eager's"
+
+
+def compare_named(
+    where: str,
+    got: Mapping[str, torch.Tensor | None],
+    eager: Mapping[str, torch.Tensor | None],
+    exact: Mapping[str, torch.Tensor | None],
+) -> None:
+    """Compares tensors by name; rounding is judged by the largest element of all."""
+    assert list(got) == list(eager), f"{where}: names differ"
+    missing = {name for name, tensor in got.items() if tensor is None}
+    absent = {name for name, tensor in eager.items() if tensor is None}
+    assert missing == absent, f"{where}: None for {sorted(missing)}, in eager for {sorted(absent)}"
+    found = [t.detach().double().nan_to_num(posinf=0.0, neginf=0.0) for t in exact.values() if t is not None]
+    largest = max((t.abs().max().item() for t in found if t.numel()), default=0.0)
+    for name, tensor in got.items():
+        theirs, reference = eager[name], exact[name]
+        if tensor is not None and theirs is not None and reference is not None:
+            assert_no_worse_than_eager(f"{where} {name}", tensor.detach(), theirs, reference, largest)
+
+
+def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The structure of an output: every container's type and every leaf, with the way to it."""
+    if isinstance(output, Mapping):
+        yield path, type(output)
+        for key, value in output.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        yield path, type(output)
+        for row in dataclasses.fields(output):
+            yield from leaves(getattr(output, row.name), f"{path}.{row.name}")
+    elif isinstance(output, (tuple, list)):
+        yield path, type(output)
+        for index, value in enumerate(output):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, output
+
+
+def compare_outputs(where: str, got: Any, eager: Any, exact: Any) -> None:
+    """Compares two outputs: structure, constants, and tensors with what PyTorch says of them."""
+    found, expected, references = (dict(leaves(o)) for o in (got, eager, exact))
+    assert list(found) == list(expected), f"{where}: {list(found)}, eager has {list(expected)}"
+    for path, value in expected.items():
+        if not isinstance(value, torch.Tensor):
+            assert type(found[path]) is type(value), f"{where}{path}: {found[path]!r}, eager has {value!r}"
+            assert found[path] == value, f"{where}{path}: {found[path]!r}, eager has {value!r}"
+            continue
+        tensor = found[path]
+        assert type(tensor) is type(value), f"{where}{path}: a {type(tensor)}, eager has a {type(value)}"
+        assert tensor.requires_grad == value.requires_grad, f"{where}{path}: requires_grad is {tensor.requires_grad}"
+        assert tensor.stride() == value.stride(), (
+            f"{where}{path}: strides {tensor.stride()}, eager has {value.stride()}"
+        )
+        assert_no_worse_than_eager(f"{where}{path}", tensor.detach(), value.detach(), references[path].detach())
+
+
+def recorded(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Runs something and returns its result and the texts of the UserWarnings that came."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    return result, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def wrong(module: torch.nn.Module, factor: float = 1.01) -> torch.nn.Module:
+    """A stand-in for ORTModule whose first gradient is wrong by a factor."""
+    first = next(module.parameters())
+    first.register_hook(lambda gradient: gradient * factor)
+    return module
