@@ -162,7 +162,7 @@ class _Walk:
     def _name_nodes(self, node: torch.fx.Node, before: int) -> None:
         added = list(self._graph)[before:] if len(self._graph) > before else []
         for index, inner in enumerate(added):
-            inner.name = node.name if index == len(added) - 1 else f"{node.name}_{index}"
+            inner.name = node.name if index == len(added) - 1 else f"{node.name}.{index}"
 
     def _argument(self, argument: Any) -> Any:
         match argument:
@@ -212,7 +212,7 @@ def _name_values(graph: ir.Graph) -> None:
     for position, node in enumerate(graph):
         node.name = node.name or f"{node.op_type}_{position}"
         for index, value in enumerate(node.outputs):
-            wish = node.name if index == 0 else f"{node.name}_{index}"
+            wish = node.name if index == 0 else f"{node.name}.{index}"
             name, suffix = wish, 1
             while name in taken:
                 suffix += 1

@@ -127,7 +127,14 @@ class _Operator:
         self._spec = json.loads(node.arguments)
         self.__name__ = name
 
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """The result, or a tuple of several."""
+        results = self._results(tensors, sizes)
+        return results[0] if len(results) == 1 else results
+
+    def _results(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         keywords = {k: _unpack(v, tensors, sizes) for k, v in self._spec["kwargs"].items()}
         result = self._function(*_unpack(self._spec["args"], tensors, sizes), **keywords)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -136,7 +143,7 @@ class _Operator:
         """The results, then the handles: the results and the floating inputs on autograd's tape."""
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() if _can_have_gradient(t) else t for t in tensors]
-            results = self(leaves, sizes)
+            results = self._results(leaves, sizes)
         handles = [*(r for r in results if _can_have_gradient(r)), *(x for x in leaves if x.requires_grad)]
         return (*(r.detach() for r in results), *handles)
 

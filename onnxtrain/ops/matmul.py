@@ -396,13 +396,14 @@ def _linear_body(op: Builder, n: NodeView) -> ir.Value:
     return result
 
 
-def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
+def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
     rows = as_rows(op, dy)
-    return (
+    found = (
         op.MatMul(dy, n.w) if n.wants("x") else None,
         op.ms.FusedMatMul(rows, as_rows(op, n.x), transA=1) if n.wants("w") else None,
         op.ReduceSum(rows, constant_axes(op, 0), keepdims=0) if n.b is not None and n.wants("b") else None,
     )
+    return found[: len(n.node.inputs)]
 
 
 def _capture_linear(op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = None) -> Any:
@@ -430,7 +431,7 @@ LINEAR = define(
         gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
         stops=frozenset(),
         kernels=(Kernel(lower=lambda n, x, w, b: Call(torch.nn.functional.linear, x, w, b)),),
-        axes=lambda n: f"... k, n k, {'-' if n.b is None else 'n'} -> ... n",
+        axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: _product_flops(n.y, sizes.of(n.x)[-1]),
@@ -451,8 +452,9 @@ def _gemm_type(n: NodeView) -> Sequence[TensorType]:
 
 def _gemm_axes(n: NodeView) -> str:
     left, right = "k m" if n.transA else "m k", "n k" if n.transB else "k n"
-    third = "-" if n.c is None else "... n" if rank_of(n.c) == 1 else "m n" if rank_of(n.c) == 2 else ""
-    return f"{left}, {right}, {third.removeprefix('... ')} -> m n"
+    if n.c is None:
+        return f"{left}, {right} -> m n"
+    return f"{left}, {right}, {('', 'n', 'm n')[rank_of(n.c)]} -> m n"
 
 
 def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
@@ -465,9 +467,10 @@ def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
     return Call(torch.addmm, c, first, second, **factors)
 
 
-def _gemm_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
+def _gemm_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
     da, db = _product_gradient(op, n, n.a, n.b, dy, n.transA, n.transB, n.alpha)
-    return da, db, _scaled(op, dy, n.beta) if n.c is not None and n.wants("c") else None
+    found = da, db, _scaled(op, dy, n.beta) if n.c is not None and n.wants("c") else None
+    return found[: len(n.node.inputs)]
 
 
 def _capture_addmm(op: Builder, c: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:

@@ -54,16 +54,43 @@ def _attention(scale=None, causal=False, logsumexp=True):
 
 
 def _gradient(scale=None, causal=False):
-    """The gradients by autograd; y and logsumexp, which the op is given, are made by `_with_results`."""
+    """The gradients for a given y; `logsumexp` agrees with the scores, which are those of the mask alone."""
 
     def reference(dy, q, k, v, mask, y, logsumexp):
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            return torch.autograd.grad(_attention(scale, causal)(*leaves, mask)[0], leaves, dy)
+        p = softmax(scores(q, k, mask, scale, causal))
+        factor = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+        ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) * factor
+        return ds @ k, ds.mT @ q, p.mT @ dy
 
     return reference
 
 
+def _zeros(sizes, dtype, generator):
+    return torch.zeros(sizes, dtype=dtype)
+
+
+def _gradient_case(label, q=Spec("b h 3 8"), k=Spec("b h 4 8"), mask=None, **attributes):
+    """A case whose scores are zero, because q or k is, but for the mask."""
+    causal = bool(attributes.get("is_causal"))
+    allowed = torch.ones(3, 4, dtype=torch.bool).tril() if causal else torch.ones(3, 4, dtype=torch.bool)
+    total = torch.zeros(3, 4).double() if mask is None else torch.tensor(mask).double()
+    logsumexp = total.masked_fill(~allowed, -math.inf).logsumexp(-1)
+    logsumexp = torch.where(logsumexp == -math.inf, 0.0, logsumexp)
+    inputs = (
+        Spec("b h 3 8"),
+        q,
+        k,
+        Spec("b h 4 8"),
+        None if mask is None else Spec("3 4", value=mask),
+        Spec("b h 3 8"),
+        Spec("b h 3", make=lambda sizes, dtype, generator: logsumexp.to(dtype).expand(sizes).contiguous()),
+    )
+    reference = _gradient(attributes.get("scale"), causal)
+    sizes = [{"b": 2, "h": 3}, {"b": 1, "h": 1}, {"b": 0, "h": 2}]
+    return OpCase("onnxtrain", "FlashAttentionGrad", inputs, reference, attributes=attributes, sizes=sizes, label=label)
+
+
+MASK = [[0.0, 1.0, -math.inf, 0.5], [-math.inf] * 4, [0.25, 0.0, 0.0, -1.0]]
 QKV = (Spec("b h l e"), Spec("b h s e"), Spec("b h s e"))
 GROUPED = (Spec("b 4 l e"), Spec("b 2 s e"), Spec("b 2 s e"))
 
@@ -93,4 +120,8 @@ CASES = [
     _case("one-bias", Spec("1 h l s"), scale=0.5),
     _case("wide-values", inputs=(Spec("b h l e"), Spec("b h s e"), Spec("b h s 3"))),
     _case("grouped-bias", Spec("b 1 l s"), inputs=GROUPED),
+    _gradient_case("of-q", q=Spec("b h 3 8", make=_zeros)),
+    _gradient_case("of-k", k=Spec("b h 4 8", make=_zeros), scale=0.5),
+    _gradient_case("causal", q=Spec("b h 3 8", make=_zeros), is_causal=1),
+    _gradient_case("mask", q=Spec("b h 3 8", make=_zeros), mask=MASK),
 ]

@@ -47,5 +47,7 @@ CASES = [
     _gradient_case(0.1, True),
     _gradient_case(0.5, True),
     _gradient_case(0.3, False),
-    OpCase("com.microsoft", "DropoutGrad", (Spec("b s"), Spec("b s", dtype="bool")), lambda dy, mask: dy, label="defaults"),
+    OpCase(
+        "com.microsoft", "DropoutGrad", (Spec("b s"), Spec("b s", dtype="bool")), lambda dy, mask: dy, label="defaults"
+    ),
 ]

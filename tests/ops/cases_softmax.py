@@ -37,11 +37,20 @@ CASES = [
     OpCase("", "Softmax", (Spec("b s h"),), lambda x: torch.softmax(x, 1), attributes={"axis": 1}, label="middle"),
     OpCase("", "Softmax", (Spec("b s", make=_scores),), lambda x: torch.softmax(x, -1), label="masked"),
     OpCase("", "LogSoftmax", (Spec("b s h"),), lambda x: torch.log_softmax(x, -1), attributes={"axis": -1}),
-    OpCase("", "LogSoftmax", (Spec("b s h"),), lambda x: torch.log_softmax(x, 0), attributes={"axis": 0}, label="first"),
+    OpCase(
+        "", "LogSoftmax", (Spec("b s h"),), lambda x: torch.log_softmax(x, 0), attributes={"axis": 0}, label="first"
+    ),
     OpCase("", "LogSoftmax", (Spec("b s", make=_scores),), lambda x: torch.log_softmax(x, -1), label="masked"),
     OpCase("onnxtrain", "SafeSoftmax", (Spec("b s h"),), lambda x: torch.softmax(x, -1), specials=True),
     OpCase("onnxtrain", "SafeSoftmax", (Spec("b s h", make=_scores),), _safe_softmax, label="masked"),
-    OpCase("onnxtrain", "SafeSoftmax", (Spec("b s h"),), lambda x: torch.softmax(x, 1), attributes={"axis": 1}, label="middle"),
+    OpCase(
+        "onnxtrain",
+        "SafeSoftmax",
+        (Spec("b s h"),),
+        lambda x: torch.softmax(x, 1),
+        attributes={"axis": 1},
+        label="middle",
+    ),
     OpCase("com.microsoft", "SoftmaxGrad_13", (Spec("b s h"), Spec("b s h")), _gradient_of(torch.softmax, -1)),
     OpCase(
         "com.microsoft",

@@ -1,11 +1,15 @@
-"""Compares a wrapped model with eager PyTorch: loss, gradients, buffers, outputs, random stream, parameters after steps."""
+"""Compares a wrapped model with eager PyTorch.
+
+Loss, gradients, outputs and their structure, buffers, the random stream, parameters after steps of an optimizer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +29,7 @@ def ours(module: torch.nn.Module) -> torch.nn.Module:
     return ORTModule(module, rng="torch")
 
 
-def captures(wrapped: torch.nn.Module) -> int:
+def count_captures(wrapped: torch.nn.Module) -> int:
     """How often an ORTModule has captured its module."""
     count: int = wrapped.__dict__["_engine"].captures
     return count
@@ -109,10 +113,10 @@ class Comparison:
         """Compares the parameters after some steps of an optimizer."""
         compare_named(f"{self.entry} parameter", *(side.train_steps(make, count) for side in self.sides()))
 
-    def eval(self) -> None:
-        """Puts all sides into eval mode, ours through its wrapper."""
+    def change(self, edit: Callable[[torch.nn.Module], Any]) -> None:
+        """Edits the model of each side, ours through its wrapper."""
         for side in self.sides():
-            side.run.eval()
+            edit(side.run)
 
     def _compare(self, where: str, got: Result, eager: Result, exact: Result) -> None:
         compare_outputs(f"{where} output", got.output, eager.output, exact.output)
@@ -179,12 +183,28 @@ def compare_outputs(where: str, got: Any, eager: Any, exact: Any) -> None:
         assert_no_worse_than_eager(f"{where}{path}", tensor.detach(), value.detach(), references[path].detach())
 
 
-def recorded(run: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Runs something and returns its result and the texts of the UserWarnings that came."""
+@contextmanager
+def compared(
+    entry: ZooModel, dtype: torch.dtype = torch.float32, autocast: bool = False, captures: int = 1
+) -> Iterator[Comparison]:
+    """A comparison during which the model is captured just so often, or falls back with just one warning."""
+    compare = Comparison(entry, dtype, autocast=autocast)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = run()
-    return result, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+        yield compare
+    texts = fallbacks(caught)
+    if entry.falls_back is None:
+        assert not texts
+        assert count_captures(compare.got.run) == captures
+    else:
+        assert len(texts) == 1, texts
+        assert re.search(entry.falls_back, texts[0]), texts[0]
+
+
+def fallbacks(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """The texts of those warnings that say that a module runs in PyTorch."""
+    texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    return [text for text in texts if "runs in PyTorch" in text]
 
 
 def wrong(module: torch.nn.Module, factor: float = 1.01) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -209,7 +210,9 @@ class Normed(nn.Module):
 
 
 def _old_weight_norm(module: nn.Module) -> nn.Module:
-    return torch.nn.utils.weight_norm(module)  # type: ignore[no-any-return]  # its decorator has no types
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, that this form is old
+        return torch.nn.utils.weight_norm(module)  # type: ignore[no-any-return]  # its decorator has no types
 
 
 def _features(draw: Draw, batch: int, length: int) -> Call:

@@ -13,7 +13,7 @@ import torch
 
 from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN, rank_of
+from onnxtrain.graph.values import OWN
 from onnxtrain.ops.constructors import binary, promoted, unary
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of, zeros_like

@@ -167,21 +167,24 @@ def _clip_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
     return (op.Where(inside, dy, _zero(op, dy)) if inside else dy, None, None)[: len(n.node.inputs)]
 
 
-def _is_bound(value: ir.Value | None) -> bool:
-    """Whether this bound can change anything."""
-    return value is not None and number_of(value) not in (math.inf, -math.inf)
+def _has_min(n: NodeView) -> bool:
+    return n.min is not None and number_of(n.min) != -math.inf
+
+
+def _has_max(n: NodeView) -> bool:
+    return n.max is not None and number_of(n.max) != math.inf
 
 
 def _clip_call(n: NodeView, x: Any, low: Any, high: Any) -> Call:
-    if not _is_bound(n.min) and not _is_bound(n.max):
+    if not _has_min(n) and not _has_max(n):
         return Call(torch.clone, x)
-    return Call(torch.clamp, x, low if _is_bound(n.min) else None, high if _is_bound(n.max) else None)
+    return Call(torch.clamp, x, low if _has_min(n) else None, high if _has_max(n) else None)
 
 
 def _inside(op: Builder, n: NodeView) -> ir.Value | None:
     """Whether x lies within the bounds, themselves included; None where there are none."""
-    above = op.GreaterOrEqual(n.x, n.min) if _is_bound(n.min) else None
-    below = op.LessOrEqual(n.x, n.max) if _is_bound(n.max) else None
+    above = op.GreaterOrEqual(n.x, n.min) if _has_min(n) else None
+    below = op.LessOrEqual(n.x, n.max) if _has_max(n) else None
     return op.And(above, below) if above is not None and below is not None else above or below
 
 

@@ -1,0 +1,107 @@
+"""Gated linear units: one half of an axis gates the other.
+
+Glu(x[..., 2k, ...]) -> a * sigmoid(b), with a and b the halves of x along `axis`      https://arxiv.org/abs/1612.08083
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
+from onnxtrain.ops.activation.pairs import scalar
+from onnxtrain.ops.constructors import always, elementwise_flops
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.registry import define
+
+_glu = torch._C._nn.glu
+_glu_backward = torch.ops.aten.glu_backward.default
+
+
+def _halved(n: NodeView) -> Sequence[TensorType]:
+    shape = list(sizes.of(n.x))
+    axis = normalize_axis(n.axis, len(shape))
+    shape[axis] = sizes.floor_divide(shape[axis], 2)
+    return (TensorType(dtype_of(n.x), tuple(shape)),)
+
+
+def _halves(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
+    first, second = op.Split(n.x, axis=n.axis, num_outputs=2)
+    return first, second
+
+
+def _glu_body(op: Builder, n: NodeView) -> ir.Value:
+    first, second = _halves(op, n)
+    return op.Mul(first, op.Sigmoid(second))  # type: ignore[no-any-return]
+
+
+def _glu_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    first, second = _halves(op, n)
+    gate = op.Sigmoid(second)
+    passed = op.Mul(n.dy, gate)
+    bend = op.Mul(op.Sub(scalar(op, n, 1.0), gate), first)
+    return op.Concat(passed, op.Mul(passed, bend), axis=n.axis)  # type: ignore[no-any-return]
+
+
+def _other_axes(n: NodeView, inputs: int) -> str:
+    """All axes but the halved one pass through."""
+    rank = rank_of(n.x)
+    axis = normalize_axis(n.axis, rank)
+    operand = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank))
+    result = operand.replace(f"[a{axis}]", "[half]")
+    return f"{operand} -> {result}" if inputs == 1 else f"{result}, {operand} -> {operand}"
+
+
+def _capture_glu(op: Builder, x: ir.Value, dim: int = -1) -> Any:
+    return op.own.Glu(x, axis=dim)
+
+
+GLU = define(
+    OpDef(
+        domain=OWN,
+        name="Glu",
+        inputs=("x",),
+        outputs=("y",),
+        attributes={"axis": -1},
+        since=1,
+        from_torch={"aten.glu.default": _capture_glu},
+        shapes=_halved,
+        body=_glu_body,
+        native_ok=always,
+        gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, x: Call(_glu, x, n.axis)),),
+        axes=lambda n: _other_axes(n, 1),
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(5, elementwise_flops(n)),
+        host=None,
+    )
+)
+GLU_GRAD = define(
+    OpDef(
+        domain=OWN,
+        name="GluGrad",
+        inputs=("dy", "x"),
+        outputs=("dx",),
+        attributes={"axis": -1},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (type_of(n.x),),
+        body=_glu_grad_body,
+        native_ok=always,
+        gradient=NOT_DIFFERENTIABLE,
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis)),),
+        axes=lambda n: _other_axes(n, 2),
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
+        host=None,
+    )
+)

@@ -1,0 +1,120 @@
+"""Defines an activation and its gradient op together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
+from onnxtrain.ops.constructors import always, elementwise_flops, unary
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    Body,
+    Call,
+    Effects,
+    FromTorch,
+    Kernel,
+    NodeView,
+    OpDef,
+)
+from onnxtrain.ops.registry import define
+
+Lower = Callable[..., Call]
+
+
+def not_double(n: NodeView) -> bool:
+    """Whether x is of a type in which a 32-bit attribute loses nothing."""
+    return dtype_of(n.x) != ir.DataType.DOUBLE
+
+
+def scalar(op: Builder, n: NodeView, number: float) -> ir.Value:
+    """A constant of the type of x, which may be called y."""
+    return op.scalar(number, like=n.node.inputs[-1])
+
+
+def backward(
+    name: str,
+    saved: str,
+    lower: Lower,
+    body: Body,
+    *,
+    domain: str = OWN,
+    attributes: Mapping[str, Any] | None = None,
+    flops: int = 4,
+) -> OpDef:
+    """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y"."""
+
+    def shapes(n: NodeView) -> Sequence[TensorType]:
+        return (type_of(n.node.inputs[1]),)
+
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=("dy", saved),
+            outputs=("dx",),
+            attributes=attributes or {},
+            since=1,
+            from_torch={},
+            shapes=shapes,
+            body=body,
+            native_ok=always,
+            gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
+            stops=frozenset(),
+            kernels=(Kernel(lower=lower, in_place=0),),
+            axes=lambda n: "..., ... -> ...",
+            effects=Effects.NONE,
+            aliases={},
+            flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
+            host=None,
+        )
+    )
+
+
+def activation(
+    name: str,
+    from_torch: str | Mapping[str, FromTorch],
+    lower: Lower,
+    body: Any,
+    grad_lower: Lower,
+    grad_body: Body,
+    *,
+    domain: str = ONNX,
+    grad_domain: str = OWN,
+    grad_name: str | None = None,
+    saved: str = "x",
+    attributes: Mapping[str, Any] | None = None,
+    since: int = 1,
+    native_ok: Callable[[NodeView], bool] = always,
+    flops: int = 4,
+) -> tuple[OpDef, OpDef]:
+    """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes."""
+    grad_name = grad_name or f"{name}Grad"
+    defaults = attributes or {}
+
+    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+        given = {key: getattr(n, key) for key in defaults}
+        result: ir.Value = op.op(grad_domain, grad_name)(dy, getattr(n, saved), **given)
+        return result
+
+    forward = unary(
+        name,
+        from_torch,
+        lower,
+        gradient,
+        reads=(saved,),
+        domain=domain,
+        attributes=defaults,
+        since=since,
+        body=body,
+        native_ok=native_ok,
+        lower=lower,
+        flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
+    )
+    return forward, backward(
+        grad_name, saved, grad_lower, grad_body, domain=grad_domain, attributes=defaults, flops=flops
+    )

@@ -1,0 +1,310 @@
+"""Activations in straight pieces: relu and its relatives, and the hard approximations.
+
+Relu          max(x, 0)
+LeakyRelu     x where x > 0, alpha * x elsewhere
+PRelu         the same with a slope that is learned, one for each channel
+Threshold     x where x > threshold, value elsewhere
+Hardtanh      x within [low, high]; unlike Clip the bounds themselves pass no gradient
+HardSigmoid   clip(x + 3, 0, 6) / 6
+HardSwish     x * HardSigmoid(x)
+Hardshrink    x where |x| > lambd, 0 elsewhere; Softshrink: moved towards 0 by lambd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
+from onnxtrain.ops.activation.pairs import activation, not_double, scalar
+from onnxtrain.ops.constructors import always, elementwise_flops, same_as
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.registry import define
+
+Grad = ir.Value | None
+_aten = torch.ops.aten
+_leaky_relu = torch._C._nn.leaky_relu  # the functions that torch.nn.functional calls after its checks
+_hardtanh = torch._C._nn.hardtanh
+_hardsigmoid = torch._C._nn.hardsigmoid
+_hardswish = torch._C._nn.hardswish
+_softshrink = torch._C._nn.softshrink
+
+
+# Relu, LeakyRelu, Threshold
+
+
+def _relu_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    zero = scalar(op, n, 0.0)
+    return op.Where(op.LessOrEqual(n.y, zero), zero, n.dy)  # type: ignore[no-any-return]
+
+
+def _leaky_relu_body(op: Builder, n: NodeView) -> ir.Value:
+    sloped = op.Mul(n.x, scalar(op, n, n.alpha))
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), n.x, sloped)  # type: ignore[no-any-return]
+
+
+def _leaky_relu_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    sloped = op.Mul(n.dy, scalar(op, n, n.alpha))
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), n.dy, sloped)  # type: ignore[no-any-return]
+
+
+def _capture_leaky_relu(op: Builder, x: ir.Value, negative_slope: float = 0.01) -> Any:
+    return op.LeakyRelu(x, alpha=float(negative_slope))
+
+
+def _capture_threshold(op: Builder, x: ir.Value, threshold: float, value: float) -> Any:
+    return op.own.Threshold(x, threshold=float(threshold), value=float(value))
+
+
+def _threshold_body(op: Builder, n: NodeView) -> ir.Value:
+    below = op.LessOrEqual(n.x, scalar(op, n, n.threshold))
+    return op.Where(below, scalar(op, n, n.value), n.x)  # type: ignore[no-any-return]
+
+
+def _threshold_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    below = op.LessOrEqual(n.x, scalar(op, n, n.threshold))
+    return op.Where(below, scalar(op, n, 0.0), n.dy)  # type: ignore[no-any-return]
+
+
+RELU, RELU_GRAD = activation(
+    "Relu",
+    "aten.relu.default",
+    lambda n, x: Call(torch.relu, x),
+    STANDARD,
+    lambda n, dy, y: Call(_aten.threshold_backward.default, dy, y, 0),
+    _relu_grad_body,
+    grad_domain=MICROSOFT,
+    saved="y",  # x serves as well: both are above 0 at the same places
+    since=14,
+    flops=1,
+)
+LEAKY_RELU, LEAKY_RELU_GRAD = activation(
+    "LeakyRelu",
+    {"aten.leaky_relu.default": _capture_leaky_relu},
+    lambda n, x: Call(_leaky_relu, x, n.alpha),
+    _leaky_relu_body,
+    lambda n, dy, x: Call(_aten.leaky_relu_backward.default, dy, x, n.alpha, False),
+    _leaky_relu_grad_body,
+    grad_domain=MICROSOFT,
+    attributes={"alpha": 0.01},
+    since=6,
+    native_ok=not_double,
+    flops=2,
+)
+THRESHOLD, THRESHOLD_GRAD = activation(
+    "Threshold",
+    {"aten.threshold.default": _capture_threshold},
+    lambda n, x: Call(torch.threshold, x, n.threshold, n.value),
+    _threshold_body,
+    lambda n, dy, x: Call(_aten.threshold_backward.default, dy, x, n.threshold),
+    _threshold_grad_body,
+    domain=OWN,
+    attributes={"threshold": 0.0, "value": 0.0},
+    flops=1,
+)
+
+
+# Hardtanh, HardSigmoid, HardSwish
+
+
+def _capture_hardtanh(op: Builder, x: ir.Value, min_val: float = -1, max_val: float = 1) -> Any:
+    if not is_float(dtype_of(x)):
+        raise UnsupportedOperatorError("hardtanh of integers has no ONNX form")
+    return op.own.Hardtanh(x, low=float(min_val), high=float(max_val))
+
+
+def _hardtanh_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Clip(n.x, scalar(op, n, n.low), scalar(op, n, n.high))  # type: ignore[no-any-return]
+
+
+def _within(op: Builder, n: NodeView, low: float, high: float, inside: ir.Value) -> ir.Value:
+    """`inside` where low < x < high, else 0."""
+    zero = scalar(op, n, 0.0)
+    outside = op.Or(op.LessOrEqual(n.x, scalar(op, n, low)), op.GreaterOrEqual(n.x, scalar(op, n, high)))
+    return op.Where(outside, zero, inside)  # type: ignore[no-any-return]
+
+
+def _sixth(op: Builder, n: NodeView) -> ir.Value:
+    """clip(x + 3, 0, 6) / 6."""
+    three, six = scalar(op, n, 3.0), scalar(op, n, 6.0)
+    return op.Div(op.Clip(op.Add(n.x, three), scalar(op, n, 0.0), six), six)  # type: ignore[no-any-return]
+
+
+def _hard_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
+    if n.beta != 0.5 or abs(n.alpha - 1 / 6) > 1e-7:
+        raise UnsupportedOperatorError("HardSigmoid is defined for PyTorch's alpha = 1/6 and beta = 1/2 only")
+    return _sixth(op, n)
+
+
+def _hard_sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """Dy / 6 where -3 < x < 3, and 0 where x is NaN."""
+    zero, three = scalar(op, n, 0.0), scalar(op, n, 3.0)
+    return op.Where(op.Less(op.Abs(n.x), three), op.Div(n.dy, scalar(op, n, 6.0)), zero)  # type: ignore[no-any-return]
+
+
+def _hard_swish_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """0 up to -3, dy from 3 on, and dy * (x / 3 + 1/2) between."""
+    three, zero = scalar(op, n, 3.0), scalar(op, n, 0.0)
+    between = op.Mul(n.dy, op.Add(op.Div(n.x, three), scalar(op, n, 0.5)))
+    lower = op.Where(op.LessOrEqual(n.x, scalar(op, n, -3.0)), zero, between)
+    return op.Where(op.GreaterOrEqual(n.x, three), n.dy, lower)  # type: ignore[no-any-return]
+
+
+HARDTANH, HARDTANH_GRAD = activation(
+    "Hardtanh",
+    {
+        "aten.hardtanh.default": _capture_hardtanh,
+        "aten.relu6.default": lambda op, x: _capture_hardtanh(op, x, 0, 6),
+    },
+    lambda n, x: Call(_hardtanh, x, n.low, n.high),
+    _hardtanh_body,
+    lambda n, dy, x: Call(_aten.hardtanh_backward.default, dy, x, n.low, n.high),
+    lambda op, n: _within(op, n, n.low, n.high, n.dy),
+    domain=OWN,
+    attributes={"low": -1.0, "high": 1.0},
+    flops=2,
+)
+HARD_SIGMOID, HARD_SIGMOID_GRAD = activation(
+    "HardSigmoid",
+    {"aten.hardsigmoid.default": lambda op, x: op.HardSigmoid(x, alpha=1 / 6, beta=0.5)},
+    lambda n, x: Call(_hardsigmoid, x),
+    _hard_sigmoid_body,
+    lambda n, dy, x: Call(_aten.hardsigmoid_backward.default, dy, x),
+    _hard_sigmoid_grad_body,
+    attributes={"alpha": 0.2, "beta": 0.5},
+    since=6,
+    native_ok=not_double,
+)
+HARD_SWISH, HARD_SWISH_GRAD = activation(
+    "HardSwish",
+    "aten.hardswish.default",
+    lambda n, x: Call(_hardswish, x),
+    lambda op, n: op.Mul(n.x, _sixth(op, n)),
+    lambda n, dy, x: Call(_aten.hardswish_backward.default, dy, x),
+    _hard_swish_grad_body,
+    since=14,
+    native_ok=not_double,
+)
+
+
+# Shrinking
+
+
+def _hardshrink_body(op: Builder, n: NodeView) -> ir.Value:
+    zero = scalar(op, n, 0.0)
+    small = op.LessOrEqual(op.Abs(n.x), scalar(op, n, n.lambd))
+    return op.Where(small, zero, n.x)  # type: ignore[no-any-return]
+
+
+def _softshrink_body(op: Builder, n: NodeView) -> ir.Value:
+    zero, by = scalar(op, n, 0.0), scalar(op, n, n.lambd)
+    low = op.Where(op.Less(n.x, op.Neg(by)), op.Add(n.x, by), op.Mul(n.x, zero))
+    return op.Where(op.Greater(n.x, by), op.Sub(n.x, by), low)  # type: ignore[no-any-return]
+
+
+def _shrink_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    small = op.LessOrEqual(op.Abs(n.x), scalar(op, n, n.lambd))
+    return op.Where(small, scalar(op, n, 0.0), n.dy)  # type: ignore[no-any-return]
+
+
+HARDSHRINK, HARDSHRINK_GRAD = activation(
+    "Hardshrink",
+    {"aten.hardshrink.default": lambda op, x, lambd=0.5: op.own.Hardshrink(x, lambd=float(lambd))},
+    lambda n, x: Call(torch.hardshrink, x, n.lambd),
+    _hardshrink_body,
+    lambda n, dy, x: Call(_aten.hardshrink_backward.default, dy, x, n.lambd),
+    _shrink_grad_body,
+    domain=OWN,
+    attributes={"lambd": 0.5},
+    flops=2,
+)
+SOFTSHRINK, SOFTSHRINK_GRAD = activation(
+    "Softshrink",
+    {"aten.softshrink.default": lambda op, x, lambd=0.5: op.own.Softshrink(x, lambd=float(lambd))},
+    lambda n, x: Call(_softshrink, x, n.lambd),
+    _softshrink_body,
+    lambda n, dy, x: Call(_aten.softshrink_backward.default, dy, x, n.lambd),
+    _shrink_grad_body,
+    domain=OWN,
+    attributes={"lambd": 0.5},
+    flops=2,
+)
+
+
+# PRelu(x, slope): slope broadcasts to x
+
+
+def _capture_prelu(op: Builder, x: ir.Value, weight: ir.Value) -> Any:
+    """`prelu`: one slope, or one for each channel (axis 1)."""
+    rank = rank_of(x)
+    if rank_of(weight) == 1 and rank > 2:
+        weight = op.Reshape(weight, op.sizes([sizes.of(weight)[0], *[1] * (rank - 2)]))
+    elif rank == 0 or rank == 1:
+        weight = op.Reshape(weight, op.sizes([]))
+    return op.PRelu(x, weight)
+
+
+def _prelu_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[Grad]:
+    return op.own.PReluGrad(dy, n.x, n.slope)  # type: ignore[no-any-return]
+
+
+def _prelu_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    positive, zero = op.Greater(n.x, scalar(op, n, 0.0)), scalar(op, n, 0.0)
+    dx = op.Where(positive, n.dy, op.Mul(n.dy, n.slope))
+    return dx, op.Where(positive, zero, op.Mul(n.dy, n.x))
+
+
+PRELU = define(
+    OpDef(
+        domain="",
+        name="PRelu",
+        inputs=("x", "slope"),
+        outputs=("y",),
+        attributes={},
+        since=16,
+        from_torch={
+            "aten.prelu.default": _capture_prelu,
+            "aten._prelu_kernel.default": lambda op, x, weight: op.PRelu(x, weight),
+        },
+        shapes=same_as("x"),
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_prelu_gradient, ("x", "slope")),),
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, x, slope: Call(_aten._prelu_kernel.default, x, slope)),),
+        axes=lambda n: "..., ... -> ...",
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(2, elementwise_flops(n)),
+        host=None,
+    )
+)
+# PReluGrad(dy, x, slope) -> dx, dslope, the second not yet summed over the axes along which slope was broadcast.
+PRELU_GRAD = define(
+    OpDef(
+        domain=OWN,
+        name="PReluGrad",
+        inputs=("dy", "x", "slope"),
+        outputs=("dx", "dslope"),
+        attributes={},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.of(n.x))),
+        body=_prelu_grad_body,
+        native_ok=always,
+        gradient=NOT_DIFFERENTIABLE,
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, dy, x, slope: Call(_aten._prelu_kernel_backward.default, dy, x, slope)),),
+        axes=lambda n: "..., ..., ... -> ..., ...",
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(4, elementwise_flops(n)),
+        host=None,
+    )
+)

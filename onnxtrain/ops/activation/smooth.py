@@ -1,0 +1,320 @@
+"""Activations that are smooth, or nearly: sigmoid, tanh, gelu, silu, softplus and the exponential units.
+
+Sigmoid       1 / (1 + exp(-x))
+Tanh
+Gelu          x * Phi(x), or its tanh approximation                              https://arxiv.org/abs/1606.08415
+QuickGelu     x * sigmoid(alpha * x); alpha = 1 is silu (swish)
+Softplus      log(1 + exp(beta * x)) / beta, and x where beta * x > threshold
+Mish          x * tanh(softplus(x))                                              https://arxiv.org/abs/1908.08681
+LogSigmoid    log(sigmoid(x))
+Elu, Selu, Celu                                                                  https://arxiv.org/abs/1511.07289
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
+from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
+from onnxtrain.ops.constructors import cast, unary
+from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Infix, NodeView
+
+_aten = torch.ops.aten
+_softplus = torch._C._nn.softplus  # the functions that torch.nn.functional calls after its checks
+_elu = torch._C._nn.elu
+
+
+# Sigmoid, Tanh: the gradient reads the output
+
+
+def _sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    one = scalar(op, n, 1.0)
+    return op.Mul(op.Mul(n.dy, op.Sub(one, n.y)), n.y)  # type: ignore[no-any-return]
+
+
+def _tanh_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Mul(n.dy, op.Sub(scalar(op, n, 1.0), op.Mul(n.y, n.y)))  # type: ignore[no-any-return]
+
+
+def _captured(name: str) -> FromTorch:
+    return lambda op, x: op.op(ONNX, name)(cast(op, x, op.out[0].dtype))
+
+
+SIGMOID, SIGMOID_GRAD = activation(
+    "Sigmoid",
+    dict.fromkeys(("aten.sigmoid.default", "aten.special_expit.default"), _captured("Sigmoid")),
+    lambda n, x: Call(torch.sigmoid, x),
+    STANDARD,
+    lambda n, dy, y: Call(_aten.sigmoid_backward.default, dy, y),
+    _sigmoid_grad_body,
+    grad_domain=MICROSOFT,
+    saved="y",
+    since=13,
+)
+TANH, TANH_GRAD = activation(
+    "Tanh",
+    "aten.tanh.default",
+    lambda n, x: Call(torch.tanh, x),
+    STANDARD,
+    lambda n, dy, y: Call(_aten.tanh_backward.default, dy, y),
+    _tanh_grad_body,
+    grad_domain=MICROSOFT,
+    saved="y",
+    since=13,
+)
+
+
+# Gelu
+
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_TANH_CUBIC = 0.044715
+
+
+def _phi(op: Builder, n: NodeView) -> ir.Value:
+    """The normal distribution's function, in [0, 1]: exactly, or by tanh."""
+    one, half = scalar(op, n, 1.0), scalar(op, n, 0.5)
+    if n.approximate == "tanh":
+        cube = op.Mul(op.Mul(n.x, n.x), n.x)
+        inner = op.Mul(op.Add(n.x, op.Mul(cube, scalar(op, n, _TANH_CUBIC))), scalar(op, n, _TANH_SCALE))
+        s = op.Tanh(inner)
+    else:
+        s = op.Erf(op.Mul(n.x, scalar(op, n, math.sqrt(0.5))))
+    result: ir.Value = op.Mul(op.Add(s, one), half)
+    return result
+
+
+def _gelu_slope(op: Builder, n: NodeView) -> ir.Value:
+    """The slope of Phi: the bell curve, or half the slope of the tanh."""
+    square = op.Mul(n.x, n.x)
+    if n.approximate != "tanh":
+        bell = op.Exp(op.Mul(square, scalar(op, n, -0.5)))
+        return op.Mul(bell, scalar(op, n, 1 / math.sqrt(2 * math.pi)))  # type: ignore[no-any-return]
+    phi = _phi(op, n)
+    # With t = 2 phi - 1: (1 - t^2) / 2 = 2 phi (1 - phi).
+    outer = op.Mul(op.Mul(phi, op.Sub(scalar(op, n, 1.0), phi)), scalar(op, n, 2.0))
+    inner = op.Add(op.Mul(square, scalar(op, n, 3 * _TANH_CUBIC)), scalar(op, n, 1.0))
+    return op.Mul(op.Mul(outer, inner), scalar(op, n, _TANH_SCALE))  # type: ignore[no-any-return]
+
+
+def _gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Mul(n.dy, op.Add(_phi(op, n), op.Mul(n.x, _gelu_slope(op, n))))  # type: ignore[no-any-return]
+
+
+def _capture_gelu(op: Builder, x: ir.Value, *, approximate: str = "none") -> Any:
+    return op.Gelu(x, approximate=approximate)
+
+
+GELU, GELU_GRAD = activation(
+    "Gelu",
+    {"aten.gelu.default": _capture_gelu},
+    lambda n, x: Call(torch.nn.functional.gelu, x, approximate=n.approximate),
+    lambda op, n: op.Mul(n.x, _phi(op, n)),
+    lambda n, dy, x: Call(_aten.gelu_backward.default, dy, x, approximate=n.approximate),
+    _gelu_grad_body,
+    grad_domain=MICROSOFT,
+    attributes={"approximate": "none"},
+    since=20,
+    flops=10,
+)
+
+
+# QuickGelu: silu has a fused kernel, other alphas are PyTorch's x * sigmoid(alpha * x)
+
+
+def _quick_gelu_call(n: NodeView, x: Any) -> Call:
+    if n.alpha == 1.0:
+        return Call(torch.nn.functional.silu, x)
+    return Infix("*", torch.mul, x, Call(torch.sigmoid, Infix("*", torch.mul, x, n.alpha)))
+
+
+def _quick_gelu_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
+    if n.alpha == 1.0:
+        return Call(_aten.silu_backward.default, dy, x)
+    # silu(alpha * x) / alpha is the same function, so its slope at x is silu's at alpha * x.
+    return Call(_aten.silu_backward.default, dy, Infix("*", torch.mul, x, n.alpha))
+
+
+def _gate(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
+    """Alpha * x and its sigmoid."""
+    z = n.x if n.alpha == 1.0 else op.Mul(n.x, scalar(op, n, n.alpha))
+    return z, op.Sigmoid(z)
+
+
+def _quick_gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    z, s = _gate(op, n)
+    one = scalar(op, n, 1.0)
+    slope = op.Mul(s, op.Add(op.Mul(z, op.Sub(one, s)), one))
+    return op.Mul(n.dy, slope)  # type: ignore[no-any-return]
+
+
+QUICK_GELU, QUICK_GELU_GRAD = activation(
+    "QuickGelu",
+    {"aten.silu.default": lambda op, x: op.ms.QuickGelu(x, alpha=1.0)},
+    _quick_gelu_call,
+    lambda op, n: op.Mul(n.x, _gate(op, n)[1]),
+    _quick_gelu_grad_call,
+    _quick_gelu_grad_body,
+    domain=MICROSOFT,
+    grad_domain=MICROSOFT,
+    attributes={"alpha": 1.702},
+    native_ok=not_double,
+    flops=6,
+)
+
+
+# Softplus, Mish, LogSigmoid
+
+
+def _softplus_of(op: Builder, n: NodeView, beta: float, threshold: float) -> ir.Value:
+    z = n.x if beta == 1 else op.Mul(n.x, scalar(op, n, beta))
+    smooth = op.own.Log1p(op.Exp(z))
+    smooth = smooth if beta == 1 else op.Div(smooth, scalar(op, n, beta))
+    return op.Where(op.Greater(z, scalar(op, n, threshold)), n.x, smooth)  # type: ignore[no-any-return]
+
+
+def _softplus_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    z = op.Mul(n.x, scalar(op, n, n.beta))
+    inside = op.Mul(n.dy, op.Sigmoid(z))
+    return op.Where(op.Greater(z, scalar(op, n, n.threshold)), n.dy, inside)  # type: ignore[no-any-return]
+
+
+def _capture_softplus(op: Builder, x: ir.Value, beta: float = 1, threshold: float = 20) -> Any:
+    if beta == 1 and threshold == 20:
+        return op.Softplus(x)
+    return op.own.Softplus(x, beta=float(beta), threshold=float(threshold))
+
+
+SCALED_SOFTPLUS, SOFTPLUS_GRAD = activation(
+    "Softplus",
+    {},
+    lambda n, x: Call(_softplus, x, n.beta, n.threshold),
+    lambda op, n: _softplus_of(op, n, n.beta, n.threshold),
+    lambda n, dy, x: Call(_aten.softplus_backward.default, dy, x, n.beta, n.threshold),
+    _softplus_grad_body,
+    domain=OWN,
+    attributes={"beta": 1.0, "threshold": 20.0},
+    flops=6,
+)
+SOFTPLUS = unary(
+    "Softplus",
+    {"aten.softplus.default": _capture_softplus},
+    _softplus,
+    lambda op, n, dy: op.own.SoftplusGrad(dy, n.x),
+    body=lambda op, n: _softplus_of(op, n, 1, 20),
+    native_ok=not_double,  # PyTorch takes x itself above 20, which float64 can tell
+)
+
+
+def _mish_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    t, s = op.Tanh(op.Softplus(n.x)), op.Sigmoid(n.x)
+    bend = op.Sub(scalar(op, n, 1.0), op.Mul(t, t))
+    return op.Mul(n.dy, op.Add(t, op.Mul(op.Mul(n.x, s), bend)))  # type: ignore[no-any-return]
+
+
+MISH, MISH_GRAD = activation(
+    "Mish",
+    "aten.mish.default",
+    lambda n, x: Call(torch.nn.functional.mish, x),
+    lambda op, n: op.Mul(n.x, op.Tanh(op.Softplus(n.x))),
+    lambda n, dy, x: Call(_aten.mish_backward.default, dy, x),
+    _mish_grad_body,
+    since=18,
+    flops=8,
+)
+
+
+def _log_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
+    """min(0, x) - log1p(exp(-|x|))."""
+    low = op.Min(n.x, scalar(op, n, 0.0))
+    return op.Sub(low, op.own.Log1p(op.Exp(op.Neg(op.Abs(n.x)))))  # type: ignore[no-any-return]
+
+
+def _log_sigmoid_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
+    # On a CPU the kernel reads exp(-|x|) from its third argument, on a GPU nothing.
+    return Call(_aten.log_sigmoid_backward.default, dy, x, Call(torch.exp, Call(torch.neg, Call(torch.abs, x))))
+
+
+LOG_SIGMOID, LOG_SIGMOID_GRAD = activation(
+    "LogSigmoid",
+    "aten.log_sigmoid.default",
+    lambda n, x: Call(torch.nn.functional.logsigmoid, x),
+    _log_sigmoid_body,
+    _log_sigmoid_grad_call,
+    lambda op, n: op.Mul(n.dy, op.Sigmoid(op.Neg(n.x))),
+    domain=OWN,
+    flops=5,
+)
+
+
+# Elu, Selu, Celu: scale * (x where x > 0, alpha * (exp(input_scale * x) - 1) elsewhere)
+
+
+def _exponential_unit(op: Builder, n: NodeView, alpha: float, scale: float, input_scale: float) -> ir.Value:
+    """Above 0 scale * x, below it scale * alpha * (exp(input_scale * x) - 1)."""
+    positive = n.x if scale == 1 else op.Mul(n.x, scalar(op, n, scale))
+    z = n.x if input_scale == 1 else op.Mul(n.x, scalar(op, n, input_scale))
+    negative = op.Mul(op.own.Expm1(z), scalar(op, n, alpha * scale))
+    return op.Where(op.LessOrEqual(n.x, scalar(op, n, 0.0)), negative, positive)  # type: ignore[no-any-return]
+
+
+def _elu_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    factor = n.alpha * n.scale * n.input_scale
+    z = op.Mul(n.x, scalar(op, n, n.input_scale))
+    negative = op.Mul(op.Mul(n.dy, scalar(op, n, factor)), op.Exp(z))
+    positive = op.Mul(n.dy, scalar(op, n, n.scale))
+    return op.Where(op.LessOrEqual(n.x, scalar(op, n, 0.0)), negative, positive)  # type: ignore[no-any-return]
+
+
+def _capture_elu(op: Builder, x: ir.Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    if input_scale != 1:
+        raise UnsupportedOperatorError(f"elu with input_scale={input_scale} has no ONNX form")
+    return op.Elu(x, alpha=float(alpha)) if scale == 1 else op.Selu(x, alpha=float(alpha), gamma=float(scale))
+
+
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+ELU_GRAD = backward(
+    "EluGrad",
+    "x",
+    lambda n, dy, x: Call(_aten.elu_backward.default, dy, n.alpha, n.scale, n.input_scale, False, x),
+    _elu_grad_body,
+    attributes={"alpha": 1.0, "scale": 1.0, "input_scale": 1.0},
+)
+ELU = unary(
+    "Elu",
+    {"aten.elu.default": _capture_elu},
+    _elu,
+    lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha),
+    attributes={"alpha": 1.0},
+    since=6,
+    body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1.0),
+    native_ok=not_double,
+    lower=lambda n, x: Call(_elu, x, n.alpha),
+)
+SELU = unary(
+    "Selu",
+    {"aten.selu.default": lambda op, x: op.Selu(x, alpha=_SELU_ALPHA, gamma=_SELU_SCALE)},
+    _elu,
+    lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, scale=n.gamma),
+    attributes={"alpha": _SELU_ALPHA, "gamma": _SELU_SCALE},
+    since=6,
+    body=lambda op, n: _exponential_unit(op, n, n.alpha, n.gamma, 1.0),
+    native_ok=not_double,
+    lower=lambda n, x: Call(_elu, x, n.alpha, n.gamma),
+)
+CELU = unary(
+    "Celu",
+    {"aten.celu.default": lambda op, x, alpha=1.0: op.Celu(x, alpha=float(alpha))},
+    torch.celu,
+    lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, input_scale=1 / n.alpha),
+    attributes={"alpha": 1.0},
+    since=12,
+    body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1 / n.alpha),
+    native_ok=not_double,
+    lower=lambda n, x: Call(torch.celu, x, n.alpha),
+)

@@ -1,0 +1,446 @@
+"""Cross entropy and negative log likelihood with class indices.
+
+    SoftmaxCrossEntropyLossInternal(scores[n, c, d], labels[n, d], weights[c], ignore_index)
+            -> loss, log_prob[n, c, d], total_weight
+        log_prob = log softmax(scores) over c          loss[i] = -weights[labels[i]] * log_prob[i, labels[i]]
+    NegativeLogLikelihoodLossInternal2(log_prob[n, c, d], labels[n, d], weights[c], ignore_index) -> loss, total_weight
+
+`d` stands for any further axes. Where labels is ignore_index the loss and its weight are 0. The mean is the sum over
+total_weight, the sum of all weights: NaN where all is ignored. Weights get no gradient, as in PyTorch. `output_type`
+is the type of loss, log_prob and total_weight where it is not that of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
+from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import axes_constant, fused, only_first, reshaped, times, total
+from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+# Kernels
+
+
+def nll_loss(
+    x: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's kernels: loss and total_weight."""
+    if x.ndim == 2:
+        return aten.nll_loss_forward.default(x, labels, weights, reduction, ignore_index)  # type: ignore[no-any-return]
+    if x.ndim == 4:
+        return aten.nll_loss2d_forward.default(x, labels, weights, reduction, ignore_index)  # type: ignore[no-any-return]
+    loss, total_weight = aten.nll_loss2d_forward.default(
+        _as_image(x, 2), _as_image(labels, 1), weights, reduction, ignore_index
+    )
+    return loss.view(labels.shape) if reduction == 0 else loss, total_weight
+
+
+def nll_loss_backward(
+    dy: Tensor, x: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor
+) -> Tensor:
+    """PyTorch's kernels."""
+    rest = (weights, reduction, ignore_index, total_weight)
+    if x.ndim == 2:
+        return aten.nll_loss_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
+    if x.ndim == 4:
+        return aten.nll_loss2d_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
+    dy = _as_image(dy, 1) if reduction == 0 else dy
+    dx: Tensor = aten.nll_loss2d_backward.default(dy, _as_image(x, 2), _as_image(labels, 1), *rest)
+    return dx.view(x.shape)
+
+
+def _as_image(x: Tensor, leading: int) -> Tensor:
+    """All axes after the first `leading` as two."""
+    return x.reshape(*x.shape[:leading], *((1, -1) if x.numel() else (0, 0)))
+
+
+def cross_entropy(
+    scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What cross_entropy_loss runs in PyTorch, with what it keeps for backward."""
+    log_prob = torch.log_softmax(scores, 1, dtype)
+    loss, total_weight = nll_loss(log_prob, labels, weights, reduction, ignore_index)
+    return loss, log_prob, total_weight
+
+
+def cross_entropy_backward(
+    dy: Tensor,
+    log_prob: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    bias: Tensor | None,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The backward kernels of what `cross_entropy` runs."""
+    d_log_prob = nll_loss_backward(dy, log_prob, labels, weights, reduction, ignore_index, total_weight)
+    dx = torch._log_softmax_backward_data(d_log_prob, log_prob, 1, log_prob.dtype)
+    if dtype is not None:
+        dx = dx.to(dtype)
+    return dx if bias is None else dx + bias
+
+
+# Parts of the bodies
+
+
+def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
+    """Where labels say that nothing is to be learned."""
+    if n.ignore_index is None:
+        return None
+    result: ir.Value = op.Equal(n.labels, n.ignore_index)
+    return result
+
+
+def _kept(op: Builder, ignored: ir.Value | None, x: ir.Value) -> ir.Value:
+    """0 in place of x where ignored."""
+    if ignored is None:
+        return x
+    result: ir.Value = op.Where(ignored, op.scalar(0, like=x), x)
+    return result
+
+
+def _weight_of_each(op: Builder, n: NodeView, ignored: ir.Value | None, dtype: ir.DataType) -> ir.Value:
+    """The weight of each label, 0 where it is ignored."""
+    if n.weights is None:
+        each = op.Expand(op.scalar(1, dtype), op.shape_of(n.labels))
+    else:
+        each = op.Gather(cast(op, n.weights, dtype), _kept(op, ignored, n.labels), axis=0)
+    return _kept(op, ignored, each)
+
+
+def _summed(op: Builder, x: ir.Value) -> ir.Value:
+    return total(op, x, range(rank_of(x)), keepdims=False)
+
+
+def _losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The reduced loss and total_weight."""
+    ignored, one = _ignored(op, n), axes_constant(op, [1])
+    weight = _weight_of_each(op, n, ignored, dtype_of(log_prob))
+    found = op.GatherElements(log_prob, op.Unsqueeze(_kept(op, ignored, n.labels), one), axis=1)
+    loss = _kept(op, ignored, op.Neg(op.Mul(op.Squeeze(found, one), weight)))
+    total_weight = _summed(op, weight)
+    if n.reduction == "mean":
+        return op.Div(_summed(op, loss), total_weight), total_weight
+    return (loss if n.reduction == "none" else _summed(op, loss)), total_weight
+
+
+def _weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value:
+    """-dloss/dlog_prob at each label: [n, 1, d]."""
+    weight = _weight_of_each(op, n, _ignored(op, n), dtype)
+    dy = cast(op, n.dy, dtype)
+    if n.reduction == "mean":
+        dy = op.Div(dy, cast(op, n.total_weight, dtype))
+    result: ir.Value = op.Unsqueeze(_kept(op, _ignored(op, n), op.Mul(dy, weight)), axes_constant(op, [1]))
+    return result
+
+
+def _at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """Whether the class is the label: a mask of x's shape."""
+    shape = sizes.of(x)
+    classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
+    classes = reshaped(op, classes, [1, shape[1], *[1] * (len(shape) - 2)])
+    result: ir.Value = op.Equal(op.Unsqueeze(n.labels, axes_constant(op, [1])), classes)
+    return result
+
+
+# Axes and types
+
+
+def _names(x: ir.Value) -> tuple[str, str]:
+    """The axes of scores and those of labels."""
+    inner = [f"d{i}" for i in range(rank_of(x) - 2)]
+    return " ".join(["n", "[c]", *inner]), " ".join(["n", *inner])
+
+
+def _of_loss(n: NodeView, labels: str) -> str:
+    return labels if n.reduction == "none" else ""
+
+
+def _axes(n: NodeView, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    given = [name if value is not None else "-" for name, value in zip(inputs, n.node.inputs, strict=False)]
+    return f"{', '.join(given)} -> {', '.join(outputs)}"
+
+
+def _loss_type(n: NodeView, dtype: ir.DataType) -> TensorType:
+    return TensorType(dtype, sizes.of(n.labels) if n.reduction == "none" else ())
+
+
+def _torch_type(n: NodeView) -> torch.dtype | None:
+    return None if n.output_type is None else TORCH_DTYPES[ir.DataType(n.output_type)]
+
+
+# SoftmaxCrossEntropyLossInternal
+
+
+def _types(n: NodeView) -> Sequence[TensorType]:
+    dtype = dtype_of(n.scores) if n.output_type is None else ir.DataType(n.output_type)
+    return _loss_type(n, dtype), TensorType(dtype, sizes.of(n.scores)), TensorType(dtype, ())
+
+
+def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    log_prob = op.LogSoftmax(cast(op, n.scores, _types(n)[1].dtype), axis=1)
+    loss, total_weight = _losses(op, n, log_prob)
+    return loss, log_prob, total_weight
+
+
+def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
+    dscores = op.ms.SoftmaxCrossEntropyLossInternalGrad(
+        only_first(n, cotangents), n.log_prob, n.labels, n.weights, n.ignore_index, None, n.total_weight,
+        reduction=n.reduction, output_type=None if n.output_type is None else int(dtype_of(n.scores)),
+    )  # fmt: skip
+    return [dscores, *[None] * (len(n.node.inputs) - 1)]
+
+
+def _cross_entropy_axes(n: NodeView) -> str:
+    scores, labels = _names(n.scores)
+    return _axes(n, (scores, labels, "[c]", ""), (_of_loss(n, labels), scores, ""))
+
+
+def _capture(
+    op: Builder,
+    scores: ir.Value,
+    target: ir.Value,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    if rank_of(scores) == 1:  # one sample
+        scores, target = _batch_of_one(op, scores), _batch_of_one(op, target)
+    if is_float(dtype_of(target)):
+        loss = _with_probabilities(op, scores, target, weight, reduction, label_smoothing)
+    elif label_smoothing:
+        loss = _smoothed(op, scores, target, weight, reduction, ignore_index, label_smoothing)
+    else:
+        loss, _, _ = op.ms.SoftmaxCrossEntropyLossInternal(
+            scores, cast(op, target, ir.DataType.INT64), weight, _index(op, ignore_index), reduction=REDUCTIONS[reduction]
+        )
+    return reshaped(op, loss, ()) if rank_of(loss) and not op.out[0].shape else loss
+
+
+def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
+    result: ir.Value = op.Unsqueeze(x, axes_constant(op, [0]))
+    return result
+
+
+def _index(op: Builder, ignore_index: int) -> ir.Value:
+    return op.scalar(ignore_index, ir.DataType.INT64)
+
+
+def _over_classes(op: Builder, weight: ir.Value, scores: ir.Value) -> ir.Value:
+    """A vector over classes, broadcasting over scores."""
+    return reshaped(op, weight, [1, sizes.of(weight)[0], *[1] * (rank_of(scores) - 2)])
+
+
+def _of_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """`number` divided by the number of classes."""
+    classes = sizes.of(scores)[1]
+    if isinstance(classes, int):
+        return op.scalar(number / classes, dtype)
+    result: ir.Value = op.Div(op.scalar(number, dtype), op.size(classes, dtype))
+    return result
+
+
+def _smoothed(
+    op: Builder, scores: ir.Value, target: ir.Value, weight: Any, reduction: int, ignore_index: int, smoothing: float
+) -> ir.Value:
+    """(1 - smoothing) * loss + smoothing / c * (the loss summed over all classes), as PyTorch composes it."""
+    log_prob, labels = op.LogSoftmax(scores, axis=1), cast(op, target, ir.DataType.INT64)
+    index = _index(op, ignore_index)
+    loss, total_weight = op.ms.NegativeLogLikelihoodLossInternal2(
+        log_prob, labels, weight, index, reduction=REDUCTIONS[reduction]
+    )
+    each = log_prob if weight is None else op.Mul(log_prob, _over_classes(op, weight, scores))
+    over_classes = op.Neg(total(op, each, (1,), keepdims=False))
+    over_classes = op.Where(op.Equal(labels, index), op.scalar(0, like=over_classes), over_classes)
+    if REDUCTIONS[reduction] != "none":
+        over_classes = _summed(op, over_classes)
+    if REDUCTIONS[reduction] == "mean":
+        over_classes = op.Div(over_classes, total_weight)
+    share = _of_classes(op, smoothing, scores, dtype_of(loss))
+    result: ir.Value = op.Add(times(op, loss, 1 - smoothing), op.Mul(over_classes, share))
+    return result
+
+
+def _with_probabilities(
+    op: Builder, scores: ir.Value, target: ir.Value, weight: Any, reduction: int, smoothing: float
+) -> ir.Value:
+    """-sum(target * log_prob) over classes, as PyTorch composes it. The mean is over all but the classes."""
+    dtype = op.out[0].dtype
+    log_prob = op.LogSoftmax(scores, axis=1)
+    if smoothing:
+        share = _of_classes(op, smoothing, scores, dtype_of(target))
+        target = op.Add(times(op, target, 1 - smoothing), share)
+    each = op.Mul(cast(op, log_prob, dtype), cast(op, target, dtype))
+    if weight is not None:
+        each = op.Mul(each, cast(op, _over_classes(op, weight, scores), dtype))
+    if REDUCTIONS[reduction] == "none":
+        result: ir.Value = op.Neg(total(op, each, (1,), keepdims=False))
+        return result
+    loss: ir.Value = op.Neg(_summed(op, each))
+    if REDUCTIONS[reduction] == "mean":
+        samples = sizes.multiply(1, *(s for axis, s in enumerate(sizes.of(scores)) if axis != 1))
+        loss = op.Div(loss, op.size(samples, dtype))
+    return loss
+
+
+fused(
+    MICROSOFT,
+    "SoftmaxCrossEntropyLossInternal",
+    ("scores", "labels", "weights?", "ignore_index?"),
+    ("loss", "log_prob", "total_weight"),
+    attributes={"reduction": "mean", "output_type": None},
+    from_torch={"aten.cross_entropy_loss.default": _capture},
+    shapes=_types,
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
+    stops=frozenset({"labels", "weights", "ignore_index"}),
+    lower=lambda n, scores, labels, weights, ignore_index: Call(
+        cross_entropy, scores, labels, weights, number_of(n.reduction), _or_none(ignore_index), _torch_type(n)
+    ),
+    host=frozenset({3}),
+    axes=_cross_entropy_axes,
+    flops=lambda n: sizes.multiply(5, numel(n.scores)),
+)
+
+
+def _or_none(ignore_index: Any) -> Any:
+    """PyTorch's kernels always ignore one label: where none is to be, one that no class can have."""
+    return -100 if ignore_index is None else ignore_index
+
+
+# SoftmaxCrossEntropyLossInternalGrad: the softmax minus one at the label, times the label's weight and cotangent.
+# `bias` is added to it.
+
+
+def _grad_type(n: NodeView) -> Sequence[TensorType]:
+    dtype = dtype_of(n.log_prob) if n.output_type is None else ir.DataType(n.output_type)
+    return (TensorType(dtype, sizes.of(n.log_prob)),)
+
+
+def _grad_body(op: Builder, n: NodeView) -> ir.Value:
+    weighted = _weighted_cotangent(op, n, dtype_of(n.log_prob))
+    at_label = op.Where(_at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
+    dx = cast(op, op.Sub(op.Mul(op.Exp(n.log_prob), weighted), at_label), _grad_type(n)[0].dtype)
+    return dx if n.bias is None else op.Add(dx, n.bias)
+
+
+def _grad_axes(n: NodeView) -> str:
+    scores, labels = _names(n.log_prob)
+    return _axes(n, (_of_loss(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
+
+
+fused(
+    MICROSOFT,
+    "SoftmaxCrossEntropyLossInternalGrad",
+    ("dy", "log_prob", "labels", "weights?", "ignore_index?", "bias?", "total_weight"),
+    ("dscores",),
+    attributes={"reduction": "mean", "output_type": None},
+    shapes=_grad_type,
+    body=_grad_body,
+    lower=lambda n, dy, log_prob, labels, weights, ignore_index, bias, total_weight: Call(
+        cross_entropy_backward, dy, log_prob, labels, weights, bias, total_weight,
+        number_of(n.reduction), _or_none(ignore_index), _torch_type(n),
+    ),
+    host=frozenset({4}),
+    axes=_grad_axes,
+    flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
+)  # fmt: skip
+
+
+# NegativeLogLikelihoodLossInternal2
+
+
+def _nll_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    return _losses(op, n, n.log_prob)
+
+
+def _nll_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
+    dy = only_first(n, cotangents)
+    dx = op.own.NegativeLogLikelihoodLossGrad(
+        dy, n.log_prob, n.labels, n.weights, n.ignore_index, n.total_weight, reduction=n.reduction
+    )
+    return [dx, *[None] * (len(n.node.inputs) - 1)]
+
+
+def _nll_axes(n: NodeView) -> str:
+    scores, labels = _names(n.log_prob)
+    return _axes(n, (scores, labels, "[c]", ""), (_of_loss(n, labels), ""))
+
+
+def _capture_nll(
+    op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Any:
+    if rank_of(x) == 1:
+        x, target = _batch_of_one(op, x), _batch_of_one(op, target)
+    labels = cast(op, target, ir.DataType.INT64)
+    loss, _ = op.ms.NegativeLogLikelihoodLossInternal2(
+        x, labels, weight, _index(op, ignore_index), reduction=REDUCTIONS[reduction]
+    )
+    return reshaped(op, loss, ()) if rank_of(loss) and not op.out[0].shape else loss
+
+
+fused(
+    MICROSOFT,
+    "NegativeLogLikelihoodLossInternal2",
+    ("log_prob", "labels", "weights?", "ignore_index?"),
+    ("loss", "total_weight"),
+    attributes={"reduction": "mean"},
+    from_torch={
+        "aten.nll_loss_nd.default": _capture_nll,
+        "aten.nll_loss.default": _capture_nll,
+        "aten.nll_loss2d.default": _capture_nll,
+    },
+    shapes=lambda n: (_loss_type(n, dtype_of(n.log_prob)), TensorType(dtype_of(n.log_prob), ())),
+    body=_nll_body,
+    gradient=(Gradient(_nll_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
+    stops=frozenset({"labels", "weights", "ignore_index"}),
+    lower=lambda n, x, labels, weights, ignore_index: Call(
+        nll_loss, x, labels, weights, number_of(n.reduction), _or_none(ignore_index)
+    ),
+    host=frozenset({3}),
+    axes=_nll_axes,
+    flops=lambda n: numel(n.labels),
+)
+
+
+def _nll_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    weighted = op.Neg(_weighted_cotangent(op, n, dtype_of(n.log_prob)))
+    dx: ir.Value = op.Where(_at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
+    return dx
+
+
+def _nll_grad_axes(n: NodeView) -> str:
+    scores, labels = _names(n.log_prob)
+    return _axes(n, (_of_loss(n, labels), scores, labels, "[c]", "", ""), (scores,))
+
+
+fused(
+    OWN,
+    "NegativeLogLikelihoodLossGrad",
+    ("dy", "log_prob", "labels", "weights?", "ignore_index?", "total_weight"),
+    ("dx",),
+    attributes={"reduction": "mean"},
+    shapes=lambda n: (type_of(n.log_prob),),
+    body=_nll_grad_body,
+    lower=lambda n, dy, x, labels, weights, ignore_index, total_weight: Call(
+        nll_loss_backward, dy, x, labels, weights, number_of(n.reduction), _or_none(ignore_index), total_weight
+    ),
+    host=frozenset({4}),
+    axes=_nll_grad_axes,
+    flops=lambda n: numel(n.log_prob),
+)
