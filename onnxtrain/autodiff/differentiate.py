@@ -85,8 +85,13 @@ def _active(nodes: Sequence[ir.Node], asked: Sequence[ir.Value]) -> set[ir.Value
     """The values that a gradient can flow through: floating, and computed from an asked input."""
     active = {v for v in asked if is_differentiable_type(dtype_of(v))}
     for node in nodes:
-        if _active_inputs(node, definition_of(node), active):
-            active.update(v for v in node.outputs if is_differentiable_type(dtype_of(v)))
+        definition = definition_of(node)
+        if _active_inputs(node, definition, active):
+            active.update(
+                v
+                for i, v in enumerate(node.outputs)
+                if is_differentiable_type(dtype_of(v)) and definition.output_name(i) not in definition.detached
+            )
     return active
 
 

@@ -1,39 +1,36 @@
 """What besides the structure of a call decides which capture serves it.
 
 Three parts, each read on every call: `environment()` (autocast, grad mode and other switches of PyTorch),
-`tensor_facts()` of each input, and the state of the module: `ModuleState`. A state is a snapshot of everything that
-forward can read in Python. Checking one costs microseconds: a function is generated from the snapshot, which compares
-by identity and type what can be compared so, and returns the module's tensors as it finds them on the way. Where an
-identity changed, a second snapshot decides whether a value changed.
+`tensor_facts()` of each input, and the state of the module: `ModuleState`, a snapshot of what forward can read.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-import operator
-import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from types import CodeType, NoneType
+from collections.abc import Callable, Hashable, Sequence
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.modules import module as torch_module
 
-from onnxtrain.errors import CaptureError
+from onnxtrain.capture.snapshot import PLAIN_TENSORS, Reads, Snapshot, attribute_reads
 
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-Reads: TypeAlias = Collection[tuple[int, str]]  # (id of a module, name of an attribute)
-
+__all__ = [
+    "ModuleState",
+    "attribute_reads",
+    "environment",
+    "environment_difference",
+    "tensor_difference",
+    "tensor_facts",
+]
 
 # The environment
 
-_NAMES = (
-    "grad mode", "inference mode", "autocast on CPU", "its dtype", "autocast on CUDA", "its dtype", "autocast cache",
-    "default dtype", "flash attention", "memory-efficient attention", "math attention", "cuDNN attention",
-    "float32 matmul precision", "deterministic algorithms", "deterministic warn-only", "torch.func transforms",
-    "torch function modes", "torch dispatch modes",
+_SWITCHES = (
+    "grad mode", "inference mode", "autocast", "autocast cache", "default dtype", "flash attention",
+    "memory-efficient attention", "math attention", "cuDNN attention", "float32 matmul precision",
+    "deterministic algorithms", "deterministic algorithms warn only", "torch.func transforms", "default device or mode",
+    "dispatch modes",
 )  # fmt: skip
 
 
@@ -43,8 +40,7 @@ def environment() -> tuple[Hashable, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        _autocast() if c._is_any_autocast_enabled() else None,
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         c._get_flash_sdp_enabled(),
@@ -55,6 +51,152 @@ def environment() -> tuple[Hashable, ...]:
         c._get_deterministic_algorithms(),
         c._get_deterministic_algorithms_warn_only(),
         c._functorch.maybe_current_level(),
-        c._len_torch_function_stack(),
+        _function_modes() if c._len_torch_function_stack() else None,
         c._len_torch_dispatch_stack(),
     )
+
+
+def environment_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
+    """In words, the first switch that is not the same; "" where all are."""
+    for name, before, after in zip(_SWITCHES, old, new, strict=True):
+        if before != after:
+            return f"{name}: {before} → {after}"
+    return ""
+
+
+def _autocast() -> Hashable:
+    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+
+
+def _function_modes() -> Hashable:
+    """`torch.set_default_device` is such a mode; others are known by identity."""
+    c = torch._C
+    modes = [c._get_function_stack_at(i) for i in range(c._len_torch_function_stack())]
+    return tuple(str(mode.device) if hasattr(mode, "device") else id(mode) for mode in modes)
+
+
+# Inputs
+
+_FACTS = ("type", "dtype", "device", "requires_grad", "number of dimensions", "memory format", "inference tensor")
+
+
+def tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What a capture depends on in an input, other than its sizes."""
+    kind = type(tensor)
+    return (
+        torch.Tensor if kind in PLAIN_TENSORS else kind,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.ndim,
+        "contiguous" if tensor.is_contiguous() else _memory_format(tensor),
+        tensor.is_inference(),
+    )
+
+
+def tensor_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
+    """In words, the first of the facts of an input that is not the same; "" where all are."""
+    for name, before, after in zip(_FACTS, old, new, strict=True):
+        if before != after:
+            return f"{name}: {_word(before)} → {_word(after)}"
+    return ""
+
+
+def _word(fact: Hashable) -> str:
+    return fact.__qualname__ if isinstance(fact, type) else str(fact)
+
+
+def _memory_format(tensor: torch.Tensor) -> Hashable:
+    """`channels_last`, or which dimensions are outer to which and which are expanded."""
+    if tensor.layout != torch.strided or type(tensor) not in PLAIN_TENSORS:
+        return str(tensor.layout)
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return "channels_last"
+    if tensor.ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+        return "channels_last_3d"
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+    expanded = tuple(d for d, stride in enumerate(strides) if stride == 0 and tensor.shape[d] > 1)
+    return "strided", order, expanded
+
+
+# The module
+
+
+class ModuleState:
+    """A module as it was at a capture: classes, attributes, training flags, hooks, and the facts of every tensor.
+
+    Checking one costs microseconds: a function is generated from the snapshot that compares by identity what can be
+    compared so, and gives the module's tensors as it finds them on the way. Where the identity of a mutable object
+    changed, a second snapshot decides whether a value changed; if none did, it takes the place of the first.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._check: _Check | None = None
+
+    @classmethod
+    def take(cls, module: torch.nn.Module, names: Sequence[str] = (), reads: Reads | None = None) -> ModuleState:
+        """The state of `module` now.
+
+        Args:
+            module: any module but a TorchScript one.
+            names: which parameters, buffers and tensor attributes `read` gives, by their qualified names.
+            reads: the attributes that forward reads, as found by `attribute_reads`; None for all.
+        """
+        return cls(Snapshot(module, names, reads))
+
+    def read(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
+        """The tensors of `names` as they are now; None if the module is not in this state.
+
+        Raises:
+            CaptureError: the module does not have a tensor of `names`.
+        """
+        check = self._check
+        if check is None:
+            check = self._check = _compile(self._snapshot)
+        found = check(module)
+        return self._look_again(module) if found is False else found
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """Whether the module is in this state."""
+        return self.read(module) is not None
+
+    def difference(self, module: torch.nn.Module) -> str:
+        """In words, the first thing that is not as it was; "" where all is."""
+        if module is not self._snapshot.module:
+            return "the module is another object"
+        old = self._snapshot.facts
+        new = Snapshot(module, self._snapshot.names, self._snapshot.reads).facts
+        for place in dict.fromkeys((*old, *new)):
+            before, after = old.get(place), new.get(place)
+            if before != after:
+                what, where = place
+                return f"{what} of {where}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
+        return ""
+
+    def _look_again(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
+        """An object was exchanged: the state is the same if every value is."""
+        now = Snapshot(module, self._snapshot.names, self._snapshot.reads)
+        if now.facts != self._snapshot.facts:
+            return None
+        self._snapshot = now
+        self._check = _compile(now)
+        found = self._check(module)
+        return found if isinstance(found, list) else None
+
+
+_Check: TypeAlias = Callable[[torch.nn.Module], Any]
+
+
+def _compile(snapshot: Snapshot) -> _Check:
+    source = snapshot.source()
+    exec(_code(source), snapshot.values)
+    check: _Check = snapshot.values["check"]
+    return check
+
+
+@functools.lru_cache(maxsize=64)
+def _code(source: str) -> CodeType:
+    """An exchanged object changes the values, not the source: it is not compiled again."""
+    return compile(source, "<onnxtrain module state>", "exec")

@@ -262,7 +262,7 @@ class _Flat:
         node = _open_container(value)
         if node is None:
             if isinstance(value, _CONSTANTS):
-                return Constant(value, _constant_key(value))
+                return Constant(value, constant_key(value))
             raise self._unsupported(value, path)
         children, names, key, build = node
         if id(value) in self._open:
@@ -293,7 +293,7 @@ def _open_container(value: Any) -> _Container | None:
         return (
             list(value.values()),
             [_step(key) for key in keys],
-            tuple(map(_constant_key, keys)),
+            tuple(map(constant_key, keys)),
             lambda children: dict(zip(keys, children, strict=True)),
         )
     if kind is list or kind is tuple or kind is torch.Size:
@@ -363,7 +363,7 @@ def _open_object(value: Any) -> _Container:
     return list(vars(value).values()), [f".{name}" for name in names], names, build
 
 
-def _constant_key(value: Any) -> Hashable:
+def constant_key(value: Any) -> Hashable:
     """Equal for equal constants only: True, 1 and 1.0 differ, and so do 0.0 and -0.0; NaN equals itself."""
     kind = type(value)
     if kind in _EXACT:
@@ -371,9 +371,9 @@ def _constant_key(value: Any) -> Hashable:
     if isinstance(value, (float, complex)):
         return (kind, repr(value))
     if isinstance(value, slice):
-        return (kind, *map(_constant_key, (value.start, value.stop, value.step)))
+        return (kind, *map(constant_key, (value.start, value.stop, value.step)))
     if kind is tuple:
-        return (kind, *map(_constant_key, value))
+        return (kind, *map(constant_key, value))
     try:
         hash(value)
     except TypeError:
@@ -400,7 +400,7 @@ def _freeze(context: Any) -> Hashable:
         return (type(context), *map(_freeze, context))
     if isinstance(context, dict):
         return (dict, *((_freeze(key), _freeze(value)) for key, value in context.items()))
-    return _constant_key(context)
+    return constant_key(context)
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ opset lacks (Gelu before 20) is first written out by ONNX's own definition of it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx
@@ -44,11 +44,16 @@ def convert_opset(graph: ir.Graph, opset: int) -> None:
         if not _same_meaning(node.op_type, present, opset):
             _convert(graph, node, opset)
         elif _since(node.op_type, present) != _since(node.op_type, opset):
-            try:
-                verify_standard(node, opset)
-            except GraphError as error:
-                raise _impossible(node, opset, str(error)) from error
+            _stays(node, opset)
     graph.opset_imports[ONNX] = opset
+
+
+def _stays(node: ir.Node, opset: int) -> None:
+    """Checks that the node is valid in `opset` as it is."""
+    try:
+        verify_standard(node, opset)
+    except GraphError as error:
+        raise _impossible(node, opset, str(error)) from error
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,24 +81,49 @@ def _same_meaning(op_type: str, a: int, b: int) -> bool:
 
 
 def _meaning(schema: onnx.defs.OpSchema) -> tuple[Any, ...]:
-    attributes = {
+    return schema.doc, _attributes(schema), _formals(schema.inputs), _formals(schema.outputs)
+
+
+def _attributes(schema: onnx.defs.OpSchema) -> dict[str, tuple[Any, ...]]:
+    return {
         name: (str(a.type), a.required, a.default_value.SerializeToString()) for name, a in schema.attributes.items()
     }
-    formals = [(f.name, str(f.option), f.is_homogeneous, f.type_str) for f in (*schema.inputs, *schema.outputs)]
-    return schema.doc, attributes, formals, len(schema.inputs)
+
+
+def _formals(formals: Sequence[onnx.defs.OpSchema.FormalParameter]) -> list[tuple[Any, ...]]:
+    return [(f.name, str(f.option), f.is_homogeneous, f.type_str) for f in formals]
+
+
+def _uses_nothing_new(node: ir.Node, new: onnx.defs.OpSchema | None, old: onnx.defs.OpSchema | None) -> bool:
+    """Whether the op only gained inputs and attributes that this node does not use (Split 18, Pad 18)."""
+    if new is None or old is None:
+        return False
+    gained, lost = _attributes(new), _attributes(old)
+    count = len(node.inputs)
+    return (
+        node.attributes.keys() <= lost.keys() <= gained.keys()
+        and all(gained[name] == lost[name] for name in lost)
+        and count <= len(old.inputs)
+        and _formals(new.inputs)[:count] == _formals(old.inputs)[:count]
+        and _formals(new.outputs) == _formals(old.outputs)
+    )
 
 
 def _convert(graph: ir.Graph, node: ir.Node, opset: int) -> None:
     if any(traversal.subgraphs(node)):
         raise _impossible(node, opset, "it holds graphs")
-    proto = ir.to_proto(_alone(node, graph.opset_imports[ONNX]))
+    present = graph.opset_imports[ONNX]
+    proto = ir.to_proto(_alone(node, present))
     try:
         if _schema(node.op_type, opset) is None:
             proto = onnx.inliner.inline_selected_functions(proto, [(ONNX, node.op_type)], inline_schema_functions=True)
         proto = onnx.version_converter.convert_version(proto, opset)
     except RuntimeError as error:
+        unknown = "No Adapter" in str(error)
+        if unknown and _uses_nothing_new(node, _schema(node.op_type, present), _schema(node.op_type, opset)):
+            return _stays(node, opset)
         raise _impossible(node, opset, str(error).rpartition("failed: ")[2]) from error
-    _splice(graph, node, ir.from_proto(proto).graph)
+    return _splice(graph, node, ir.from_proto(proto).graph)
 
 
 def _impossible(node: ir.Node, opset: int, reason: str) -> OptionError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,9 +41,6 @@ class Definition(Protocol):
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
         """What the shape rule says."""
-
-    def output_count(self, inputs: int, attributes: Mapping[str, Any], /) -> int:
-        """How many outputs a node with so many inputs and these attributes has."""
 
 
 Definitions = Callable[[str, str], Definition]
@@ -204,26 +201,21 @@ def _verify_attributes(node: ir.Node, definition: Definition) -> None:
 
 
 def _verify_outputs(node: ir.Node, definition: Definition) -> None:
-    attributes = {a.name: a.as_string() if a.type == ir.AttributeType.STRING else a.value for a in _plain(node)}
-    count = definition.output_count(len(node.inputs), attributes)
-    needed = sum(not name.endswith(("?", "...")) for name in definition.outputs)
-    if not min(needed, count) <= len(node.outputs) <= count:
-        raise _fault(node, "has the wrong number of outputs", f"{min(needed, count)} to {count}", len(node.outputs))
+    declared = definition.outputs
+    needed = sum(not name.endswith(("?", "...")) for name in declared)
+    if len(node.outputs) < needed or (len(node.outputs) > len(declared) and not declared[-1].endswith("...")):
+        raise _fault(node, "has the wrong number of outputs", ", ".join(declared), len(node.outputs))
     try:
         types = definition.output_types(node)
     except Exception as error:
         raise _fault(node, f"its shape rule failed: {error}") from error
     if len(types) < len(node.outputs):
-        raise _fault(node, "its shape rule gives too few outputs", len(node.outputs), len(types))
+        raise _fault(node, "has more outputs than its shape rule gives", len(types), len(node.outputs))
     for value, expected in zip(node.outputs, types, strict=False):
         if not agree(type_of(value), TensorType(*expected)):
             raise _fault(
                 node, f"the type of {value.name!r} is wrong", show(TensorType(*expected)), show(type_of(value))
             )
-
-
-def _plain(node: ir.Node) -> Iterable[ir.Attr]:
-    return (a for a in node.attributes.values() if not a.is_ref())
 
 
 # Against ONNX

@@ -375,6 +375,7 @@ FLASH_ATTENTION = define(
         aliases={},
         flops=lambda n: _products_flops(n, 2),
         host=None,
+        detached=frozenset({"logsumexp"}),
     )
 )
 

@@ -227,6 +227,7 @@ class OpDef:
         native_ok: from the node, whether stock onnxruntime's own kernel of this name computes the same.
         gradient: one or more ways to differentiate, the first is the default; or NOT_DIFFERENTIABLE.
         stops: inputs that are never differentiated (indices, shapes, masks).
+        detached: floating outputs that PyTorch gives no gradient (running statistics, log-sum-exp kept for backward).
         kernels: candidates, best first.
         axes: from the node, its axis map in the notation of `graph.axes`, or NO_AXES.
         effects: see Effects.
@@ -257,6 +258,7 @@ class OpDef:
     host: Callable[..., Any] | None
     outputs_of: Callable[[int, Mapping[str, Any]], int] | None = field(default=None)
     shape_only: frozenset[str] = frozenset()
+    detached: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)
@@ -281,6 +283,11 @@ class OpDef:
     def input_name(self, index: int) -> str:
         """The declared name of input `index`, without its mark; a variadic's name for each of its members."""
         declared = self.inputs[min(index, len(self.inputs) - 1)]
+        return declared.rstrip("?").removesuffix("...")
+
+    def output_name(self, index: int) -> str:
+        """The declared name of output `index`, without its mark."""
+        declared = self.outputs[min(index, len(self.outputs) - 1)]
         return declared.rstrip("?").removesuffix("...")
 
     def axis_map(self, node: ir.Node) -> axis_maps.AxisMap | None:

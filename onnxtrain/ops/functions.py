@@ -26,6 +26,7 @@ from onnxtrain.graph.values import ONNX, TensorType, dtype_of, set_type, type_of
 from onnxtrain.ops.bodies import body_of, build_body, close, import_opsets, inline_bodies
 from onnxtrain.ops.definition import OPSET, NoBody, OpDef
 from onnxtrain.ops.registry import builder, definition_of
+from onnxtrain.ops.symbolic import held_sizes
 
 _FEW = 64  # elements of an integer constant that a body may look at (axes, shapes)
 
@@ -124,11 +125,11 @@ def _case(node: ir.Node, level: _Known) -> _Case:
             continue
         local = ir.Value(name=name)
         set_type(local, TensorType(dtype_of(value), names.local(sizes.of(value))))
-        known: Sizes | None = value.meta.get("sizes")
-        if known is not None:
-            local.meta["sizes"] = known = names.local(known)
         baked = _baked(value, level)
         local.const_value = baked
+        known = None if baked is not None else _held(value)
+        if known is not None:
+            local.meta["sizes"] = known = names.local(known)
         inputs.append(local)
         key.append((type_of(local), known, None if baked is None else baked.numpy().tobytes()))
     attributes = tuple((a.name, _attribute_key(a)) for a in sorted(node.attributes.values(), key=lambda a: a.name))
@@ -142,6 +143,13 @@ def _baked(value: ir.Value, level: _Known) -> ir.TensorProtocol | None:
     if tensor is None or tensor.size > _FEW:
         return None
     return tensor if tensor.dtype == ir.DataType.INT64 or (level is _Known.NUMBERS and tensor.size <= 1) else None
+
+
+def _held(value: ir.Value) -> Sizes | None:
+    """The sizes that an integer or a short vector of integers holds, where they are known."""
+    if dtype_of(value) != ir.DataType.INT64 or len(sizes.of(value)) > 1 or value.const_value is not None:
+        return None
+    return held_sizes(value)
 
 
 def _attribute_key(attribute: ir.Attr) -> Any:
@@ -238,7 +246,8 @@ def _note_sizes(op: Builder, inputs: Sequence[ir.Value | None]) -> None:
             continue
         for index, size in enumerate(value.meta.get("sizes") or ()):
             if isinstance(size, str) and size.isidentifier() and size not in dims and size not in known:
-                known[size] = op.Gather(value, op.constant([index], ir.DataType.INT64), axis=0)
+                place = op.constant([index], ir.DataType.INT64)
+                known[size] = op.Gather(value, place, axis=0) if sizes.of(value) else op.Unsqueeze(value, place)
 
 
 def _constants_to_nodes(graph: ir.Graph) -> None:

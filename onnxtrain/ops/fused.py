@@ -77,6 +77,7 @@ def fused(
             aliases={},
             flops=flops,
             host=None,
+            detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )
 
@@ -97,7 +98,7 @@ def only_first(n: NodeView, cotangents: Sequence[ir.Value | None]) -> ir.Value:
 
 
 def wanted(n: NodeView, *names: str) -> list[int]:
-    """For each of these inputs 1 where it is there and its gradient is asked for, else 0: a backward op's output_mask."""
+    """A backward op's output_mask: 1 for each of these inputs that is there and whose gradient is asked for, else 0."""
     return [int(getattr(n, name) is not None and n.wants(name)) for name in names]
 
 

@@ -55,7 +55,7 @@ def of_product_types(convert: FromTorch) -> FromTorch:
 
 def is_exact_attribute(number: Any) -> bool:
     """Whether this is a number that survives as an ONNX attribute, which holds it in float32."""
-    return isinstance(number, (int, float)) and bool(np.float32(number) == number)
+    return isinstance(number, (int, float)) and float(np.float32(number)) == number
 
 
 def constant_axes(op: Builder, *axes: int) -> ir.Value:
@@ -107,22 +107,36 @@ def _matmul_axes(n: NodeView) -> str:
 # Kernels
 
 
-def _matmul_call(n: NodeView, a: Any, b: Any) -> Call:
-    return Call(_product_function(n.a, n.b), a, b)
+def rows_times_matrix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a[..., m, k] @ b[k, n] as one product.
+
+    torch.matmul would multiply b by each matrix of an `a` that cannot be viewed as one, as here no tensor requires a
+    gradient; in eager PyTorch, where b does, it copies `a`.
+    """
+    return torch.mm(a.flatten(0, -2), b).view(a.shape[:-1] + b.shape[1:])
 
 
-def _product_function(a: ir.Value, b: ir.Value) -> Callable[..., Any]:
-    """The torch function for operands of these ranks: torch.matmul finds the same one, in a microsecond or two."""
-    shapes = sizes.of(a), sizes.of(b)
-    match len(shapes[0]), len(shapes[1]):
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """As F.linear where w requires a gradient, see `rows_times_matrix`."""
+    if x.dim() < 3 or x.is_contiguous():
+        return torch.nn.functional.linear(x, w, b)
+    y = rows_times_matrix(x, w.t())
+    return y if b is None else y.add_(b)
+
+
+def _product_function(a: Sequence[Size], b: Sequence[Size]) -> Callable[..., Any]:
+    """The torch function for operands of these shapes: torch.matmul finds the same one, in a microsecond or two."""
+    match len(a), len(b):
         case 2, 2:
             return torch.mm
         case 2, 1:
             return torch.mv
         case 1, 1:
             return torch.dot
-        case 3, 3 if shapes[0][0] == shapes[1][0]:
+        case 3, 3 if a[0] == b[0]:
             return torch.bmm
+        case _, 2 if len(a) > 2:
+            return rows_times_matrix
     return torch.matmul
 
 
@@ -274,7 +288,7 @@ MATMUL = define(
         native_ok=always,
         gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
         stops=frozenset(),
-        kernels=(Kernel(lower=_matmul_call),),
+        kernels=(Kernel(lower=lambda n, a, b: Call(_product_function(sizes.of(n.a), sizes.of(n.b)), a, b)),),
         axes=_matmul_axes,
         effects=Effects.NONE,
         aliases={},
@@ -335,17 +349,12 @@ def _seen(argument: Any, rank: int, trans: int, trans_batch: int) -> Any:
 def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
     first = _seen(a, rank_of(n.a), n.transA, n.transBatchA)
     second = _seen(b, rank_of(n.b), n.transB, n.transBatchB)
-    ranks = rank_of(n.a), rank_of(n.b)
-    if ranks == (2, 2):
-        function: Callable[..., Any] = torch.mm
-        scaling: Callable[..., Any] = torch.addmm
-    elif ranks == (3, 3) and _fused_shapes(n)[0][0] == _fused_shapes(n)[1][0]:
-        function, scaling = torch.bmm, torch.baddbmm
-    else:
-        product = Call(torch.matmul, first, second)
-        return product if n.alpha == 1 else Call(torch.mul, product, n.alpha)
+    function = _product_function(*_fused_shapes(n))
     if n.alpha == 1:
         return Call(function, first, second)
+    scaling = {torch.mm: torch.addmm, torch.bmm: torch.baddbmm}.get(function)
+    if scaling is None:
+        return Call(torch.mul, Call(function, first, second), n.alpha)
     # beta=0: the first operand only lends its element type.
     return Call(scaling, Method("new_empty", a, ()), first, second, beta=0, alpha=n.alpha)
 
@@ -396,10 +405,18 @@ def _linear_body(op: Builder, n: NodeView) -> ir.Value:
     return result
 
 
+def _linear_call(n: NodeView, x: Any, w: Any, b: Any) -> Call:
+    return Call(torch.nn.functional.linear if rank_of(n.x) < 3 else linear, x, w, b)
+
+
 def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
     rows = as_rows(op, dy)
+    dx = None
+    if n.wants("x"):
+        dx = op.MatMul(rows, n.w)
+        dx = dx if rank_of(n.x) == 2 else op.Reshape(dx, op.shape_of(n.x), allowzero=1)
     found = (
-        op.MatMul(dy, n.w) if n.wants("x") else None,
+        dx,
         op.ms.FusedMatMul(rows, as_rows(op, n.x), transA=1) if n.wants("w") else None,
         op.ReduceSum(rows, constant_axes(op, 0), keepdims=0) if n.b is not None and n.wants("b") else None,
     )
@@ -430,7 +447,7 @@ LINEAR = define(
         native_ok=lambda n: False,
         gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
         stops=frozenset(),
-        kernels=(Kernel(lower=lambda n, x, w, b: Call(torch.nn.functional.linear, x, w, b)),),
+        kernels=(Kernel(lower=_linear_call),),
         axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
         effects=Effects.NONE,
         aliases={},

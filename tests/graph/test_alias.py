@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.ops import definition_of
+from onnxtrain.ops.reshape.join import split
 from tests.graph.small import graph_of
 
 
@@ -23,7 +24,7 @@ def test_views_of_views_are_one_set_with_the_first_as_root():
 
 def test_all_members_of_a_variadic_output_are_views():
     op, (x,) = graph_of(x=(4, 2))
-    a, b = op.Split(x, op.sizes([1, 3]), axis=0)
+    a, b = split(op, x, [1, 3], axis=0)
     sets = AliasSets(op.graph, definition_of)
     assert sets.may_alias(a, b)
     assert sets.root(b) is x

@@ -10,6 +10,7 @@ import pytest
 
 from onnxtrain.errors import OptionError
 from onnxtrain.graph.opset import convert_opset
+from onnxtrain.ops.reshape.join import split
 from tests.graph.small import graph_of
 
 
@@ -81,6 +82,24 @@ def test_an_element_type_that_is_too_new_is_refused():
     op.graph.outputs.append(op.Round(half))
     with pytest.raises(OptionError, match="Round"):
         convert_opset(op.graph, 18)
+
+
+def test_a_node_that_uses_nothing_new_stays():
+    op, (x,) = graph_of(x=(4, 2))
+    op.graph.outputs.extend(split(op, x, [1, 3], axis=0))
+    nodes = list(op.graph)
+    convert_opset(op.graph, 17)  # Split of 18 has num_outputs as well
+    assert list(op.graph) == nodes
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    first, rest = run(op, x=x)
+    np.testing.assert_array_equal(np.concatenate([first, rest]), x)
+
+
+def test_a_node_that_uses_something_new_is_refused():
+    op, (x,) = graph_of(x=(4, 2))
+    op.graph.outputs.extend(op.Split(x, axis=0, num_outputs=2))
+    with pytest.raises(OptionError, match="Split"):
+        convert_opset(op.graph, 17)
 
 
 @pytest.mark.parametrize("opset", [0, 9999])

@@ -53,7 +53,9 @@ _EMPTY = [{**_FULL[0], letter: 0} for letter in "bhkmn"]
 def _apart(*cases: OpCase) -> list[OpCase]:
     """Each case with its body, and without at sizes of 0."""
     full = [replace(case, sizes=_FULL) for case in cases]
-    return full + [replace(case, sizes=_EMPTY, bodies=False, label=f"{case.label}-empty") for case in cases]
+    return full + [
+        replace(case, sizes=[_FULL[0], *_EMPTY], bodies=False, label=f"{case.label}-empty") for case in cases
+    ]
 
 
 CASES = [

@@ -85,9 +85,9 @@ CASES = [
     OpCase("", "Squeeze", (Spec("1 4 1"),), torch.squeeze, label="all"),
     OpCase("", "Unsqueeze", (Spec("b s"), ints(0, -1)), lambda x, axes: x[None, :, :, None]),
     OpCase("", "Unsqueeze", (Spec(""), ints(0)), lambda x, axes: x[None], label="scalar"),
-    OpCase("", "Expand", (Spec("s 1"), SizesOf("b s h")), lambda x, shape: x.expand(shape)),
+    OpCase("", "Expand", (Spec("s 1"), SizesOf("2*s s 4")), lambda x, shape: x.expand(shape)),
     OpCase("", "Expand", (Spec("b s"), ints(1, 1)), lambda x, shape: x, label="onto-ones"),
-    OpCase("", "Expand", (Spec(""), SizesOf("b s")), lambda x, shape: x.expand(shape), label="scalar"),
+    OpCase("", "Expand", (Spec(""), SizesOf("2 3")), lambda x, shape: x.expand(shape), label="scalar"),
     # Join and cut
     OpCase("", "Concat", (Spec("b s h"), Spec("b t h"), Spec("b 2 h")), lambda *xs: torch.cat(xs, 1), {"axis": 1}),
     OpCase("", "Concat", (Spec("b"), Spec("3")), lambda *xs: torch.cat(xs, -1), {"axis": -1}, label="vectors"),

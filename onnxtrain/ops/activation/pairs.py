@@ -32,8 +32,8 @@ def not_double(n: NodeView) -> bool:
 
 
 def scalar(op: Builder, n: NodeView, number: float) -> ir.Value:
-    """A constant of the type of x, which may be called y."""
-    return op.scalar(number, like=n.node.inputs[-1])
+    """A constant of the node's element type."""
+    return op.scalar(number, like=n.node.outputs[0])
 
 
 def backward(
@@ -49,7 +49,7 @@ def backward(
     """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y"."""
 
     def shapes(n: NodeView) -> Sequence[TensorType]:
-        return (type_of(n.node.inputs[1]),)
+        return (type_of(getattr(n, saved)),)
 
     return define(
         OpDef(
@@ -65,7 +65,7 @@ def backward(
             native_ok=always,
             gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
             stops=frozenset(),
-            kernels=(Kernel(lower=lower, in_place=0),),
+            kernels=(Kernel(lower=lower),),
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},

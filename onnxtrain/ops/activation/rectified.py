@@ -125,9 +125,8 @@ def _hardtanh_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _within(op: Builder, n: NodeView, low: float, high: float, inside: ir.Value) -> ir.Value:
     """`inside` where low < x < high, else 0."""
-    zero = scalar(op, n, 0.0)
-    outside = op.Or(op.LessOrEqual(n.x, scalar(op, n, low)), op.GreaterOrEqual(n.x, scalar(op, n, high)))
-    return op.Where(outside, zero, inside)  # type: ignore[no-any-return]
+    between = op.And(op.Greater(n.x, scalar(op, n, low)), op.Less(n.x, scalar(op, n, high)))
+    return op.Where(between, inside, scalar(op, n, 0.0))  # type: ignore[no-any-return]
 
 
 def _sixth(op: Builder, n: NodeView) -> ir.Value:
@@ -143,9 +142,8 @@ def _hard_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _hard_sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """Dy / 6 where -3 < x < 3, and 0 where x is NaN."""
-    zero, three = scalar(op, n, 0.0), scalar(op, n, 3.0)
-    return op.Where(op.Less(op.Abs(n.x), three), op.Div(n.dy, scalar(op, n, 6.0)), zero)  # type: ignore[no-any-return]
+    """dy / 6 where -3 < x < 3. PyTorch's kernels have 1/6 in float32, in float64 too."""
+    return _within(op, n, -3.0, 3.0, op.Mul(n.dy, scalar(op, n, torch.tensor(1 / 6).item())))
 
 
 def _hard_swish_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -209,8 +207,8 @@ def _softshrink_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _shrink_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    small = op.LessOrEqual(op.Abs(n.x), scalar(op, n, n.lambd))
-    return op.Where(small, scalar(op, n, 0.0), n.dy)  # type: ignore[no-any-return]
+    large = op.Greater(op.Abs(n.x), scalar(op, n, n.lambd))
+    return op.Where(large, n.dy, scalar(op, n, 0.0))  # type: ignore[no-any-return]
 
 
 HARDSHRINK, HARDSHRINK_GRAD = activation(

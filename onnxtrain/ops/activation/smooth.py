@@ -260,7 +260,7 @@ def _exponential_unit(op: Builder, n: NodeView, alpha: float, scale: float, inpu
     positive = n.x if scale == 1 else op.Mul(n.x, scalar(op, n, scale))
     z = n.x if input_scale == 1 else op.Mul(n.x, scalar(op, n, input_scale))
     negative = op.Mul(op.own.Expm1(z), scalar(op, n, alpha * scale))
-    return op.Where(op.LessOrEqual(n.x, scalar(op, n, 0.0)), negative, positive)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), positive, negative)  # type: ignore[no-any-return]
 
 
 def _elu_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -268,7 +268,7 @@ def _elu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     z = op.Mul(n.x, scalar(op, n, n.input_scale))
     negative = op.Mul(op.Mul(n.dy, scalar(op, n, factor)), op.Exp(z))
     positive = op.Mul(n.dy, scalar(op, n, n.scale))
-    return op.Where(op.LessOrEqual(n.x, scalar(op, n, 0.0)), negative, positive)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), positive, negative)  # type: ignore[no-any-return]
 
 
 def _capture_elu(op: Builder, x: ir.Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
@@ -311,7 +311,8 @@ CELU = unary(
     "Celu",
     {"aten.celu.default": lambda op, x, alpha=1.0: op.Celu(x, alpha=float(alpha))},
     torch.celu,
-    lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, input_scale=1 / n.alpha),
+    # PyTorch's gradient rounds alpha to float32.
+    lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, input_scale=1 / torch.tensor(n.alpha).item()),
     attributes={"alpha": 1.0},
     since=12,
     body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1 / n.alpha),

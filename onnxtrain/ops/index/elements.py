@@ -9,13 +9,12 @@ PyTorch's own kernels raise on others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.errors import GradientError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
@@ -29,17 +28,19 @@ from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic import needed_sizes
 
 
-def _shared_names(axis: int, whole: Sizes, part: Sizes, prefix: str) -> tuple[list[str], list[str]]:
-    """Axis names of a tensor and of the places in it: an axis passes where both are proven of one size."""
-    right = names("i", len(part))
-    left = [
-        right[k] if k != axis and whole[k] == part[k] else f"[{prefix}{k}]" for k in range(len(whole))
-    ]
+def _shared_names(axis: int, whole: Sizes, part: Sizes) -> tuple[list[str], list[str]]:
+    """Axis names of a tensor and of the places in it. An axis passes where both are proven of one size."""
+    left, right = names("a", len(whole)), names("a", len(part))
+    for k, (have, want) in enumerate(zip(whole, part, strict=True)):
+        if k == axis:
+            left[k], right[k] = f"[x{k}]", f"p{k}"
+        elif have != want:
+            left[k], right[k] = f"[x{k}]", f"[p{k}]"
     return left, right
 
 
 def _gather_axes(n: NodeView) -> str:
-    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places), "x")
+    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places))
     return axis_map([left, right], right)
 
 
@@ -90,7 +91,7 @@ def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _gather_grad_axes(n: NodeView) -> str:
-    left, right = _shared_names(axis_of(n, n.dy), sizes.of(n.dx), sizes.of(n.places), "x")
+    left, right = _shared_names(axis_of(n, n.dy), sizes.of(n.dx), sizes.of(n.places))
     shared = [word if word in left else f"[{word}]" for word in right]
     return axis_map([shared, None, shared], left)
 
@@ -113,7 +114,7 @@ GATHER_ELEMENTS_GRAD = movement(
 )
 
 
-# ScatterElements(x, places, updates, axis, reduction)
+# ScatterElements: the reductions under ATen's names
 
 _REDUCE = {"mul": "prod", "max": "amax", "min": "amin"}
 _ONNX_REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
@@ -133,7 +134,7 @@ def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value 
     if n.reduction in ("max", "min"):
         return _extreme_gradient(op, n, dy, axis)
     if n.reduction == "mul":
-        raise UnsupportedOperatorError("the gradient of ScatterElements with reduction mul", todo="keep the ATen op")
+        raise GradientError("ScatterElements with reduction mul has no gradient rule")
     dx: ir.Value | None = dy
     if n.reduction == "none" and n.wants("x"):
         nothing = op.Expand(op.scalar(0, like=dy), op.shape_of(n.places))
@@ -152,14 +153,12 @@ def _extreme_gradient(op: Builder, n: NodeView, dy: ir.Value, axis: int) -> tupl
 
 
 def _scatter_axes(n: NodeView) -> str:
-    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places), "x")
+    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places))
     shared = [word if word in left else f"[{word}]" for word in right]
     return axis_map([left, shared, shared], left)
 
 
-def _scattered(
-    op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, reduction: str = "none"
-) -> ir.Value:
+def _scattered(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, reduction: str = "none") -> ir.Value:
     """PyTorch reads only as much of `source` as there are places."""
     shape = sizes.of(x)
     x, index = _scalars_as_vectors(op, x, index)
@@ -191,17 +190,15 @@ def _capture_scatter_add(op: Builder, x: ir.Value, dim: int, index: ir.Value, so
 
 def _capture_scatter_reduce(
     op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
-) -> ir.Value:
+) -> Any:
     if not include_self or reduce not in ("sum", "amax", "amin"):
-        raise UnsupportedOperatorError(f"scatter_reduce with {reduce}, include_self={include_self} as an ONNX op")
+        return NotImplemented
     return _scattered(op, x, dim, index, source, _ONNX_REDUCTIONS[reduce])
 
 
-def _capture_scatter_named(
-    op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, *, reduce: str
-) -> ir.Value:
+def _capture_scatter_named(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, *, reduce: str) -> Any:
     if reduce != "add":
-        raise UnsupportedOperatorError(f"scatter with {reduce} as an ONNX op")
+        return NotImplemented
     return _scattered(op, x, dim, index, source, "add")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
@@ -136,7 +136,7 @@ def _progression(start: int, limit: int, delta: int, *, dtype: torch.dtype, devi
     return torch.arange(start, start + len(range(start, limit, delta)) * delta, delta, dtype=dtype, device=device)
 
 
-def _capture_arange(op: Builder, *bounds: Any, **options: Any) -> ir.Value:
+def _capture_arange(op: Builder, *bounds: Any, **options: Any) -> Any:
     """`arange(end)`, `arange(start, end)`, `arange(start, end, step)`.
 
     Fractions of known numbers are a constant, computed by PyTorch itself: its rounding decides how many there are.
@@ -148,7 +148,7 @@ def _capture_arange(op: Builder, *bounds: Any, **options: Any) -> ir.Value:
         count = op.node("", "Range", [op.size(b) for b in whole], {}, types=[TensorType(ir.DataType.INT64, shape)])
         return cast(op, count.outputs[0], dtype)
     if any(isinstance(b, str) for b in whole):
-        raise UnsupportedOperatorError("arange of fractions up to a size that changes", got=str(bounds))
+        return NotImplemented
     return known(op, torch.arange(start, limit, delta, dtype=TORCH_DTYPES[dtype]))
 
 
@@ -159,9 +159,9 @@ def known(op: Builder, tensor: torch.Tensor) -> ir.Value:
     return op.constant(array, dtype)
 
 
-def _capture_linspace(op: Builder, start: Any, end: Any, steps: Any, **options: Any) -> ir.Value:
+def _capture_linspace(op: Builder, start: Any, end: Any, steps: Any, **options: Any) -> Any:
     if not all(isinstance(number, (int, float)) for number in (start, end, steps)):
-        raise UnsupportedOperatorError("linspace of numbers that change", got=str((start, end, steps)))
+        return NotImplemented
     return known(op, torch.linspace(start, end, steps, dtype=TORCH_DTYPES[op.out[0].dtype]))
 
 
@@ -175,9 +175,9 @@ def _capture_eye(op: Builder, *arguments: Any, **options: Any) -> ir.Value:
 def _capture_triangle(upper: bool) -> Any:
     """`triu_indices` and `tril_indices` of a known matrix."""
 
-    def capture(op: Builder, rows: Any, columns: Any, offset: Any = 0, **options: Any) -> ir.Value:
+    def capture(op: Builder, rows: Any, columns: Any, offset: Any = 0, **options: Any) -> Any:
         if not all(isinstance(number, int) for number in (rows, columns, offset)):
-            raise UnsupportedOperatorError("indices of a triangle whose size changes", got=str((rows, columns, offset)))
+            return NotImplemented
         build = torch.triu_indices if upper else torch.tril_indices
         return known(op, build(rows, columns, offset, dtype=TORCH_DTYPES[op.out[0].dtype]))
 

@@ -14,13 +14,13 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast, same_as
 from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
 from onnxtrain.ops.reshape.movement import axis_map, movement, names
 from onnxtrain.ops.reshape.rows import along, counting, zeros
 from onnxtrain.ops.symbolic import needed_sizes
@@ -96,9 +96,7 @@ GATHER_ND = movement(
 
 def _gather_nd_grad(shape: tuple[int, ...], places: torch.Tensor, dy: torch.Tensor, batch_dims: int) -> torch.Tensor:
     index = _coordinates(shape, places, batch_dims)
-    if not index:
-        return dy.sum_to_size(shape)
-    return torch.ops.aten._index_put_impl_(dy.new_zeros(shape), index, dy, True, True)  # type: ignore[no-any-return]
+    return add_to_zeros(shape, range(len(index)), index, dy) if index else dy.sum_to_size(shape)
 
 
 def _gather_nd_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -143,18 +141,21 @@ GATHER_ND_GRAD = movement(
 )
 
 
-# ScatterND(x, places, updates, reduction)
+# The reductions of ScatterND here: none and add.
 
 
-def _scatter_nd(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor, add: bool) -> torch.Tensor:
-    index = places.unbind(-1)
-    return torch.index_put(x, index, updates, add) if index else x + updates if add else updates.clone()
+def _scatter_nd(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    return torch.index_put(x, places.unbind(-1), updates)
+
+
+def _scatter_nd_add(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    return add_in_order(x, range(places.size(-1)), places.unbind(-1), updates)
 
 
 def _lower_scatter_nd(n: NodeView, x: Any, places: Any, updates: Any) -> Call:
-    if n.reduction not in ("none", "add"):
-        raise UnsupportedOperatorError(f"ScatterND with reduction {n.reduction}")
-    return Call(_scatter_nd, x, places, updates, n.reduction == "add")
+    if n.reduction not in ("none", "add") or _depth(n.places) == 0:
+        raise GraphError("ScatterND replaces or adds, at one or more coordinates", got=n.reduction)
+    return Call(_scatter_nd if n.reduction == "none" else _scatter_nd_add, x, places, updates)
 
 
 def _scatter_nd_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
@@ -173,19 +174,13 @@ def _scatter_nd_axes(n: NodeView) -> str:
     return axis_map([whole, [*picked, "[k]"], [*picked, *rest]], whole)
 
 
-def _serial(n: NodeView, device: str) -> bool:
-    """Whether every place is written by one thread, in order."""
-    return device == "cpu"
-
-
 SCATTER_ND = movement(
     "ScatterND",
     ("x", "places", "updates"),
     same_as("x"),
     (
-        Kernel(lower=_lower_scatter_nd, applies=_serial),
-        Kernel(lower=_lower_scatter_nd, applies=lambda n, device: n.reduction == "add"),  # sorted, then added
-        Kernel(lower=_lower_scatter_nd, deterministic=False),
+        Kernel(lower=_lower_scatter_nd, applies=lambda n, device: device == "cpu" or n.reduction == "add"),
+        Kernel(lower=_lower_scatter_nd, deterministic=False),  # the last of several updates of one place wins by chance
     ),
     _scatter_nd_gradient,
     reads=("places",),

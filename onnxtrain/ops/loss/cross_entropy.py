@@ -24,7 +24,7 @@ from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_floa
 from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, reshaped, times, total
-from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced
+from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -48,7 +48,13 @@ def nll_loss(
 
 
 def nll_loss_backward(
-    dy: Tensor, x: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor
+    dy: Tensor,
+    x: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
 ) -> Tensor:
     """PyTorch's kernels."""
     rest = (weights, reduction, ignore_index, total_weight)
@@ -197,11 +203,25 @@ def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return loss, log_prob, total_weight
 
 
-def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
+# total_weight depends on labels and weights alone: a gradient that arrives there goes nowhere.
+
+
+def _gradient(
+    op: Builder, n: NodeView, dloss: ir.Value | None, dlog_prob: ir.Value | None, dtotal: ir.Value | None
+) -> list[ir.Value | None]:
+    if dloss is None and dlog_prob is None:
+        return [None] * len(n.node.inputs)
     dscores = op.ms.SoftmaxCrossEntropyLossInternalGrad(
-        only_first(n, cotangents), n.log_prob, n.labels, n.weights, n.ignore_index, None, n.total_weight,
-        reduction=n.reduction, output_type=None if n.output_type is None else int(dtype_of(n.scores)),
-    )  # fmt: skip
+        only_first(n, (dloss, dlog_prob, None)),
+        n.log_prob,
+        n.labels,
+        n.weights,
+        n.ignore_index,
+        None,
+        n.total_weight,
+        reduction=n.reduction,
+        output_type=None if n.output_type is None else int(dtype_of(n.scores)),
+    )
     return [dscores, *[None] * (len(n.node.inputs) - 1)]
 
 
@@ -227,7 +247,11 @@ def _capture(
         loss = _smoothed(op, scores, target, weight, reduction, ignore_index, label_smoothing)
     else:
         loss, _, _ = op.ms.SoftmaxCrossEntropyLossInternal(
-            scores, cast(op, target, ir.DataType.INT64), weight, _index(op, ignore_index), reduction=REDUCTIONS[reduction]
+            scores,
+            cast(op, target, ir.DataType.INT64),
+            weight,
+            _index(op, ignore_index),
+            reduction=REDUCTIONS[reduction],
         )
     return reshaped(op, loss, ()) if rank_of(loss) and not op.out[0].shape else loss
 
@@ -353,13 +377,21 @@ fused(
     shapes=_grad_type,
     body=_grad_body,
     lower=lambda n, dy, log_prob, labels, weights, ignore_index, bias, total_weight: Call(
-        cross_entropy_backward, dy, log_prob, labels, weights, bias, total_weight,
-        number_of(n.reduction), _or_none(ignore_index), _torch_type(n),
+        cross_entropy_backward,
+        dy,
+        log_prob,
+        labels,
+        weights,
+        bias,
+        total_weight,
+        number_of(n.reduction),
+        _or_none(ignore_index),
+        _torch_type(n),
     ),
     host=frozenset({4}),
     axes=_grad_axes,
     flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
-)  # fmt: skip
+)
 
 
 # NegativeLogLikelihoodLossInternal2
@@ -369,8 +401,9 @@ def _nll_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return _losses(op, n, n.log_prob)
 
 
-def _nll_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
-    dy = only_first(n, cotangents)
+def _nll_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dtotal: ir.Value | None) -> list[ir.Value | None]:
+    if dy is None:
+        return [None] * len(n.node.inputs)
     dx = op.own.NegativeLogLikelihoodLossGrad(
         dy, n.log_prob, n.labels, n.weights, n.ignore_index, n.total_weight, reduction=n.reduction
     )

@@ -7,10 +7,10 @@
         running_var = momentum * input_var + (1 - momentum) * var * m / (m - 1)          m = n * d
     BatchNormalization(x, scale, b, input_mean, input_var) -> y        with the running statistics: in eval mode
 
-`d` stands for all axes after the channels. Two things are PyTorch's and not ONNX's: the running variance is the unbiased
-one, and without running statistics (`track_running_stats=False`) there is nothing to update: the running outputs are
-then those of this batch, and the kernel leaves them out. `momentum` is ONNX's: 1 minus PyTorch's. The statistics are
-float32, of a double x double.
+`d` stands for all axes after the channels. Two things are PyTorch's and not ONNX's: the running variance is the
+unbiased one, and without running statistics (`track_running_stats=False`) there is nothing to update: the running
+outputs are then those of this batch, and the kernel leaves them out. `momentum` is ONNX's: 1 minus PyTorch's. The
+statistics are float32, of a double x double.
 
 Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167 (algorithm 1).
 """

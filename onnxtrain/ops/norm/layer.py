@@ -203,7 +203,7 @@ fused(
 )
 
 
-# LayerNormalizationGrad(dy, x, scale, mean, inv_std) -> dx, dscale, db     with z = (x - mean) * inv_std, g = dy * scale
+# LayerNormalizationGrad(dy, x, scale, mean, inv_std) -> dx, dscale, db  with z = (x - mean) * inv_std, g = dy * scale
 #     dx = inv_std * (g - mean(g) - z * mean(g * z))        dscale = sum(dy * z)        db = sum(dy)
 # `output_mask` says which gradients are read; the kernel leaves the others out.
 

@@ -54,9 +54,9 @@ def movement(
 ) -> OpDef:
     """Defines an op that moves elements.
 
-    `kernels` is the one lowering, which takes the inputs `takes_ints` as Python ints, or kernels; `gradient` is the rule,
-    which reads `reads`, or None where the op is not differentiable; `view` says that outputs may be views of the first
-    input.
+    `kernels` is the one lowering, which takes the inputs `takes_ints` as Python ints, or kernels; `gradient` is the
+    rule, which reads `reads`, or None where the op is not differentiable; `view` says that outputs may be views of the
+    first input.
     """
     if not isinstance(kernels, tuple):
         kernels = (Kernel(lower=kernels, host=takes_ints),)

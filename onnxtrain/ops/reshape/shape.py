@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError
+from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
@@ -164,24 +164,35 @@ def _to_output_sizes(op: Builder, x: ir.Value, *arguments: Any) -> ir.Value:
     return reshaped(op, x, op.out[0].shape)
 
 
-_RESHAPES: dict[str, FromTorch] = dict.fromkeys(
-    (
-        "aten._reshape_alias.default",
-        "aten._unsafe_view.default",
-        "aten.atleast_1d.default",
-        "aten.atleast_2d.default",
-        "aten.atleast_3d.default",
-        "aten.flatten.using_ints",
-        "aten.ravel.default",
-        "aten.reshape.default",
-        "aten.reshape_as.default",
-        "aten.unflatten.int",
-        "aten.view.default",
-        "aten.view_as.default",
-        "aten.view_copy.default",
+def _refuse_strides(op: Builder, x: ir.Value, *arguments: Any) -> ir.Value:
+    raise UnsupportedOperatorError(
+        "as_strided reads memory by strides, which differ between PyTorch and the graph",
+        todo="write it with view, expand, unfold or indexing",
+    )
+
+
+_RESHAPES: dict[str, FromTorch] = {
+    **dict.fromkeys(("aten.as_strided.default", "aten.as_strided_copy.default"), _refuse_strides),
+    "aten.as_strided_scatter.default": _refuse_strides,
+    **dict.fromkeys(
+        (
+            "aten._reshape_alias.default",
+            "aten._unsafe_view.default",
+            "aten.atleast_1d.default",
+            "aten.atleast_2d.default",
+            "aten.atleast_3d.default",
+            "aten.flatten.using_ints",
+            "aten.ravel.default",
+            "aten.reshape.default",
+            "aten.reshape_as.default",
+            "aten.unflatten.int",
+            "aten.view.default",
+            "aten.view_as.default",
+            "aten.view_copy.default",
+        ),
+        _to_output_sizes,
     ),
-    _to_output_sizes,
-)
+}
 
 RESHAPE = movement(
     "Reshape",

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
@@ -159,9 +159,9 @@ def _capture_constant_pad(op: Builder, x: ir.Value, pad: Sequence[Size], value: 
 
 def _capture_pad(
     op: Builder, x: ir.Value, pad: Sequence[Size], mode: str = "constant", value: float | None = None
-) -> ir.Value:
+) -> Any:
     if mode != "constant":
-        raise UnsupportedOperatorError(f"padding with mode {mode} as an ONNX op")
+        return NotImplemented
     return _capture_constant_pad(op, x, pad, 0 if value is None else value)
 
 
@@ -201,7 +201,7 @@ def _roll_axes(n: NodeView) -> str:
 
 def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> ir.Value:
     if any(isinstance(shift, str) for shift in shifts):
-        raise UnsupportedOperatorError("roll by an amount that changes", got=str(shifts))
+        return NotImplemented
     shape = sizes.of(x)
     if dims:
         result: ir.Value = op.own.Roll(x, shifts=list(shifts), along=list(dims))

@@ -1,0 +1,400 @@
+"""A module as it is now: facts that are compared by value, and the source of a function that compares by identity.
+
+Both come from one walk over the submodules. The facts decide, and give the words of messages. The function runs on
+every step: a value that is the same object and cannot be changed in place needs no other look.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import operator
+import sys
+import threading
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import EllipsisType, ModuleType, NoneType
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from onnxtrain.capture.structure import constant_key
+from onnxtrain.errors import CaptureError
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; the name "*" stands for all
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"}
+_OF_EVERY_MODULE = frozenset(dir(torch.nn.Module)) - {"forward"}
+_SINGLETONS = (NoneType, bool, EllipsisType)
+_VALUES = (
+    *(*_SINGLETONS, int, float, complex, str, bytes, range, slice, type, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_OPAQUE = (torch.Tensor, torch.nn.Module, torch.Generator, ModuleType, logging.Logger, threading.Thread)
+_CONTAINERS = (list, dict, set, frozenset, tuple)
+_DEEPEST_OBJECT = 2  # a config, and the configs in it
+_DEEPEST = 6
+_LARGEST = 1000  # larger containers (vocabularies) are compared by identity and length
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing that is so: `key` is compared, `text` is read."""
+
+    key: Hashable
+    text: str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Equal only for the same object, which stays alive."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Snapshot:
+    """What forward can read from a module, now.
+
+    Attributes:
+        module, names, reads: see `onnxtrain.capture.key.ModuleState.take`.
+        facts: by what and where, for example ("p", "encoder.dropout") and ("shape", "encoder.weight").
+        values: what the names in `source()` stand for.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], reads: Reads | None) -> None:
+        self.module = module
+        self.names = tuple(names)
+        self.reads = reads
+        self.facts: dict[tuple[str, str], Fact] = {}
+        self.values: dict[str, Any] = {"is_": operator.is_, "plain": PLAIN_TENSORS}
+        self._lines: list[str] = []
+        self._tensors: dict[tuple[int, str], str] = {}  # variables of tensors, by module and name
+        self._plain: list[str] = []
+        self._first_of_tensor: dict[int, tuple[str, str]] = {}  # by id: variable and name
+        self._first_of_object: dict[int, str] = {}
+        self._classes: set[type] = set()
+        self._read_of: dict[int, set[str]] = {}
+        for owner, name in reads or ():
+            self._read_of.setdefault(owner, set()).add(name)
+        self._wanted = [_place(module, name) for name in self.names]
+        self._global_hooks()
+        for path, submodule in _submodules(module, "", set()):
+            _Visit(self, submodule, path or "the module").all()
+
+    def source(self) -> str:
+        """A function `check(module)`: the tensors of `names`; None if the state is another; False if it may be.
+
+        Raises:
+            CaptureError: the module does not have a tensor of `names`.
+        """
+        for name, place in zip(self.names, self._wanted, strict=True):
+            if place not in self._tensors:
+                raise CaptureError(
+                    "a tensor that forward reads is not a parameter, buffer or attribute of the module", got=name
+                )
+        found = ", ".join(self._tensors[place] for place in self._wanted)  # type: ignore[index]  # none is None here
+        plain = ", ".join(self._plain)
+        body = [
+            f"if module is not {self.bind(self.module)}: return None",
+            "try:",
+            *(f"    {line}" for line in self._lines),
+            "except (KeyError, AttributeError): return None",
+            *([f"if not plain.issuperset(map(type, ({plain},))): return None"] if plain else []),
+            f"return [{found}]",
+        ]
+        return "def check(module):\n" + "\n".join(f"    {line}" for line in body) + "\n"
+
+    def bind(self, value: object) -> str:
+        """A name for `value` in the source."""
+        name = f"c{len(self.values)}"
+        self.values[name] = value
+        return name
+
+    def emit(self, line: str) -> None:
+        self._lines.append(line)
+
+    def differs(self, *conditions: str) -> None:
+        """Where one of these holds, the state is another."""
+        if conditions:
+            self.emit(f"if {' or '.join(conditions)}: return None")
+
+    def may_differ(self, *conditions: str) -> None:
+        """Where one of these holds, only facts can tell."""
+        if conditions:
+            self.emit(f"if {' or '.join(conditions)}: return False")
+
+    def wants(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether forward reads this attribute."""
+        if self.reads is None or type(module).__getattribute__ is not object.__getattribute__:
+            return True
+        read = self._read_of.get(id(module), ())
+        return name in read or "*" in read
+
+    def missed(self, module: torch.nn.Module) -> list[str]:
+        """The attributes that forward looks for in the module, and finds only in its class or not at all."""
+        own = module.__dict__
+        parts = (own, own["_parameters"], own["_buffers"], own["_modules"])
+        read = self._read_of.get(id(module), set()) - _OF_EVERY_MODULE - {"*"}
+        return sorted(name for name in read if not any(name in part for part in parts))
+
+    def is_named(self, module: torch.nn.Module, name: str) -> bool:
+        return (id(module), name) in self._wanted
+
+    # Tensors
+
+    def tensor(self, owner: torch.nn.Module, name: str, container: str, value: torch.Tensor, where: str) -> None:
+        """A parameter, buffer or attribute: what is known of it but its elements."""
+        variable = f"t{len(self._tensors)}"
+        self._tensors[id(owner), name] = variable
+        self.emit(f"{variable} = {container}[{name!r}]")
+        kind = type(value)
+        self._fact("type", where, "plain" if kind in PLAIN_TENSORS else kind, kind.__name__)
+        for what in ("requires_grad", "dtype", "shape", "device"):
+            self._fact(what, where, getattr(value, what))
+        conditions = [
+            f"{variable}.requires_grad is not {value.requires_grad}",
+            f"{variable}.dtype is not {self.bind(value.dtype)}",
+            f"{variable}.shape != {self.bind(value.shape)}",
+            f"not {variable}.is_cpu" if value.is_cpu else f"{variable}.device != {self.bind(value.device)}",
+        ]
+        if kind in PLAIN_TENSORS:
+            self._plain.append(variable)
+        else:
+            conditions.append(f"{variable}.__class__ is not {self.bind(kind)}")
+        # A tensor that becomes tied later is still right: the graph takes it twice, and autograd adds its gradients.
+        first = self._first_of_tensor.setdefault(id(value), (variable, where))
+        if first[0] != variable:
+            self._fact("tied tensor", where, first[1])
+            conditions.append(f"{variable} is not {first[0]}")
+        self.differs(*conditions)
+
+    def absent(self, what: str, where: str) -> None:
+        self._fact(what, where, None)
+
+    def _fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
+        self.facts[what, where] = Fact(key, str(key) if text is None else text)
+
+    # Values of attributes
+
+    def attribute(self, container: str, name: str, value: object, where: str) -> None:
+        """An entry of a module's `__dict__`."""
+        self.value(name, where, value, 0, 0)
+        place = f"{container}[{name!r}]"
+        bound = repr(value) if isinstance(value, _SINGLETONS) else self.bind(value)
+        if isinstance(value, _SINGLETONS):
+            self.differs(f"{place} is not {bound}")
+        elif type(value) in (int, float, str) and value == value and value != 0:
+            kind = type(value).__name__
+            self.differs(f"(v := {place}) is not {bound} and (v.__class__ is not {kind} or v != {bound})")
+        else:
+            self.may_differ(f"{place} is not {bound}")
+
+    def value(self, name: str, where: str, value: object, depth: int, objects: int) -> None:
+        """Facts of a value and of what is in it, and checks of what can be changed in place."""
+        if isinstance(value, _VALUES):
+            self._fact(name, where, constant_key(value), repr(value))
+            return
+        children = _children(value, objects) if depth < _DEEPEST else None
+        if children is None or len(children) > _LARGEST:
+            length = len(value) if isinstance(value, _CONTAINERS) else None
+            self._fact(name, where, (_Same(value), length), f"{type(value).__name__} at {id(value):#x}")
+            if length is not None and not isinstance(value, tuple):
+                self.differs(f"len({self.bind(value)}) != {length}")
+            return
+        here = f"{name} of {where}"
+        first = self._first_of_object.setdefault(id(value), here)
+        if first != here:
+            self._fact(name, where, ("the same as", first), f"the {first}")
+            return
+        kind = type(value)
+        self._fact(name, where, (kind, len(children)), f"{kind.__name__} of {len(children)}")
+        self._watch(value, children)
+        if isinstance(value, _CONTAINERS) and getattr(value, "__dict__", None):  # a subclass with attributes of its own
+            self.value(f"{name}.__dict__", where, vars(value), depth + 1, objects + 1)
+        for step, child in children.items():
+            self.value(name + step, where, child, depth + 1, objects + hasattr(value, "__dict__"))
+
+    def _watch(self, value: object, children: Mapping[str, object]) -> None:
+        if isinstance(value, (tuple, frozenset)):
+            return
+        bound = self.bind(value)
+        if isinstance(value, set):
+            self.may_differ(f"{bound} != {self.bind(set(value))}")
+            return
+        saved = self.bind(tuple(children.values()))
+        size = f"len({bound}) != {len(children)}"
+        if isinstance(value, list):
+            self.may_differ(size, f"not all(map(is_, {bound}, {saved}))")
+            return
+        if not isinstance(value, dict):
+            bound = f"{bound}.__dict__"
+            size = f"len({bound}) != {len(children)}"
+        keys = self.bind(tuple(value if isinstance(value, dict) else vars(value)))
+        self.may_differ(size, f"not all(map(is_, {bound}.values(), {saved}))", f"not all(map(is_, {bound}, {keys}))")
+
+    # Hooks
+
+    def _global_hooks(self) -> None:
+        for name in _HOOKS:
+            self.hooks(self.bind(getattr(torch_module, f"_global{name}")), f"global{name}", "torch.nn.Module")
+
+    def hooks(self, table: str, name: str, where: str, hooks: Mapping[int, object] | None = None) -> None:
+        """A table of hooks, which the source finds at `table`."""
+        present = self.values[table] if hooks is None else hooks
+        if present:
+            self._fact(name.strip("_").replace("_", " "), where, tuple((i, _Same(h)) for i, h in present.items()), "…")
+            self.differs(f"{table} != {self.bind(dict(present))}")
+        else:
+            self.differs(table)
+
+
+class _Visit:
+    """One submodule."""
+
+    def __init__(self, snapshot: Snapshot, module: torch.nn.Module, path: str) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError("a TorchScript module cannot be captured", where=path)
+        self._of = snapshot
+        self._module = module
+        self._path = path
+
+    def all(self) -> None:
+        snapshot, module, path = self._of, self._module, self._path
+        own = module.__dict__
+        bound = snapshot.bind(module)
+        snapshot.emit(f"d = {bound}.__dict__")
+        kind = type(module)
+        class_name = snapshot.bind(kind)
+        snapshot._fact("class", path, _Same(kind), kind.__qualname__)
+        snapshot.differs(f"{bound}.__class__ is not {class_name}")
+        if kind not in snapshot._classes:
+            snapshot._classes.add(kind)
+            snapshot._fact("forward", f"class {kind.__qualname__}", _Same(kind.forward), "a function")
+            snapshot.differs(f"{class_name}.forward is not {snapshot.bind(kind.forward)}")
+        for name in _HOOKS:
+            snapshot.hooks(f"d[{name!r}]", name, path, own[name])
+        self._children(own["_modules"])
+        for table in ("_parameters", "_buffers"):
+            self._tensors(table, own[table])
+        self._attributes(own)
+
+    def _children(self, children: Mapping[str, torch.nn.Module | None]) -> None:
+        snapshot = self._of
+        if not children:
+            snapshot.differs('d["_modules"]')
+            return
+        names = list(children)
+        snapshot._fact("submodules", self._path, tuple(names), ", ".join(names))
+        snapshot.emit('m = d["_modules"]')
+        snapshot.differs(f"[*m] != {snapshot.bind(names)}")
+        for name, child in children.items():
+            snapshot._fact(f"submodule {name}", self._path, _Same(child), type(child).__name__)
+        saved = snapshot.bind(tuple(children.values()))
+        snapshot.differs(f"not all(map(is_, m.values(), {saved}))")
+
+    def _tensors(self, table: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        snapshot = self._of
+        if not tensors:
+            snapshot.differs(f'd["{table}"]')
+            return
+        snapshot.emit(f'p = d["{table}"]')
+        snapshot.differs(f"len(p) != {len(tensors)}")
+        for name in tensors:
+            value = tensors[name]
+            where = name if self._path == "the module" else f"{self._path}.{name}"
+            if value is None:
+                snapshot._fact("tensor", where, None)
+                snapshot.differs(f"p[{name!r}] is not None")
+            else:
+                snapshot.tensor(self._module, name, "p", value, where)
+
+    def _attributes(self, own: Mapping[str, object]) -> None:
+        snapshot, module, path = self._of, self._module, self._path
+        if snapshot.reads is None:
+            snapshot.differs(f"len(d) != {len(own)}")
+        for name, value in own.items():
+            if name in _BOOKKEEPING or not snapshot.wants(module, name):
+                continue
+            if isinstance(value, torch.Tensor) and snapshot.is_named(module, name):
+                snapshot.tensor(module, name, "d", value, name if path == "the module" else f"{path}.{name}")
+            else:
+                snapshot.attribute("d", name, value, path)
+        for name in snapshot.missed(module):
+            snapshot.differs(f"{name!r} in d")
+            of_class = getattr(type(module), name, None)
+            key = constant_key(of_class) if isinstance(of_class, _VALUES) else _Same(of_class)
+            snapshot._fact(f"{name} of the class", path, key, repr(of_class))
+
+
+def _children(value: object, objects: int) -> dict[str, object] | None:
+    """What is in a container or a plain object, by the step to it. None for what is compared by identity."""
+    if isinstance(value, (list, tuple)):
+        return {f"[{i}]": child for i, child in enumerate(value)}
+    if isinstance(value, dict):
+        return {f"[{key!r}]": child for key, child in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return {f"[{text}]": None for text in sorted(map(repr, value))}
+    if callable(value) or isinstance(value, _OPAQUE) or objects >= _DEEPEST_OBJECT or not hasattr(value, "__dict__"):
+        return None
+    return {f".{name}": child for name, child in vars(value).items()}
+
+
+def _submodules(module: torch.nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each submodule once, with the first path to it."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module.__dict__["_modules"].items():
+        if child is not None:
+            yield from _submodules(child, f"{path}.{name}" if path else name, seen)
+
+
+def _place(module: torch.nn.Module, name: str) -> tuple[int, str] | None:
+    """The submodule that holds a tensor of this qualified name, and its name there."""
+    *path, last = name.split(".")
+    for step in path:
+        child = module.__dict__["_modules"].get(step)
+        if child is None:
+            return None
+        module = child
+    return id(module), last
+
+
+@contextmanager
+def attribute_reads() -> Iterator[set[tuple[int, str]]]:
+    """Collects which attributes of modules are read in this thread: what forward does not read cannot change it."""
+    owner = threading.get_ident()
+    found: set[tuple[int, str]] = set()
+    original = torch.nn.Module.__getattribute__
+    had_own = "__getattribute__" in torch.nn.Module.__dict__
+
+    def read(self: torch.nn.Module, name: str) -> Any:
+        if threading.get_ident() == owner:
+            if name != "__dict__":
+                found.add((id(self), name))
+            elif sys._getframe(1).f_code.co_filename not in _OWN_FILES:
+                found.add((id(self), "*"))
+        return original(self, name)
+
+    torch.nn.Module.__getattribute__ = read  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        if had_own:
+            torch.nn.Module.__getattribute__ = original  # type: ignore[method-assign]
+        else:
+            del torch.nn.Module.__getattribute__
+
+
+_OWN_FILES = frozenset({__file__, torch_module.__file__})  # they look into `__dict__` on behalf of others

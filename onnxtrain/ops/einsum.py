@@ -1,0 +1,167 @@
+"""Einsum, and the products that are written with it: tensordot, inner, bilinear.
+
+    Einsum(x0, x1, ..; equation) -> y          equation "bij,bjk->bik": one letter an axis, the output always given
+
+A captured equation has no ellipsis and no axis of size 1 that another operand broadcasts: ONNX's Einsum does not. The
+gradient of an operand is the Einsum of the cotangent and the other operands; axes that it alone has are expanded.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import always
+from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.matmul import constant_axes, of_product_types
+from onnxtrain.ops.registry import define
+
+_LETTERS = string.ascii_lowercase + string.ascii_uppercase
+
+
+def _terms(equation: str) -> tuple[list[str], str]:
+    """The letters of each operand and of the output."""
+    left, right = equation.replace(" ", "").split("->")
+    return left.split(","), right
+
+
+def _sizes_by_letter(n: NodeView) -> dict[str, Size]:
+    operands, _ = _terms(n.equation)
+    if [len(term) for term in operands] != [rank_of(x) for x in n.xs]:
+        raise GraphError("Einsum's equation has a letter for each axis", got=f"{n.equation}, {len(n.xs)} operands")
+    found: dict[str, Size] = {}
+    for term, x in zip(operands, n.xs, strict=True):
+        for letter, size in zip(term, sizes.of(x), strict=True):
+            if not isinstance(found.get(letter), int):
+                found[letter] = size
+    return found
+
+
+def _type(n: NodeView) -> Sequence[TensorType]:
+    extents = _sizes_by_letter(n)
+    return (TensorType(dtype_of(n.xs[0]), tuple(extents[letter] for letter in _terms(n.equation)[1])),)
+
+
+def _axes(n: NodeView) -> str:
+    operands, output = _terms(n.equation)
+    return f"{', '.join(' '.join(term) for term in operands)} -> {' '.join(output)}"
+
+
+def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    operands, output = _terms(n.equation)
+    wanted = n.wants("xs")
+    return [_operand_gradient(op, n, index, operands, output, dy) if wanted else None for index in range(len(operands))]
+
+
+def _operand_gradient(op: Builder, n: NodeView, index: int, operands: list[str], output: str, dy: ir.Value) -> ir.Value:
+    own = operands[index]
+    if len(set(own)) != len(own):
+        raise GraphError("Einsum has no gradient where an operand has one letter twice", got=n.equation)
+    others = [term for i, term in enumerate(operands) if i != index]
+    found = "".join(letter for letter in own if letter in output or any(letter in term for term in others))
+    values = [dy, *(x for i, x in enumerate(n.xs) if i != index)]
+    gradient: ir.Value = op.Einsum(*values, equation=f"{','.join([output, *others])}->{found}")
+    if found != own:
+        missing = [axis for axis, letter in enumerate(own) if letter not in found]
+        gradient = op.Expand(op.Unsqueeze(gradient, constant_axes(op, *missing)), op.shape_of(n.xs[index]))
+    return gradient
+
+
+# Capture
+
+
+def _capture_einsum(op: Builder, equation: str, operands: Sequence[ir.Value], *, path: Any = None) -> Any:
+    terms, output = _explicit(equation, [rank_of(x) for x in operands])
+    if any(len(set(term)) != len(term) for term in terms):
+        return NotImplemented  # a diagonal
+    return contracted(op, terms, output, operands)
+
+
+def contracted(op: Builder, terms: Sequence[str], output: str, operands: Sequence[ir.Value]) -> ir.Value:
+    """The Einsum of these letters; an axis of size 1 that another operand broadcasts is left out."""
+    wide = {
+        c for term, x in zip(terms, operands, strict=True) for c, s in zip(term, sizes.of(x), strict=True) if s != 1
+    }
+    kept, values = [], []
+    for term, x in zip(terms, operands, strict=True):
+        gone = [i for i, (c, s) in enumerate(zip(term, sizes.of(x), strict=True)) if s == 1 and c in wide]
+        kept.append("".join(c for i, c in enumerate(term) if i not in gone))
+        values.append(op.Squeeze(x, constant_axes(op, *gone)) if gone else x)
+    result: ir.Value = op.Einsum(*values, equation=f"{','.join(kept)}->{output}")
+    return result
+
+
+def _explicit(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """PyTorch's equation with a letter for each axis: what `...` covers is named from the right, `->` is added."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    free = [c for c in _LETTERS if c not in equation]
+    terms = left.split(",")
+    covered = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
+    deepest = max([c for c, term in zip(covered, terms, strict=True) if "..." in term], default=0)
+    hidden = "".join(free[:deepest])
+    terms = [term.replace("...", hidden[deepest - c :]) for c, term in zip(covered, terms, strict=True)]
+    if arrow:
+        return terms, right.replace("...", hidden)
+    letters = "".join(terms)
+    return terms, hidden + "".join(sorted(c for c in set(letters) - set(hidden) if letters.count(c) == 1))
+
+
+def _capture_tensordot(op: Builder, a: ir.Value, b: ir.Value, dims_a: Sequence[int], dims_b: Sequence[int]) -> ir.Value:
+    left = list(_LETTERS[: rank_of(a)])
+    right = list(_LETTERS[rank_of(a) : rank_of(a) + rank_of(b)])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[j] = left[i]
+    output = [c for c in left if c not in right] + [c for c in right if c not in left]
+    return contracted(op, ["".join(left), "".join(right)], "".join(output), [a, b])
+
+
+def _capture_inner(op: Builder, a: ir.Value, b: ir.Value) -> Any:
+    if not rank_of(a) or not rank_of(b):
+        return op.Mul(a, b)
+    return _capture_tensordot(op, a, b, [-1], [-1])
+
+
+def _capture_bilinear(op: Builder, a: ir.Value, b: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> Any:
+    """y[..., n] = Σ a[..., i] * weight[n, i, j] * b[..., j] + bias[n]."""
+    leading = _LETTERS[3 : 2 + rank_of(a)]
+    y = contracted(op, [leading + "a", "cab", leading + "b"], leading + "c", [a, weight, b])
+    return y if bias is None else op.Add(y, bias)
+
+
+EINSUM = define(
+    OpDef(
+        domain=ONNX,
+        name="Einsum",
+        inputs=("xs...",),
+        outputs=("y",),
+        attributes={"equation": REQUIRED},
+        since=12,
+        from_torch={
+            "aten.einsum.default": of_product_types(_capture_einsum),
+            "aten.tensordot.default": of_product_types(_capture_tensordot),
+            "aten.inner.default": of_product_types(_capture_inner),
+            "aten.bilinear.default": of_product_types(_capture_bilinear),
+        },
+        shapes=_type,
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_gradient, reads=("xs",)),),
+        stops=frozenset(),
+        # Not torch.einsum: the order of contraction is the equation's, whether opt_einsum is installed or not.
+        kernels=(Kernel(lower=lambda n, xs: Call(torch.ops.aten.einsum.default, n.equation, list(xs))),),
+        axes=_axes,
+        effects=Effects.NONE,
+        aliases={0: 0},
+        flops=lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()),
+        host=None,
+    )
+)

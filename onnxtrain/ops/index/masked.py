@@ -1,0 +1,102 @@
+"""MaskedScatter: elements of a source written, in order, where a mask is true; and its gradient.
+
+MaskedScatter(x, mask, source) -> y         y = x, but the k-th true place of mask has the k-th element of source
+MaskedScatterGrad(dy, mask, shape) -> ds    the elements of dy at the true places, then zeros, under `shape`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, dtype_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.reshape.dims import expanded
+from onnxtrain.ops.reshape.movement import movement
+from onnxtrain.ops.reshape.rows import zeros
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+
+def _flat(op: Builder, value: ir.Value) -> ir.Value:
+    return reshaped(op, value, (sizes.multiply(1, *sizes.of(value)),))
+
+
+def _ranks(op: Builder, mask: ir.Value) -> ir.Value:
+    """For each place of the flat mask, how many true places are before it."""
+    ones = op.Cast(mask, to=ir.DataType.INT64)
+    result: ir.Value = op.CumSum(ones, op.constant(0, ir.DataType.INT64), exclusive=1)
+    return result
+
+
+def _scatter_body(op: Builder, n: NodeView) -> ir.Value:
+    """The source, with one element more so that none is missing, gathered by rank; then chosen by the mask."""
+    mask = _flat(op, n.mask)
+    source = op.Concat(_flat(op, n.source), op.constant([0], dtype_of(n.x)), axis=0)
+    ranks = op.Where(mask, _ranks(op, mask), op.scalar(0, ir.DataType.INT64))
+    written = reshaped(op, op.Gather(source, ranks, axis=0), sizes.of(n.x))
+    result: ir.Value = op.Where(n.mask, written, n.x)
+    return result
+
+
+def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
+    dx = op.Where(n.mask, op.scalar(0, like=dy), dy) if n.wants("x") else None
+    dsource = op.own.MaskedScatterGrad(dy, n.mask, op.shape_of(n.source)) if n.wants("source") else None
+    return dx, None, dsource
+
+
+def _capture_masked_scatter(op: Builder, x: ir.Value, mask: ir.Value, source: ir.Value) -> ir.Value:
+    dtype, shape = op.out[0]
+    x, mask = expanded(op, x, shape), expanded(op, mask, shape)
+    result: ir.Value = op.own.MaskedScatter(x, mask, cast(op, source, dtype))
+    return result
+
+
+MASKED_SCATTER = movement(
+    "MaskedScatter",
+    ("x", "mask", "source"),
+    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.x)),),
+    lambda n, x, mask, source: Call(torch.masked_scatter, x, mask, source),
+    _scatter_gradient,
+    reads=("mask",),
+    domain=OWN,
+    from_torch={"aten.masked_scatter.default": _capture_masked_scatter},
+    body=_scatter_body,
+    stops=frozenset({"mask"}),
+)
+
+
+def _grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """Each element of dy added at its rank; those that the mask drops at a place beyond the end, which is cut off."""
+    mask = _flat(op, n.mask)
+    count = sizes.multiply(1, *sizes.of(n.ds))
+    beyond = op.size(count)
+    ranks = op.Unsqueeze(op.Where(mask, _ranks(op, mask), beyond), op.constant([1], ir.DataType.INT64))
+    longer = zeros(op, (sizes.add(count, 1),), dtype_of(n.dy))
+    kept = op.Where(mask, _flat(op, n.dy), op.scalar(0, like=n.dy))
+    added = op.ScatterND(longer, ranks, kept, reduction="add")
+    first = (op.constant([0], ir.DataType.INT64), op.sizes([count]))
+    return reshaped(op, op.Slice(added, *first), sizes.of(n.ds))
+
+
+def _lower_grad(n: NodeView, dy: Any, mask: Any, shape: Any) -> Call:
+    return Call(torch.ops.aten.masked_scatter_backward.default, dy, mask, shape)
+
+
+MASKED_SCATTER_GRAD = movement(
+    "MaskedScatterGrad",
+    ("dy", "mask", "shape"),
+    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that MaskedScatterGrad gives")),),
+    _lower_grad,
+    None,
+    takes_ints=frozenset({2}),
+    domain=OWN,
+    outputs=("ds",),
+    body=_grad_body,
+    stops=frozenset({"mask", "shape"}),
+)

@@ -1,0 +1,200 @@
+"""TopK and Sort: elements by size along an axis, with their places; OneHot: places as rows of zeros and a one.
+
+    TopK(x, k) -> values, places         the k largest (or smallest); of equal ones either may come first
+    Sort(x) -> values, places            all of them; equal ones keep their order; NaN is larger than every number
+
+The gradient goes back to the places the values came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, constant_of, dtype_of, is_float, rank_of
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+
+def _ordered_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dplaces: None) -> Sequence[ir.Value | None]:
+    if dvalues is None:
+        return [None] * len(n.node.inputs)
+    dx = op.op(MICROSOFT, "GatherElementsGrad")(dvalues, op.shape_of(n.x), n.places, axis=axis_of(n, n.x))
+    return [dx, *[None] * (len(n.node.inputs) - 1)]
+
+
+def _ordered_axes(n: NodeView) -> str:
+    axis = axis_of(n, n.x)
+    left = [f"[{w}]" if i == axis else w for i, w in enumerate(names("a", rank_of(n.x)))]
+    right = ["[k]" if i == axis else word for i, word in enumerate(left)]
+    return axis_map([left, *[None] * (len(n.node.inputs) - 1)], right, right)
+
+
+def _top_types(n: NodeView) -> Sequence[TensorType]:
+    axis = axis_of(n, n.x)
+    (k,) = needed_sizes(n.k, "the k of TopK")
+    shape = sizes.of(n.x)
+    kept = (*shape[:axis], k, *shape[axis + 1 :])
+    return TensorType(dtype_of(n.x), kept), TensorType(ir.DataType.INT64, kept)
+
+
+def _lower_top(n: NodeView, x: Any, k: Any) -> Call:
+    return Call(torch.topk, x, k[0], axis_of(n, n.x), bool(n.largest), bool(n.sorted))
+
+
+def _capture_topk(
+    op: Builder, x: ir.Value, k: Size, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[ir.Value, ir.Value]:
+    if not rank_of(x):
+        values, order = op.TopK(reshaped(op, x, (1,)), op.sizes([k]), axis=0, largest=int(largest), sorted=int(sorted))
+        return reshaped(op, values, ()), reshaped(op, order, ())
+    axis = in_rank(dim, rank_of(x), "the axis of topk")
+    found: tuple[ir.Value, ir.Value] = op.TopK(x, op.sizes([k]), axis=axis, largest=int(largest), sorted=int(sorted))
+    return found
+
+
+TOP_K = movement(
+    "TopK",
+    ("x", "k"),
+    _top_types,
+    _lower_top,
+    _ordered_gradient,
+    reads=("places",),
+    takes_ints=frozenset({1}),
+    outputs=("values", "places"),
+    attributes={"axis": -1, "largest": 1, "sorted": 1},
+    since=11,
+    from_torch={"aten.topk.default": _capture_topk},
+    axes=_ordered_axes,
+    stops=frozenset({"k"}),
+)
+
+
+# Sort, along one axis
+
+
+def _sort_body(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
+    """TopK of all elements: of equal ones the first comes first.
+
+    ONNX does not say where NaN goes. NaN is sorted as infinity, then told apart from it by a second sort, which keeps
+    the order of the first.
+    """
+    axis, x = axis_of(n, n.x), n.x
+    how = {"axis": axis, "largest": n.descending, "sorted": 1}
+    everything = op.sizes([sizes.of(x)[axis]])
+    if dtype_of(x) == ir.DataType.BOOL:
+        numbers = op.Cast(x, to=ir.DataType.INT64)
+        order = op.TopK(numbers, everything, **how)[1]
+    elif is_float(dtype_of(x)):
+        nan = op.IsNaN(x)
+        first = op.TopK(op.Where(nan, op.scalar(float("inf"), like=x), x), everything, **how)[1]
+        flags = op.GatherElements(op.Cast(nan, to=ir.DataType.INT64), first, axis=axis)
+        order = op.GatherElements(first, op.TopK(flags, everything, **how)[1], axis=axis)
+    else:
+        order = op.TopK(x, everything, **how)[1]
+    return op.GatherElements(x, order, axis=axis), order
+
+
+def _capture_sort(
+    op: Builder, x: ir.Value, *position: Any, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """`sort(x, dim, descending)` and `sort.stable(x, *, stable, dim, descending)`: ours keeps the order always."""
+    dim = position[0] if position else dim
+    descending = position[1] if len(position) > 1 else descending
+    if not rank_of(x):
+        values, order = op.own.Sort(reshaped(op, x, (1,)), axis=0, descending=int(descending))
+        return reshaped(op, values, ()), reshaped(op, order, ())
+    axis = in_rank(dim, rank_of(x), "the axis of sort")
+    found: tuple[ir.Value, ir.Value] = op.own.Sort(x, axis=axis, descending=int(descending))
+    return found
+
+
+def _capture_argsort(op: Builder, x: ir.Value, *position: Any, **options: Any) -> ir.Value:
+    return _capture_sort(op, x, *position, **options)[1]
+
+
+def _capture_msort(op: Builder, x: ir.Value) -> ir.Value:
+    return _capture_sort(op, x, 0)[0]
+
+
+SORT = movement(
+    "Sort",
+    ("x",),
+    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.x)), TensorType(ir.DataType.INT64, sizes.of(n.x))),
+    lambda n, x: Call(torch.sort, x, dim=axis_of(n, n.x), descending=bool(n.descending), stable=True),
+    _ordered_gradient,
+    reads=("places",),
+    domain=OWN,
+    outputs=("values", "places"),
+    attributes={"axis": -1, "descending": 0},
+    from_torch={
+        "aten.sort.default": _capture_sort,
+        "aten.sort.stable": _capture_sort,
+        "aten.argsort.default": _capture_argsort,
+        "aten.argsort.stable": _capture_argsort,
+        "aten.msort.default": _capture_msort,
+    },
+    body=_sort_body,
+    axes=_ordered_axes,
+)
+
+
+# OneHot(places, depth, values, axis): values[1] at the place, values[0] elsewhere. PyTorch's are 0 and 1, last axis,
+# and its kernel raises where a place is outside [0, depth).
+
+
+def _one_hot_type(n: NodeView) -> Sequence[TensorType]:
+    shape = list(sizes.of(n.hot))
+    (depth,) = needed_sizes(n.depth, "the depth of OneHot")
+    shape.insert(in_rank(n.axis, len(shape) + 1, "the axis of OneHot"), depth)
+    return (TensorType(dtype_of(n.values), tuple(shape)),)
+
+
+def _one_hot(hot: torch.Tensor, depth: Any, axis: int, dtype: torch.dtype) -> torch.Tensor:
+    classes = depth if isinstance(depth, int) else depth[0]
+    return torch.nn.functional.one_hot(hot.long(), classes).movedim(-1, axis).to(dtype)
+
+
+def _lower_one_hot(n: NodeView, hot: Any, depth: Any, values: Any) -> Call:
+    known = constant_of(n.values)
+    if known is None or known.reshape(-1).tolist() != [0, 1]:
+        raise GraphError("OneHot has the values 0 and 1", got="others" if known is None else str(known))
+    return Call(_one_hot, hot, depth, n.axis, TORCH_DTYPES[dtype_of(n.values)])
+
+
+def _one_hot_axes(n: NodeView) -> str:
+    words = names("i", rank_of(n.hot))
+    right = list(words)
+    right.insert(in_rank(n.axis, len(words) + 1, "the axis of OneHot"), "[c]")
+    return axis_map([words, None, None], right)
+
+
+def _capture_one_hot(op: Builder, x: ir.Value, num_classes: Size = -1) -> Any:
+    if num_classes == -1:
+        return NotImplemented  # as many classes as the largest label: only the run can tell
+    result: ir.Value = op.OneHot(x, op.size(num_classes), vector(op, [0, 1]), axis=-1)
+    return result
+
+
+ONE_HOT = movement(
+    "OneHot",
+    ("hot", "depth", "values"),
+    _one_hot_type,
+    _lower_one_hot,
+    None,
+    takes_ints=frozenset({1}),
+    attributes={"axis": -1},
+    since=11,
+    from_torch={"aten.one_hot.default": _capture_one_hot},
+    axes=_one_hot_axes,
+)

@@ -1,0 +1,256 @@
+"""Binary cross entropy: of probabilities, and of logits.
+
+    BinaryCrossEntropy(x, target, weight) -> loss
+        -(target log x + (1 - target) log(1 - x)) weight               logarithms not below -100
+    BinaryCrossEntropyWithLogits(x, target, weight, pos_weight) -> loss
+        ((1 - target) x - (1 + (pos_weight - 1) target) log sigmoid(x)) weight
+
+weight and pos_weight broadcast to x and get no gradient, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.axes import NO_AXES
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.constructors import cast, promoted
+from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import fused, statistics_type
+from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced, unreduced
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+_LOWEST_LOG = -100.0
+_SMALLEST_VARIANCE = 1e-12  # of x (1 - x), by which PyTorch divides
+
+
+def _types(n: NodeView) -> Sequence[TensorType]:
+    shape = sizes.of(n.x)
+    for name in n.definition.inputs[1:]:
+        other = getattr(n, name.rstrip("?"))
+        if other is not None and not _broadcasts(sizes.of(other), shape):
+            raise GraphError(f"{n.definition.name} takes a target and weights that broadcast to x")
+    return (TensorType(dtype_of(n.x), shape if n.reduction == "none" else ()),)
+
+
+def _broadcasts(source: sizes.Sizes, target: sizes.Sizes) -> bool:
+    """Whether nothing known speaks against it."""
+    if len(source) > len(target):
+        return False
+    pairs = zip(reversed(source), reversed(target), strict=False)
+    return all(s in (1, t) or isinstance(s, str) or isinstance(t, str) for s, t in pairs)
+
+
+def _axes(n: NodeView, inputs: Sequence[Any], loss_first: bool) -> str:
+    """The axes of x, under which those of the weights are aligned from the right. A mean's slope hangs on all sizes."""
+    if loss_first and n.reduction == "mean":
+        return NO_AXES
+    rank = rank_of(n.x)
+    each = [f"a{i}" for i in range(rank)]
+    loss = " ".join(each) if n.reduction == "none" else ""
+    given = ["-" if v is None else " ".join(each[rank - rank_of(v) :]) for v in inputs]
+    if loss_first:
+        return f"{', '.join([loss, *given])} -> {' '.join(each)}"
+    return f"{', '.join(given)} -> {loss}"
+
+
+def _present(n: NodeView, *names: str) -> list[Any]:
+    return [getattr(n, name) for name in names]
+
+
+def _wide(op: Builder, n: NodeView, *names: str) -> list[Any]:
+    """These inputs in the type of the computation; None where absent."""
+    dtype = statistics_type(dtype_of(n.x))
+    return [None if v is None else cast(op, v, dtype) for v in _present(n, *names)]
+
+
+def _weighted(op: Builder, x: ir.Value, weight: ir.Value | None) -> ir.Value:
+    return x if weight is None else op.Mul(x, weight)
+
+
+def _trimmed(n: NodeView, gradients: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    return [*gradients, None, None][: len(n.node.inputs)]
+
+
+# Of probabilities
+
+
+def _limited(op: Builder, log: ir.Value) -> ir.Value:
+    """Not below the lowest; NaN stays."""
+    lowest = op.scalar(_LOWEST_LOG, like=log)
+    return op.Where(op.Less(log, lowest), lowest, log)  # type: ignore[no-any-return]
+
+
+def _probability_body(op: Builder, n: NodeView) -> ir.Value:
+    x, target, weight = _wide(op, n, "x", "target", "weight")
+    one = op.scalar(1, like=x)
+    log, other = _limited(op, op.Log(x)), _limited(op, op.own.Log1p(op.Neg(x)))
+    loss = op.Sub(op.Mul(op.Sub(target, one), other), op.Mul(target, log))
+    return cast(op, reduced(op, _weighted(op, loss, weight), n.reduction), dtype_of(n.x))
+
+
+def _probability_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    dx = None
+    if n.wants("x"):
+        dx = op.own.BinaryCrossEntropyGrad(dy, n.x, n.target, n.weight, reduction=n.reduction)
+    if not n.wants("target"):
+        return _trimmed(n, [dx, None])
+    # In target the slope is log((1 - x) / x), without the limit, as in PyTorch.
+    odds = op.Div(n.x, op.Sub(op.scalar(1, like=n.x), n.x))
+    slope = _weighted(op, op.Neg(op.Log(odds)), n.weight)
+    return _trimmed(n, [dx, op.Mul(slope, unreduced(op, dy, n.x, n.reduction))])
+
+
+def _capture_probability(op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1) -> Any:
+    return op.own.BinaryCrossEntropy(x, target, weight, reduction=REDUCTIONS[reduction])
+
+
+fused(
+    OWN,
+    "BinaryCrossEntropy",
+    ("x", "target", "weight?"),
+    ("loss",),
+    attributes={"reduction": "mean"},
+    from_torch={"aten.binary_cross_entropy.default": _capture_probability},
+    shapes=_types,
+    body=_probability_body,
+    gradient=(Gradient(_probability_gradient, reads=("x", "target", "weight")),),
+    stops=frozenset({"weight"}),
+    lower=lambda n, x, target, weight: Call(
+        torch._C._nn.binary_cross_entropy, x, target, weight, number_of(n.reduction)
+    ),
+    axes=lambda n: _axes(n, n.node.inputs, loss_first=False),
+    flops=lambda n: sizes.multiply(8, numel(n.x)),
+)
+
+
+def _probability_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    dy, x, target, weight = _wide(op, n, "dy", "x", "target", "weight")
+    variance = op.Mul(op.Sub(op.scalar(1, like=x), x), x)
+    smallest = op.scalar(_SMALLEST_VARIANCE, like=x)
+    variance = op.Where(op.Less(variance, smallest), smallest, variance)
+    slope = _weighted(op, op.Div(op.Sub(x, target), variance), weight)
+    return cast(op, op.Mul(slope, unreduced(op, dy, x, n.reduction)), dtype_of(n.x))
+
+
+fused(
+    OWN,
+    "BinaryCrossEntropyGrad",
+    ("dy", "x", "target", "weight?"),
+    ("dx",),
+    attributes={"reduction": "mean"},
+    shapes=lambda n: (type_of(n.x),),
+    body=_probability_grad_body,
+    lower=lambda n, dy, x, target, weight: Call(
+        aten.binary_cross_entropy_backward.default, dy, x, target, weight, number_of(n.reduction)
+    ),
+    axes=lambda n: _axes(n, n.node.inputs[1:], loss_first=True),
+    flops=lambda n: sizes.multiply(6, numel(n.x)),
+)
+
+
+# Of logits
+
+
+def _log_sigmoid(op: Builder, x: ir.Value) -> ir.Value:
+    zero = op.scalar(0, like=x)
+    lower = op.Where(op.Greater(x, zero), zero, x)
+    return op.Sub(lower, op.own.Log1p(op.Exp(op.Neg(op.Abs(x)))))  # type: ignore[no-any-return]
+
+
+def _logits_body(op: Builder, n: NodeView) -> ir.Value:
+    x, target, weight, pos_weight = _wide(op, n, "x", "target", "weight", "pos_weight")
+    one = op.scalar(1, like=x)
+    log = _log_sigmoid(op, x)
+    if pos_weight is not None:
+        log = op.Mul(log, op.Add(op.Mul(op.Sub(pos_weight, one), target), one))
+    loss = op.Sub(op.Mul(op.Sub(one, target), x), log)
+    return cast(op, reduced(op, _weighted(op, loss, weight), n.reduction), dtype_of(n.x))
+
+
+def _logits_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    dx = None
+    if n.wants("x"):
+        dx = op.own.BinaryCrossEntropyWithLogitsGrad(dy, n.x, n.target, n.weight, n.pos_weight, reduction=n.reduction)
+    if not n.wants("target"):
+        return _trimmed(n, [dx, None])
+    slope = op.Neg(n.x)
+    if n.pos_weight is not None:
+        slope = op.Sub(_log_sigmoid(op, slope), op.Mul(n.pos_weight, _log_sigmoid(op, n.x)))
+    slope = _weighted(op, slope, n.weight)
+    return _trimmed(n, [dx, op.Mul(slope, unreduced(op, dy, n.x, n.reduction))])
+
+
+def _capture_logits(
+    op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, pos_weight: Any = None, reduction: int = 1
+) -> Any:
+    x, target = promoted(op, x, target)
+    given = (None if w is None else cast(op, w, op.out[0].dtype) for w in (weight, pos_weight))
+    return op.own.BinaryCrossEntropyWithLogits(x, target, *given, reduction=REDUCTIONS[reduction])
+
+
+fused(
+    OWN,
+    "BinaryCrossEntropyWithLogits",
+    ("x", "target", "weight?", "pos_weight?"),
+    ("loss",),
+    attributes={"reduction": "mean"},
+    from_torch={"aten.binary_cross_entropy_with_logits.default": _capture_logits},
+    shapes=_types,
+    body=_logits_body,
+    gradient=(Gradient(_logits_gradient, reads=("x", "target", "weight", "pos_weight")),),
+    stops=frozenset({"weight", "pos_weight"}),
+    lower=lambda n, x, target, weight, pos_weight: Call(
+        torch.binary_cross_entropy_with_logits, x, target, weight, pos_weight, number_of(n.reduction)
+    ),
+    axes=lambda n: _axes(n, n.node.inputs, loss_first=False),
+    flops=lambda n: sizes.multiply(9, numel(n.x)),
+)
+
+
+def logits_backward(
+    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None, mean: bool
+) -> Tensor:
+    """What PyTorch's autograd computes, which is no operator of its own there."""
+    if pos_weight is None:
+        slope = x.sigmoid().sub_(target)
+    else:
+        positive = pos_weight * target
+        slope = (positive + 1).sub_(target).mul_(x.sigmoid()).sub_(positive)
+    slope.mul_(dy)
+    if weight is not None:
+        slope.mul_(weight)
+    return slope.div_(x.numel()) if mean else slope
+
+
+def _logits_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    dy, x, target, weight, pos_weight = _wide(op, n, "dy", "x", "target", "weight", "pos_weight")
+    one = op.scalar(1, like=x)
+    positive = target if pos_weight is None else op.Mul(pos_weight, target)
+    slope = op.Sub(op.Mul(op.Sub(op.Add(positive, one), target), op.Sigmoid(x)), positive)
+    dx = op.Mul(_weighted(op, slope, weight), unreduced(op, dy, x, n.reduction))
+    return cast(op, dx, dtype_of(n.x))
+
+
+fused(
+    OWN,
+    "BinaryCrossEntropyWithLogitsGrad",
+    ("dy", "x", "target", "weight?", "pos_weight?"),
+    ("dx",),
+    attributes={"reduction": "mean"},
+    shapes=lambda n: (type_of(n.x),),
+    body=_logits_grad_body,
+    lower=lambda n, dy, x, target, weight, pos_weight: Call(
+        logits_backward, dy, x, target, weight, pos_weight, n.reduction == "mean"
+    ),
+    axes=lambda n: _axes(n, n.node.inputs[1:], loss_first=True),
+    flops=lambda n: sizes.multiply(7, numel(n.x)),
+)

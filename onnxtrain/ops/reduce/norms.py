@@ -1,0 +1,120 @@
+"""Vector norms and the logarithm of a sum of exponentials, over axes.
+
+ReduceL1 ReduceL2 ReduceLogSumExp      as in ONNX; the norm 0 has the gradient 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import rank_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, FromTorch, NodeView
+from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, dims_of, kernel_call, reduction, restored
+
+
+def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> Any:
+    """The vector norm of this order, in the type of PyTorch's output."""
+    x = cast(op, x, op.out[0].dtype)
+    axes = axes_input(op, dims_of(x, dim))
+    if order == 2:
+        return op.ReduceL2(x, axes, keepdims=int(keepdim))
+    if order == 1:
+        return op.ReduceL1(x, axes, keepdims=int(keepdim))
+    if order == math.inf:
+        return op.own.ReduceMax(op.Abs(x), axes, keepdims=int(keepdim))
+    if order == -math.inf:
+        return op.own.ReduceMin(op.Abs(x), axes, keepdims=int(keepdim))
+    raise UnsupportedOperatorError(f"the norm of order {order} has no ONNX form")
+
+
+def _capture_vector_norm(
+    op: Builder, x: ir.Value, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return _norm(op, x, ord, dim, keepdim)
+
+
+def _capture_norm(
+    op: Builder, x: ir.Value, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return _norm(op, x, 2 if p is None else p, dim, keepdim)
+
+
+def _capture_linalg_norm(
+    op: Builder, x: ir.Value, ord: float | None = None, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    axes = 1 if isinstance(dim, int) else rank_of(x) if dim is None else len(dim)
+    if ord is not None and axes != 1:
+        raise UnsupportedOperatorError(f"the matrix norm of order {ord} has no ONNX form")
+    return _norm(op, x, 2 if ord is None else ord, dim, keepdim)
+
+
+def _norm_call(order: int) -> Callable[..., Call]:
+    def lower(n: NodeView, x: Any, axes: Any) -> Call:
+        return Call(torch.linalg.vector_norm, x, order, list(axes_of(n)), bool(n.keepdims))
+
+    return lower
+
+
+def _l1_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Mul(op.Sign(n.x), restored(op, n, dy))  # type: ignore[no-any-return]
+
+
+def _l2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    zero, norm = op.scalar(0.0, like=n.x), restored(op, n, n.y)
+    direction = op.Where(op.Equal(norm, zero), zero, op.Div(n.x, norm))
+    return op.Mul(restored(op, n, dy), direction)  # type: ignore[no-any-return]
+
+
+REDUCE_L1 = reduction("ReduceL1", {}, _norm_call(1), _l1_gradient, reads=("x",), since=18)
+REDUCE_L2 = reduction(
+    "ReduceL2",
+    {
+        "aten.linalg_vector_norm.default": _capture_vector_norm,
+        "aten.linalg_norm.default": _capture_linalg_norm,
+        **dict.fromkeys(
+            (
+                "aten.norm.Scalar",
+                "aten.norm.ScalarOpt_dim",
+                "aten.norm.ScalarOpt_dim_dtype",
+                "aten.norm.ScalarOpt_dtype",
+            ),
+            _capture_norm,
+        ),
+    },
+    _norm_call(2),
+    _l2_gradient,
+    reads=("x", "y"),
+    since=18,
+)
+
+
+# ReduceLogSumExp
+
+
+def _capture_logsumexp(op: Builder, x: ir.Value, dim: Dims, keepdim: bool = False) -> Any:
+    x = cast(op, x, op.out[0].dtype)
+    return op.ReduceLogSumExp(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+
+
+def _logsumexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """Dy * softmax(x); NaN for a row of -inf, as in PyTorch."""
+    return op.Mul(restored(op, n, dy), op.Exp(op.Sub(n.x, restored(op, n, n.y))))  # type: ignore[no-any-return]
+
+
+_LOGSUMEXP: FromTorch = _capture_logsumexp
+REDUCE_LOG_SUM_EXP = reduction(
+    "ReduceLogSumExp",
+    {"aten.logsumexp.default": _LOGSUMEXP, "aten.special_logsumexp.default": _LOGSUMEXP},
+    kernel_call(torch.logsumexp),
+    _logsumexp_gradient,
+    reads=("x", "y"),
+    since=18,
+)

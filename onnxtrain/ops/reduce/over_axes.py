@@ -1,0 +1,155 @@
+"""What reductions share: which axes they reduce, and how a gradient spreads over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, reduced_type, reduction_axes
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    STANDARD,
+    Call,
+    Effects,
+    FromTorch,
+    Gradient,
+    GradientRule,
+    Kernel,
+    Method,
+    NodeView,
+    OpDef,
+    numel,
+)
+from onnxtrain.ops.registry import define
+
+Dims = int | Sequence[int] | None
+_HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+
+def axes_of(n: NodeView) -> tuple[int, ...]:
+    """The axes that a node reduces, each in [0, rank)."""
+    rank = rank_of(n.x)
+    if n.axes is None:
+        return () if n.noop_with_empty_axes else tuple(range(rank))
+    constant = constant_of(n.axes)
+    if constant is None:
+        raise GraphError(f"{n.definition.name} takes its axes as a constant", got=f"{n.axes.name}, which is computed")
+    axes = normalize_axes([int(a) for a in constant.reshape(-1)], rank)
+    return axes if axes or n.noop_with_empty_axes else tuple(range(rank))
+
+
+def dims_of(x: ir.Value, dim: Dims) -> tuple[int, ...]:
+    """PyTorch's `dim`, where None and [] mean all axes. A 0-dimensional tensor may be reduced over dim 0 and -1."""
+    rank = rank_of(x)
+    dims = [dim] if isinstance(dim, int) else list(dim or range(rank))
+    return normalize_axes(dims, rank) if rank else ()
+
+
+def axes_input(op: Builder, axes: Sequence[int]) -> ir.Value:
+    return op.constant(list(axes), ir.DataType.INT64)
+
+
+def restored(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
+    """A value of the output's shape with the reduced axes back, of size 1: it broadcasts against x."""
+    axes = axes_of(n)
+    if n.keepdims or not axes:
+        return reduced
+    result: ir.Value = op.Unsqueeze(reduced, axes_input(op, axes))
+    return result
+
+
+def spread(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
+    """A value of the output's shape, repeated over the reduced axes to x's shape."""
+    result: ir.Value = op.Expand(restored(op, n, reduced), op.shape_of(n.x))
+    return result
+
+
+def count_of(n: NodeView) -> Size:
+    """How many elements go into one element of the output."""
+    shape = sizes.of(n.x)
+    return sizes.multiply(1, *(shape[axis] for axis in axes_of(n)))
+
+
+def in_single(op: Builder, value: ir.Value, compute: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """`compute` in float32 for half precision, which cannot hold a count; as PyTorch does with Python scalars."""
+    dtype = dtype_of(value)
+    if dtype not in _HALVES:
+        return compute(value)
+    return cast(op, compute(cast(op, value, ir.DataType.FLOAT)), dtype)
+
+
+# Definitions
+
+
+def reduced(n: NodeView) -> Sequence[TensorType]:
+    return (reduced_type(n, axes_of(n), bool(n.keepdims)),)
+
+
+def passing_axes(n: NodeView) -> str:
+    return reduction_axes(n, axes_of(n), bool(n.keepdims))
+
+
+def kernel_call(function: Callable[..., Any]) -> Callable[..., Call]:
+    """function(x, dims, keepdim), and for integers their own type kept: PyTorch sums them in int64."""
+
+    def lower(n: NodeView, x: Any, axes: Any) -> Call:
+        dims = list(axes_of(n))
+        if not dims and n.noop_with_empty_axes:  # PyTorch takes an empty list for all axes
+            return Method("clone", x)
+        if is_float(dtype_of(n.x)):
+            return Call(function, x, dims, bool(n.keepdims))
+        return Call(function, x, dims, bool(n.keepdims), dtype=TORCH_DTYPES[dtype_of(n.x)])
+
+    return lower
+
+
+def reduction(
+    name: str,
+    from_torch: Mapping[str, FromTorch],
+    lower: Callable[..., Call],
+    gradient: GradientRule | None,
+    *,
+    reads: tuple[str, ...] = (),
+    domain: str = ONNX,
+    since: int = 1,
+    body: Any = STANDARD,
+    native_ok: Callable[[NodeView], bool] = always,
+    attributes: Mapping[str, Any] | None = None,
+) -> OpDef:
+    """Defines y = f(x) over the axes that the constant `axes` names. `gradient` is (op, n, dy) -> dx."""
+    rule = gradient
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=("x", "axes?"),
+            outputs=("y",),
+            attributes={"keepdims": 1, "noop_with_empty_axes": 0, **(attributes or {})},
+            since=since,
+            from_torch=from_torch,
+            shapes=reduced,
+            body=body,
+            native_ok=native_ok,
+            gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
+            if rule
+            else NOT_DIFFERENTIABLE,
+            stops=frozenset({"axes"}),
+            kernels=(Kernel(lower=lower),),
+            axes=passing_axes,
+            effects=Effects.NONE,
+            aliases={},
+            flops=lambda n: numel(n.x),
+            host=None,
+        )
+    )
+
+
+def _one_per_input(n: NodeView, dx: Any) -> tuple[ir.Value | None, ...]:
+    return (dx, None)[: len(n.node.inputs)]

@@ -1,0 +1,348 @@
+"""Ops that make tensors from numbers and that read and write at places, against PyTorch's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.testing import OpCase, SizesOf, Spec
+
+OWN, MS = "onnxtrain", "com.microsoft"
+INT = torch.int64
+
+
+def ints(*values: int) -> Spec:
+    return Spec(str(len(values)), "int64", value=list(values))
+
+
+def number(value: int) -> Spec:
+    return Spec("", "int64", value=value)
+
+
+def places(dims: str, size: int, low: int = 0) -> Spec:
+    """Random places on an axis of `size` elements."""
+    return Spec(dims, "int64", low=low, high=size)
+
+
+def distinct(dims: str, size: int) -> Spec:
+    """Places, along the last axis, of which no two are the same."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        order = torch.argsort(torch.rand((*shape[:-1], size), generator=generator), -1)
+        return order[..., : shape[-1]].to(dtype)
+
+    return Spec(dims, "int64", make=make)
+
+
+def zeros_then(write: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward op's reference: `write(zeros, *inputs)` for an op whose inputs are (shape, *inputs)."""
+    return lambda shape, *inputs: write(torch.zeros(shape, dtype=inputs[-1].dtype), *inputs)
+
+
+def gather(x: Any, rows: Any) -> Any:
+    return x[:, rows]
+
+
+def embedding_grad(**options: Any) -> Callable[..., Any]:
+    def reference(shape: Any, rows: Any, dy: Any) -> Any:
+        weight = torch.zeros(shape, dtype=dy.dtype, requires_grad=True)
+        return torch.autograd.grad(F.embedding(rows, weight, **options), weight, dy)[0]
+
+    return reference
+
+
+def gather_nd(x: Any, at: Any) -> Any:
+    return x[at[..., 0], at[..., 1]]
+
+
+def gather_nd_batched(x: Any, at: Any) -> Any:
+    return torch.stack([x[i][at[i, ..., 0]] for i in range(x.size(0))]) if x.size(0) else x.new_zeros(0, 2, 4)
+
+
+def index_put(accumulate: bool) -> Callable[..., Any]:
+    return lambda x, values, i, j: torch.index_put(x, (i, j), values, accumulate)
+
+
+def full(value: Any, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.tensor(np.array([value], dtype=dtype.numpy()))
+
+
+CASES = [
+    # From numbers
+    OpCase("", "ConstantOfShape", (SizesOf("2 3"),), torch.zeros),
+    OpCase(
+        "",
+        "ConstantOfShape",
+        (SizesOf(""),),
+        lambda s: torch.full(s, 7),
+        {"value": full(7, ir.DataType.INT64)},
+        label="scalar",
+    ),
+    OpCase(
+        "",
+        "ConstantOfShape",
+        (SizesOf("2 0"),),
+        lambda s: torch.ones(s, dtype=torch.bool),
+        {"value": full(True, ir.DataType.BOOL)},
+        label="bool",
+    ),
+    OpCase("", "Range", (number(0), number(5), number(1)), lambda *bounds: torch.arange(5)),
+    OpCase("", "Range", (number(9), number(-2), number(-3)), lambda *bounds: torch.arange(9, -2, -3), label="down"),
+    OpCase("", "Range", (number(4), number(2), number(1)), lambda *bounds: torch.arange(0), label="empty"),
+    # Rows
+    OpCase("", "Gather", (Spec("b 7 h"), places("s", 6)), gather, {"axis": 1}),
+    OpCase("", "Gather", (Spec("7 h"), places("b s", 6)), lambda x, i: x[i], label="table"),
+    OpCase("", "Gather", (Spec("b 7"), places("s t", 6)), gather, {"axis": -1}, label="last"),
+    OpCase("", "Gather", (Spec("b 7 h"), number(-2)), lambda x, i: x[:, -2], {"axis": 1}, label="select"),
+    OpCase(
+        "",
+        "Gather",
+        (Spec("b 7 h"), places("", 6)),
+        lambda x, i: x.index_select(1, i).squeeze(1),
+        {"axis": 1},
+        label="computed",
+    ),
+    OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("7 h"), places("b s", 6), Spec("b s h")),
+        zeros_then(lambda z, i, dy: z.index_put((i,), dy, True)),
+        label="table",
+    ),
+    OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("b 7 h"), places("s", 6), Spec("b s h")),
+        zeros_then(lambda z, i, dy: z.index_add(1, i, dy)),
+        {"axis": 1},
+    ),
+    OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("b 7"), number(3), Spec("b")),
+        zeros_then(lambda z, i, dy: z.select_scatter(dy, 1, 3)),
+        {"axis": 1},
+        label="select",
+    ),
+    OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("b 7"), places("s t", 6), Spec("b s t")),
+        zeros_then(lambda z, i, dy: z.index_add(1, i.reshape(-1), dy.flatten(1))),
+        {"axis": -1},
+        label="last",
+    ),
+    OpCase(
+        OWN,
+        "Embedding",
+        (Spec("7 h"), places("b s", 6)),
+        lambda w, i: F.embedding(i, w, padding_idx=2),
+        {"padding_idx": 2},
+    ),
+    OpCase(
+        OWN,
+        "Embedding",
+        (Spec("7 h"), places("b s", 3)),
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
+        {"scale_grad_by_freq": 1},
+        label="by-frequency",
+    ),
+    OpCase(
+        OWN,
+        "EmbeddingGrad",
+        (SizesOf("4 h"), places("b s", 3), Spec("b s h")),
+        embedding_grad(padding_idx=1, scale_grad_by_freq=True),
+        {"padding_idx": 1, "scale_grad_by_freq": 1},
+    ),
+    # Elements
+    OpCase("", "GatherElements", (Spec("b 7 h"), places("b s h", 6)), lambda x, i: x.gather(1, i), {"axis": 1}),
+    OpCase(
+        "",
+        "GatherElements",
+        (Spec("b 7 4"), places("b s 3", 6)),
+        lambda x, i: x.gather(1, i),
+        {"axis": 1},
+        label="fewer",
+    ),
+    OpCase(
+        MS,
+        "GatherElementsGrad",
+        (Spec("b s h"), SizesOf("b 7 h"), places("b s h", 6)),
+        lambda dy, shape, i: torch.zeros(shape, dtype=dy.dtype).scatter_add(1, i, dy),
+        {"axis": 1},
+    ),
+    OpCase(
+        "",
+        "ScatterElements",
+        (Spec("b 7"), distinct("b 3", 7), Spec("b 3")),
+        lambda x, i, u: x.scatter(1, i, u),
+        {"axis": 1},
+    ),
+    OpCase(
+        "",
+        "ScatterElements",
+        (Spec("b 7"), places("b s", 6), Spec("b s")),
+        lambda x, i, u: x.scatter_add(1, i, u),
+        {"axis": -1, "reduction": "add"},
+        label="add",
+    ),
+    OpCase(
+        "",
+        "ScatterElements",
+        (Spec("b 7"), places("b s", 6), Spec("b s")),
+        lambda x, i, u: x.scatter_reduce(1, i, u, "amax"),
+        {"axis": 1, "reduction": "max"},
+        label="max",
+    ),
+    OpCase(
+        "",
+        "ScatterElements",
+        (Spec("7 b"), places("s b", 6), Spec("s b")),
+        lambda x, i, u: x.scatter_reduce(0, i, u, "amin"),
+        {"reduction": "min"},
+        label="min",
+    ),
+    # Coordinates
+    OpCase("", "GatherND", (Spec("6 5 h"), places("b s 2", 5, low=-5)), gather_nd),
+    OpCase("", "GatherND", (Spec("b 6 4"), places("b 2 1", 6)), gather_nd_batched, {"batch_dims": 1}, label="batch"),
+    OpCase(
+        MS,
+        "GatherNDGrad",
+        (SizesOf("6 5 h"), places("b s 2", 5, low=-5), Spec("b s h")),
+        zeros_then(lambda z, at, dy: z.index_put((at[..., 0], at[..., 1]), dy, True)),
+    ),
+    OpCase(
+        MS,
+        "GatherNDGrad",
+        (SizesOf("b 6"), places("b s 1", 6), Spec("b s")),
+        zeros_then(lambda z, at, dy: z.scatter_add(1, at[..., 0], dy)),
+        {"batch_dims": 1},
+        label="batch",
+    ),
+    OpCase(
+        "",
+        "ScatterND",
+        (Spec("6 h"), Spec("3 1", INT, value=[[4], [-6], [2]]), Spec("3 h")),
+        lambda x, at, u: x.index_put((at[:, 0],), u),
+    ),
+    OpCase(
+        "",
+        "ScatterND",
+        (Spec("6 5 h"), places("b s 2", 5, low=-5), Spec("b s h")),
+        lambda x, at, u: x.index_put((at[..., 0], at[..., 1]), u, True),
+        {"reduction": "add"},
+        label="add",
+    ),
+    # Subscripts
+    OpCase(
+        OWN, "Index", (Spec("6 5 h"), places("b 1", 6, low=-6), places("s", 5)), lambda x, i, j: x[i, j], {"at": [0, 1]}
+    ),
+    OpCase(OWN, "Index", (Spec("b 6 s"), places("s t", 6, low=-6)), lambda x, i: x[:, i], {"at": [1]}, label="one"),
+    OpCase(
+        OWN,
+        "Index",
+        (Spec("5 b 6"), places("s", 5), places("s", 6)),
+        lambda x, i, j: x[i, :, j],
+        {"at": [0, 2]},
+        label="apart",
+    ),
+    OpCase(
+        OWN,
+        "Index",
+        (Spec("b 5 6 h"), places("s t", 5), places("", 6)),
+        lambda x, i, j: x[:, i, j.expand(i.shape)],
+        {"at": [1, 2]},
+        label="scalar",
+    ),
+    OpCase(
+        OWN,
+        "IndexGrad",
+        (SizesOf("6 5 h"), Spec("b s h"), places("b 1", 6, low=-6), places("s", 5)),
+        lambda shape, dy, i, j: torch.zeros(shape, dtype=dy.dtype).index_put((i, j), dy, True),
+        {"at": [0, 1]},
+    ),
+    OpCase(
+        OWN,
+        "IndexGrad",
+        (SizesOf("b 6 h"), Spec("b s t h"), places("s t", 6)),
+        lambda shape, dy, i: torch.zeros(shape, dtype=dy.dtype).index_add(1, i.reshape(-1), dy.flatten(1, 2)),
+        {"at": [1]},
+        label="middle",
+    ),
+    OpCase(
+        OWN,
+        "IndexPut",
+        (Spec("6 5 h"), Spec("2 h"), Spec("2", INT, value=[3, -6]), Spec("2", INT, value=[0, 4])),
+        index_put(False),
+        {"at": [0, 1]},
+    ),
+    OpCase(
+        OWN,
+        "IndexPut",
+        (Spec("6 5 h"), Spec("s h"), places("b 1", 6, low=-6), places("s", 5)),
+        index_put(True),
+        {"at": [0, 1], "accumulate": 1},
+        label="add",
+    ),
+    OpCase(
+        OWN,
+        "IndexPut",
+        (Spec("5 b 6"), Spec("s b"), places("s", 5), places("s", 6)),
+        lambda x, v, i, j: torch.ops.aten.index_put(x, [i, None, j], v, True),
+        {"at": [0, 2], "accumulate": 1},
+        label="apart",
+    ),
+    OpCase(
+        OWN,
+        "IndexPut",
+        (Spec("b 6"), Spec(""), distinct("4", 6)),
+        lambda x, v, i: torch.ops.aten.index_put(x, [None, i], v),
+        {"at": [1]},
+        label="one-number",
+    ),
+    OpCase("", "NonZero", (Spec("b s", low=0, high=2, dtype="int64"),), lambda x: x.nonzero().t()),
+    OpCase(
+        OWN,
+        "IndexAdd",
+        (Spec("b 6 h"), places("s", 5), Spec("b s h")),
+        lambda x, i, u: x.index_add(1, i, u),
+        {"axis": 1},
+    ),
+    OpCase(
+        OWN,
+        "IndexCopy",
+        (Spec("b 6 h"), distinct("4", 6), Spec("b 4 h")),
+        lambda x, i, u: x.index_copy(1, i, u),
+        {"axis": 1},
+    ),
+    OpCase(
+        OWN,
+        "MaskedScatter",
+        (Spec("b s h"), Spec("b s h", "bool"), Spec("b*s h")),
+        lambda x, m, u: x.masked_scatter(m, u),
+    ),
+    OpCase(
+        OWN,
+        "MaskedScatterGrad",
+        (Spec("b s"), Spec("b s", "bool"), SizesOf("s b")),
+        lambda dy, m, shape: torch.ops.aten.masked_scatter_backward(dy, m, shape),
+    ),
+    # Order
+    OpCase("", "TopK", (Spec("b 7 h"), ints(3)), lambda x, k: x.topk(3, 1), {"axis": 1}),
+    OpCase("", "TopK", (Spec("b 7"), ints(2)), lambda x, k: x.topk(2, largest=False), {"largest": 0}, label="smallest"),
+    OpCase(OWN, "Sort", (Spec("b s h"),), lambda x: x.sort(dim=1, stable=True), {"axis": 1}, specials=True),
+    OpCase(
+        OWN,
+        "Sort",
+        (Spec("b s"),),
+        lambda x: x.sort(descending=True, stable=True),
+        {"descending": 1},
+        specials=True,
+        label="down",
+    ),
+    OpCase(OWN, "Sort", (Spec("b s", "int64", low=-3, high=3),), lambda x: x.sort(stable=True), label="ints"),
+    OpCase("", "OneHot", (places("b s", 5), number(5), ints(0, 1)), lambda i, *_: F.one_hot(i, 5)),
+]

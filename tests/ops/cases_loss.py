@@ -1,0 +1,196 @@
+"""Losses against torch.nn.functional."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.testing import OpCase, Spec
+
+IGNORED = 2  # one of the classes: what is ignored need not be out of range
+SIZES = [{"n": 5, "d": 3}, {"n": 1, "d": 1}, {"n": 9, "d": 2}, {"n": 0, "d": 3}]
+
+
+def labels(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Labels of seven classes; the first is one that is ignored."""
+    found = torch.randint(7, shape, generator=generator)
+    if found.numel() > 1:
+        found.view(-1)[0] = IGNORED
+    return found
+
+
+def all_ignored(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.full(shape, IGNORED)
+
+
+def cross_entropy(reduction: str) -> Any:
+    def reference(scores: Any, target: Any, weights: Any, ignore_index: Any) -> Any:
+        index = int(ignore_index)
+        loss = F.cross_entropy(scores, target, weights, reduction=reduction, ignore_index=index)
+        return loss, F.log_softmax(scores, 1).detach(), None
+
+    return reference
+
+
+def nll(reduction: str) -> Any:
+    def reference(x: Any, target: Any, weights: Any, ignore_index: Any) -> Any:
+        return F.nll_loss(x, target, weights, reduction=reduction, ignore_index=int(ignore_index)), None
+
+    return reference
+
+
+def cross_entropy_grad(
+    dy: Any, log_prob: Any, target: Any, weights: Any, ignore_index: Any, bias: Any, total: Any
+) -> Any:
+    """The mean over an arbitrary total weight."""
+    kept = (target != int(ignore_index)) * weights[target]
+    one_hot = F.one_hot(target, 7)
+    dx = (log_prob.exp() - one_hot) * (kept * dy / total)[:, None]
+    return dx if bias is None else dx + bias
+
+
+def nll_grad(dy: Any, log_prob: Any, target: Any, weights: Any, ignore_index: Any, total: Any) -> Any:
+    kept = target != int(ignore_index)
+    return -(F.one_hot(target, 7).movedim(-1, 1) * (kept * dy / total)[:, None])
+
+
+INDEX = Spec("", "int64", value=IGNORED)
+WEIGHTS = Spec("7", low=0.5, high=2.0, grad=False)
+TARGET = Spec("n", "int64", make=labels)
+PAIR = (Spec("n d"), Spec("n d"))
+TOTAL = Spec("", low=1.0, high=9.0)
+
+
+def cross_entropies() -> list[OpCase]:
+    """Both ops with every reduction, with and without weights, for two, three, four and five axes."""
+    found = []
+    for name, reference in (
+        ("SoftmaxCrossEntropyLossInternal", cross_entropy),
+        ("NegativeLogLikelihoodLossInternal2", nll),
+    ):
+        for reduction in ("none", "mean", "sum"):
+            for axes, weights in (("", WEIGHTS), ("d", None), ("d 2", WEIGHTS), ("d 2 3", None)):
+                inputs = (Spec(f"n 7 {axes}"), Spec(f"n {axes}", "int64", make=labels), weights, INDEX)
+                label = f"{reduction}-{2 + len(axes.split())}d"
+                attributes = {"reduction": reduction}
+                found.append(
+                    OpCase("com.microsoft", name, inputs, reference(reduction), attributes, sizes=SIZES, label=label)
+                )
+    return found
+
+
+def pointwise(name: str, reference: Any, *inputs: Spec, **attributes: Any) -> list[OpCase]:
+    return [
+        OpCase(
+            "onnxtrain",
+            name,
+            inputs,
+            lambda *t, r=reduction: reference(*t, reduction=r),
+            {**attributes, "reduction": reduction},
+            label=reduction,
+            specials=reduction == "none",
+        )
+        for reduction in ("none", "mean", "sum")
+    ]
+
+
+def backward(name: str, reference: Any, *inputs: Spec, **attributes: Any) -> list[OpCase]:
+    """The backward op of a loss against autograd."""
+
+    def gradient(reduction: str) -> Any:
+        def compute(dy: Any, x: Any, *rest: Any) -> Any:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(reference(x, *rest, reduction=reduction), x, dy)[0]
+
+        return compute
+
+    return [
+        OpCase(
+            "onnxtrain",
+            f"{name}Grad",
+            (Spec("n d" if reduction == "none" else ""), *inputs),
+            gradient(reduction),
+            {**attributes, "reduction": reduction},
+            label=reduction,
+        )
+        for reduction in ("none", "mean", "sum")
+    ]
+
+
+def both(name: str, reference: Any, *inputs: Spec, **attributes: Any) -> list[OpCase]:
+    return [*pointwise(name, reference, *inputs, **attributes), *backward(name, reference, *inputs, **attributes)]
+
+
+def with_weights(function: Any) -> Any:
+    return lambda x, t, weight, pos_weight, reduction: function(
+        x, t, weight, pos_weight=pos_weight, reduction=reduction
+    )
+
+
+PROBABILITY = Spec("n d", low=0.05, high=0.95)
+CONSTANT = {"grad": False}
+
+CASES = [
+    *cross_entropies(),
+    OpCase(
+        "com.microsoft",
+        "SoftmaxCrossEntropyLossInternal",
+        (Spec("n 7"), Spec("n", "int64", make=all_ignored), WEIGHTS, INDEX),
+        cross_entropy("mean"),
+        label="all-ignored",
+        sizes=SIZES,
+    ),
+    OpCase(
+        "com.microsoft",
+        "SoftmaxCrossEntropyLossInternal",
+        (Spec("n 7"), TARGET),
+        lambda x, t: (F.cross_entropy(x, t), F.log_softmax(x, 1).detach(), None),
+        specials=True,
+        label="plain",
+        sizes=SIZES,
+    ),
+    OpCase(
+        "com.microsoft",
+        "SoftmaxCrossEntropyLossInternal",
+        (Spec("n 7", torch.float16), TARGET, None, INDEX),
+        lambda x, t, w, i: (F.cross_entropy(x.float(), t, ignore_index=int(i)), None, None),
+        {"output_type": 1},
+        label="wider",
+        sizes=SIZES,
+    ),
+    *(
+        OpCase(
+            "com.microsoft",
+            "SoftmaxCrossEntropyLossInternalGrad",
+            (Spec(""), Spec("n 7"), TARGET, WEIGHTS, INDEX, bias, TOTAL),
+            cross_entropy_grad,
+            label="plain" if bias is None else "bias",
+            sizes=SIZES,
+        )
+        for bias in (None, Spec("n 7"))
+    ),
+    OpCase(
+        "onnxtrain",
+        "NegativeLogLikelihoodLossGrad",
+        (Spec(""), Spec("n 7 d"), Spec("n d", "int64", make=labels), None, INDEX, TOTAL),
+        nll_grad,
+        sizes=SIZES,
+    ),
+    *both("MseLoss", F.mse_loss, *PAIR),
+    *both("SmoothL1Loss", lambda *t, reduction: F.smooth_l1_loss(*t, beta=0.75, reduction=reduction), *PAIR, beta=0.75),
+    *both("HuberLoss", lambda *t, reduction: F.huber_loss(*t, delta=0.75, reduction=reduction), *PAIR, delta=0.75),
+    *both("SoftMarginLoss", F.soft_margin_loss, Spec("n d"), Spec("n d", **CONSTANT)),
+    *pointwise("KlDivLoss", F.kl_div, Spec("n d"), Spec("n d", low=0.1)),
+    *pointwise(
+        "KlDivLoss", lambda *t, reduction: F.kl_div(*t, reduction=reduction, log_target=True), *PAIR, log_target=1
+    ),
+    *both("BinaryCrossEntropy", F.binary_cross_entropy, PROBABILITY, PROBABILITY, Spec("n d", low=0.5, **CONSTANT)),
+    *both("BinaryCrossEntropyWithLogits", F.binary_cross_entropy_with_logits, *PAIR),
+    *both(
+        "BinaryCrossEntropyWithLogits",
+        with_weights(F.binary_cross_entropy_with_logits),
+        *PAIR,
+        Spec("n d", low=0.5, **CONSTANT),
+        Spec("d", low=0.5, **CONSTANT),
+    ),
+]

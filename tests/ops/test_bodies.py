@@ -1,0 +1,198 @@
+"""Bodies inlined, and bodies as functions: on stock onnxruntime both compute the same as the op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph.values import TensorType, rank_of, set_type, type_of
+from onnxtrain.ops import OPS, NoBody
+from onnxtrain.ops.bodies import inline_bodies
+from onnxtrain.ops.constructors import unary
+from onnxtrain.ops.functions import as_functions
+from tests.graph.small import graph_of
+
+# Ops of these tests: half is x/2 by a constant, shaped goes through its own sizes and half, same is x itself.
+
+
+def _half(op, n):
+    return op.Mul(n.x, op.scalar(0.5, like=n.x))
+
+
+def _shaped(op, n):
+    return op.own.TestHalf(op.Reshape(op.Neg(n.x), op.shape_of(n.x)))
+
+
+def _by_number(op, n):
+    last = type_of(n.x).shape[-1]
+    if not isinstance(last, int):
+        raise GraphError("the last size must be a number")
+    return op.Mul(n.x, op.scalar(float(last), like=n.x))
+
+
+def _by_rank(op, n):
+    return op.Mul(n.x, op.scalar(float(rank_of(n.x)), like=n.x))
+
+
+def _scaled(op, n):
+    return op.Mul(n.x, op.scalar(n.alpha, like=n.x))
+
+
+def _wrong(op, n):
+    return op.Cast(n.x, to=ir.DataType.DOUBLE)
+
+
+def _endless(op, n):
+    return op.own.TestEndless(n.x)
+
+
+BODIES = {
+    "TestHalf": _half,
+    "TestShaped": _shaped,
+    "TestSame": lambda op, n: n.x,
+    "TestByNumber": _by_number,
+    "TestByRank": _by_rank,
+    "TestScaled": _scaled,
+    "TestWrong": _wrong,
+    "TestEndless": _endless,
+    "TestNoBody": NoBody("it runs Python"),
+}
+
+
+@pytest.fixture(autouse=True)
+def test_ops() -> Iterator[None]:
+    for name, body in BODIES.items():
+        unary(name, (), torch.neg, None, domain="onnxtrain", body=body, attributes={"alpha": 1.0})
+    yield
+    for name in BODIES:
+        del OPS["onnxtrain", name]
+
+
+def run(model: ir.Model, *arrays: np.ndarray) -> list[np.ndarray]:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {v.name: a for v, a in zip(model.graph.inputs, arrays, strict=True)})
+
+
+def ops_of(model: ir.Model) -> set[str]:
+    return {node.op_type for node in model.graph}
+
+
+X = np.arange(-6, 6, dtype=np.float32).reshape(3, 4)
+
+
+def chain():
+    op, (x,) = graph_of(x=("b", 4))
+    with op.at({"module": "layer"}):
+        y = op.own.TestShaped(op.own.TestHalf(x))
+    y.name = "result"
+    op.graph.outputs.append(y)
+    return op.graph
+
+
+def test_bodies_within_bodies_are_inlined_until_standard_ops_are_left():
+    graph = chain()
+    before = str(graph)
+    model = inline_bodies(graph)
+    assert str(graph) == before
+    assert not any(node.domain for node in model.graph)
+    assert all(node.metadata_props["module"] == "layer" for node in model.graph)
+    assert model.graph.outputs[0].name == "result"
+    np.testing.assert_allclose(run(model, X)[0], -X / 4)
+
+
+def test_kept_nodes_stay():
+    model = inline_bodies(chain(), keep=lambda node: node.op_type == "TestHalf")
+    assert [n.op_type for n in model.graph if n.domain] == ["TestHalf", "TestHalf"]
+    assert model.graph.opset_imports["onnxtrain"] == 1
+
+
+def test_an_input_that_becomes_an_output_goes_through_an_identity():
+    op, (x,) = graph_of(x=("b", 4))
+    y, z = op.own.TestSame(x), op.own.TestSame(op.own.TestSame(x))
+    y.name, z.name = "y", "z"
+    op.graph.outputs.extend([y, z])
+    for model in (inline_bodies(op.graph), as_functions(ir.Model(op.graph, ir_version=10))):
+        assert [v.name for v in model.graph.outputs] == ["y", "z"]
+        for result in run(model, X):
+            np.testing.assert_array_equal(result, X)
+
+
+def test_an_op_without_a_body_is_named_with_its_reason_unless_kept():
+    op, (x,) = graph_of(x=("b", 4))
+    with op.at({"line": "model.py:3"}):
+        op.graph.outputs.append(op.own.TestNoBody(x))
+    with pytest.raises(GraphError, match=r"(?s)TestNoBody.*it runs Python") as caught:
+        inline_bodies(op.graph)
+    assert caught.value.where == "model.py:3"
+    assert ops_of(inline_bodies(op.graph, keep=lambda node: True)) == {"TestNoBody"}
+    assert ops_of(as_functions(ir.Model(op.graph, ir_version=10))) == {"TestNoBody"}
+
+
+@pytest.mark.parametrize(("name", "message"), [("TestWrong", "another type"), ("TestEndless", "back to their own")])
+def test_a_body_that_cannot_be_right_is_refused(name, message):
+    op, (x,) = graph_of(x=("b", 4))
+    op.graph.outputs.append(getattr(op.own, name)(x))
+    with pytest.raises(GraphError, match=message):
+        inline_bodies(op.graph)
+
+
+def test_functions_serve_all_sizes_and_are_special_to_a_rank():
+    op, (x, y, z) = graph_of(x=("b", 4), y=("b", "2*b"), z=("b", "c", 4))
+    op.graph.outputs.extend([op.own.TestShaped(v) for v in (x, y, z)])
+    model = as_functions(ir.Model(op.graph, ir_version=10))
+    assert [n.overload for n in model.graph] == ["", "", "1"]
+    assert set(model.functions) == {("onnxtrain", "TestShaped", ""), ("onnxtrain", "TestShaped", "1")}
+    wide, deep = np.ones((3, 6), np.float32), np.ones((3, 2, 4), np.float32)
+    for result, array in zip(run(model, X, wide, deep), (X, wide, deep), strict=True):
+        np.testing.assert_allclose(result, -array / 2)
+
+
+def test_functions_call_no_functions():
+    model = as_functions(ir.Model(chain(), ir_version=10))
+    for function in model.functions.values():
+        assert not any(node.domain for node in function)
+        assert function.opset_imports[""] == model.graph.opset_imports[""]
+    np.testing.assert_allclose(run(model, X)[0], -X / 4)
+
+
+def test_a_body_that_asks_for_numbers_gets_a_function_for_each():
+    op, (x, y, z) = graph_of(x=("b", 4), y=("b", 2), z=("c", 4))
+    op.graph.outputs.extend([op.own.TestByNumber(v) for v in (x, y, z)])
+    model = as_functions(ir.Model(op.graph, ir_version=10))
+    assert [n.overload for n in model.graph] == ["", "1", ""]
+    narrow = X[:, :2].copy()
+    for result, expected in zip(run(model, X, narrow, X), (X * 4, narrow * 2, X * 4), strict=True):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_functions_are_special_to_element_types_and_attributes():
+    op, (x,) = graph_of(x=("b", 4))
+    double = ir.Value(name="d")
+    set_type(double, TensorType(ir.DataType.DOUBLE, ("b", 4)))
+    op.graph.inputs.append(double)
+    op.graph.outputs.extend([op.own.TestHalf(x), op.own.TestHalf(double)])
+    op.graph.outputs.extend([op.own.TestScaled(x), op.own.TestScaled(x, alpha=3.0), op.own.TestScaled(x, alpha=-2.0)])
+    model = as_functions(ir.Model(op.graph, ir_version=10))
+    assert [n.overload for n in model.graph] == ["", "1", "", "1", "2"]
+    scaled = [f for key, f in model.functions.items() if key[1] == "TestScaled"]
+    assert [{a.name: a.value for a in f.attributes.values()} for f in scaled] == [{}, {"alpha": 3.0}, {"alpha": -2.0}]
+    results = run(model, X, X.astype(np.float64))
+    for result, expected in zip(results, (X / 2, X.astype(np.float64) / 2, X, X * 3, X * -2), strict=True):
+        np.testing.assert_array_equal(result, expected)
+        assert result.dtype == expected.dtype
+
+
+def test_a_function_says_for_what_it_is_made():
+    op, (x,) = graph_of(x=("b", 4))
+    op.graph.outputs.append(op.own.TestHalf(x))
+    (function,) = as_functions(ir.Model(op.graph, ir_version=10)).functions.values()
+    assert function.doc_string == "TestHalf(x: float[d0, d1]) -> y: float[d0, d1]"

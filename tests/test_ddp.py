@@ -1,0 +1,126 @@
+"""DistributedDataParallel over ORTModule: two processes on gloo, equal to DistributedDataParallel over the module."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from onnxtrain import ORTModule
+from tests.zoo.checks import count_captures
+
+WORLD = 2
+WIDTH = 8
+
+
+class Network(nn.Module):
+    """Dropout, BatchNorm's buffers, a frozen layer, and a head that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.last = nn.Linear(16, 3)
+        self.other = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, both: bool = True) -> dict[str, torch.Tensor]:
+        hidden = self.frozen(self.drop(torch.relu(self.norm(self.first(x)))))
+        logits = self.last(hidden) + (self.other(hidden) if both else 0)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def train(module: nn.Module, rank: int, scenario: str) -> dict[str, Any]:
+    """Some steps; returns all that must be equal."""
+    options: dict[str, Any] = {}
+    if scenario == "unused":
+        options["find_unused_parameters"] = True
+    if scenario == "views":
+        options["gradient_as_bucket_view"] = True
+    parallel = DistributedDataParallel(module, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    gradients = []
+    for step in range(4):
+        torch.manual_seed(100 * rank + step)
+        x = torch.randn(4 + rank + step % 2, WIDTH)
+        labels = torch.randint(3, (x.shape[0],))
+        both = scenario != "unused" or step % 2 == 0
+        if scenario == "accumulate" and step % 2 == 0:
+            with parallel.no_sync():
+                parallel(x, labels, both)["loss"].backward()
+            continue
+        loss = parallel(x, labels, both)["loss"]
+        loss.backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": loss.detach(), "gradients": gradients, "state": parallel.state_dict()}
+
+
+def equal(got: Any, eager: Any, where: str = "") -> None:
+    assert type(got) is type(eager), where
+    if isinstance(eager, torch.Tensor):
+        torch.testing.assert_close(got, eager, rtol=1e-6, atol=1e-7, msg=lambda text: f"{where}: {text}")
+    elif isinstance(eager, dict):
+        assert list(got) == list(eager), where
+        for key, value in eager.items():
+            equal(got[key], value, f"{where}[{key!r}]")
+    elif isinstance(eager, list):
+        assert len(got) == len(eager), where
+        for index, value in enumerate(eager):
+            equal(got[index], value, f"{where}[{index}]")
+    else:
+        assert got == eager, where
+
+
+def process(rank: int, folder: str) -> None:
+    """Runs every scenario in one of the processes; writes what went wrong."""
+    torch.set_num_threads(1)
+    file = Path(folder) / "rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=file.as_uri(), rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
+    )
+    try:
+        for scenario in SCENARIOS:
+            report = ""
+            try:
+                torch.manual_seed(rank)  # DDP broadcasts the first rank's parameters
+                module = Network()
+                wrapped = ORTModule(copy.deepcopy(module), rng="torch")
+                equal(train(wrapped, rank, scenario), train(module, rank, scenario))
+                assert count_captures(wrapped) == (2 if scenario == "unused" else 1), "another capture than expected"
+            except Exception:  # noqa: BLE001  # the parent shows it
+                report = traceback.format_exc()
+            (Path(folder) / f"{scenario}-{rank}").write_text(report)
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+SCENARIOS = ("plain", "unused", "views", "accumulate")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[str]]:
+    """What each process says about each scenario: nothing where all is well."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(process, (folder,), nprocs=WORLD)
+        return {s: [(Path(folder) / f"{s}-{r}").read_text() for r in range(WORLD)] for s in SCENARIOS}
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ddp_over_ortmodule_equals_ddp_over_eager(scenario: str, reports: dict[str, list[str]]) -> None:
+    for rank, report in enumerate(reports[scenario]):
+        assert not report, f"rank {rank}:\n{report}"

@@ -1,0 +1,334 @@
+"""What cannot be captured runs in PyTorch, with one warning that names the module, the line and the reason."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import ORTModuleFallbackException
+from tests.zoo.checks import Comparison, compared, count_captures, fallbacks
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+
+WIDTH = 6
+
+
+def sequences(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, length, WIDTH, grad=True),))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+
+class BranchesOnElements(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        if hidden.sum() > 0:  # here
+            return hidden.relu()  # type: ignore[no-any-return]
+        return hidden.tanh()  # type: ignore[no-any-return]
+
+
+class LoopsOverElements(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        for _ in range(int(x.abs().max())):  # here
+            hidden = hidden * 0.9
+        return hidden  # type: ignore[no-any-return]
+
+
+class ReadsAnElement(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.mean().item()
+        return self.inner(x) * round(scale, 1)  # here
+
+
+class UsesNumpy(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = np.sign(x.detach().numpy())  # here
+        return self.inner(x) * torch.from_numpy(table)  # type: ignore[no-any-return]
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.arange(x.shape[1], x.shape[1] - x.shape[0], -1).clamp(min=1)
+        packed = pack_padded_sequence(x, lengths, batch_first=True)  # here
+        states, _ = pad_packed_sequence(self.inner.rnn(packed)[0], batch_first=True)
+        return states
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 7 * x  # not the derivative: seen if autograd made its own
+
+
+class CallsAFunction(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Cube.apply(self.inner(x))  # type: ignore[no-any-return, no-untyped-call]  # here
+
+
+class Outer(nn.Module):
+    """The culprit lies in a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = BranchesOnElements()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) * 2  # type: ignore[no-any-return]
+
+
+class TriesAndCatches(Base):
+    """The module handles an error of its own: that is no error."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.inner(x[:, :, :2])  # type: ignore[no-any-return]
+        except RuntimeError:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+
+# The class with the culprit, and what the warning says of the reason.
+CULPRITS: list[tuple[type[nn.Module], type[nn.Module], str]] = [
+    (BranchesOnElements, BranchesOnElements, "data-dependent"),
+    (LoopsOverElements, LoopsOverElements, "data-dependent"),
+    (ReadsAnElement, ReadsAnElement, ""),
+    (UsesNumpy, UsesNumpy, "numpy"),
+    (Packs, Packs, ""),
+    (CallsAFunction, CallsAFunction, "Cube"),
+    (Outer, BranchesOnElements, "data-dependent"),
+]
+every_culprit = pytest.mark.parametrize(
+    ("make", "guilty", "reason"), CULPRITS, ids=lambda c: getattr(c, "__name__", "")
+)
+
+
+def line_of(guilty: type[nn.Module]) -> str:
+    """file:line of the comment in the source of a class."""
+    lines, start = inspect.getsourcelines(guilty)
+    return f"{inspect.getsourcefile(guilty)}:{start + next(i for i, text in enumerate(lines) if '# here' in text)}"
+
+
+@every_culprit
+def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
+    entry = ZooModel(make.__name__, make, sequences, mean_square, falls_back=make.__name__)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compare = Comparison(entry)
+        for sizes in ((3, 5), (2, 4), (3, 5)):
+            compare.train(*sizes)
+        with torch.no_grad():
+            compare.forward(3, 5)
+        compare.change(nn.Module.eval)
+        compare.train(3, 5)
+    (text,) = fallbacks(caught)
+    assert make.__name__ in text
+    assert line_of(guilty) in text
+    assert reason.lower() in text.lower()
+    assert count_captures(compare.got.run) == 0
+    (warning,) = [w for w in caught if str(w.message) == text]
+    assert not re.search(r"[\\/](torch|onnxtrain)[\\/]", warning.filename), "the warning points at the caller"
+
+
+@every_culprit
+def test_the_policy_can_forbid_to_fall_back(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
+    module = ORTModule(make(), fallback_policy="FALLBACK_DISABLE")
+    for _ in range(2):
+        with pytest.raises(ORTModuleFallbackException) as raised:
+            module(torch.ones(3, 5, WIDTH))
+        assert line_of(guilty) in str(raised.value)
+        assert reason.lower() in str(raised.value).lower()
+
+
+def test_a_module_that_handles_its_own_errors_runs_as_in_eager() -> None:
+    compare = Comparison(ZooModel("tries", TriesAndCatches, sequences, mean_square))
+    compare.train(3, 5)
+
+
+def test_falling_back_is_tried_once_unless_retry_is_asked_for() -> None:
+    class Counted(BranchesOnElements):
+        runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            type(self).runs += 1
+            return super().forward(x)
+
+    x = torch.ones(3, 5, WIDTH)
+    module = ORTModule(Counted())
+    with pytest.warns(UserWarning, match="Counted runs in PyTorch"):
+        module(x)
+    first = Counted.runs
+    module(x)
+    assert Counted.runs == first + 1
+    retries = ORTModule(Counted(), fallback_retry=True)
+    with pytest.warns(UserWarning, match="Counted runs in PyTorch"):
+        retries(x)
+    before = Counted.runs
+    retries(x)
+    assert Counted.runs > before + 1
+
+
+def test_a_module_that_falls_back_in_training_may_be_captured_in_eval() -> None:
+    class TrainsInPython(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.inner(x)
+            if self.training and hidden.sum() > 0:
+                hidden = hidden * 2
+            return hidden  # type: ignore[no-any-return]
+
+    compare = Comparison(ZooModel("trains", TrainsInPython, sequences, mean_square))
+    with pytest.warns(UserWarning, match="runs in PyTorch"):
+        compare.train(3, 5)
+    compare.change(nn.Module.eval)
+    compare.train(3, 5)
+    assert count_captures(compare.got.run) == 1
+
+
+# The user's own errors
+
+
+class Wrong(Base):
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "shape":
+            return self.inner(x[..., :2])  # type: ignore[no-any-return]
+        if how == "attribute":
+            return self.missing(x)  # type: ignore[no-any-return, operator]
+        raise KeyError("my own error")
+
+
+@pytest.mark.parametrize("how", ["shape", "attribute", "raise"])
+def test_errors_of_the_users_model_are_the_users_errors(how: str) -> None:
+    module, x = Wrong(), torch.ones(2, 3, WIDTH)
+    with pytest.raises(Exception) as expected:  # whatever eager raises
+        module(x, how)
+    with (
+        pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:30])) as raised,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UserWarning)
+        ORTModule(module)(x, how)
+    assert any(__file__ in str(entry.path) and entry.name == "forward" for entry in raised.traceback)
+
+
+def test_an_error_after_the_first_step_is_the_users_error() -> None:
+    module = ORTModule(_Linear())
+    module(torch.ones(2, WIDTH))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        module(torch.ones(2, WIDTH + 1))
+    assert count_captures(module) == 1
+
+
+class _Linear(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_missing_and_unknown_arguments() -> None:
+    module = ORTModule(_Linear())
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        module()
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        module(torch.ones(2, WIDTH), nothing=1)
+
+
+# Inputs and outputs that a graph cannot hold
+
+
+class Strange:
+    """No tensor, no container, no constant."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class TakesAnything(Base):
+    def forward(self, x: torch.Tensor, other: Any = None) -> Any:
+        factor = other.factor if isinstance(other, Strange) else 1.0
+        return self.inner(x) * factor
+
+
+class ReturnsAnything(Base):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x), Strange(2.0)
+
+
+def test_an_argument_of_an_unknown_class() -> None:
+    module = TakesAnything()
+    ours = ORTModule(module)
+    x = torch.ones(3, WIDTH)
+    with pytest.warns(UserWarning, match="TakesAnything runs in PyTorch.*Strange"):
+        first = ours(x, Strange(2.0))
+    torch.testing.assert_close(first, module(x, Strange(2.0)))
+    torch.testing.assert_close(ours(x, Strange(3.0)), module(x, Strange(3.0)))
+    torch.testing.assert_close(ours(x), module(x))
+
+
+def test_an_output_of_an_unknown_class() -> None:
+    ours = ORTModule(ReturnsAnything())
+    with pytest.warns(UserWarning, match="ReturnsAnything runs in PyTorch"):
+        assert ours(torch.ones(3, WIDTH))[1].factor == 2.0
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda: torch.ones(3, WIDTH).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2, WIDTH), torch.ones(3, WIDTH)]),
+        lambda: nn.Buffer(torch.ones(3, WIDTH)),
+        lambda: torch.ones(3, WIDTH).as_subclass(_Marked),
+    ],
+    ids=["sparse", "nested", "buffer", "subclass"],
+)
+def test_kinds_of_tensors(inputs: Callable[[], torch.Tensor]) -> None:
+    module = _Linear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        eager, got = module(inputs()), ORTModule(module)(inputs())
+    assert type(got) is type(eager)
+    assert got.is_nested == eager.is_nested
+    pairs = zip(got.unbind(), eager.unbind(), strict=True) if got.is_nested else [(got, eager)]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor))
+
+
+class _Marked(torch.Tensor):
+    """A subclass that changes nothing but its type."""
+
+
+def test_function_transforms() -> None:
+    """torch.func runs the module in PyTorch, or refuses it clearly."""
+    module = _Linear()
+    ours, x = ORTModule(module), torch.randn(3, 4, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.testing.assert_close(torch.func.vmap(ours)(x), module(x))
+        gradient = torch.func.grad(lambda t: ours(t).square().sum())(x)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda t: module(t).square().sum())(x))
+
+
+def test_a_model_whose_submodule_falls_back_trains_all_the_same() -> None:
+    with compared(ZooModel("outer", Outer, sequences, mean_square, falls_back="Outer")) as compare:
+        compare.train_steps(lambda parameters: torch.optim.SGD(parameters, lr=0.1))

@@ -1,0 +1,494 @@
+"""ORTModule behaves as the nn.Module that it wraps, at and around autograd's boundary."""
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import ORTModuleTorchModelException
+
+
+class Net(nn.Module):
+    """Two layers, a buffer, an attribute and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 3)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x)))) * self.scale
+
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+@pytest.fixture
+def pair() -> tuple[ORTModule, Net]:
+    net = Net()
+    return ORTModule(copy.deepcopy(net), rng="torch"), net
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback() -> Iterator[None]:
+    """A test that wants a fallback catches its warning; everywhere else a fallback is a failure."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs in PyTorch, not as an ONNX graph.*")
+        yield
+
+
+def data(rows: int = 5, *, grad: bool = False) -> torch.Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows)).requires_grad_(grad)
+
+
+def both(pair: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
+    """Runs the same on both modules and compares results and all gradients."""
+    ours, eager = pair
+    got, expected = run(ours), run(eager)
+    torch.testing.assert_close(got, expected)
+    for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, p), q in zip(ours.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def captures(module: ORTModule) -> int:
+    return module.__dict__["_engine"].captures
+
+
+# The nn.Module face
+
+
+def test_state_dict_keys_do_not_change(pair: tuple[ORTModule, Net]) -> None:
+    ours, eager = pair
+    assert list(ours.state_dict()) == list(eager.state_dict())
+    changed = {k: v + 1 if v.is_floating_point() else v for k, v in eager.state_dict().items()}
+    assert ours.load_state_dict(changed) == eager.load_state_dict(changed)
+    both(pair, lambda m: m(data()))
+
+
+def test_parameters_buffers_and_children_are_the_modules(pair: tuple[ORTModule, Net]) -> None:
+    ours, eager = pair
+    for method in ("named_parameters", "named_buffers", "named_children", "named_modules"):
+        assert [n for n, _ in getattr(ours, method)()] == [n for n, _ in getattr(eager, method)()]
+    assert ours.get_parameter("first.weight") is ours.module.first.weight
+    assert all(p is q for p, q in zip(ours.parameters(), ours.module.parameters(), strict=True))
+
+
+def test_attributes_and_methods_are_forwarded(pair: tuple[ORTModule, Net]) -> None:
+    ours, eager = pair
+    assert ours.count() == eager.count()
+    assert ours.first is ours.module.first
+    with pytest.raises(AttributeError):
+        ours.nothing_of_this_name  # noqa: B018
+    both(pair, lambda m: m(data()))
+    for module in pair:
+        module.scale = 3.0
+    assert ours.module.scale == 3.0
+    both(pair, lambda m: m(data()))
+    assert captures(ours) == 2
+
+
+def test_train_and_eval(pair: tuple[ORTModule, Net]) -> None:
+    for _ in range(2):
+        both(pair, lambda m: m.train()(data()))
+        both(pair, lambda m: m.eval()(data()))
+        assert not pair[0].training
+        assert not pair[0].module.training
+    assert captures(pair[0]) == 2
+
+
+def test_dtype_moves(pair: tuple[ORTModule, Net]) -> None:
+    both(pair, lambda m: m(data()))
+    assert pair[0].double() is pair[0]
+    pair[1].double()
+    both(pair, lambda m: m(data().double()))
+    pair[0].to(torch.bfloat16)
+    assert pair[0].first.weight.dtype == torch.bfloat16
+
+
+def test_pickle_and_deepcopy(pair: tuple[ORTModule, Net]) -> None:
+    ours, eager = pair
+    both(pair, lambda m: m(data()))
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert copied.module is not ours.module
+        both((copied, copy.deepcopy(eager)), lambda m: (m.zero_grad(), m(data()))[1])
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    assert list(torch.load(buffer, weights_only=False).state_dict()) == list(ours.state_dict())
+
+
+def test_data_parallel_is_refused() -> None:
+    with pytest.raises(ORTModuleTorchModelException, match="DataParallel"):
+        ORTModule(nn.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(ORTModuleTorchModelException):
+        ORTModule(nn.Linear(2, 2)).add_module("x", nn.Linear(2, 2))
+
+
+# Autograd
+
+
+def test_gradients_of_inputs(pair: tuple[ORTModule, Net]) -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        x = data(grad=True)
+        module(x).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    both(pair, run)
+
+
+def test_gradient_accumulation_and_several_forwards_before_backward(pair: tuple[ORTModule, Net]) -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        outputs = [module(data(n)) for n in (5, 3, 4)]
+        for output in reversed(outputs):
+            output.square().sum().backward()
+        return torch.cat(outputs).detach()
+
+    both(pair, run)
+    both(pair, run)
+    assert captures(pair[0]) == 1
+
+
+def test_retain_graph(pair: tuple[ORTModule, Net]) -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        loss = module(data()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    both(pair, run)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss = pair[0](data()).sum()
+        loss.backward()
+        loss.backward()
+
+
+def test_autograd_grad_and_backward_inputs(pair: tuple[ORTModule, Net]) -> None:
+    both(pair, lambda m: torch.autograd.grad(m(data()).square().sum(), [m.first.weight, m.second.bias]))
+
+    def run(module: nn.Module) -> torch.Tensor:
+        loss = module(data()).square().sum()
+        loss.backward(inputs=[module.second.weight])
+        assert module.first.weight.grad is None
+        return loss.detach()
+
+    both(pair, run)
+
+
+def test_create_graph_is_exact_and_says_so() -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        x = data(grad=True)
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        penalty = (gradient.norm() - 1).square()
+        penalty.backward()
+        return penalty.detach()
+
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with pytest.warns(UserWarning, match="create_graph"):
+        both((ORTModule(copy.deepcopy(net)), net), run)
+
+
+def test_changes_between_forward_and_backward_are_refused_as_in_eager(pair: tuple[ORTModule, Net]) -> None:
+    for module in pair:
+        loss = module(data()).square().sum()
+        with torch.no_grad():
+            module.second.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_an_output_may_be_changed_in_place_where_eager_allows_it() -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        output = module(data(grad=True)) * 1.0
+        output.mul_(2)
+        output.sum().backward()
+        return output.detach()
+
+    net = nn.Linear(6, 4)
+    both((ORTModule(copy.deepcopy(net)), net), run)
+
+
+def test_saved_tensors_hooks_see_what_is_kept(pair: tuple[ORTModule, Net]) -> None:
+    packed: list[torch.Size] = []
+
+    def run(module: nn.Module) -> torch.Tensor:
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            packed.append(t.shape)
+            return t.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = module(data()).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    both(pair, run)
+    packed.clear()
+    run(pair[0])
+    assert len(packed) > 3
+
+
+def test_anomaly_mode(pair: tuple[ORTModule, Net]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            both(pair, lambda m: m(data()).square().sum().backward())
+            with pytest.raises(RuntimeError, match="nan"):
+                (pair[0](data()) * float("nan")).sum().backward()
+
+
+def test_grad_scaler(pair: tuple[ORTModule, Net]) -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loss = module(data()).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    both(pair, run)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(pair: tuple[ORTModule, Net], mode: Any) -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        with mode():
+            output = module(data())
+        assert not output.requires_grad
+        assert output.is_inference() == (mode is torch.inference_mode)
+        return output.clone()
+
+    both(pair, lambda m: run(m.eval()))
+    both(pair, lambda m: m.train()(data()).sum().backward())
+
+
+def test_requires_grad_changes_between_steps(pair: tuple[ORTModule, Net]) -> None:
+    def run(module: nn.Module) -> torch.Tensor:
+        module.zero_grad()
+        output = module(data())
+        output.square().sum().backward()
+        return output.detach()
+
+    both(pair, run)
+    for module in pair:
+        module.first.requires_grad_(False)
+    both(pair, run)
+    assert pair[0].first.weight.grad is None
+    for module in pair:
+        module.first.weight.requires_grad_(True)
+    both(pair, run)
+
+
+class Several(nn.Module):
+    """Outputs of all kinds: differentiable, integer, constant, an input, a view of an input, a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        best = y.max(dim=1)
+        return {
+            "y": y,
+            "both": (y.sum(), [y.mean()]),
+            "index": best.indices,
+            "value": best.values,
+            "input": x,
+            "view": x.view(-1),
+            "slice": x[:, 1:3],
+            "weight": self.linear.weight.t(),
+            "rows": x.shape[0],
+            "none": None,
+            "text": "kept",
+        }
+
+
+def test_outputs_of_all_kinds() -> None:
+    net = Several()
+    ours = ORTModule(copy.deepcopy(net))
+
+    def run(module: nn.Module) -> Any:
+        x = data(grad=True)
+        out = module(x)
+        loss = out["y"].square().sum() + out["both"][0] + out["both"][1][0] + out["value"].sum()
+        (loss + out["view"].sin().sum() + out["slice"].exp().sum() + (out["weight"] ** 2).sum()).backward()
+        assert not out["index"].requires_grad
+        assert out["rows"] == 5
+        assert out["none"] is None
+        assert out["text"] == "kept"
+        return [x.grad, *(v.detach() for v in out.values() if isinstance(v, torch.Tensor))]
+
+    both((ours, net), run)
+
+
+def test_an_output_in_an_inputs_memory_stays_there() -> None:
+    ours = ORTModule(Several())
+    x = data()
+    out = ours(x)
+    assert out["input"] is x
+    out["view"][0] = 77.0
+    assert x[0, 0] == 77.0
+
+
+def test_no_output_is_touched_by_a_later_step(pair: tuple[ORTModule, Net]) -> None:
+    ours = pair[0]
+    first = ours(data())
+    kept = first.detach().clone()
+    for n in (5, 5, 3):
+        ours(data(n)).sum().backward()
+    assert torch.equal(first, kept)
+    grads = {n: p.grad.clone() for n, p in ours.named_parameters()}
+    held = {n: p.grad for n, p in ours.named_parameters()}
+    ours.zero_grad(set_to_none=True)
+    ours(data(4)).sum().backward()
+    assert all(torch.equal(held[n], grads[n]) for n in held)
+
+
+def test_only_some_outputs_get_a_gradient() -> None:
+    net = Several()
+    ours = ORTModule(copy.deepcopy(net))
+    for choose in (lambda o: o["value"].sum(), lambda o: o["both"][0], lambda o: o["y"].sum() + o["both"][1][0]):
+        both((ours, net), lambda m, choose=choose: (m.zero_grad(), choose(m(data())).backward())[1])
+    assert captures(ours) == 1
+
+
+def test_a_mutated_input_is_copied_back() -> None:
+    class Mutates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            seen.add_(x.detach().sum(0))
+            return self.linear(x)
+
+    net = Mutates()
+
+    def run(module: nn.Module) -> Any:
+        seen = torch.zeros(6)
+        module(data(), seen).sum().backward()
+        return seen
+
+    both((ORTModule(copy.deepcopy(net)), net), run)
+
+
+def test_channels_last_inputs() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    ours = ORTModule(copy.deepcopy(net))
+
+    def run(module: nn.Module) -> torch.Tensor:
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+        out = module(x)
+        out.square().sum().backward()
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        return out.detach()
+
+    both((ours, net), run)
+
+
+def test_two_modules_and_two_threads() -> None:
+    nets = [Net() for _ in range(2)]
+    ours = [ORTModule(copy.deepcopy(n)) for n in nets]
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for n in (5, 3, 7):
+                ours[index](data(n)).square().sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for net in nets:
+        for n in (5, 3, 7):
+            net(data(n)).square().sum().backward()
+    for a, b in zip(ours, nets, strict=True):
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_tied_and_swapped_parameters(pair: tuple[ORTModule, Net]) -> None:
+    both(pair, lambda m: m(data()).sum().backward())
+    state = {k: v + 0.5 if v.is_floating_point() else v for k, v in pair[1].state_dict().items()}
+    for module in pair:
+        module.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+    both(pair, lambda m: m(data()).sum().backward())
+
+
+def test_errors_of_the_users_model_surface(pair: tuple[ORTModule, Net]) -> None:
+    with pytest.raises(Exception, match="shape|size") as eager:
+        pair[1](torch.randn(5, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(type(eager.value)):
+            pair[0](torch.randn(5, 7))
+
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("the user's own")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(KeyError, match="the user's own"):
+            ORTModule(Raises())(data())
+
+
+def test_hooks_on_the_wrapper_run(pair: tuple[ORTModule, Net]) -> None:
+    seen: list[str] = []
+    ours = pair[0]
+    ours.register_forward_hook(lambda m, i, o: seen.append("forward"))
+    ours.register_full_backward_hook(lambda m, i, o: seen.append("backward"))
+    ours(data(grad=True)).sum().backward()
+    assert seen == ["forward", "backward"]
+
+
+def test_functional_transforms_and_functional_call(pair: tuple[ORTModule, Net]) -> None:
+    state = {k: v.detach() * 2 if v.is_floating_point() else v for k, v in pair[1].state_dict().items()}
+    expected = torch.func.functional_call(pair[1].eval(), state, (data(),))
+    got = torch.func.functional_call(pair[0].eval().module, state, (data(),))
+    torch.testing.assert_close(got, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = torch.func.vmap(lambda row: pair[0](row[None]).squeeze(0))(data())
+    torch.testing.assert_close(rows, pair[1](data()))
+
+
+def test_inside_torch_compile_it_is_a_graph_break() -> None:
+    inner = nn.Linear(6, 4)
+
+    class Outer(nn.Module):
+        def __init__(self, body: nn.Module) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x * 2) + 1
+
+    ours = Outer(ORTModule(copy.deepcopy(inner)))
+    compiled = torch.compile(ours, backend="eager")
+    x = data()
+    compiled(x).square().sum().backward()
+    expected = Outer(inner)
+    expected(x).square().sum().backward()
+    torch.testing.assert_close(ours.body.module.weight.grad, inner.weight.grad)
+    assert captures(ours.body) == 1

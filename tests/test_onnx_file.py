@@ -1,0 +1,123 @@
+"""Files are valid, readable ONNX, and appear whole or not at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from onnxtrain import onnx_file
+from onnxtrain.errors import GraphError, OptionError
+from onnxtrain.graph.values import TensorType, set_type
+from tests.graph.small import graph_of
+
+X = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
+
+
+def model() -> ir.Model:
+    op, (x, weight) = graph_of(x=("b", 4), weight=(5, 4))
+    weight.name = "encoder.weight"
+    with op.at({"module": "encoder", "line": "model.py:12 in forward"}):
+        y = op.own.Linear(x, weight, None)
+    y.name = "linear"
+    op.graph.outputs.append(y)
+    return ir.Model(op.graph, ir_version=10)
+
+
+def test_a_file_holds_functions_names_and_origins(tmp_path):
+    source = model()
+    before = str(source)
+    path = tmp_path / "new folder" / "model.onnx"
+    onnx_file.write(source, path)
+    assert str(source) == before
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert proto.producer_name == "onnxtrain"
+    assert [i.name for i in proto.graph.input] == ["x", "encoder.weight"]
+    (node,) = proto.graph.node
+    assert (node.op_type, list(node.output)) == ("Linear", ["linear"])
+    assert {p.key: p.value for p in node.metadata_props} == {"module": "encoder", "line": "model.py:12 in forward"}
+    assert node.doc_string == "encoder, model.py:12 in forward"
+    assert [f.name for f in proto.functions] == ["Linear"]
+    assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    weight = np.ones((5, 4), np.float32)
+    (result,) = session.run(None, {"x": X, "encoder.weight": weight})
+    np.testing.assert_allclose(result, X @ weight.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("opset", [17, 23, 24])
+def test_the_opset_can_be_chosen_for_graph_and_functions(tmp_path, opset):
+    path = tmp_path / "model.onnx"
+    onnx_file.write(model(), path, opset)
+    proto = onnx.load(path)
+    assert {i.domain: i.version for i in proto.opset_import}[""] == opset
+    for function in proto.functions:
+        assert {i.domain: i.version for i in function.opset_import}[""] == opset
+
+
+def test_an_opset_that_cannot_be_leaves_no_file(tmp_path):
+    op, (x,) = graph_of(x=("b", 4))
+    bits = op.Cast(x, to=ir.DataType.INT64)
+    op.graph.outputs.append(op.BitwiseAnd(bits, bits))
+    with pytest.raises(OptionError, match="BitwiseAnd"):
+        onnx_file.write(ir.Model(op.graph, ir_version=10), tmp_path / "model.onnx", 17)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+    onnx_file.write(model(), path)
+    old = path.read_bytes()
+
+    def refuse(*args, **kwargs):
+        raise onnx.checker.ValidationError("no")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    with pytest.raises(GraphError, match="no valid ONNX file"):
+        onnx_file.write(model(), path, 18)
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_outputs_that_are_inputs_or_come_twice_become_values_of_their_own(tmp_path):
+    op, (x,) = graph_of(x=("b", 4))
+    y = op.Neg(x)
+    y.name = "y"
+    op.graph.outputs.extend([y, x, y])
+    path = tmp_path / "model.onnx"
+    onnx_file.write(ir.Model(op.graph, ir_version=10), path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [o.name for o in session.get_outputs()] == ["y", "x_output_1", "y_output_2"]
+    for result, expected in zip(session.run(None, {"x": X}), (-X, X, -X), strict=True):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_tensors_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "LARGEST_BYTES", 1000)
+    op, (x,) = graph_of(x=("b", 64))
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    op.graph.outputs.append(op.MatMul(x, op.constant(weight, ir.DataType.FLOAT)))
+    path = tmp_path / "model.onnx"
+    onnx_file.write(ir.Model(op.graph, ir_version=10), path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert path.stat().st_size < weight.nbytes
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    rows = np.ones((2, 64), np.float32)
+    np.testing.assert_allclose(session.run(None, {"x": rows})[0], rows @ weight, rtol=1e-5, atol=1e-5)
+
+
+def test_ops_of_pytorch_stay_and_the_file_is_still_valid(tmp_path):
+    op, (x,) = graph_of(x=("b", 4))
+    node = ir.Node("org.pytorch.aten", "ATen", [x], [ir.AttrString("operator", "aten::frac")], num_outputs=1)
+    op.graph.append(node)
+    set_type(node.outputs[0], TensorType(ir.DataType.FLOAT, ("b", 4)))
+    op.graph.outputs.append(op.Neg(node.outputs[0]))
+    onnx_file.write(ir.Model(op.graph, ir_version=10), tmp_path / "model.onnx")
+    proto = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(proto)
+    assert {i.domain for i in proto.opset_import} == {"", "org.pytorch.aten"}
+    assert [n.op_type for n in proto.graph.node] == ["ATen", "Neg"]

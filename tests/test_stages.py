@@ -1,0 +1,106 @@
+"""Stages are verified, timed, reported, and on disk as soon as they are done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from onnxtrain import stages as stages_module
+from onnxtrain.errors import GraphError
+from onnxtrain.options import Options
+from onnxtrain.report import Refusal
+from onnxtrain.stages import Stages
+from tests.graph.small import graph_of
+
+
+def model() -> ir.Model:
+    op, (x,) = graph_of(x=("b", 4))
+    op.graph.outputs.append(op.Neg(op.Exp(x)))
+    return ir.Model(op.graph, ir_version=10)
+
+
+def broken() -> ir.Model:
+    faulty = model()
+    faulty.graph[0].outputs[0].shape = None
+    return faulty
+
+
+@dataclass
+class Joint:
+    model: ir.Model
+
+
+@dataclass
+class Changes:
+    made: list[str] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+
+
+def test_the_report_says_what_each_stage_did(monkeypatch):
+    clock = iter([0.0, 0.002, 1.0, 1.005, 2.0, 2.001, 3.0])
+    monkeypatch.setattr(stages_module.time, "perf_counter", lambda: next(clock))
+    stages = Stages(Options(), "training")
+    first = model()
+    assert stages.record("capture", first) is first
+    refusal = Refusal("dedupe", "Exp", "random")
+    joint = Joint(model())
+    assert stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal])) is joint
+    stages.done("plan", joint.model)
+    report = stages.report()
+    assert [s.name for s in report.stages] == ["capture", "differentiate", "plan"]
+    # What verifying took (to 1.0 and to 2.0) is no stage's time.
+    assert [round(s.took_ms) for s in report.stages] == [2, 5, 1]
+    assert [s.nodes for s in report.stages] == [2, 2, 2]
+    assert report.stages[1].made == ("merged 2",)
+    assert report.refused == (refusal,)
+
+
+def test_a_faulty_graph_is_refused_unless_verify_is_off():
+    with pytest.raises(GraphError, match="has no type"):
+        Stages(Options(), "training").record("capture", broken())
+    Stages(Options(verify=False), "training").record("capture", broken())
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Stages(Options(), "training").record("capture", model())
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_stage_is_dumped_and_each_compilation_to_a_folder_of_its_own(tmp_path):
+    for _ in range(2):
+        stages = Stages(Options(dump_dir=tmp_path), "training")
+        stages.record("capture", model())
+        stages.record("optimize", model())
+    names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.onnx"))
+    assert names == ["1-capture.onnx", "2-optimize.onnx", "2/1-capture.onnx", "2/2-optimize.onnx"]
+    for name in names:
+        onnx.checker.check_model(str(tmp_path / name), full_check=True)
+
+
+TRAINING = ["torch_exported", "optimized_pre_grad", "optimized", "execution_model"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "names"), [("training", ["capture", "optimize", "optimize-joint"]), ("inference", ["capture", "optimize"])]
+)
+def test_the_files_of_save_onnx_have_the_names_that_users_know(tmp_path, mode, names):
+    options = Options(save_onnx=True, onnx_prefix="bert", save_path=tmp_path, onnx_opset=18)
+    stages = Stages(options, mode)
+    for name in names:
+        stages.record(name, model())
+    stages.done("plan", model())
+    assert {p.name for p in tmp_path.iterdir()} == {f"bert_{kind}_{mode}.onnx" for kind in TRAINING}
+    written = onnx.load(tmp_path / f"bert_optimized_{mode}.onnx")
+    assert written.opset_import[0].version == 18
+
+
+def test_files_of_stages_before_a_failure_are_there(tmp_path):
+    stages = Stages(Options(save_onnx=True, onnx_prefix="bert", save_path=tmp_path), "training")
+    stages.record("capture", model())
+    with pytest.raises(GraphError):
+        stages.record("optimize", broken())
+    assert [p.name for p in tmp_path.iterdir()] == ["bert_torch_exported_training.onnx"]

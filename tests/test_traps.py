@@ -1,0 +1,749 @@
+"""What capture could get wrong without a word: each test fails when its guard is removed.
+
+Traps of sizes, of memory and of randomness have files of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.zoo.checks import Comparison, compared
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+from tests.zoo.huggingface import MODELS as TRANSFORMERS
+
+WIDTH = 8
+SIZES = (3, 0)
+
+
+def features(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, WIDTH, grad=True),))
+
+
+def plain_features(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, WIDTH),))
+
+
+def model(
+    make: Callable[[], nn.Module],
+    call: Callable[[Draw, int, int], Call] = features,
+    falls_back: str | None = None,
+    loss: Callable[[Any], torch.Tensor] = mean_square,
+) -> ZooModel:
+    return ZooModel(make.__name__, make, call, loss, falls_back=falls_back)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.25)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
+
+
+# Autocast
+
+
+def test_autocast_around_the_call_reaches_the_graph() -> None:
+    with compared(model(TwoLayers), autocast=True) as compare:
+        compare.train(*SIZES)
+        assert compare.got.call(*SIZES)[1].dtype == torch.bfloat16
+
+
+def test_autocast_switched_on_and_off_between_steps() -> None:
+    with compared(model(TwoLayers), captures=2) as compare:
+        for autocast in (False, True, False, True):
+            compare.got.autocast = compare.eager.autocast = autocast
+            compare.train(*SIZES)
+
+
+class InnerAutocast(TwoLayers):
+    """Half of forward in bfloat16, and within it a part that opts out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                scale = self.last(x).square()
+        return self.last(hidden.to(x.dtype) * scale)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_autocast_inside_forward(outer: bool) -> None:
+    with compared(model(InnerAutocast), autocast=outer) as compare:
+        # The sides in float64 and float32 round to bfloat16 alike only up to bfloat16's own precision.
+        compare.train(*SIZES)
+
+
+# Gradients switched off
+
+
+class GradSwitches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    @torch.no_grad()
+    def target(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.sigmoid(self.frozen(hidden)), hidden.mean(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        target, mean = self.target(hidden)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(mean, alpha=0.1)
+        torch.set_grad_enabled(False)
+        scale = hidden.square().sum(-1, keepdim=True)
+        torch.set_grad_enabled(True)
+        return hidden / (1 + scale) - target * self.average
+
+
+def test_no_gradient_flows_out_of_a_no_grad_region() -> None:
+    with compared(model(GradSwitches)) as compare:
+        compare.train(*SIZES)
+        compare.train(5, 0)
+        assert compare.got.module.get_parameter("frozen.weight").grad is None
+
+
+class ReturnsFromNoGrad(nn.Module):
+    """One output has a gradient, the other comes out of a no_grad region unchanged by what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.inner(x)
+        with torch.no_grad():
+            quiet = hidden * 2
+        return hidden, quiet
+
+
+def test_an_output_of_a_no_grad_region_needs_no_gradient() -> None:
+    with compared(model(ReturnsFromNoGrad, loss=lambda out: out[0].square().sum())) as compare:
+        compare.train(*SIZES)
+
+
+def test_training_after_a_first_call_under_no_grad() -> None:
+    with compared(model(TwoLayers), captures=2) as compare:
+        with torch.no_grad():
+            compare.forward(*SIZES)
+        compare.train(*SIZES)
+        with torch.no_grad():
+            compare.forward(*SIZES)
+
+
+# Checkpoints
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.active = True
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = TwoLayers()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.active:
+            hidden = checkpoint(self.inner, hidden, use_reentrant=self.reentrant)
+        else:
+            hidden = self.inner(hidden)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_flow_through_and_after_a_checkpoint(reentrant: bool) -> None:
+    with compared(model(lambda: Checkpointed(reentrant))) as compare:
+        compare.train(*SIZES)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_switched_on_and_off_in_mid_training(reentrant: bool) -> None:
+    with compared(model(lambda: Checkpointed(reentrant)), captures=2) as compare:
+        for active in (False, True, False):
+            compare.change(lambda m, active=active: setattr(m, "active", active))
+            compare.train(*SIZES)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_transformers_checkpointing_switched_on_in_mid_training(reentrant: bool) -> None:
+    bert = next(m for m in TRANSFORMERS if m.name == "bert-classifier")
+    with compared(bert, captures=2) as compare:
+        compare.train(3, 9)
+        compare.change(lambda m: m.gradient_checkpointing_enable({"use_reentrant": reentrant}))
+        compare.train(3, 9)
+        compare.train(1, 6)
+        compare.change(lambda m: m.gradient_checkpointing_disable())
+        compare.train(3, 9)
+
+
+class CheckpointFirst(nn.Module):
+    """The checkpoint's input needs no gradient: the reentrant kind then gives none to the parameters inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.inner, x, use_reentrant=True))  # type: ignore[no-any-return]
+
+
+def test_a_reentrant_checkpoint_without_inputs_that_need_gradients() -> None:
+    with compared(model(CheckpointFirst, plain_features)) as compare:
+        compare.train(*SIZES)
+        assert compare.got.module.get_parameter("inner.weight").grad is None
+
+
+# Side effects of forward
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Appends(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.shape[0])
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Remembers(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.inner(x)
+        return self.last * 2  # type: ignore[no-any-return]
+
+
+class Caches(Counts):
+    """A cache in a dictionary of a helper object that is no module."""
+
+    class Store:
+        def __init__(self) -> None:
+            self.table: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Caches.Store()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.store.table["calls"] = self.store.table.get("calls", 0) + 1
+        return self.inner(x) * self.store.table["calls"]  # type: ignore[no-any-return]
+
+
+def test_a_counter_in_forward_counts() -> None:
+    with compared(model(Counts, falls_back="calls")) as compare:
+        for _ in range(3):
+            compare.train(*SIZES)
+        assert [side.module.calls for side in compare.sides()] == [3, 3, 3]
+
+
+def test_a_list_that_forward_appends_to_grows() -> None:
+    with compared(model(Appends, falls_back="seen")) as compare:
+        for batch in (3, 2, 1):
+            compare.train(batch, 0)
+        assert [side.module.seen for side in compare.sides()] == [[3, 2, 1]] * 3
+
+
+def test_a_tensor_that_forward_keeps_is_a_real_one() -> None:
+    with compared(model(Remembers, falls_back="last")) as compare:
+        for batch in (3, 2):
+            compare.train(batch, 0)
+        kept = [side.module.last for side in compare.sides()]
+        assert {type(t) for t in kept} == {torch.Tensor}
+        assert torch.equal(kept[0], kept[1])
+
+
+def test_a_cache_in_a_plain_object_is_kept() -> None:
+    with compared(model(Caches, falls_back="store")) as compare:
+        for _ in range(3):
+            compare.train(*SIZES)
+        assert [side.module.store.table for side in compare.sides()] == [{"calls": 3}] * 3
+
+
+def test_the_module_is_left_as_it_was_where_capture_fails() -> None:
+    class Fails(Counts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.inner(x) if x.sum() > 0 else x  # type: ignore[no-any-return]
+
+    with compared(model(Fails, falls_back="Fails")) as compare:
+        compare.train(*SIZES)
+        assert [side.module.calls for side in compare.sides()] == [1, 1, 1]
+
+
+# Tied and shared parameters
+
+
+class TiedTwice(nn.Module):
+    """One matrix in three places, and one module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.score = nn.Linear(WIDTH, 12, bias=False)
+        self.score.weight = self.embed.weight
+        self.direct = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(torch.tanh(self.inner(self.embed(words))))
+        return self.score(hidden) + (hidden @ self.direct.t()).sigmoid()  # type: ignore[no-any-return]
+
+
+def words(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.ints(12, batch, 4),))
+
+
+def test_a_tied_parameter_gets_the_sum_of_its_gradients() -> None:
+    with compared(model(TiedTwice, words)) as compare:
+        compare.train(*SIZES)
+        assert len(list(compare.got.run.parameters())) == 3
+
+
+def _untie(module: nn.Module) -> None:
+    score: Any = module.score
+    score.weight = nn.Parameter(score.weight.detach() * 0.5)
+
+
+def test_parameters_untied_and_tied_again_between_steps() -> None:
+    with compared(model(TiedTwice, words), captures=2) as compare:
+        compare.train(*SIZES)
+        compare.change(_untie)
+        compare.train(*SIZES)
+        compare.change(lambda m: setattr(m.score, "weight", m.embed.weight))
+        compare.train(*SIZES)
+
+
+def test_two_modules_that_become_one_between_steps() -> None:
+    with compared(model(TwoLayers), captures=2) as compare:
+        compare.train(*SIZES)
+        compare.change(lambda m: setattr(m, "last", m.first))
+        compare.train(*SIZES)
+
+
+# BatchNorm and other buffers
+
+
+class Normalized(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3)
+        self.norm = nn.BatchNorm1d(4, **options)
+        self.last = nn.Linear(4 * (WIDTH - 2), 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.conv(x[:, None]))).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_running_statistics_follow_training_and_rule_eval() -> None:
+    with compared(model(Normalized), captures=3) as compare:
+        statistics = compare.got.module.get_buffer("norm.running_mean")
+        for batch in (3, 1, 5):
+            compare.train(batch, 0)
+        assert statistics is compare.got.module.get_buffer("norm.running_mean"), "buffers are updated in place"
+        assert compare.got.module.get_buffer("norm.num_batches_tracked").item() == 3
+        compare.change(nn.Module.eval)
+        compare.train(*SIZES)
+        with torch.no_grad():
+            compare.forward(*SIZES)
+        compare.change(nn.Module.train)
+        compare.train(*SIZES)
+        assert compare.got.module.get_buffer("norm.num_batches_tracked").item() == 4
+
+
+def test_running_statistics_follow_train_mode_under_no_grad() -> None:
+    with compared(model(Normalized)) as compare, torch.no_grad():
+        compare.forward(*SIZES)
+        compare.forward(5, 0)
+
+
+@pytest.mark.parametrize("options", [{"track_running_stats": False}, {"affine": False}, {"momentum": 0.5, "eps": 0.1}])
+def test_other_kinds_of_batch_norm(options: dict[str, Any]) -> None:
+    with compared(model(lambda: Normalized(**options)), captures=2) as compare:
+        compare.train(*SIZES)
+        compare.change(nn.Module.eval)
+        compare.train(*SIZES)
+
+
+def test_batch_norm_with_a_cumulative_average() -> None:
+    # Its factor is 1 / num_batches_tracked, a Python number that another capture would be needed for at each step.
+    with compared(model(lambda: Normalized(momentum=None), falls_back="Normalized")) as compare:
+        for _ in range(3):
+            compare.train(*SIZES)
+
+
+def test_buffers_loaded_between_steps_are_read() -> None:
+    def load(module: nn.Module) -> None:
+        state = module.state_dict()
+        state["norm.running_mean"] = torch.ones_like(state["norm.running_mean"])
+        module.load_state_dict(state)
+
+    def assign(module: nn.Module) -> None:
+        module.load_state_dict({k: v.clone() * 1 for k, v in module.state_dict().items()}, assign=True)
+
+    with compared(model(Normalized)) as compare:
+        compare.train(*SIZES)
+        compare.change(load)
+        compare.train(*SIZES)
+        compare.change(assign)
+        compare.train(*SIZES)
+
+
+class ReadsItsBuffer(nn.Module):
+    """The updated buffer is used after its update, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.average * 1
+        self.steps += 1
+        self.average.lerp_(x.detach().mean(0), 0.5)
+        return self.inner(x) * self.average / self.steps + before, self.steps.clone()
+
+
+def test_a_buffer_is_read_before_and_after_its_update() -> None:
+    with compared(model(ReadsItsBuffer, loss=lambda out: out[0].square().sum())) as compare:
+        for batch in (3, 1, 3):
+            compare.train(batch, 0)
+
+
+# Custom autograd functions
+
+
+class StraightThrough(torch.autograd.Function):
+    """sign(x), with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class Binarized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return StraightThrough.apply(self.inner(x)) * x  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_the_backward_of_a_custom_function_is_kept() -> None:
+    with compared(model(Binarized, falls_back="StraightThrough")) as compare:
+        compare.train(*SIZES)
+        compare.train(5, 0)
+
+
+# What changes between steps
+
+
+def test_dropout_switched_off_in_one_submodule() -> None:
+    with compared(model(TwoLayers), captures=2) as compare:
+        compare.train(*SIZES)
+        compare.change(lambda m: m.drop.eval())
+        compare.train(*SIZES)
+        compare.change(lambda m: m.drop.train())
+        compare.train(*SIZES)
+
+
+def test_the_probability_of_dropout_changed() -> None:
+    with compared(model(TwoLayers), captures=2) as compare:
+        compare.train(*SIZES)
+        compare.change(lambda m: setattr(m.drop, "p", 0.75))
+        compare.train(*SIZES)
+
+
+def test_layers_frozen_and_thawed() -> None:
+    with compared(model(TwoLayers), captures=3) as compare:
+        for first, last in ((True, True), (False, True), (True, False), (True, True)):
+            compare.change(lambda m, first=first: m.first.requires_grad_(first))
+            compare.change(lambda m, last=last: m.last.requires_grad_(last))
+            compare.train(*SIZES)
+
+
+def test_an_input_that_comes_to_need_a_gradient() -> None:
+    now = SimpleNamespace(needs=False)
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return Call((draw.floats(batch, WIDTH, grad=now.needs),))
+
+    with compared(model(TwoLayers, call), captures=2) as compare:
+        for now.needs in (False, True, False):
+            compare.train(*SIZES)
+
+
+class Attributes(TwoLayers):
+    """Reads plain attributes: a number, a list, a dictionary's value, an object's field, a tensor that is no buffer."""
+
+    class Settings:
+        slope = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.powers = [1]
+        self.table = {"shift": 0.0}
+        self.settings = Attributes.Settings()
+        self.mask = torch.ones(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x) * self.scale + self.table["shift"]
+        return sum(hidden**p for p in self.powers) * self.settings.slope * self.mask.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: setattr(m, "scale", 3.0),
+        lambda m: m.powers.append(2),
+        lambda m: m.table.update(shift=0.5),
+        lambda m: setattr(m.settings, "slope", 0.5),
+        lambda m: setattr(m, "mask", torch.arange(WIDTH) % 2),
+        lambda m: m.mask[:3].zero_(),
+    ],
+    ids=["number", "list", "dictionary", "object", "tensor", "tensor-in-place"],
+)
+def test_an_attribute_that_forward_reads_changed(edit: Callable[[nn.Module], Any]) -> None:
+    compare = Comparison(model(Attributes))
+    compare.train(*SIZES)
+    compare.change(edit)
+    compare.train(*SIZES)
+
+
+class Scaled(TwoLayers):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, mode: str = "sum") -> torch.Tensor:
+        hidden = super().forward(x) * scale
+        return hidden.sum(0) if mode == "sum" else hidden.mean(0)
+
+
+def test_constants_among_the_arguments() -> None:
+    now = SimpleNamespace(constants={})
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return Call((draw.floats(batch, WIDTH),), dict(now.constants))
+
+    with compared(model(Scaled, call), captures=4) as compare:
+        for now.constants in ({}, {"scale": 2.0}, {"scale": 2}, {"mode": "mean"}, {"scale": 2.0}, {}):
+            compare.train(*SIZES)
+
+
+# Hooks
+
+
+def _doubles(*arguments: Any) -> Any:
+    return arguments[-1] * 2
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m: m.first.register_forward_hook(_doubles),
+        lambda m: m.first.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
+        lambda m: m.first.register_full_backward_hook(lambda _, to_inputs, __: tuple(2 * g for g in to_inputs)),
+        lambda m: m.first.register_full_backward_pre_hook(lambda _, to_outputs: tuple(2 * g for g in to_outputs)),
+    ],
+    ids=["forward", "forward-pre", "backward", "backward-pre"],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_hook_on_a_submodule_runs(register: Callable[[nn.Module], Any], late: bool) -> None:
+    with compared(model(TwoLayers, falls_back="hook"), captures=int(late)) as compare:
+        if late:
+            compare.train(*SIZES)
+        compare.change(register)
+        compare.train(*SIZES)
+        compare.train(*SIZES)
+
+
+def test_a_hook_that_only_looks_sees_real_tensors() -> None:
+    seen: dict[int, list[Any]] = {}
+
+    def watch(module: nn.Module) -> None:
+        found = seen.setdefault(id(module), [])
+        module.get_submodule("first").register_forward_hook(lambda _, __, output: found.append(output.detach()))
+
+    with compared(model(TwoLayers, falls_back="hook")) as compare:
+        compare.change(watch)
+        for _ in range(2):
+            compare.train(*SIZES)
+    assert all(len(found) == 2 for found in seen.values())
+    assert {type(t) for found in seen.values() for t in found} == {torch.Tensor}
+
+
+def test_a_hook_on_the_module_itself() -> None:
+    def edit(module: nn.Module) -> None:
+        module.register_forward_hook(_doubles)
+
+    compare = Comparison(model(TwoLayers))
+    compare.change(edit)
+    compare.train(*SIZES)
+    compare.train(*SIZES)
+
+
+def test_a_hook_for_all_modules() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda m, _, out: out * 2 if type(m) is nn.Linear else None)
+    try:
+        compare = Comparison(model(TwoLayers))
+        compare.train(*SIZES)
+    finally:
+        handle.remove()
+
+
+class HooksATensor(TwoLayers):
+    """Registers a hook on an inner tensor: export knows nothing of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 3)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_hook_on_an_inner_tensor_runs() -> None:
+    with compared(model(HooksATensor, falls_back="hook")) as compare:
+        compare.train(*SIZES)
+        compare.train(*SIZES)
+
+
+class RetainsAGradient(TwoLayers):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.retain_grad()
+        return self.last(hidden), hidden
+
+
+def test_the_retained_gradient_of_an_inner_tensor() -> None:
+    with compared(model(RetainsAGradient, loss=lambda out: out[0].square().sum(), falls_back="retain_grad")) as compare:
+        for side in compare.sides():
+            _, output = side.call(*SIZES)
+            output[0].sum().backward()
+            assert output[1].grad is not None
+
+
+# Embeddings
+
+
+class Embeds(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH, **options)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.last(self.embed(indices))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{"padding_idx": 3}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}], ids=str)
+def test_kinds_of_embedding(options: dict[str, Any]) -> None:
+    compare = Comparison(model(lambda: Embeds(**options), words))
+    compare.train(*SIZES)
+    compare.train(1, 0)
+    for name, parameter in compare.got.module.named_parameters():
+        assert torch.equal(parameter, compare.eager.module.get_parameter(name)), f"max_norm changes {name} in forward"
+
+
+def test_a_sparse_gradient_stays_sparse() -> None:
+    compare = Comparison(model(lambda: Embeds(sparse=True), words))
+    got, eager, _ = (side.train(*SIZES).gradients["embed.weight"] for side in compare.sides())
+    assert got is not None
+    assert eager is not None
+    assert got.is_sparse
+    assert torch.equal(got.to_dense(), eager.to_dense())
+
+
+# Fast paths of PyTorch itself
+
+
+class Padded(nn.Module):
+    """PyTorch's encoder drops padding in eval mode, and writes zeros there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = torch.arange(x.shape[1]) >= torch.arange(x.shape[0], 0, -1)[:, None]
+        return self.encoder(x, src_key_padding_mask=padding)  # type: ignore[no-any-return]
+
+
+def test_an_encoder_that_drops_padding_in_eval_mode() -> None:
+    compare = Comparison(model(Padded, lambda draw, batch, length: Call((draw.floats(batch, batch, WIDTH),))))
+    compare.train(*SIZES)
+    compare.change(nn.Module.eval)
+    compare.train(*SIZES)
+    with torch.no_grad():
+        compare.forward(*SIZES)
+        compare.forward(4, 0)
+
+
+# Losses that use a part of the outputs
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.left = nn.Linear(WIDTH, 3)
+        self.right = nn.Linear(WIDTH, 3)
+        self.unused = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return {"left": self.left(hidden), "right": self.right(hidden)}
+
+
+@pytest.mark.parametrize("heads", [["left"], ["right"], ["left", "right"]], ids="+".join)
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(heads: list[str]) -> None:
+    def loss(output: Any) -> torch.Tensor:
+        return torch.stack([output[head].square().sum() for head in heads]).sum()
+
+    with compared(model(TwoHeads, loss=loss)) as compare:
+        compare.train(*SIZES)
+
+
+def test_the_loss_changes_the_outputs_that_it_reads() -> None:
+    now = SimpleNamespace(heads=[])
+
+    def loss(output: Any) -> torch.Tensor:
+        return torch.stack([output[head].square().sum() for head in now.heads]).sum()
+
+    with compared(model(TwoHeads, loss=loss)) as compare:
+        for now.heads in (["left"], ["right"], ["left", "right"], ["left"]):
+            compare.train(*SIZES)

@@ -1,0 +1,355 @@
+"""Tensors that share memory: outputs that are views of inputs, changes in place, gradients that accumulate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from tests.zoo.checks import compared, count_captures
+from tests.zoo.entry import Call, Draw, ZooModel
+
+WIDTH = 6
+Make = Callable[[], nn.Module]
+
+
+class Function(nn.Module):
+    """A function of the inputs and of parameters whose memory tests look at."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.linspace(0, 1, WIDTH))
+        self.square = nn.Parameter(torch.linspace(1, 2, WIDTH).view(2, 3))
+        self.register_buffer("table", torch.linspace(-1, 0, WIDTH))
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def pair(function: Callable[..., Any]) -> tuple[nn.Module, nn.Module]:
+    """The same module twice: wrapped, and eager."""
+    return ORTModule(Function(function), rng="torch"), Function(function)
+
+
+def same(got: Any, eager: Any) -> None:
+    assert type(got) is type(eager)
+    if isinstance(eager, torch.Tensor):
+        torch.testing.assert_close(got, eager)
+    elif isinstance(eager, (tuple, list)):
+        assert len(got) == len(eager)
+        for a, b in zip(got, eager, strict=True):
+            same(a, b)
+    else:
+        assert got == eager
+
+
+def both(modules: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
+    """Runs the same on ours and on eager: results or errors, and then gradients, must be the same."""
+    results: list[Any] = []
+    for module in modules:
+        module.zero_grad()
+        try:
+            results.append(run(module))
+        except RuntimeError as error:
+            results.append(type(error).__name__)
+    same(*results)
+    same(*([p.grad for p in module.parameters()] for module in modules))
+    same(*([b.clone() for b in module.buffers()] for module in modules))
+
+
+def inputs() -> torch.Tensor:
+    return torch.linspace(-2, 2, 3 * WIDTH).view(3, WIDTH)
+
+
+# Outputs that are views of inputs
+
+VIEWS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "itself": lambda m, x: x,
+    "all of it": lambda m, x: x.view(-1),
+    "transpose": lambda m, x: x.t(),
+    "rows": lambda m, x: x[1:],
+    "columns": lambda m, x: x[:, ::2],
+    "unsqueezed": lambda m, x: x[None],
+    "parameter": lambda m, x: m.weight,
+    "view of a parameter": lambda m, x: m.weight[:3],
+    "buffer": lambda m, x: m.table,
+    "detached": lambda m, x: x.detach(),
+    "same dtype": lambda m, x: x.to(x.dtype).contiguous(),
+    "dropout in eval": lambda m, x: torch.nn.functional.dropout(x, 0.5, training=False),
+    "identity": lambda m, x: nn.Identity()(x),
+    "expanded": lambda m, x: x[None].expand(2, 3, WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("needs", [False, True], ids=["plain", "needs-gradient"])
+def test_an_output_that_is_a_view_shares_memory_as_in_eager(name: str, needs: bool) -> None:
+    modules = pair(lambda m, x: (VIEWS[name](m, x), x @ m.weight))
+
+    def run(module: nn.Module) -> Any:
+        x = inputs().requires_grad_(needs)
+        view, product = module(x)
+        source = (
+            module.get_parameter("weight")
+            if "parameter" in name
+            else module.get_buffer("table")
+            if name == "buffer"
+            else x
+        )
+        facts = [
+            view.data_ptr() == source[-view.shape[0] :].data_ptr()
+            if name == "rows"
+            else view.data_ptr() == source.data_ptr()
+        ]
+        facts += [view.requires_grad, view.is_leaf, view is source, view.stride(), view._is_view()]
+        (product.sum() + (view.square().sum() if view.requires_grad else 0)).backward()
+        return [*facts, view.detach().clone(), x.grad]
+
+    for _ in range(2):
+        both(modules, run)
+
+
+@pytest.mark.parametrize("name", ["itself", "all of it", "rows", "columns", "dropout in eval"])
+def test_a_change_of_a_view_changes_the_input(name: str) -> None:
+    modules = pair(lambda m, x: (VIEWS[name](m, x), x @ m.weight))
+
+    def run(module: nn.Module) -> Any:
+        x = inputs()
+        view, _ = module(x)
+        view.mul_(3)
+        return x
+
+    both(modules, run)
+
+
+def test_a_change_of_an_output_that_is_no_view_leaves_the_inputs() -> None:
+    modules = pair(lambda m, x: (x + 0, m.bias * 1, m.table.clone(), x.clone()))
+
+    def run(module: nn.Module) -> Any:
+        x = inputs()
+        with torch.no_grad():
+            for output in module(x):
+                output.mul_(3)
+        return [x, [p.detach().clone() for p in module.parameters()]]
+
+    both(modules, run)
+
+
+def test_two_outputs_that_share_memory() -> None:
+    modules = pair(lambda m, x: [(y := x @ m.weight), y, y.view(-1), y[1:]])
+
+    def run(module: nn.Module) -> Any:
+        with torch.no_grad():
+            outputs = module(inputs())
+            outputs[0][2].fill_(9)
+        return [outputs, outputs[0] is outputs[1], outputs[2].data_ptr() == outputs[0].data_ptr()]
+
+    both(modules, run)
+
+
+# Changes between forward and backward
+
+FORWARDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda m, x: x @ m.weight + m.bias,
+    "tanh": lambda m, x: torch.tanh(x @ m.weight),
+    "softmax": lambda m, x: torch.softmax(x @ m.weight, -1),
+    "relu": lambda m, x: torch.relu(x @ m.weight),
+    "bias only": lambda m, x: x + m.bias,
+    "square": lambda m, x: x * x * m.bias,
+}
+CHANGES: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]] = {
+    "nothing": lambda m, x, y: None,
+    "weight": lambda m, x, y: m.get_parameter("weight").add_(1),
+    "bias": lambda m, x, y: m.get_parameter("bias").add_(1),
+    "input": lambda m, x, y: x.add_(1),
+    "output": lambda m, x, y: y.add_(1),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_before_backward_raises_where_eager_raises(forward: str, change: str) -> None:
+    modules = pair(FORWARDS[forward])
+
+    def run(module: nn.Module) -> Any:
+        x = inputs()
+        y = module(x)
+        with torch.no_grad():
+            CHANGES[change](module, x, y)
+        y.backward(torch.ones_like(y))
+        return "no error"
+
+    both(modules, run)
+
+
+def test_an_output_changed_in_place_under_autograd() -> None:
+    modules = pair(lambda m, x: x @ m.weight)
+
+    def run(module: nn.Module) -> Any:
+        y = module(inputs())
+        y.mul_(m := y.detach().clone())
+        y[0].tanh_()
+        y.sum().backward()
+        return [y.detach(), m]
+
+    both(modules, run)
+
+
+def test_the_loss_changed_in_place() -> None:
+    modules = pair(lambda m, x: ((x @ m.weight).square().mean(), x @ m.weight))
+
+    def run(module: nn.Module) -> Any:
+        loss, _ = module(inputs())
+        loss /= 4
+        loss.backward()
+        return loss.detach()
+
+    both(modules, run)
+
+
+# Inputs that forward changes
+
+
+def _adds_in_place(module: Any, x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x @ module.weight
+
+
+def _fills_rows(module: Any, x: torch.Tensor) -> torch.Tensor:
+    before = x * module.bias
+    x[1:].zero_()
+    return before + x
+
+
+@pytest.mark.parametrize("function", [_adds_in_place, _fills_rows])
+def test_forward_changes_its_input(function: Callable[..., Any]) -> None:
+    def run(module: nn.Module) -> Any:
+        x = inputs()
+        y = module(x)
+        y.sum().backward()
+        return [x, y.detach()]
+
+    modules = pair(function)
+    for _ in range(2):
+        both(modules, run)
+
+
+@pytest.mark.parametrize("function", [_adds_in_place, _fills_rows])
+def test_forward_changes_an_input_that_has_a_gradient(function: Callable[..., Any]) -> None:
+    def run(module: nn.Module) -> Any:
+        leaf = inputs().requires_grad_()
+        x = leaf * 1
+        y = module(x)
+        (y.sum() + x.sum()).backward()
+        return [x.detach(), y.detach(), leaf.grad]
+
+    modules = pair(function)
+    for _ in range(2):
+        both(modules, run)
+
+
+def test_one_tensor_as_two_inputs_of_which_one_is_changed() -> None:
+    def function(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y @ module.weight
+
+    def run(module: nn.Module, one: bool) -> Any:
+        x = inputs()
+        y = module(x, x if one else inputs())
+        return [x, y.detach()]
+
+    modules = pair(function)
+    for one in (False, True, False):
+        both(modules, lambda module, one=one: run(module, one))
+
+
+def test_inputs_that_overlap_of_which_one_is_changed() -> None:
+    def function(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y @ module.weight
+
+    def run(module: nn.Module) -> Any:
+        whole = torch.linspace(-2, 2, 5 * WIDTH).view(5, WIDTH)
+        y = module(whole[:3], whole[2:])
+        return [whole, y.detach()]
+
+    both(pair(function), run)
+
+
+# Gradients
+
+
+def test_two_gradients_do_not_share_memory_that_is_written() -> None:
+    """Both gradients are the cotangent itself: clipping writes into each."""
+    modules = pair(lambda m, x: x[0] + m.bias + m.square.view(-1))
+
+    def run(module: nn.Module) -> Any:
+        y = module(inputs())
+        y.backward(cotangent := torch.ones_like(y))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return cotangent
+
+    both(modules, run)
+
+
+def test_gradients_accumulate_over_backwards() -> None:
+    modules = pair(lambda m, x: x[0] + m.bias + m.square.view(-1) + (x @ m.weight).tanh())
+
+    def run(module: nn.Module) -> Any:
+        first, second = module(inputs()), module(inputs() * 2)
+        second.sum().backward()
+        first.sum().backward(retain_graph=True)
+        first.square().sum().backward()
+        module(inputs()).sum().backward()
+
+    both(modules, run)
+
+
+def test_outputs_and_gradients_stay_as_they_are_in_later_steps() -> None:
+    module = ORTModule(Function(lambda m, x: ((x @ m.weight).tanh(), m.bias * 2)), rng="torch")
+    kept: list[torch.Tensor] = []
+    for step in range(4):
+        module.zero_grad(set_to_none=True)
+        outputs = module(inputs() + step)
+        (outputs[0].sum() * (step + 1) + outputs[1].sum()).backward()
+        kept += [*outputs, *(p.grad for p in module.parameters() if p.grad is not None)]
+        if step == 0:
+            first = [t.detach().clone() for t in kept]
+    same([t.detach() for t in kept[: len(first)]], first)
+    assert count_captures(module) == 1
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.inner = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.conv(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["contiguous-weights", "channels-last-weights"])
+@pytest.mark.parametrize("images", [False, True], ids=["contiguous-images", "channels-last-images"])
+def test_channels_last(weights: bool, images: bool) -> None:
+    def make() -> nn.Module:
+        return Dense().to(memory_format=torch.channels_last) if weights else Dense()
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        x = draw.floats(batch, 3, 5, 6)
+        return Call((x.contiguous(memory_format=torch.channels_last) if images else x,))
+
+    with compared(ZooModel("dense", make, call, lambda out: out.square().mean())) as compare:
+        results = [side.train(2, 0) for side in compare.sides()[:2]]
+        strides = [[g.stride() for g in r.gradients.values() if g is not None] for r in results]
+        assert strides[0] == strides[1]
+        compare.train(3, 0)

@@ -1,0 +1,171 @@
+"""Under `rng="torch"` a graph draws what eager draws: the same numbers, in the same order, as many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onnxtrain import ORTModule
+from tests.zoo.checks import Comparison, compared
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+
+WIDTH = 6
+
+
+def sequences(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, length, WIDTH, grad=True),))
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.inner(x))
+
+
+def model(function: Callable[[torch.Tensor], torch.Tensor]) -> ZooModel:
+    return ZooModel("function", lambda: Function(function), sequences, mean_square)
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(*x.shape[:2], 2, 3).transpose(1, 2)
+
+
+def unused(x: torch.Tensor) -> torch.Tensor:
+    F.dropout(x, 0.5)  # nobody reads it, but it draws
+    return F.dropout(x, 0.5)
+
+
+DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one": lambda x: F.dropout(x, 0.3),
+    "two of one tensor": lambda x: F.dropout(x, 0.3) - F.dropout(x, 0.3),
+    "in another order": lambda x: x * F.dropout(x.tanh(), 0.1) + F.dropout(x, 0.7),
+    "never": lambda x: F.dropout(x, 0.0) * 2 + F.dropout(x, 0.5),
+    "always": lambda x: F.dropout(x, 1.0) + F.dropout(x, 0.5) + x,
+    "unused": unused,
+    "of a constant": lambda x: x * F.dropout(torch.ones(x.shape[0], 1, 1, dtype=x.dtype), 0.5),
+    "of a transpose": lambda x: F.dropout(x.transpose(0, 1), 0.5).transpose(0, 1) * x,
+    "of attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.3),
+    "around attention": lambda x: F.dropout(
+        F.scaled_dot_product_attention(heads(F.dropout(x, 0.2)), heads(x), heads(x), dropout_p=0.3), 0.4
+    ),
+    "in place": lambda x: F.dropout(x * 2, 0.5, inplace=True),
+}
+
+# Drawn by other means: captured or not, the numbers are eager's.
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels": lambda x: F.dropout2d(x[:, None], 0.5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "feature alpha": lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
+    "uniform noise": lambda x: x * torch.rand_like(x),
+    "normal noise": lambda x: x + torch.randn_like(x) * 0.1,
+    "normal of sizes": lambda x: x * torch.randn(x.shape[0], 1, 1, dtype=x.dtype),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "randint": lambda x: x * torch.randint(0, 3, (x.shape[1], 1)),
+    "permutation": lambda x: x[torch.randperm(x.shape[0])] * x,
+    "in place uniform": lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
+    "in place normal": lambda x: x * torch.empty_like(x).normal_(1.0, 0.5),
+    "gumbel": lambda x: F.gumbel_softmax(x, hard=True) * x,
+    "randomized relu": lambda x: F.rrelu(x, training=True),
+    "noise and dropout": lambda x: F.dropout(x + torch.randn_like(x), 0.5) * torch.rand_like(x),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_draws_eagers_masks(name: str) -> None:
+    with compared(model(DROPOUTS[name])) as compare:
+        for sizes in ((3, 4), (1, 5), (2, 40)):
+            compare.train(*sizes)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_random_numbers_are_eagers(name: str) -> None:
+    compare = Comparison(model(OTHERS[name]))
+    for sizes in ((3, 4), (1, 5), (2, 40)):
+        compare.train(*sizes)
+
+
+class OnlySometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.inner(x), 0.5, self.training)  # type: ignore[no-any-return]
+
+
+def runs(module: nn.Module, x: torch.Tensor, count: int) -> list[Any]:
+    """The outputs of some steps in a row, and the number drawn after them."""
+    outputs = []
+    for _ in range(count):
+        out = module(x)
+        out.sum().backward()
+        outputs.append(out.detach())
+    return [*outputs, torch.rand(1)]
+
+
+def test_every_step_draws_new_masks_that_follow_the_seed() -> None:
+    module, x = OnlySometimes(), torch.randn(5, WIDTH)
+    ours = ORTModule(module, rng="torch")
+    found = {}
+    for name, run in (("eager", module), ("first", ours), ("second", ours)):
+        torch.manual_seed(5)
+        found[name] = runs(run, x, 4)
+    assert all(torch.allclose(a, b) for a, b in zip(found["eager"], found["first"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found["first"], found["second"], strict=True))
+    assert not torch.equal(found["first"][0], found["first"][1])
+
+
+def test_capture_draws_nothing() -> None:
+    """The first call, which captures, leaves the stream where eager leaves it; so does one that falls back."""
+    compare = Comparison(model(DROPOUTS["one"]))
+    compare.train(3, 4)
+    compare = Comparison(model(lambda x: F.dropout(x, 0.5) if x.sum() > -99 else x))
+    compare.train(3, 4)
+
+
+def test_a_restored_random_state_repeats_the_step() -> None:
+    module, x = ORTModule(OnlySometimes(), rng="torch"), torch.randn(5, WIDTH)
+    module(x)
+    state = torch.get_rng_state()
+    first = module(x)
+    torch.set_rng_state(state)
+    assert torch.equal(module(x), first)
+
+
+@pytest.mark.parametrize("rng", ["torch", "fast"])
+def test_backward_uses_the_mask_of_its_own_forward(rng: str) -> None:
+    """Also after another forward, and when run twice."""
+    module, x = ORTModule(OnlySometimes(), rng=rng), torch.randn(5, WIDTH)
+    module.get_submodule("inner").requires_grad_(False)
+    module.get_parameter("inner.weight").data.copy_(torch.eye(WIDTH))
+    x.requires_grad_()
+    first, second = module(x), module(x)
+    for out in (first, second):
+        dropped = out.detach() == 0
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+            assert torch.equal(gradient, 2.0 * ~dropped)
+    assert not torch.equal(first == 0, second == 0)
+
+
+def test_fast_masks_are_of_the_right_rate_and_follow_the_seed() -> None:
+    module, x = ORTModule(OnlySometimes(), rng="fast"), torch.randn(4000, WIDTH)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(module(x).detach())
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    rate = (outputs[0] == 0).double().mean().item()
+    assert abs(rate - 0.5) < 0.02, "6 standard deviations of the mean of 24000 elements"
+    module.eval()
+    assert not (module(x) == 0).any()

@@ -1,0 +1,201 @@
+"""Sizes of which capture could keep the example's value: each case runs at several, in several orders.
+
+A graph may hold at some sizes only, if it says so: then there is another capture, and never a wrong number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.checks import compared
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+
+WIDTH = 6
+
+
+def sequences(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, length, WIDTH, grad=True),))
+
+
+class Function(nn.Module):
+    """A function of the inputs and of one linear layer."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(self.inner(inputs[0]), *inputs[1:])
+
+
+def model(function: Callable[..., torch.Tensor], call: Callable[[Draw, int, int], Call] = sequences) -> ZooModel:
+    return ZooModel("function", lambda: Function(function), call, mean_square)
+
+
+SERVED_BY_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "divide by a size": lambda x: x.sum(1) / x.shape[1],
+    "multiply by a size": lambda x: x * x.shape[0],
+    "root of a size": lambda x: x / x.shape[1] ** 0.5,
+    "number of elements": lambda x: x.sum() / x.numel(),
+    "half of the positions": lambda x: x[:, : (x.shape[1] + 1) // 2],
+    "last position": lambda x: x[:, -1],
+    "positions": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None],
+    "causal mask": lambda x: (
+        (x @ x.mT).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -9.0).softmax(-1)
+    ),
+    "flatten and back": lambda x: x.reshape(-1, x.shape[-1]).tanh().view(x.shape[0], -1, x.shape[-1]),
+    "split heads": lambda x: x.view(*x.shape[:2], 2, 3).transpose(1, 2).flatten(2),
+    "expand": lambda x: x.mean(1, keepdim=True).expand(-1, x.shape[1], -1) * x,
+    "repeat": lambda x: x.mean(0).repeat(x.shape[0], 2, 1),
+    "concatenate": lambda x: torch.cat([x, x.flip(1), torch.zeros(x.shape[0], 1, WIDTH, dtype=x.dtype)], 1),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 2)),
+    "new tensor": lambda x: x + x.new_ones(x.shape[0], 1, 1) * x.new_full((x.shape[1], 1), 0.5),
+    "statistics": lambda x: (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True, unbiased=False) + 1).sqrt(),
+    "outer product": lambda x: torch.einsum("bld,bmd->blm", x, x),
+    "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
+}
+SIZES = ((3, 4), (1, 5), (4, 1), (1, 1), (WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("name", SERVED_BY_ONE)
+@pytest.mark.parametrize("first", range(len(SIZES)), ids=lambda i: "first-{}-{}".format(*SIZES[i]))
+def test_one_capture_serves_all_sizes(name: str, first: int) -> None:
+    """Whichever comes first: sizes of 1 are not taken for broadcasting, equal sizes not for the same size."""
+    with compared(model(SERVED_BY_ONE[name])) as compare:
+        for sizes in SIZES[first:] + SIZES[:first]:
+            compare.train(*sizes)
+
+
+GUARDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "squeeze": lambda x: x.squeeze(1) * 2,
+    "squeeze all": lambda x: x.squeeze() * 2,
+    "branch on batch 1": lambda x: x * 2 if x.shape[0] == 1 else x * 3,
+    "branch on length": lambda x: x * 2 if x.shape[1] > 4 else x * 3,
+    "branch on equal sizes": lambda x: x * 2 if x.shape[0] == x.shape[1] else x * 3,
+    "branch on divisibility": lambda x: x * 2 if x.shape[1] % 2 else x * 3,
+    "loop over positions": lambda x: torch.stack([x[:, i] * i for i in range(x.shape[1])], 1),
+    "math of a size": lambda x: x / math.sqrt(x.shape[1]) + math.log(x.shape[0]),
+    "size as int": lambda x: x * int(x.shape[1] * 0.5),
+    "size as float": lambda x: x * float(x.shape[1]),
+    "chunks": lambda x: sum(c.sum(1) * (i + 1) for i, c in enumerate(x.chunk(2, 1))),  # type: ignore[return-value, misc]
+    "length as text": lambda x: x * len(str(x.shape[1])),
+    "unbind": lambda x: sum(part * (i + 1) for i, part in enumerate(x.unbind(0))),  # type: ignore[return-value, misc]
+    "square only": lambda x: x + x.mT if x.shape[1] == x.shape[2] else x,
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("first", range(len(SIZES)), ids=lambda i: "first-{}-{}".format(*SIZES[i]))
+def test_sizes_that_decide_the_graph_lead_to_another_capture(name: str, first: int) -> None:
+    with compared(model(GUARDED[name]), captures=None) as compare:
+        for sizes in SIZES[first:] + SIZES[:first]:
+            compare.train(*sizes)
+
+
+# Two inputs that broadcast against each other
+
+SHAPES = ((3, 4), (1, 4), (3, 1), (1, 1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.add, torch.mul, torch.maximum, lambda x, y: torch.where(y > 0, x, y), lambda x, y: (x @ y.mT).sum(-1)],
+    ids=["add", "multiply", "maximum", "where", "matmul"],
+)
+@pytest.mark.parametrize("first", range(len(SHAPES)), ids=lambda i: "first-{}-{}".format(*SHAPES[i]))
+def test_an_input_that_broadcasts_at_some_sizes_only(function: Callable[..., torch.Tensor], first: int) -> None:
+    """The second input has size 1 or the first's size: the gradient is summed only where it broadcasts."""
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return Call((draw.floats(3, 4, WIDTH, grad=True), draw.floats(batch, length, WIDTH, grad=True)))
+
+    with compared(model(function, call), captures=None) as compare:
+        for shape in SHAPES[first:] + SHAPES[:first]:
+            compare.train(*shape)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([(1, 1), (1, 4), (3, 1), (3, 4)], 2)), ids=str)
+def test_two_inputs_that_broadcast_each_other(order: tuple[tuple[int, int], ...]) -> None:
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return Call((draw.floats(batch, 1, WIDTH, grad=True), draw.floats(length, WIDTH, grad=True)))
+
+    with compared(model(lambda x, y: x * y - y, call), captures=None) as compare:
+        for sizes in order:
+            compare.train(*sizes)
+
+
+def test_an_attention_mask_for_all_rows_or_for_each() -> None:
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        mask = torch.arange(4) < torch.arange(4, 4 - length, -1)[:, None]
+        return Call((draw.floats(batch, 4, WIDTH, grad=True), mask[:, None, :].expand(length, 4, 4).contiguous()))
+
+    def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    with compared(model(attend, call), captures=None) as compare:
+        for batch, rows in ((3, 3), (3, 1), (1, 1), (2, 2), (2, 1)):
+            compare.train(batch, rows)
+
+
+# Empty inputs, and an int among the outputs
+
+
+def test_a_batch_of_no_rows() -> None:
+    with compared(
+        ZooModel("sum", lambda: Function(torch.tanh), sequences, lambda out: out.sum()), captures=None
+    ) as compare:
+        for sizes in ((3, 4), (0, 4), (3, 4), (0, 4), (3, 0)):
+            compare.train(*sizes)
+
+
+class ReturnsSizes(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {
+            "x": x * 2,
+            "batch": x.shape[0],
+            "elements": x.numel(),
+            "half": x.shape[1] // 2,
+            "shape": tuple(x.shape),
+        }
+
+
+def test_sizes_among_the_outputs() -> None:
+    entry = ZooModel("sizes", ReturnsSizes, sequences, lambda out: out["x"].sum())
+    with compared(entry) as compare:
+        for sizes in SIZES:
+            compare.train(*sizes)
+
+
+# Ranks, dtypes and layouts are other calls altogether
+
+
+def test_another_rank_dtype_or_layout_is_another_capture() -> None:
+    shapes = {1: (3, WIDTH), 2: (2, 3, WIDTH), 3: (2, 2, 3, WIDTH)}
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return Call((draw.floats(*shapes[batch], grad=True),))
+
+    with compared(model(lambda x: x.softmax(0), call), captures=3) as compare:
+        for rank in (1, 2, 3, 1):
+            compare.train(rank, 0)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_inputs_that_are_not_contiguous(first: bool) -> None:
+    now = {"turned": first}
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        x = draw.floats(batch, WIDTH, length) if now["turned"] else draw.floats(batch, length, WIDTH)
+        return Call((x.mT if now["turned"] else x,))
+
+    with compared(model(lambda x: x.tanh() + x.transpose(0, 1).mean(), call), captures=None) as compare:
+        for now["turned"] in (first, not first, first):
+            compare.train(3, 4)
