@@ -18,7 +18,7 @@ import torch
 from onnxtrain.capture.export import Captured
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK
-from onnxtrain.capture.side_effects import SideEffects
+from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import Compiled, Rerun, compile_module
 from onnxtrain.errors import CaptureError, ORTModuleFallbackException
@@ -90,30 +90,43 @@ class Engine:
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
         self._announce(key, tensors)
-        module = self._module
-        _refuse_hooks(module)
-        watch = SideEffects(module)
-        read: list[ModuleState] = []
-
-        def read_inputs(captured: Captured) -> list[torch.Tensor]:
-            watch.check()
-            state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"])
-            read.append(state)
-            own = state.read(module)
-            assert own is not None, "the module's state cannot change while the capture lock is held"
-            return [*own, *tensors]
-
+        _refuse_hooks(self._module)
+        watch = SideEffects(self._module)
         try:
-            compiled = compile_module(
-                module, structure, tensors, self._options, read_inputs, lambda c: _rerun(module, structure, c)
-            )
-        finally:
+            try:
+                state, compiled = self._capture(tensors, structure, watch)
+            except SideEffectError:
+                # A change that forward makes once is made now; one that it makes again is found by the second capture.
+                watch.undo_tensors()
+                state, compiled = self._capture(tensors, structure, SideEffects(self._module))
+        except BaseException:
             watch.undo()
-        entry = _Entry(read[0], compiled)
+            raise
+        entry = _Entry(state, compiled)
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled
         self.captures += 1
-        return entry, read_inputs(compiled.captured)
+        own = state.read(self._module)
+        assert own is not None, "the module's state cannot change while the capture lock is held"
+        return entry, [*own, *tensors]
+
+    def _capture(
+        self, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects
+    ) -> tuple[ModuleState, Compiled]:
+        module = self._module
+        states: list[ModuleState] = []
+
+        def read(captured: Captured) -> list[torch.Tensor]:
+            watch.check()
+            states.append(ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"]))
+            own = states[-1].read(module)
+            assert own is not None, "the module's state cannot change while the capture lock is held"
+            return [*own, *tensors]
+
+        compiled = compile_module(
+            module, structure, tensors, self._options, read, lambda c: _rerun(module, structure, c)
+        )
+        return states[-1], compiled
 
     def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Says once per new capture why the earlier ones do not serve."""

@@ -113,7 +113,7 @@ def capture(module: torch.nn.Module, structure: Structure, tensors: Sequence[tor
         _forbid_lost_gradients(program)
         program = _functionalize(program)
     converted = convert(program, name)
-    return _assemble(program, converted.model, converted.outputs, wrapper.found.output, len(tensors))
+    return _assemble(program, converted.model, converted.outputs, wrapper.found.output, structure.names)
 
 
 def _export(wrapper: _Wrapper, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -191,10 +191,10 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
 
 
 def _assemble(
-    program: ExportedProgram, model: ir.Model, outputs: list[Any], structure: OutputStructure, user_inputs: int
+    program: ExportedProgram, model: ir.Model, outputs: list[Any], structure: OutputStructure, names: Sequence[str]
 ) -> Captured:
     graph = model.graph
-    sources, constants, numbers = _sources(program, user_inputs)
+    sources, constants, numbers = _sources(program, len(names))
     kept_inputs = [v for v, s in zip(graph.inputs, sources, strict=True) if s is not None]
     for value, tensor in constants(list(graph.inputs)):
         _make_constant(graph, value, tensor)
@@ -220,7 +220,7 @@ def _assemble(
     graph.outputs.clear()
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
     _name_inputs(graph, kept_sources)
-    guards = compile_guards(program, user_inputs)
+    guards = compile_guards(program, names)
     return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards)
 
 

@@ -26,7 +26,15 @@ from onnxtrain.errors import CaptureError
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; the name "*" stands for all
 
+_TensorGuards: Any
+try:  # private to PyTorch, and the fastest check there is
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TABLES = (*_HOOKS, "_modules", "_parameters", "_buffers")
+_ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)  # forward goes through their submodules
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"}
 _OF_EVERY_MODULE = frozenset(dir(torch.nn.Module)) - {"forward"}
 _SINGLETONS = (NoneType, bool, EllipsisType)
@@ -76,10 +84,10 @@ class Snapshot:
         self.names = tuple(names)
         self.reads = reads
         self.facts: dict[tuple[str, str], Fact] = {}
-        self.values: dict[str, Any] = {"is_": operator.is_, "plain": PLAIN_TENSORS}
+        self.values: dict[str, Any] = {"is_": operator.is_}
         self._lines: list[str] = []
         self._tensors: dict[tuple[int, str], str] = {}  # variables of tensors, by module and name
-        self._plain: list[str] = []
+        self._values_of_tensors: list[torch.Tensor] = []
         self._first_of_tensor: dict[int, tuple[str, str]] = {}  # by id: variable and name
         self._first_of_object: dict[int, str] = {}
         self._classes: set[type] = set()
@@ -103,16 +111,27 @@ class Snapshot:
                     "a tensor that forward reads is not a parameter, buffer or attribute of the module", got=name
                 )
         found = ", ".join(self._tensors[place] for place in self._wanted)  # type: ignore[index]  # none is None here
-        plain = ", ".join(self._plain)
-        body = [
-            f"if module is not {self.bind(self.module)}: return None",
-            "try:",
-            *(f"    {line}" for line in self._lines),
-            "except (KeyError, AttributeError): return None",
-            *([f"if not plain.issuperset(map(type, ({plain},))): return None"] if plain else []),
-            f"return [{found}]",
-        ]
+        body = [f"if module is not {self.bind(self.module)}: return None", *self._lines]
+        if self._values_of_tensors:
+            self._bind_tensors()
+            tensors = ", ".join(self._tensors.values())
+            body.append(f"if not quick({tensors}) and not exact({tensors}): return None")
+        # TypeError: a tensor is None now, and PyTorch's check does not take it.
+        body = ["try:", *(f"    {line}" for line in body), "except (KeyError, AttributeError, TypeError): return None"]
+        body.append(f"return [{found}]")
         return "def check(module):\n" + "\n".join(f"    {line}" for line in body) + "\n"
+
+    def _bind_tensors(self) -> None:
+        """The check of the tensors' facts: PyTorch's own where this version has it, and ours if that says no."""
+        tensors = self._values_of_tensors
+        exact = _ExactTensors([_tensor_facts(tensor) for tensor in tensors])
+        self.values["exact"] = exact
+        if _TensorGuards is None:
+            self.values["quick"] = lambda *tensors: False
+        else:
+            sizes = [list(tensor.shape) for tensor in tensors]
+            strides: list[list[None]] = [[None] * tensor.dim() for tensor in tensors]
+            self.values["quick"] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def bind(self, value: object) -> str:
         """A name for `value` in the source."""
@@ -156,30 +175,15 @@ class Snapshot:
         """A parameter, buffer or attribute: what is known of it but its elements."""
         variable = f"t{len(self._tensors)}"
         self._tensors[id(owner), name] = variable
+        self._values_of_tensors.append(value)
         self.emit(f"{variable} = {container}[{name!r}]")
-        kind = type(value)
-        self._fact("type", where, "plain" if kind in PLAIN_TENSORS else kind, kind.__name__)
-        for what in ("requires_grad", "dtype", "shape", "device"):
-            self._fact(what, where, getattr(value, what))
-        conditions = [
-            f"{variable}.requires_grad is not {value.requires_grad}",
-            f"{variable}.dtype is not {self.bind(value.dtype)}",
-            f"{variable}.shape != {self.bind(value.shape)}",
-            f"not {variable}.is_cpu" if value.is_cpu else f"{variable}.device != {self.bind(value.device)}",
-        ]
-        if kind in PLAIN_TENSORS:
-            self._plain.append(variable)
-        else:
-            conditions.append(f"{variable}.__class__ is not {self.bind(kind)}")
+        for what, fact in zip(_TENSOR_FACTS, _tensor_facts(value), strict=True):
+            self._fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
         # A tensor that becomes tied later is still right: the graph takes it twice, and autograd adds its gradients.
         first = self._first_of_tensor.setdefault(id(value), (variable, where))
         if first[0] != variable:
             self._fact("tied tensor", where, first[1])
-            conditions.append(f"{variable} is not {first[0]}")
-        self.differs(*conditions)
-
-    def absent(self, what: str, where: str) -> None:
-        self._fact(what, where, None)
+            self.differs(f"{variable} is not {first[0]}")
 
     def _fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
         self.facts[what, where] = Fact(key, str(key) if text is None else text)
@@ -245,17 +249,18 @@ class Snapshot:
     # Hooks
 
     def _global_hooks(self) -> None:
-        for name in _HOOKS:
-            self.hooks(self.bind(getattr(torch_module, f"_global{name}")), f"global{name}", "torch.nn.Module")
+        tables = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
+        if not any(tables):
+            self.differs(f"any({self.bind(tables)})")
+        for name, table in zip(_HOOKS, tables, strict=True):
+            if table:
+                self.hooks(self.bind(table), name, "all modules", table)
 
-    def hooks(self, table: str, name: str, where: str, hooks: Mapping[int, object] | None = None) -> None:
-        """A table of hooks, which the source finds at `table`."""
-        present = self.values[table] if hooks is None else hooks
-        if present:
-            self._fact(name.strip("_").replace("_", " "), where, tuple((i, _Same(h)) for i, h in present.items()), "…")
-            self.differs(f"{table} != {self.bind(dict(present))}")
-        else:
-            self.differs(table)
+    def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object]) -> None:
+        """A table of hooks that is not empty, and where the source finds it."""
+        words = name.strip("_").replace("_", " ")
+        self._fact(words, where, tuple((i, _Same(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
+        self.differs(f"{source} != {self.bind(dict(hooks))}")
 
 
 class _Visit:
@@ -271,18 +276,20 @@ class _Visit:
     def all(self) -> None:
         snapshot, module, path = self._of, self._module, self._path
         own = module.__dict__
-        bound = snapshot.bind(module)
-        snapshot.emit(f"d = {bound}.__dict__")
         kind = type(module)
-        class_name = snapshot.bind(kind)
+        bound = snapshot.bind(module)
         snapshot._fact("class", path, _Same(kind), kind.__qualname__)
-        snapshot.differs(f"{bound}.__class__ is not {class_name}")
+        bound_class = snapshot.bind(kind)
+        snapshot.differs(f"{bound}.__class__ is not {bound_class}")
         if kind not in snapshot._classes:
             snapshot._classes.add(kind)
             snapshot._fact("forward", f"class {kind.__qualname__}", _Same(kind.forward), "a function")
-            snapshot.differs(f"{class_name}.forward is not {snapshot.bind(kind.forward)}")
+            snapshot.differs(f"{bound_class}.forward is not {snapshot.bind(kind.forward)}")
+        snapshot.emit(f"d = {bound}.__dict__")
+        snapshot.differs(*(f'd["{name}"]' for name in _TABLES if not own[name]))
         for name in _HOOKS:
-            snapshot.hooks(f"d[{name!r}]", name, path, own[name])
+            if own[name]:
+                snapshot.hooks(f"d[{name!r}]", name, path, own[name])
         self._children(own["_modules"])
         for table in ("_parameters", "_buffers"):
             self._tensors(table, own[table])
@@ -291,21 +298,22 @@ class _Visit:
     def _children(self, children: Mapping[str, torch.nn.Module | None]) -> None:
         snapshot = self._of
         if not children:
-            snapshot.differs('d["_modules"]')
             return
         names = list(children)
         snapshot._fact("submodules", self._path, tuple(names), ", ".join(names))
-        snapshot.emit('m = d["_modules"]')
-        snapshot.differs(f"[*m] != {snapshot.bind(names)}")
         for name, child in children.items():
             snapshot._fact(f"submodule {name}", self._path, _Same(child), type(child).__name__)
-        saved = snapshot.bind(tuple(children.values()))
-        snapshot.differs(f"not all(map(is_, m.values(), {saved}))")
+        snapshot.emit('m = d["_modules"]')
+        snapshot.differs(
+            f"len(m) != {len(names)}",
+            *(f"m[{name!r}] is not {snapshot.bind(child)}" for name, child in children.items()),
+        )
+        if isinstance(self._module, _ORDERED) and len(names) > 1:
+            snapshot.differs(f"[*m] != {snapshot.bind(names)}")
 
     def _tensors(self, table: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
         snapshot = self._of
         if not tensors:
-            snapshot.differs(f'd["{table}"]')
             return
         snapshot.emit(f'p = d["{table}"]')
         snapshot.differs(f"len(p) != {len(tensors)}")
@@ -334,6 +342,25 @@ class _Visit:
             of_class = getattr(type(module), name, None)
             key = constant_key(of_class) if isinstance(of_class, _VALUES) else _Same(of_class)
             snapshot._fact(f"{name} of the class", path, key, repr(of_class))
+
+
+_TENSOR_FACTS = ("type", "requires_grad", "dtype", "shape", "device")
+
+
+def _tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    kind = type(tensor)
+    kind = torch.Tensor if kind in PLAIN_TENSORS else kind
+    return kind, tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
+
+
+class _ExactTensors:
+    """Whether tensors have these facts."""
+
+    def __init__(self, facts: list[tuple[Any, ...]]) -> None:
+        self._facts = facts
+
+    def __call__(self, *tensors: torch.Tensor) -> bool:
+        return [*map(_tensor_facts, tensors)] == self._facts
 
 
 def _children(value: object, objects: int) -> dict[str, object] | None:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.inliner
 import onnx.version_converter
@@ -112,6 +113,8 @@ def _uses_nothing_new(node: ir.Node, new: onnx.defs.OpSchema | None, old: onnx.d
 def _convert(graph: ir.Graph, node: ir.Node, opset: int) -> None:
     if any(traversal.subgraphs(node)):
         raise _impossible(node, opset, "it holds graphs")
+    if node.op_type == "Pad":
+        _pad_all_axes(graph, node)
     present = graph.opset_imports[ONNX]
     proto = ir.to_proto(_alone(node, present))
     try:
@@ -124,6 +127,42 @@ def _convert(graph: ir.Graph, node: ir.Node, opset: int) -> None:
             return _stays(node, opset)
         raise _impossible(node, opset, str(error).rpartition("failed: ")[2]) from error
     return _splice(graph, node, ir.from_proto(proto).graph)
+
+
+def _pad_all_axes(graph: ir.Graph, node: ir.Node) -> None:
+    """Writes Pad of some axes (18) as Pad of all: widths of 0 at the others. `pads` may be computed."""
+    x, pads = node.inputs[:2]
+    given = node.inputs[3] if len(node.inputs) > 3 else None
+    axes = None if given is None else _constant(given, "axes")
+    if axes is None or x is None or x.shape is None or pads is None:
+        return
+    rank, count = len(x.shape), axes.size
+    places = [2 * count] * (2 * rank)  # of each width in pads and a 0 after them
+    for place, axis in enumerate(axes.numpy().reshape(-1).tolist()):
+        places[axis % rank], places[axis % rank + rank] = place, place + count
+    zero, index = (
+        _constant_node(np.array(c, np.int64), f"{node.name}/{n}") for c, n in (([0], "zero"), (places, "at"))
+    )
+    joined = ir.Node(ONNX, "Concat", [pads, zero.outputs[0]], [ir.AttrInt64("axis", 0)], name=f"{node.name}/Concat")
+    picked = ir.Node(ONNX, "Gather", [joined.outputs[0], index.outputs[0]], name=f"{node.name}/pads")
+    for new, size in ((joined, 2 * count + 1), (picked, 2 * rank)):
+        value = new.outputs[0]
+        value.name, value.type, value.shape = new.name, pads.type, ir.Shape([size])
+        new.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, [zero, index, joined, picked])
+    node.replace_input_with(1, picked.outputs[0])
+    node.resize_inputs(3)
+
+
+def _constant_node(array: np.ndarray[Any, Any], name: str) -> ir.Node:
+    node = ir.Node(ONNX, "Constant", (), [ir.AttrTensor("value", ir.Tensor(array, name=name))], name=name)
+    value = node.outputs[0]
+    value.name, value.type, value.shape = (
+        name,
+        ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+        ir.Shape(array.shape),
+    )
+    return node
 
 
 def _impossible(node: ir.Node, opset: int, reason: str) -> OptionError:
@@ -196,9 +235,7 @@ def _constants(converted: ir.Graph, node: ir.Node, values: traversal.ValueMap) -
         original = node.inputs[int(name[1:])] if name[:1] == "i" and name[1:].isdigit() else None
         if original is None:
             assert value.const_value is not None
-            constant = ir.Node(ONNX, "Constant", (), [ir.AttrTensor("value", value.const_value)])
-            constant.name = constant.outputs[0].name = f"{node.name}/{name}"
+            constant = _constant_node(value.const_value.numpy(), f"{node.name}/{name}")
             original = constant.outputs[0]
-            original.type, original.shape = value.type, value.shape
             yield constant
         values[value] = original

@@ -81,9 +81,19 @@ def _operand_gradient(op: Builder, n: NodeView, index: int, operands: list[str],
 
 def _capture_einsum(op: Builder, equation: str, operands: Sequence[ir.Value], *, path: Any = None) -> Any:
     terms, output = _explicit(equation, [rank_of(x) for x in operands])
-    if any(len(set(term)) != len(term) for term in terms):
-        return NotImplemented  # a diagonal
-    return contracted(op, terms, output, operands)
+    singles = [_diagonal(op, term, x) for term, x in zip(terms, operands, strict=True)]
+    return contracted(op, [term for term, _ in singles], output, [x for _, x in singles])
+
+
+def _diagonal(op: Builder, term: str, x: ir.Value) -> tuple[str, ir.Value]:
+    """The operand's diagonal over each letter that it has twice, and its letters then."""
+    for letter in dict.fromkeys(term):
+        while term.count(letter) > 1:
+            first = term.index(letter)
+            second = term.index(letter, first + 1)
+            x = op.own.Diagonal(x, offset=0, row_axis=first, column_axis=second)
+            term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
+    return term, x
 
 
 def contracted(op: Builder, terms: Sequence[str], output: str, operands: Sequence[ir.Value]) -> ir.Value:

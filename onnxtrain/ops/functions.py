@@ -42,7 +42,19 @@ def as_functions(model: ir.Model) -> ir.Model:
     for node in copy.graph.all_nodes():
         if body_of(node) is not None:
             node.overload = functions.overload_for(node)
+    for function in functions.made:
+        _forget_sizes(function)
     return traversal.with_graph(copy, copy.graph, functions.made)
+
+
+def _forget_sizes(function: ir.Function) -> None:
+    """Leaves the ranks of a function's values only: a symbol stands for another size in each call.
+
+    Tools that inline functions copy the symbols, and onnxruntime gives tensors of equal shapes one buffer.
+    """
+    for value in (*function.inputs, *(output for node in function for output in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([None] * len(value.shape))
 
 
 class _Known(enum.IntEnum):
@@ -127,6 +139,8 @@ def _case(node: ir.Node, level: _Known) -> _Case:
         set_type(local, TensorType(dtype_of(value), names.local(sizes.of(value))))
         baked = _baked(value, level)
         local.const_value = baked
+        if baked is not None and "scalar" in value.meta:
+            local.meta["scalar"] = value.meta["scalar"]
         known = None if baked is not None else _held(value)
         if known is not None:
             local.meta["sizes"] = known = names.local(known)

@@ -27,7 +27,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     Standard,
 )
-from onnxtrain.ops.registry import define
+from onnxtrain.ops.registry import FROM_TORCH, define
 
 
 def never(node: NodeView) -> bool:
@@ -112,6 +112,16 @@ def masked(gradients: Sequence[ir.Value], mask: Sequence[int], n: NodeView) -> l
 def flags(mask: Sequence[int]) -> list[bool]:
     """An output_mask as PyTorch's backward kernels take it."""
     return [bool(m) for m in mask]
+
+
+def another_call(op: Builder, overload: str, gives: TensorType, *arguments: Any) -> ir.Value:
+    """Captures an ATen call that the one being captured is composed of; its result has the type `gives`."""
+    before, op.out = op.out, (gives,)
+    try:
+        result: ir.Value = FROM_TORCH[overload](op, *arguments)
+    finally:
+        op.out = before
+    return result
 
 
 # Parts of bodies

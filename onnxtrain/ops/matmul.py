@@ -352,9 +352,9 @@ def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
     function = _product_function(*_fused_shapes(n))
     if n.alpha == 1:
         return Call(function, first, second)
-    scaling = {torch.mm: torch.addmm, torch.bmm: torch.baddbmm}.get(function)
-    if scaling is None:
+    if function is not torch.mm and function is not torch.bmm:
         return Call(torch.mul, Call(function, first, second), n.alpha)
+    scaling = torch.addmm if function is torch.mm else torch.baddbmm
     # beta=0: the first operand only lends its element type.
     return Call(scaling, Method("new_empty", a, ()), first, second, beta=0, alpha=n.alpha)
 

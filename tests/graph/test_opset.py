@@ -10,6 +10,7 @@ import pytest
 
 from onnxtrain.errors import OptionError
 from onnxtrain.graph.opset import convert_opset
+from onnxtrain.graph.values import TensorType
 from onnxtrain.ops.reshape.join import split
 from tests.graph.small import graph_of
 
@@ -93,6 +94,22 @@ def test_a_node_that_uses_nothing_new_stays():
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
     first, rest = run(op, x=x)
     np.testing.assert_array_equal(np.concatenate([first, rest]), x)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_pad_of_some_axes_becomes_pad_of_all(computed):
+    op, (x,) = graph_of(x=("b", 3, 4))
+    widths = op.sizes([1, "b", 2, 0]) if computed else op.sizes([1, 2, 2, 0])
+    shape = ("2*b", 3, 7) if computed else ("b", 5, 7)
+    axes = op.sizes([2, 0] if computed else [-1, 1])
+    kind = TensorType(ir.DataType.FLOAT, shape)
+    y = op.node("", "Pad", [x, widths, None, axes], {}, types=[kind]).outputs[0]
+    op.graph.outputs.append(y)
+    convert_opset(op.graph, 17)
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    pads = [(2, 0), (0, 0), (1, 2)] if computed else [(0, 0), (2, 0), (1, 2)]
+    session = onnxruntime.InferenceSession(ir.to_proto(ir.Model(op.graph, ir_version=10)).SerializeToString())
+    np.testing.assert_array_equal(session.run(None, {"x": array})[0], np.pad(array, pads))
 
 
 def test_a_node_that_uses_something_new_is_refused():

@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
@@ -115,7 +115,7 @@ THRESHOLD, THRESHOLD_GRAD = activation(
 
 def _capture_hardtanh(op: Builder, x: ir.Value, min_val: float = -1, max_val: float = 1) -> Any:
     if not is_float(dtype_of(x)):
-        raise UnsupportedOperatorError("hardtanh of integers has no ONNX form")
+        return NotImplemented
     return op.own.Hardtanh(x, low=float(min_val), high=float(max_val))
 
 
@@ -137,12 +137,12 @@ def _sixth(op: Builder, n: NodeView) -> ir.Value:
 
 def _hard_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
     if n.beta != 0.5 or abs(n.alpha - 1 / 6) > 1e-7:
-        raise UnsupportedOperatorError("HardSigmoid is defined for PyTorch's alpha = 1/6 and beta = 1/2 only")
+        raise GraphError("HardSigmoid is defined for PyTorch's alpha = 1/6 and beta = 1/2 only")
     return _sixth(op, n)
 
 
 def _hard_sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """dy / 6 where -3 < x < 3. PyTorch's kernels have 1/6 in float32, in float64 too."""
+    """Between -3 and 3 a sixth of dy. PyTorch's kernels have 1/6 in float32, in float64 too."""
     return _within(op, n, -3.0, 3.0, op.Mul(n.dy, scalar(op, n, torch.tensor(1 / 6).item())))
 
 

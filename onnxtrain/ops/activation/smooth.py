@@ -18,7 +18,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
@@ -273,7 +272,7 @@ def _elu_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _capture_elu(op: Builder, x: ir.Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     if input_scale != 1:
-        raise UnsupportedOperatorError(f"elu with input_scale={input_scale} has no ONNX form")
+        return NotImplemented
     return op.Elu(x, alpha=float(alpha)) if scale == 1 else op.Selu(x, alpha=float(alpha), gamma=float(scale))
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
@@ -59,11 +58,12 @@ def _arithmetic(name: str, on_bool: str | None = None) -> FromTorch:
     """`aten.add(a, b, alpha=1)` and its like: promote, scale b, compute. `on_bool` is what it is for truth values."""
 
     def capture(op: Builder, a: Any, b: Any, alpha: Any = 1) -> Any:
+        logical = op.out[0].dtype == ir.DataType.BOOL
+        if logical and (on_bool is None or alpha not in (1, True)):
+            return NotImplemented
         a, b = promoted(op, a, b)
-        if op.out[0].dtype == ir.DataType.BOOL:
-            if on_bool is None or alpha not in (1, True):
-                raise UnsupportedOperatorError(f"{name} of truth values has no ONNX form")
-            return op.op("", on_bool)(a, b)
+        if logical:
+            return op.op("", on_bool)(a, b)  # type: ignore[arg-type]  # not None: see above
         if alpha != 1:
             b = op.Mul(b, op.scalar(alpha, like=b))
         return op.op("", name)(a, b)
@@ -439,10 +439,9 @@ def _addcdiv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Gra
 
 def _fused(name: str) -> FromTorch:
     def capture(op: Builder, a: Any, b: Any, c: Any, *, value: Any = 1) -> Any:
-        a, b, c = promoted(op, a, b, c)
-        if not is_float(dtype_of(a)):
-            raise UnsupportedOperatorError(f"{name} of integers has no ONNX form")
-        return op.op(OWN, name)(a, b, c, value=float(value))
+        if not is_float(op.out[0].dtype):
+            return NotImplemented
+        return op.op(OWN, name)(*promoted(op, a, b, c), value=float(value))
 
     return capture
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float
@@ -42,7 +41,7 @@ def _converted(op: Builder, x: ir.Value, *_: Any, **__: Any) -> Any:
     if source == target:
         return op.Identity(x)
     if source in _COMPLEX or target in _COMPLEX:
-        raise UnsupportedOperatorError(f"ONNX does not convert {source.name} to {target.name}")
+        return NotImplemented
     if is_float(source) and target == ir.DataType.UINT8:
         x = op.Cast(x, to=ir.DataType.INT64)  # PyTorch's way: numbers wrap around
     return cast(op, x, target)

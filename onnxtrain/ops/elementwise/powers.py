@@ -11,7 +11,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN
 from onnxtrain.ops.constructors import binary, promoted, unary
@@ -36,7 +35,7 @@ _POWER_TYPES = frozenset(
 
 def _capture_pow(op: Builder, a: Any, b: Any) -> Any:
     if op.out[0].dtype not in _POWER_TYPES:
-        raise UnsupportedOperatorError(f"Pow of {op.out[0].dtype.name} has no ONNX form")
+        return NotImplemented
     return op.Pow(*promoted(op, a, b))
 
 

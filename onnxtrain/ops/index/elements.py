@@ -57,6 +57,19 @@ def _capture_gather(op: Builder, x: ir.Value, dim: int, index: ir.Value, *, spar
     return reshaped(op, op.GatherElements(x, index, axis=axis), op.out[0].shape)
 
 
+def _capture_take_along(op: Builder, x: ir.Value, indices: ir.Value, dim: int | None = None) -> ir.Value:
+    """Gather, where x and the indices are broadcast along the other axes."""
+    if dim is None:
+        x, indices = (reshaped(op, v, (sizes.multiply(1, *sizes.of(v)),)) for v in (x, indices))
+    axis = in_rank(dim or 0, rank_of(x), "the axis of take_along_dim")
+    source, wanted = list(sizes.of(x)), list(sizes.of(indices))
+    shared = sizes.broadcast([*source[:axis], 1, *source[axis + 1 :]], [*wanted[:axis], 1, *wanted[axis + 1 :]])
+    x = expanded(op, x, (*shared[:axis], source[axis], *shared[axis + 1 :]))
+    indices = expanded(op, indices, (*shared[:axis], wanted[axis], *shared[axis + 1 :]))
+    result: ir.Value = op.GatherElements(x, indices, axis=axis)
+    return result
+
+
 GATHER_ELEMENTS = movement(
     "GatherElements",
     ("x", "places"),
@@ -66,7 +79,7 @@ GATHER_ELEMENTS = movement(
     reads=("places",),
     attributes={"axis": 0},
     since=13,
-    from_torch={"aten.gather.default": _capture_gather},
+    from_torch={"aten.gather.default": _capture_gather, "aten.take_along_dim.default": _capture_take_along},
     axes=_gather_axes,
     stops=frozenset({"places"}),
 )

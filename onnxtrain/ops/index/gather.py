@@ -17,6 +17,7 @@ import torch
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView
@@ -87,20 +88,19 @@ def _capture_embedding(
     op: Builder,
     weight: ir.Value,
     indices: ir.Value,
-    padding_idx: int = -1,
+    padding_idx: Size = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> ir.Value:
+) -> Any:
     if sparse:
         raise UnsupportedOperatorError(
             "an embedding with sparse gradients", todo="set sparse=False, or leave the module to PyTorch"
         )
-    result: ir.Value
+    if isinstance(padding_idx, str):
+        return NotImplemented
     if padding_idx < 0 and not scale_grad_by_freq:
-        result = op.Gather(weight, indices, axis=0)
-    else:
-        result = op.own.Embedding(weight, indices, padding_idx=padding_idx, scale_grad_by_freq=int(scale_grad_by_freq))
-    return result
+        return op.Gather(weight, indices, axis=0)
+    return op.own.Embedding(weight, indices, padding_idx=padding_idx, scale_grad_by_freq=int(scale_grad_by_freq))
 
 
 GATHER = movement(

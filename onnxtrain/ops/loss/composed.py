@@ -15,31 +15,21 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import promoted
 from onnxtrain.ops.definition import FromTorch
-from onnxtrain.ops.fused import plus, times
+from onnxtrain.ops.fused import another_call, plus, times
 from onnxtrain.ops.loss.pointwise import is_plain
 from onnxtrain.ops.loss.reduction import REDUCTIONS
 from onnxtrain.ops.registry import FROM_TORCH
 
 
-def _call(op: Builder, overload: str, gives: TensorType, *arguments: Any) -> ir.Value:
-    """Another ATen call, whose result has the type `gives`."""
-    before, op.out = op.out, (gives,)
-    try:
-        result: ir.Value = FROM_TORCH[overload](op, *arguments)
-    finally:
-        op.out = before
-    return result
-
-
 def _at_least(op: Builder, x: ir.Value, lowest: float) -> ir.Value:
-    return _call(op, "aten.clamp_min.default", type_of(x), x, lowest)
+    return another_call(op, "aten.clamp_min.default", type_of(x), x, lowest)
 
 
 def _reduced(op: Builder, loss: ir.Value, reduction: int) -> ir.Value:
     if REDUCTIONS[reduction] == "none":
         return loss
     overload = {"mean": "aten.mean.default", "sum": "aten.sum.default"}[REDUCTIONS[reduction]]
-    return _call(op, overload, TensorType(dtype_of(loss), ()), loss)
+    return another_call(op, overload, TensorType(dtype_of(loss), ()), loss)
 
 
 def _norm(op: Builder, x: ir.Value, p: float, dim: int, keepdim: bool) -> ir.Value:
@@ -48,7 +38,9 @@ def _norm(op: Builder, x: ir.Value, p: float, dim: int, keepdim: bool) -> ir.Val
         shape[dim] = 1
     else:
         del shape[dim]
-    return _call(op, "aten.linalg_vector_norm.default", TensorType(dtype_of(x), tuple(shape)), x, p, [dim], keepdim)
+    return another_call(
+        op, "aten.linalg_vector_norm.default", TensorType(dtype_of(x), tuple(shape)), x, p, [dim], keepdim
+    )
 
 
 def _l1_loss(op: Builder, x: ir.Value, target: ir.Value, reduction: int = 1) -> Any:
@@ -99,7 +91,7 @@ def _triplet_margin_loss(
     far = _pairwise_distance(op, anchor, negative, p, eps)
     if swap:
         other = _pairwise_distance(op, positive, negative, p, eps)
-        far = _call(op, "aten.minimum.default", type_of(far), far, other)
+        far = another_call(op, "aten.minimum.default", type_of(far), far, other)
     return _reduced(op, _at_least(op, op.Sub(plus(op, near, margin), far), 0), reduction)
 
 
@@ -126,7 +118,7 @@ def _cosine_similarity(op: Builder, first: ir.Value, second: ir.Value, dim: int 
         return NotImplemented
     first, second = promoted(op, first, second)
     units = (op.Div(x, _limited_norm(op, x, dim, eps)) for x in (first, second))
-    return _call(op, "aten.sum.dim_IntList", op.out[0], op.Mul(*units), [dim])
+    return another_call(op, "aten.sum.dim_IntList", op.out[0], op.Mul(*units), [dim])
 
 
 def _limited_norm(op: Builder, x: ir.Value, dim: int, eps: float) -> ir.Value:
@@ -150,7 +142,7 @@ def _cosine_embedding_loss(
         return NotImplemented
 
     def dot(a: ir.Value, b: ir.Value) -> ir.Value:
-        return _call(op, "aten.sum.dim_IntList", gives, op.Mul(a, b), [axis])
+        return another_call(op, "aten.sum.dim_IntList", gives, op.Mul(a, b), [axis])
 
     squares = (plus(op, dot(x, x), _SMALLEST_SQUARE) for x in (first, second))
     cosine = op.Div(dot(first, second), op.Sqrt(op.Mul(*squares)))

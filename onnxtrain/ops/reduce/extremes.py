@@ -53,12 +53,11 @@ def _capture_both(op: Builder, x: ir.Value, *, dim: int | None = None, keepdim: 
     return tuple(_extreme(op, name, x, dim, keepdim) for name in ("ReduceMin", "ReduceMax"))
 
 
-def _extreme_call(function: Callable[..., Any], of_bool: Callable[..., Any]) -> Callable[..., Call]:
+def _over_dims(function: Callable[..., Any]) -> Callable[..., Call]:
     def lower(n: NodeView, x: Any, axes: Any) -> Call:
         dims = list(axes_of(n))
-        if not dims:  # PyTorch takes an empty list for all axes
-            return Method("clone", x)
-        return Call(of_bool if dtype_of(n.x) == ir.DataType.BOOL else function, x, dims, bool(n.keepdims))
+        # PyTorch takes an empty list for all axes, or for none.
+        return Call(function, x, dims, bool(n.keepdims)) if dims else Method("clone", x)
 
     return lower
 
@@ -72,7 +71,7 @@ def _shared_evenly(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 def _any_nan(op: Builder, x: ir.Value, axes: Sequence[int], keepdims: int) -> ir.Value:
     """Whether there is a NaN among the reduced elements."""
-    result: ir.Value = op.ReduceMax(op.IsNaN(x), axes_input(op, axes), keepdims=keepdims)
+    result: ir.Value = op.own.ReduceAny(op.IsNaN(x), axes_input(op, axes), keepdims=keepdims)
     return result
 
 
@@ -86,32 +85,50 @@ def _nan_through(name: str) -> Callable[[Builder, NodeView], ir.Value]:
     return body
 
 
-def _reduce_extreme(name: str, word: str, function: Any, of_bool: Any, truth: Mapping[str, FromTorch]) -> None:
-    lower = _extreme_call(function, of_bool)
-    reduction(name, truth, lower, _shared_evenly, reads=("x", "y"), since=20)
-    captured = (f"aten.a{word}.default", f"aten.{word}.default")
-    overloads = {**dict.fromkeys(captured, _capture_extreme(name))}
+def _reduce_extreme(name: str, word: str, function: Callable[..., Any]) -> None:
+    lower, reads = _over_dims(function), ("x", "y")
+    reduction(name, {}, lower, _shared_evenly, reads=reads, since=20)
+    captured = dict.fromkeys((f"aten.a{word}.default", f"aten.{word}.default"), _capture_extreme(name))
     if word == "min":
-        overloads["aten.aminmax.default"] = _capture_both
-    body = _nan_through(name)
-    reduction(name, overloads, lower, _shared_evenly, reads=("x", "y"), domain=OWN, body=body)
+        captured["aten.aminmax.default"] = _capture_both
+    reduction(name, captured, lower, _shared_evenly, reads=reads, domain=OWN, body=_nan_through(name))
 
 
-def _truth(word: str, name: str) -> Mapping[str, FromTorch]:
-    """`any` is the largest truth value, `all` the smallest."""
+_reduce_extreme("ReduceMax", "max", torch.amax)
+_reduce_extreme("ReduceMin", "min", torch.amin)
 
+
+# ReduceAny, ReduceAll: of nothing False and True, where onnxruntime's ReduceMax of truth values fails
+
+
+def _capture_truth(name: str) -> FromTorch:
     def capture(op: Builder, x: ir.Value, dim: Dims = None, keepdim: bool = False) -> Any:
         x = cast(op, x, ir.DataType.BOOL)
         if isinstance(dim, Sequence) and not dim:  # here [] means no axes
             return cast(op, op.Identity(x), op.out[0].dtype)
-        y = op.op(ONNX, name)(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+        y = op.op(OWN, name)(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
         return cast(op, y, op.out[0].dtype)
 
-    return dict.fromkeys((f"aten.{word}.default", f"aten.{word}.dim", f"aten.{word}.dims"), capture)
+    return capture
 
 
-_reduce_extreme("ReduceMax", "max", torch.amax, torch.any, _truth("any", "ReduceMax"))
-_reduce_extreme("ReduceMin", "min", torch.amin, torch.all, _truth("all", "ReduceMin"))
+def _any_body(op: Builder, n: NodeView) -> ir.Value:
+    count = op.ReduceSum(op.Cast(n.x, to=ir.DataType.INT32), axes_input(op, axes_of(n)), keepdims=n.keepdims)
+    return op.Greater(count, op.scalar(0, like=count))  # type: ignore[no-any-return]
+
+
+def _all_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Not(op.own.ReduceAny(op.Not(n.x), n.axes, keepdims=n.keepdims))  # type: ignore[no-any-return]
+
+
+def _truth(word: str, function: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> None:
+    name = f"Reduce{word.title()}"
+    overloads = dict.fromkeys((f"aten.{word}.{kind}" for kind in ("default", "dim", "dims")), _capture_truth(name))
+    reduction(name, overloads, _over_dims(function), None, domain=OWN, body=body)
+
+
+_truth("any", torch.any, _any_body)
+_truth("all", torch.all, _all_body)
 
 
 # ArgMax, ArgMin
@@ -126,9 +143,10 @@ def _place_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _place(op: Builder, name: str, x: ir.Value, axis: int, keepdims: int) -> ir.Value:
-    """The index of the extreme, in the op that suits the type of x."""
+    """The index of the extreme, by the op that suits the type of x."""
     if dtype_of(x) == ir.DataType.BOOL:
         x = op.Cast(x, to=ir.DataType.UINT8)
+    axis = normalize_axis(axis, rank_of(x))  # onnxruntime reduces an empty tensor wrongly over a negative axis
     result: ir.Value = op.op(OWN if is_float(dtype_of(x)) else ONNX, name)(x, axis=axis, keepdims=keepdims)
     return result
 
@@ -148,9 +166,10 @@ def _place_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
         """The first NaN, where there is one; without NaN, ai.onnx's own."""
         zero = op.scalar(0.0, like=n.x)
         is_nan = op.IsNaN(n.x)
-        first_nan = op.ArgMax(op.Cast(is_nan, to=ir.DataType.INT32), axis=n.axis, keepdims=n.keepdims)
-        plain = op.op(ONNX, name)(op.Where(is_nan, zero, n.x), axis=n.axis, keepdims=n.keepdims)
-        found = _any_nan(op, n.x, _one_axis(n), n.keepdims)
+        (axis,) = _one_axis(n)
+        first_nan = op.ArgMax(op.Cast(is_nan, to=ir.DataType.INT32), axis=axis, keepdims=n.keepdims)
+        plain = op.op(ONNX, name)(op.Where(is_nan, zero, n.x), axis=axis, keepdims=n.keepdims)
+        found = _any_nan(op, n.x, (axis,), n.keepdims)
         return op.Where(found, first_nan, plain)  # type: ignore[no-any-return]
 
     return body
@@ -194,7 +213,7 @@ def _capture_dim(name: str) -> FromTorch:
     def capture(op: Builder, x: ir.Value, dim: int, keepdim: bool = False) -> Any:
         if not rank_of(x):
             return op.Identity(x), op.scalar(0, ir.DataType.INT64)
-        return op.op(OWN, name)(x, axis=dim, keepdims=int(keepdim))
+        return op.op(OWN, name)(x, axis=normalize_axis(dim, rank_of(x)), keepdims=int(keepdim))
 
     return capture
 

@@ -12,7 +12,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import rank_of
 from onnxtrain.ops.constructors import cast
@@ -22,6 +21,8 @@ from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, dims_of, k
 
 def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> Any:
     """The vector norm of this order, in the type of PyTorch's output."""
+    if order not in (1, 2, math.inf, -math.inf):
+        return NotImplemented
     x = cast(op, x, op.out[0].dtype)
     axes = axes_input(op, dims_of(x, dim))
     if order == 2:
@@ -30,9 +31,7 @@ def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> A
         return op.ReduceL1(x, axes, keepdims=int(keepdim))
     if order == math.inf:
         return op.own.ReduceMax(op.Abs(x), axes, keepdims=int(keepdim))
-    if order == -math.inf:
-        return op.own.ReduceMin(op.Abs(x), axes, keepdims=int(keepdim))
-    raise UnsupportedOperatorError(f"the norm of order {order} has no ONNX form")
+    return op.own.ReduceMin(op.Abs(x), axes, keepdims=int(keepdim))
 
 
 def _capture_vector_norm(
@@ -52,7 +51,7 @@ def _capture_linalg_norm(
 ) -> Any:
     axes = 1 if isinstance(dim, int) else rank_of(x) if dim is None else len(dim)
     if ord is not None and axes != 1:
-        raise UnsupportedOperatorError(f"the matrix norm of order {ord} has no ONNX form")
+        return NotImplemented  # of a matrix
     return _norm(op, x, 2 if ord is None else ord, dim, keepdim)
 
 

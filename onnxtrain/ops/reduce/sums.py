@@ -207,7 +207,7 @@ def _prod_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     without = op.Where(is_zero, one, n.x)
     product = op.ReduceProd(without, axes, keepdims=1)
     zeros = op.ReduceSum(op.Cast(is_zero, to=dtype_of(n.x)), axes, keepdims=1)
-    at_nonzero = op.Where(op.Equal(zeros, zero), op.Div(product, without), zero)
+    at_nonzero = op.Where(op.Equal(zeros, zero), op.Div(product, without), op.Mul(product, zero))
     at_zero = op.Where(op.Equal(zeros, one), product, zero)
     others = op.Where(is_zero, at_zero, at_nonzero)
     return op.Mul(restored(op, n, dy), others)  # type: ignore[no-any-return]
@@ -215,7 +215,7 @@ def _prod_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 REDUCE_PROD = reduction(
     "ReduceProd",
-    {"aten.prod.default": lambda op, x, *, dtype=None: _capture_prod(op, x), "aten.prod.dim_int": _capture_prod},
+    {"aten.prod.default": _capture_prod, "aten.prod.dim_int": _capture_prod},
     _prod_call,
     _prod_gradient,
     reads=("x",),

@@ -104,7 +104,7 @@ def _overloads(name: str, word: str) -> dict[str, FromTorch]:
 
         return capture
 
-    kinds = {"correction": corrected, "dim": over_dim, "default": over_all}
+    kinds: dict[str, FromTorch] = {"correction": corrected, "dim": over_dim, "default": over_all}
     alone = {f"aten.{word}.{kind}": capture for kind, capture in kinds.items()}
     return alone | {f"aten.{word}_mean.{kind}": and_mean(capture) for kind, capture in kinds.items()}
 

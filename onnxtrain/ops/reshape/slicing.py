@@ -24,7 +24,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, NodeView
-from onnxtrain.ops.reshape.dims import expanded, unsqueezed
+from onnxtrain.ops.reshape.dims import expanded, swapped, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import counting, scatter_rows, zeros
 from onnxtrain.ops.symbolic import needed_sizes
@@ -183,6 +183,16 @@ def _flipped(op: Builder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
     return result
 
 
+def _capture_rot90(op: Builder, x: ir.Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> ir.Value:
+    """Quarter turns from the first axis towards the second."""
+    first, second = (in_rank(d, rank_of(x), "an axis of rot90") for d in dims)
+    if k % 4 == 2:
+        return _flipped(op, x, [first, second])
+    if k % 4 == 1:
+        return swapped(op, _flipped(op, x, [second]), first, second)
+    return _flipped(op, swapped(op, x, first, second), [second]) if k % 4 else x
+
+
 SLICE = movement(
     "Slice",
     ("x", "starts", "ends", "axes?", "steps?"),
@@ -199,6 +209,7 @@ SLICE = movement(
         "aten.flip.default": _capture_flip,
         "aten.fliplr.default": lambda op, x: _flipped(op, x, [1]),
         "aten.flipud.default": lambda op, x: _flipped(op, x, [0]),
+        "aten.rot90.default": _capture_rot90,
     },
     axes=_slice_axes,
     view=True,

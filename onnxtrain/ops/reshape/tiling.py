@@ -199,7 +199,7 @@ def _roll_axes(n: NodeView) -> str:
     return axis_map([words], [f"y{i}" if i in turned else word for i, word in enumerate(words)])
 
 
-def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> ir.Value:
+def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Any:
     if any(isinstance(shift, str) for shift in shifts):
         return NotImplemented
     shape = sizes.of(x)

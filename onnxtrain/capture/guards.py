@@ -1,0 +1,263 @@
+"""The conditions on sizes under which a captured graph is right, as one generated function.
+
+There are three kinds:
+
+* What the export needs to be so: fixed sizes, equal sizes. *Hard*: where one fails, the graph is not for this call.
+* What the user's code decided from sizes (`capture.decisions`). Hard too, but another capture may turn out to be the
+  same graph at such sizes; it is then adopted as an alternative, and its decisions are as good.
+* What PyTorch assumed for its own shape arithmetic: every size is at least 2, a size is not 5, at most 64. *Soft*:
+  its choices are between equivalent ways, so that the graph is right at other sizes as well, if only each node has the
+  shape there that the graph says. Where a soft condition fails, that is tried out on fake tensors, once for each
+  combination of sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanFunction
+from torch.export.exported_program import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+
+from onnxtrain.capture.decisions import Decision, Decisions, Place
+from onnxtrain.capture.proof import Proof, same_graph
+from onnxtrain.errors import GraphError
+
+_Sizes: TypeAlias = tuple[tuple[int, ...], ...]
+_KNOWN_SIZES = 4096
+_UNBOUNDED = 2**31  # PyTorch writes "no bound" as a large number in places
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """`expr` over the sizes' symbols has to be true."""
+
+    expr: Any
+    soft: bool = False
+    where: str = ""
+
+    def holds(self, binding: dict[Any, Any]) -> bool:
+        value = self.expr.xreplace(binding)
+        return value == sympy.true or value is True
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    """The decisions of one capture. Those in `forced` do not follow from the other conditions."""
+
+    decisions: tuple[_Condition, ...]
+    forced: tuple[_Condition, ...]
+    ones: frozenset[Place] = frozenset()  # places whose size has to be 1, if this was adopted
+
+
+class Guards:
+    """Whether a captured graph is right for tensors of these sizes. Call it with the flat inputs of a call.
+
+    Attributes:
+        open: the places (tensor, dimension) whose size is free.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: list[list[Any]],
+        symbols: dict[Any, Place],
+        conditions: list[_Condition],
+        alternative: _Alternative,
+        ones: frozenset[Place],
+        proof: Proof,
+    ) -> None:
+        self.open = frozenset(symbols.values())
+        self._names = tuple(names)
+        self._shapes = shapes
+        self._symbols = symbols
+        self._conditions = conditions
+        self._alternatives = [alternative]
+        self._ones = ones  # the places that were 1 when the graph was captured, and were enlarged
+        self._proof = proof
+        self._verdicts: dict[_Sizes, bool] = {}
+        self._check = self._compile(alternative)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the graph is right for these inputs, whose numbers of dimensions are as captured."""
+        return self._check(tensors)
+
+    def explain(self, tensors: Sequence[torch.Tensor]) -> str:
+        """The condition that fails, in words; "" if none does."""
+        return "" if self(tensors) else self._reason(tuple(tuple(t.shape) for t in tensors))
+
+    def adopt(self, other: Guards) -> bool:
+        """Takes over the decisions of another capture of the same module state, if its graph is the same as this one.
+
+        Where sizes were 1 for the other, the graphs need only be the same at such sizes.
+        """
+        if self.open != other.open:
+            return False
+        ones = next((ones for ones in (frozenset(), other._ones) if same_graph(self._proof, other._proof, ones)), None)
+        if ones is None:
+            return False
+        self._alternatives.append(replace(other._alternatives[0], ones=ones))
+        self._verdicts.clear()
+        # The function answers at once for the alternative that is for sizes above 1.
+        general = min(self._alternatives, key=lambda a: (len(a.ones), len(a.forced)))
+        self._check = self._compile(general)
+        return True
+
+    # The generated function
+
+    def _compile(self, alternative: _Alternative) -> Callable[[Sequence[torch.Tensor]], bool]:
+        """True where everything holds; anything else takes the long way, whose answers are kept."""
+        variables = {symbol: sympy.Symbol(f"s{i}_{d}", integer=True) for symbol, (i, d) in self._symbols.items()}
+        lines = ["def check(tensors):"]
+        tests: list[str] = []
+        for i, shape in enumerate(self._shapes):
+            if shape:
+                lines.append(f"    {', '.join(f's{i}_{d}' for d in range(len(shape)))}, = tensors[{i}].shape")
+            tests += [f"s{i}_{d} == {size}" for d, size in enumerate(shape) if isinstance(size, int)]
+        for condition in (*self._conditions, *alternative.forced):
+            tests.append(_python(condition.expr.xreplace(variables)))
+        lines.append(f"    return {' and '.join(dict.fromkeys(tests)) or 'True'} or otherwise(tensors)")
+        values: dict[str, Any] = {"otherwise": self._otherwise, "math": math}
+        exec("\n".join(lines), values)
+        check: Callable[[Sequence[torch.Tensor]], bool] = values["check"]
+        return check
+
+    def _otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
+        sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+        verdict = self._verdicts.get(sizes)
+        if verdict is None:
+            verdict = not self._reason(sizes)
+            if len(self._verdicts) >= _KNOWN_SIZES:
+                self._verdicts.clear()
+            self._verdicts[sizes] = verdict
+        return verdict
+
+    # The long way
+
+    def _reason(self, sizes: _Sizes) -> str:
+        """The first condition that makes the graph wrong at these sizes, in words; "" if there is none."""
+        for i, shape in enumerate(self._shapes):
+            for d, size in enumerate(shape):
+                if isinstance(size, int) and sizes[i][d] != size:
+                    return f"{self._names[i]}.size({d}) is {sizes[i][d]}, and it was {size}"
+        binding = {symbol: sympy.Integer(sizes[i][d]) for symbol, (i, d) in self._symbols.items()}
+        for symbol, size in binding.items():
+            if size < 1:
+                return f"{self._word(symbol)} is {size}"
+        for condition in self._conditions:
+            if not condition.soft and not condition.holds(binding):
+                return f"{self._words(condition.expr)} does not hold for {self._given(condition.expr, binding)}"
+        decision = self._failing_decision(sizes, binding)
+        if decision is not None:
+            words = f"{self._words(decision.expr)} at {decision.where}"
+            return f"forward would decide otherwise on {words} for {self._given(decision.expr, binding)}"
+        if all(condition.holds(binding) for condition in self._conditions):
+            return ""
+        return self._proof.reason(binding)
+
+    def _failing_decision(self, sizes: _Sizes, binding: dict[Any, Any]) -> _Condition | None:
+        """A decision that is other at these sizes; None if there is an alternative with none."""
+        failing: _Condition | None = None
+        for alternative in self._alternatives:
+            wrong = next((c for c in alternative.decisions if not c.holds(binding)), None)
+            if wrong is None and all(sizes[i][d] == 1 for i, d in alternative.ones):
+                return None
+            failing = failing or wrong
+        return failing
+
+    # Words
+
+    def _word(self, symbol: Any) -> str:
+        i, d = self._symbols[symbol]
+        return f"{self._names[i]}.size({d})"
+
+    def _words(self, expr: Any) -> str:
+        return _python(expr.xreplace({s: sympy.Symbol(self._word(s), integer=True) for s in expr.free_symbols}))
+
+    def _given(self, expr: Any, binding: dict[Any, Any]) -> str:
+        return ", ".join(f"{self._word(s)} = {binding[s]}" for s in sorted(expr.free_symbols, key=self._word))
+
+
+def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: Decisions | None = None) -> Guards:
+    """The guards of an export.
+
+    Args:
+        program: what torch.export made of a function of a flat list of tensors, functionalized.
+        names: what to call each of those tensors in messages.
+        decisions: what the user's code decided from sizes; without it, only calls whose sizes PyTorch assumed itself
+            (2 at least) can be proven right.
+    """
+    user_inputs = [s.arg.name for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
+    values = {node.name: node.meta["val"] for node in program.graph_module.graph.nodes if node.op == "placeholder"}
+    symbols: dict[Any, Place] = {}
+    shapes: list[list[Any]] = []
+    equal: list[_Condition] = []
+    env: ShapeEnv | None = None
+    for i, name in enumerate(user_inputs):
+        shape: list[Any] = []
+        for d, size in enumerate(values[name].shape):
+            known = size if isinstance(size, int) else size.node.maybe_as_int()
+            shape.append(size.node.expr if known is None else known)
+            if isinstance(size, torch.SymInt) and known is None:
+                env = size.node.shape_env
+                own = size.node._expr
+                if not own.is_Symbol:
+                    raise GraphError("an input's size is not a symbol", got=str(own))
+                symbols[own] = (i, d)
+                if own != size.node.expr:
+                    equal.append(_Condition(sympy.Eq(own, size.node.expr, evaluate=False)))
+        shapes.append(shape)
+    conditions = [*equal, *(_of_environment(env, symbols, shapes) if env is not None else ())]
+    alternative = _alternative(decisions, symbols)
+    ones = decisions.enlarged if decisions is not None else frozenset()
+    return Guards(names, shapes, symbols, conditions, alternative, ones, Proof(program, symbols))
+
+
+def _of_environment(env: ShapeEnv, symbols: dict[Any, Place], shapes: list[list[Any]]) -> list[_Condition]:
+    """The ranges and guards of the export, once each."""
+    found: dict[Any, _Condition] = {}
+    free = {s for shape in shapes for size in shape if not isinstance(size, int) for s in size.free_symbols}
+    for symbol in sorted(free, key=str):
+        bounds = env.var_to_range[symbol]
+        lower = sympy.Ge(symbol, max(1, int(bounds.lower)), evaluate=False)
+        found[lower] = _Condition(lower, soft=True)
+        if bounds.upper is not int_oo and bounds.upper != sympy.oo and int(bounds.upper) < _UNBOUNDED:
+            upper = sympy.Le(symbol, int(bounds.upper), evaluate=False)
+            found[upper] = _Condition(upper, soft=True)
+    for guard in env.guards:
+        if guard.expr.free_symbols and guard.expr.free_symbols <= symbols.keys():
+            soft = isinstance(guard.expr, (sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge))
+            found.setdefault(guard.expr, _Condition(guard.expr, soft))
+    return list(found.values())
+
+
+def _alternative(decisions: Decisions | None, symbols: dict[Any, Place]) -> _Alternative:
+    if decisions is None:
+        return _Alternative((), ())
+    made = [d for d in decisions.made.values() if d.expr.free_symbols <= symbols.keys()]
+    conditions = [_Condition(_as_condition(d), where=d.where) for d in made]
+    forced = tuple(c for c, d in zip(conditions, made, strict=True) if d.forced)
+    return _Alternative(tuple(conditions), forced)
+
+
+def _as_condition(decision: Decision) -> Any:
+    if not isinstance(decision.expr, (Relational, BooleanFunction)):
+        return sympy.Eq(decision.expr, decision.value, evaluate=False)
+    return decision.expr if decision.value else sympy.Not(decision.expr)
+
+
+def _python(expr: Any) -> str:
+    """Python's spelling; `False` where there is none, which sends a call the long way."""
+    try:
+        return f"({PythonPrinter().doprint(expr)})"
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return "False"

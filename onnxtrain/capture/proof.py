@@ -1,0 +1,160 @@
+"""Whether a captured graph is right at sizes that were not assumed when it was captured.
+
+The graph is a sequence of PyTorch's operators, and at any sizes each does there what it does in eager. What can go
+wrong is that one gives another shape than the graph says (`squeeze` of a size that is now 1, a broadcast that was an
+equality): so the graph is run on fake tensors of the real sizes, and all shapes are compared. It takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.exported_program import ExportedProgram
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from onnxtrain.capture.decisions import Place
+
+
+class Proof:
+    """A captured graph, kept for what `reason` has to try out and `same_graph` to compare."""
+
+    def __init__(self, program: ExportedProgram, symbols: dict[Any, Place]) -> None:
+        self.graph_module = program.graph_module
+        self.symbols = symbols
+
+    def reason(self, binding: dict[Any, Any]) -> str:
+        """Why the graph is not right at the sizes of `binding`, in words; "" if it is."""
+        with _plain_state(), FakeTensorMode() as mode:
+            try:
+                return self._run(mode, binding)
+            except Exception as error:  # noqa: BLE001  # an operator refuses these sizes: it may raise anything
+                return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    def _run(self, mode: FakeTensorMode, binding: dict[Any, Any]) -> str:
+        results: dict[Node, Any] = {}
+        for node in self.graph_module.graph.nodes:
+            if node.op == "output":
+                break
+            expected = node.meta.get("val")
+            if node.op == "placeholder":
+                results[node] = _fake(expected, binding)
+            elif node.op == "get_attr":
+                value = getattr(self.graph_module, node.target)
+                results[node] = mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), results.__getitem__)
+                results[node] = node.target(*args, **kwargs)
+                if not _agrees(results[node], expected, binding):
+                    line = (node.meta.get("stack_trace") or "").strip().splitlines()
+                    return f"{node.target} has another shape there ({line[-2].strip() if len(line) > 1 else node.name})"
+        return ""
+
+
+@contextmanager
+def _plain_state() -> Iterator[None]:
+    """The graph has its casts written out: no autocast; and no gradient is needed."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _size(size: Any, binding: dict[Any, Any]) -> int:
+    return int(size.node.expr.xreplace(binding)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _fake(value: Any, binding: dict[Any, Any]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = [_size(size, binding) for size in value.shape]
+    strides = [_size(stride, binding) for stride in value.stride()]
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def _agrees(found: Any, expected: Any, binding: dict[Any, Any]) -> bool:
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(lambda f, e: _agrees(f, e, binding), found, expected))
+    if isinstance(expected, torch.Tensor):
+        shape = [_size(size, binding) for size in expected.shape]
+        return list(found.shape) == shape and found.dtype == expected.dtype
+    if isinstance(expected, torch.SymInt):
+        return int(found) == _size(expected, binding)
+    return True
+
+
+# The same graph
+
+
+def same_graph(one: Proof, other: Proof, ones: frozenset[Place]) -> bool:
+    """Whether two graphs of the same inputs do the same where the sizes at `ones` are 1."""
+    return _normal_form(one, ones) == _normal_form(other, ones)
+
+
+def _normal_form(proof: Proof, ones: frozenset[Place]) -> list[Any]:
+    """The nodes in order, without names, without views that change nothing, sizes as expressions."""
+    names: dict[Any, Any] = {}
+    for symbol, (i, d) in proof.symbols.items():
+        names[symbol] = sympy.Integer(1) if (i, d) in ones else sympy.Symbol(f"s{i}_{d}", integer=True, positive=True)
+    form: list[Any] = []
+    places: dict[Node, Any] = {}
+
+    def written(value: Any) -> Any:
+        if isinstance(value, Node):
+            return places[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(map(written, value))
+        if isinstance(value, dict):
+            return tuple((key, written(part)) for key, part in value.items())
+        if isinstance(value, slice):
+            return "slice", *map(written, (value.start, value.stop, value.step))
+        if type(value) is int:
+            return "size", str(value)
+        return type(value).__name__, repr(value)
+
+    for node in proof.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
+            expr = value.node.expr.xreplace(names) if isinstance(value, torch.SymInt) else value
+            places[node] = "size", str(expr)
+        elif node.op == "call_function" and _changes_nothing(node, names):
+            places[node] = places[node.args[0]]
+        else:
+            places[node] = "node", len(form)
+            target = node.name if node.op == "placeholder" else str(node.target)
+            if node.op == "get_attr":  # a subgraph: its text, in which names of this graph do not occur
+                target = str(getattr(proof.graph_module, target))
+            form.append((node.op, target, written(node.args), written(node.kwargs)))
+    return form
+
+
+def _changes_nothing(node: Node, names: dict[Any, Any]) -> bool:
+    """Whether a view has the sizes and strides of its input. `detach` and `alias` take no sizes, and are kept."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(node.args) + len(node.kwargs) < 2 or not isinstance(node.args[0], Node):
+        return False
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or schema.returns[0].alias_info.is_write:
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.ndim != after.ndim:
+        return False
+    if before.dtype != after.dtype or _expr(before.storage_offset(), names) != _expr(after.storage_offset(), names):
+        return False
+    for d in range(before.ndim):
+        size = _expr(before.shape[d], names)
+        if size != _expr(after.shape[d], names):
+            return False
+        if size != 1 and _expr(before.stride(d), names) != _expr(after.stride(d), names):
+            return False
+    return True
+
+
+def _expr(size: Any, names: dict[Any, Any]) -> Any:
+    return size.node.expr.xreplace(names) if isinstance(size, torch.SymInt) else sympy.Integer(size)

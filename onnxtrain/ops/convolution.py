@@ -1,0 +1,367 @@
+"""Convolutions and their transposes, over one, two or three axes.
+
+    Conv(x[n, c, d], w[o, c/g, k], b[o]) -> y[n, o, e]
+        y[n, o, e] = b[o] + sum over c, k of x[n, c, e*stride - pad + k*dilation] * w[o, c, k]
+    ConvTranspose(x[n, c, d], w[c, o/g, k], b[o]) -> y[n, o, e]        Conv's gradient in its input, as an op of its own
+    ConvGrad, ConvTransposeGrad(dy, x, w) -> dx, dw, db
+
+g is `group`. Padding is the same at both ends of an axis, as in PyTorch; what "same" pads more at one end is a Pad node.
+`output_mask` of a backward op says which gradients are read; the kernel leaves the others out.
+
+A gradient is a convolution again. In x it is the transposed one. In w it is one where samples and channels change
+places, dy is the weight, and stride and dilation change places:
+    dw[o, c, k] = sum over n, e of x[n, c, e*stride - pad + k*dilation] * dy[n, o, e]
+
+Source: Dumoulin and Visin 2016, https://arxiv.org/abs/1603.07285 (sections 2, 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView
+from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
+from onnxtrain.ops.spatial import (
+    as_list,
+    covered,
+    cut_out,
+    extended,
+    names,
+    per_axis,
+    product,
+    spatial,
+    symmetric_pads,
+    window_count,
+)
+
+aten = torch.ops.aten
+
+_GEOMETRY: dict[str, Any] = {"dilations": None, "group": 1, "pads": None, "strides": None}
+_TRANSPOSED: dict[str, Any] = {**_GEOMETRY, "output_padding": None}
+
+
+def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int]]:
+    """Strides, padding and dilations of each axis."""
+    return per_axis(n, "strides", 1), symmetric_pads(n), per_axis(n, "dilations", 1)
+
+
+def _same_geometry(n: NodeView) -> dict[str, Any]:
+    """The attributes, for a node of the same geometry."""
+    return {name: getattr(n, name) for name in _GEOMETRY}
+
+
+# Capture
+
+
+def _convolve(
+    op: Builder,
+    x: ir.Value,
+    w: ir.Value,
+    b: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    more: Any = None,
+) -> Any:
+    """A Conv, or with `more` (output_padding) a ConvTranspose; x may be a single sample."""
+    count = rank_of(w) - 2
+    pads = as_list(padding, count)
+    how = {"strides": as_list(stride, count), "pads": pads * 2, "dilations": as_list(dilation, count), "group": groups}
+    single = rank_of(x) == count + 1
+    if single:
+        x = op.Unsqueeze(x, axes_constant(op, [0]))
+    if more is None:
+        y = op.Conv(x, w, b, **how)
+    else:
+        y = op.ConvTranspose(x, w, b, output_padding=as_list(more, count), **how)
+    return op.Squeeze(y, axes_constant(op, [0])) if single else y
+
+
+def _capture_conv(
+    op: Builder,
+    x: ir.Value,
+    weight: ir.Value,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    return _convolve(op, x, weight, bias, stride, padding, dilation, groups)
+
+
+def _capture_named_padding(
+    op: Builder,
+    x: ir.Value,
+    weight: ir.Value,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: str = "valid",
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Padding "same" gives y the size of x; where it is odd, one place more at the end."""
+    if padding == "valid":
+        return _convolve(op, x, weight, bias, stride, 0, dilation, groups)
+    count = rank_of(weight) - 2
+    kernel = spatial(weight)
+    if any(isinstance(k, str) for k in kernel):
+        raise UnsupportedOperatorError('padding="same" with a kernel whose size changes', got=str(kernel))
+    whole = [d * (int(k) - 1) for d, k in zip(as_list(dilation, count), kernel, strict=True)]
+    if any(w % 2 for w in whole):
+        longer = (sizes.add(size, w % 2) for size, w in zip(sizes.of(x)[-count:], whole, strict=True))
+        padded = TensorType(dtype_of(x), (*sizes.of(x)[:-count], *longer))
+        ends = [end for w in reversed(whole) for end in (0, w % 2)]
+        x = another_call(op, "aten.constant_pad_nd.default", padded, x, ends, 0)
+    return _convolve(op, x, weight, bias, stride, [w // 2 for w in whole], dilation, groups)
+
+
+def _capture_transposed(
+    op: Builder,
+    x: ir.Value,
+    weight: ir.Value,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    return _convolve(op, x, weight, bias, stride, padding, dilation, groups, output_padding)
+
+
+def _capture_convolution(
+    op: Builder,
+    x: ir.Value,
+    weight: ir.Value,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    more = output_padding if transposed else None
+    return _convolve(op, x, weight, bias, stride, padding, dilation, groups, more)
+
+
+# Conv
+
+
+def _conv_type(n: NodeView) -> Sequence[TensorType]:
+    kernel = spatial(n.w)
+    if len(kernel) != rank_of(n.x) - 2:
+        raise GraphError("Conv's x and w have the same number of axes", got=f"{sizes.of(n.x)} and {sizes.of(n.w)}")
+    out = [window_count(s, k, *how) for s, k, *how in zip(spatial(n.x), kernel, *_geometry(n), strict=True)]
+    return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], sizes.of(n.w)[0], *out)),)
+
+
+def _conv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    mask = wanted(n, "x", "w", "b")
+    return masked(op.ms.ConvGrad(dy, n.x, n.w, **_same_geometry(n), output_mask=mask), mask, n)
+
+
+def _lower_conv(n: NodeView, x: Any, w: Any, b: Any) -> Call:
+    strides, pads, dilations = _geometry(n)
+    return Call(torch.convolution, x, w, b, strides, pads, dilations, False, [0] * len(pads), n.group)
+
+
+def _conv_axes(n: NodeView, transposed: bool = False, backward: bool = False) -> str:
+    """Samples pass; channels too, where they are in one group."""
+    c, o = ("c", "o") if n.group == 1 else ("[c]", "[o]")
+    data = f"n {c} {names('d', n.x)}"
+    result = f"n {o} {names('e', n.x)}"
+    weight = f"{c if transposed else o} {o if transposed else c} {names('k', n.x)}"
+    if backward:
+        return f"{result}, {data}, {weight} -> {data}, {weight}, {o}"
+    bias = "" if len(n.node.inputs) < 3 else ", -" if n.b is None else f", {o}"
+    return f"{data}, {weight}{bias} -> {result}"
+
+
+def _conv_flops(n: NodeView) -> Size:
+    """Two for each product of an element of the smaller side with the weights it meets."""
+    transposed = "output_padding" in n.definition.attributes
+    positions = spatial(n.x) if transposed else _conv_type(n)[0].shape[2:]
+    return sizes.multiply(2, sizes.of(n.x)[0], product(positions), product(sizes.of(n.w)))
+
+
+fused(
+    ONNX,
+    "Conv",
+    ("x", "w", "b?"),
+    ("y",),
+    attributes=_GEOMETRY,
+    since=11,
+    from_torch={
+        "aten.conv1d.default": _capture_conv,
+        "aten.conv2d.default": _capture_conv,
+        "aten.conv3d.default": _capture_conv,
+        "aten.conv1d.padding": _capture_named_padding,
+        "aten.conv2d.padding": _capture_named_padding,
+        "aten.conv3d.padding": _capture_named_padding,
+        "aten.convolution.default": _capture_convolution,
+    },
+    shapes=_conv_type,
+    body=STANDARD,
+    gradient=(Gradient(_conv_gradient, reads=("x", "w")),),
+    lower=_lower_conv,
+    axes=_conv_axes,
+    flops=_conv_flops,
+)
+
+
+# ConvTranspose
+
+
+def _output_padding(n: NodeView) -> list[int]:
+    return per_axis(n, "output_padding", 0)
+
+
+def _conv_transpose_type(n: NodeView) -> Sequence[TensorType]:
+    channels = sizes.multiply(sizes.of(n.w)[1], n.group)
+    out = [
+        sizes.add(covered(s, k, stride, dilation), more - 2 * pad)
+        for s, k, stride, pad, dilation, more in zip(
+            spatial(n.x), spatial(n.w), *_geometry(n), _output_padding(n), strict=True
+        )
+    ]
+    return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], channels, *out)),)
+
+
+def _conv_transpose_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    mask = wanted(n, "x", "w", "b")
+    grads = op.ms.ConvTransposeGrad(
+        dy, n.x, n.w, **_same_geometry(n), output_padding=n.output_padding, output_mask=mask
+    )
+    return masked(grads, mask, n)
+
+
+def _lower_conv_transpose(n: NodeView, x: Any, w: Any, b: Any) -> Call:
+    strides, pads, dilations = _geometry(n)
+    return Call(torch.convolution, x, w, b, strides, pads, dilations, True, _output_padding(n), n.group)
+
+
+fused(
+    ONNX,
+    "ConvTranspose",
+    ("x", "w", "b?"),
+    ("y",),
+    attributes=_TRANSPOSED,
+    since=11,
+    from_torch={
+        "aten.conv_transpose1d.default": _capture_transposed,
+        "aten.conv_transpose2d.input": _capture_transposed,
+        "aten.conv_transpose3d.input": _capture_transposed,
+    },
+    shapes=_conv_transpose_type,
+    body=STANDARD,
+    gradient=(Gradient(_conv_transpose_gradient, reads=("x", "w")),),
+    lower=_lower_conv_transpose,
+    axes=lambda n: _conv_axes(n, transposed=True),
+    flops=_conv_flops,
+)
+
+
+# Gradients
+
+
+def _grad_types(n: NodeView) -> Sequence[TensorType]:
+    return type_of(n.x), type_of(n.w), TensorType(dtype_of(n.w), (sizes.of(n.dy)[1],))
+
+
+def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
+    return total(op, n.dy, [axis for axis in range(rank_of(n.dy)) if axis != 1], keepdims=False)
+
+
+def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
+    """The gradient of w[o, c/g, k], where windows of `source`[n, c, d] meet `moving`[n, o, e]."""
+    batch, channels, *inner = sizes.of(source)
+    strides, pads, dilations = _geometry(n)
+    inner_axes = list(range(2, rank_of(source)))
+    if n.group == 1:
+        source = op.Transpose(source, perm=[1, 0, *inner_axes])
+    else:
+        each = sizes.floor_divide(channels, n.group)
+        source = reshaped(op, source, [batch, n.group, each, *inner])
+        source = op.Transpose(source, perm=[2, 1, 0, *(axis + 1 for axis in inner_axes)])
+        source = reshaped(op, source, [each, sizes.multiply(n.group, batch), *inner])
+    moving = op.Transpose(moving, perm=[1, 0, *inner_axes])
+    found = op.Conv(source, moving, strides=dilations, dilations=strides, pads=[*pads, *pads], group=n.group)
+    found = cut_out(op, found, [0] * len(inner), spatial(n.w))
+    result: ir.Value = op.Transpose(found, perm=[1, 0, *inner_axes])
+    return result
+
+
+def _input_gradient(op: Builder, n: NodeView) -> ir.Value:
+    """The transposed convolution of dy; where windows leave places at the end of x uncovered, dx has zeros."""
+    strides, pads, dilations = _geometry(n)
+    how = {"strides": strides, "dilations": dilations, "group": n.group}
+    axes = zip(spatial(n.x), spatial(n.dy), spatial(n.w), strides, pads, dilations, strict=True)
+    left = [sizes.subtract(sizes.add(s, 2 * p), covered(e, k, stride, dil)) for s, e, k, stride, p, dil in axes]
+    if all(isinstance(rest, int) for rest in left):
+        dx: ir.Value = op.ConvTranspose(n.dy, n.w, pads=[*pads, *pads], output_padding=left, **how)
+        return dx
+    padded = extended(op, op.ConvTranspose(n.dy, n.w, **how), left)
+    return cut_out(op, padded, pads, spatial(n.x))
+
+
+def _conv_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    return _input_gradient(op, n), _weight_gradient(op, n, n.x, n.dy), _bias_gradient(op, n)
+
+
+def _conv_transpose_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    found = op.Conv(n.dy, n.w, **_same_geometry(n))
+    dx = cut_out(op, found, [0] * len(spatial(n.x)), spatial(n.x))
+    return dx, _weight_gradient(op, n, n.dy, n.x), _bias_gradient(op, n)
+
+
+def convolution_backward(dy: Any, x: Any, w: Any, *how: Any) -> Any:
+    """PyTorch's kernel where the number of output channels is not known in advance."""
+    return aten.convolution_backward.default(dy, x, w, [dy.shape[1]], *how)
+
+
+def _lower_grad(n: NodeView, dy: Any, x: Any, w: Any, output_padding: list[int], transposed: bool) -> Call:
+    strides, pads, dilations = _geometry(n)
+    mask = flags(n.output_mask)
+    how = (strides, pads, dilations, transposed, output_padding, n.group, mask)
+    channels = sizes.of(n.dy)[1]
+    if mask[2] and isinstance(channels, str):
+        return Call(convolution_backward, dy, x, w, *how)
+    return Call(aten.convolution_backward.default, dy, x, w, [channels] if mask[2] else None, *how)
+
+
+fused(
+    MICROSOFT,
+    "ConvGrad",
+    ("dy", "x", "w"),
+    ("dx", "dw", "db"),
+    attributes={**_GEOMETRY, "output_mask": (1, 1, 1)},
+    shapes=_grad_types,
+    body=_conv_grad_body,
+    lower=lambda n, dy, x, w: _lower_grad(n, dy, x, w, [0] * (rank_of(n.x) - 2), False),
+    axes=lambda n: _conv_axes(n, backward=True),
+    flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.dy)), product(sizes.of(n.w))),
+)
+fused(
+    MICROSOFT,
+    "ConvTransposeGrad",
+    ("dy", "x", "w"),
+    ("dx", "dw", "db"),
+    attributes={**_TRANSPOSED, "output_mask": (1, 1, 1)},
+    shapes=_grad_types,
+    body=_conv_transpose_grad_body,
+    lower=lambda n, dy, x, w: _lower_grad(n, dy, x, w, _output_padding(n), True),
+    axes=lambda n: _conv_axes(n, transposed=True, backward=True),
+    flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.x)), product(sizes.of(n.w))),
+)

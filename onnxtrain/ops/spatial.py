@@ -1,0 +1,107 @@
+"""What convolutions and pools share: windows that slide over the axes after the channels.
+
+An output element i reads, along an axis of size s, the places  i*stride - pad + j*dilation  for j < kernel; those
+outside [0, s) are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import TensorType, dtype_of, rank_of
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.fused import axes_constant
+
+
+def as_list(argument: Any, count: int) -> list[Any]:
+    """An argument of an ATen call with one number per axis, where one number may stand for all."""
+    numbers = list(argument) if isinstance(argument, (list, tuple)) else [argument]
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def per_axis(n: NodeView, name: str, default: int) -> list[int]:
+    """An attribute with one number per axis after the channels of x."""
+    given = getattr(n, name)
+    return [default] * (rank_of(n.x) - 2) if given is None else list(given)
+
+
+def symmetric_pads(n: NodeView) -> list[int]:
+    """The padding of each axis, as PyTorch takes it: the same at both ends.
+
+    Raises:
+        GraphError: the ends differ.
+    """
+    if n.pads is None:
+        return [0] * (rank_of(n.x) - 2)
+    count = len(n.pads) // 2
+    before, after = list(n.pads[:count]), list(n.pads[count:])
+    if before != after:
+        raise GraphError(
+            f"{n.definition.name} takes the same padding at both ends of an axis",
+            got=str(list(n.pads)),
+            todo="pad with a Pad node before",
+        )
+    return before
+
+
+def window_count(size: Size, kernel: Size, stride: int, pad: int, dilation: int, ceil: bool = False) -> Size:
+    """How many windows fit. With `ceil` the last may reach over the padding, but has to start before it."""
+    span = sizes.subtract(sizes.add(size, 2 * pad - 1), sizes.multiply(dilation, sizes.subtract(kernel, 1)))
+    if not ceil:
+        return sizes.add(sizes.floor_divide(span, stride), 1)
+    fitting = sizes.add(sizes.floor_divide(sizes.add(span, stride - 1), stride), 1)
+    starting = sizes.floor_divide(sizes.add(size, pad + stride - 1), stride)
+    return sizes.minimum(fitting, starting)
+
+
+def covered(count: Size, kernel: Size, stride: int, dilation: int) -> Size:
+    """How many places `count` windows cover together, from the first place of the first to the last of the last."""
+    between = sizes.multiply(stride, sizes.subtract(count, 1))
+    return sizes.add(between, sizes.multiply(dilation, sizes.subtract(kernel, 1)), 1)
+
+
+def product(numbers: Sequence[Size]) -> Size:
+    return sizes.multiply(1, *numbers)
+
+
+def spatial(x: ir.Value) -> Sizes:
+    """The sizes after the channels."""
+    return sizes.of(x)[2:]
+
+
+def names(letter: str, x: ir.Value, brackets: bool = True) -> str:
+    """The axes of x after its channels, for an axis map: each is needed whole."""
+    return " ".join(f"[{letter}{i}]" if brackets else f"{letter}{i}" for i in range(rank_of(x) - 2))
+
+
+def cut_out(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[Size]) -> ir.Value:
+    """The part of x that begins at `starts` and has `lengths`, on the axes after the channels."""
+    have = spatial(x)
+    if not any(starts) and tuple(lengths) == have:
+        return x
+    axes = range(2, 2 + len(have))
+    ends = [sizes.add(s, length) for s, length in zip(starts, lengths, strict=True)]
+    taken = TensorType(dtype_of(x), (*sizes.of(x)[:2], *lengths))
+    inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes_constant(op, axes))
+    result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
+    return result
+
+
+def extended(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
+    """Puts so many zeros after each axis after the channels."""
+    if all(m == 0 for m in missing):
+        return x
+    longer = tuple(sizes.add(have, m) for have, m in zip(spatial(x), missing, strict=True))
+    padded = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
+    axes = axes_constant(op, range(2, rank_of(x)))
+    pads = op.sizes([0] * len(missing) + list(missing))
+    inputs = (x, pads, op.scalar(0, like=x), axes)
+    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded]).outputs[0]
+    return result

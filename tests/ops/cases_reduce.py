@@ -1,0 +1,185 @@
+"""What PyTorch computes for the reductions.
+
+Axes are counted from the left: onnxruntime reduces an empty tensor wrongly over a negative axis.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from onnxtrain.graph.values import OWN
+from onnxtrain.testing import OpCase, SizesOf, Spec
+
+
+def ties(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Few different numbers: extremes are shared."""
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def rows_of_minus_inf(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Every second row is masked out whole, and the first element of the others."""
+    x = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    if x.numel():
+        x[..., :1] = float("-inf")
+        x[::2] = float("-inf")
+    return x
+
+
+def over(
+    name: str,
+    reference: Callable[..., Any],
+    *,
+    domain: str = "",
+    spec: Spec | None = None,
+    attributes: dict[str, Any] | None = None,
+    axes: Sequence[tuple[int, ...]] = ((2,), (0,), (0, 1, 2), (0, 2)),
+    label: str = "",
+    **more: Any,
+) -> list[OpCase]:
+    """Over the last axis, the first, all and some, with the axes kept and dropped."""
+    return [
+        OpCase(
+            domain,
+            name,
+            (spec or Spec("b s h"), Spec("1", "int64", value=list(over_axes))),
+            lambda x, _, dims=over_axes, keep=bool(keepdims): reference(x, dims, keep),
+            {"keepdims": keepdims, **(attributes or {})},
+            **{"specials": True, **more},
+            label=f"{label}{over_axes}{'' if keepdims else 'dropped'}",
+        )
+        for over_axes, keepdims in zip(axes, (1, 0, 0, 1), strict=False)
+    ]
+
+
+def prod(x: torch.Tensor, dims: tuple[int, ...], keep: bool) -> torch.Tensor:
+    for dim in sorted((d % x.ndim for d in dims), reverse=True):
+        x = x.prod(dim, keepdim=keep)
+    return x
+
+
+SUMS = [
+    *over("ReduceSum", lambda x, d, k: x.sum(d, k)),
+    *over("ReduceSum", lambda x, d, k: x.sum(d, k), spec=Spec("b s h", "int64"), label="int64"),
+    OpCase("", "ReduceSum", (Spec("b s"),), lambda x: x.sum(), {"keepdims": 0}, label="no-axes"),
+    OpCase("", "ReduceSum", (Spec(""), Spec("0", "int64", value=[])), lambda x, _: x.sum(), label="0-d"),
+    *over("ReduceMean", lambda x, d, k: x.mean(d, k)),
+    OpCase("", "ReduceMean", (Spec("2 3"),), lambda x: x.mean(), {"keepdims": 0}, label="fixed"),
+    OpCase("", "ReduceMean", (Spec(""), Spec("0", "int64", value=[])), lambda x, _: x.mean(), label="0-d"),
+    *over("ReduceProd", prod, specials=False),
+    *over("ReduceProd", prod, spec=Spec("b s h", make=ties), specials=False, label="zeros"),
+    OpCase("", "CumSum", (Spec("b s h"), Spec("", "int64", value=1)), lambda x, _: x.cumsum(1), specials=True),
+    OpCase(
+        "",
+        "CumSum",
+        (Spec("b s"), Spec("", "int64", value=-1)),
+        lambda x, _: x.flip(-1).cumsum(-1).flip(-1),
+        {"reverse": 1},
+        label="reverse",
+    ),
+    OpCase("", "CumSum", (Spec("b s", "int64"), Spec("", "int64", value=0)), lambda x, _: x.cumsum(0), label="int64"),
+    OpCase(OWN, "SumTo", (Spec("b s h"), SizesOf("s h")), lambda x, shape: x.sum_to_size(shape), label="leading"),
+    OpCase(OWN, "SumTo", (Spec("b s h"), SizesOf("b 1 h")), lambda x, shape: x.sum_to_size(shape), label="one"),
+    OpCase(OWN, "SumTo", (Spec("b s"), SizesOf("b s")), lambda x, shape: x.sum_to_size(shape), label="none"),
+    OpCase(  # its gradient sums to sizes that are not proven equal
+        "",
+        "Add",
+        (Spec("b s h"), Spec("t h")),
+        operator.add,
+        sizes=[
+            {"b": 2, "s": 3, "t": 3, "h": 4},
+            {"b": 2, "s": 3, "t": 1, "h": 4},
+            {"b": 2, "s": 1, "t": 1, "h": 4},
+            {"b": 2, "s": 0, "t": 1, "h": 4},
+            {"b": 2, "s": 0, "t": 0, "h": 4},
+            {"b": 0, "s": 3, "t": 3, "h": 1},
+        ],
+        label="SumTo",
+    ),
+]
+
+
+def place(function: Callable[..., torch.Tensor], axis: int, keep: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: function(x, axis, bool(keep))
+
+
+EXTREMES = [
+    case
+    for word, amax, argmax, dim in (
+        ("Max", torch.amax, torch.argmax, torch.max),
+        ("Min", torch.amin, torch.argmin, torch.min),
+    )
+    for case in (
+        *over(f"Reduce{word}", amax, domain=OWN),
+        *over(f"Reduce{word}", amax, domain=OWN, spec=Spec("b s h", make=ties), label="ties"),
+        *over(f"Reduce{word}", amax, specials=False),
+        *over(f"Reduce{word}", amax, spec=Spec("b s h", "int64"), label="int64"),
+        *(
+            OpCase(
+                domain,
+                f"Arg{word}",
+                (Spec("b s h", make=make),),
+                place(argmax, axis, keep),
+                {"axis": axis, "keepdims": keep},
+                specials=domain == OWN and make is None,
+                label=f"{axis}{keep}{'' if make is None else 'ties'}",
+            )
+            for domain in ("", OWN)
+            for axis, keep in ((2, 1), (0, 0))
+            for make in (None, ties)
+        ),
+        *(
+            OpCase(
+                OWN,
+                f"{word}Dim",
+                (Spec("b s h", make=make),),
+                place(dim, axis, keep),
+                {"axis": axis, "keepdims": keep},
+                specials=make is None,
+                label=f"{axis}{keep}{'' if make is None else 'ties'}",
+            )
+            for axis, keep in ((2, 1), (1, 0))
+            for make in (None, ties)
+        ),
+        OpCase(OWN, f"{word}Dim", (Spec("b s", "int64"),), place(dim, 1, 1), {"axis": 1}, label="int64"),
+    )
+]
+
+TRUTH = [
+    *over("ReduceAny", torch.any, domain=OWN, spec=Spec("b s h", "bool")),
+    *over("ReduceAll", torch.all, domain=OWN, spec=Spec("b s h", "bool")),
+]
+
+NORMS = [
+    *over("ReduceL1", lambda x, d, k: torch.linalg.vector_norm(x, 1, d, k)),
+    *over(
+        "ReduceL1", lambda x, d, k: torch.linalg.vector_norm(x, 1, d, k), spec=Spec("b s h", make=ties), label="zeros"
+    ),
+    *over("ReduceL2", lambda x, d, k: torch.linalg.vector_norm(x, 2, d, k)),
+    *over(
+        "ReduceL2",
+        lambda x, d, k: torch.linalg.vector_norm(x, 2, d, k),
+        spec=Spec("b s h", make=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype)),
+        label="zeros",
+    ),
+    *over("ReduceLogSumExp", torch.logsumexp),
+    *over("ReduceLogSumExp", torch.logsumexp, spec=Spec("b s h", low=80.0, high=90.0), label="large"),
+    *over("ReduceLogSumExp", torch.logsumexp, spec=Spec("b s h", make=rows_of_minus_inf), label="masked"),
+]
+
+VARIANCE = [
+    case
+    for name, function in (("ReduceVar", torch.var), ("ReduceStd", torch.std))
+    for correction in (0.0, 1.0)
+    for case in over(
+        name,
+        lambda x, d, k, f=function, c=correction: f(x, d, correction=c, keepdim=k),
+        domain=OWN,
+        attributes={"correction": correction},
+        sizes=[{"b": 3, "s": 5, "h": 4}, {"b": 2, "s": 3, "h": 7}, {"b": 2, "s": 0, "h": 3}],
+        label=f"{correction:.0f}",
+    )
+]
+
+CASES = [*SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE]

@@ -1,0 +1,47 @@
+"""What PyTorch's einsum, tensordot, inner and bilinear become."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.testing import Spec
+from tests.ops.captures import check_capture
+
+SIZES = ({"b": 3, "i": 4, "j": 5, "k": 6}, {"b": 2, "i": 4, "j": 7, "k": 6}, {"b": 1, "i": 2, "j": 5, "k": 6})
+EQUATIONS = {
+    "bij,bjk->bik": ("b i j", "b j k"),
+    "bij,bjk,k->bi": ("b i j", "b j k", "k"),
+    "...ij,...jk->...ik": ("b 2 i j", "2 j k"),
+    "...ij,jk": ("b i j", "j k"),
+    "bi...->b": ("b i j k",),
+    " i j , j -> i ": ("i j", "j"),
+    "Ba,Ca": ("i j", "k j"),
+    "ij,ij->i": ("i 1", "i j"),
+    "iiji->ij": ("j j k j",),
+    "i,->i": ("i", ""),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_captured_einsum(equation):
+    check_capture(lambda *xs: torch.einsum(equation, *xs), *map(Spec, EQUATIONS[equation]), sizes=SIZES)
+
+
+def test_captured_tensordot_and_inner():
+    def products(a, b, c):
+        return (
+            torch.tensordot(a, b, dims=([0, 2], [1, -3])),
+            torch.tensordot(a, c, dims=0),
+            torch.inner(a, c),
+            torch.inner(a, c.sum()),
+        )
+
+    check_capture(products, Spec("b i j"), Spec("j b k"), Spec("k j"), sizes=SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_captured_bilinear(dtype):
+    def products(a, b, w, bias):
+        return F.bilinear(a, b, w, bias), F.bilinear(a[0], b[0], w)
+
+    check_capture(products, Spec("b i j"), Spec("b i k"), Spec("3 j k"), Spec("3"), dtype=dtype, sizes=SIZES)

@@ -1,0 +1,89 @@
+"""What PyTorch's matrix products become, and the kernels that differ from PyTorch's own functions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.ops.matmul import is_exact_attribute, linear, rows_times_matrix
+from onnxtrain.testing import Spec
+from tests.ops.captures import check_capture
+
+SIZES = ({"b": 3, "m": 4, "k": 5, "n": 6}, {"b": 2, "m": 7, "k": 5, "n": 6}, {"b": 1, "m": 2, "k": 5, "n": 6})
+# Calls of the same operands, captured together: a capture takes far longer than what it is tested on.
+CALLS = {
+    "batches": (lambda a, b: (torch.matmul(a, b), torch.bmm(a, b)), "b m k", "b k n"),
+    "heads": (torch.matmul, "b 2 m k", "b 2 k n"),
+    "shared": (lambda a, b: (torch.matmul(a, b), torch.matmul(b.mT, a.mT)), "b m k", "k n"),
+    "matrices": (lambda a, b: (torch.matmul(a, b), torch.mm(a, b)), "m k", "k n"),
+    "vectors": (lambda a, b: (a @ b, a.dot(b), torch.vdot(a, b), torch.outer(a, b), torch.ger(a, b)), "k", "k"),
+    "vector": (lambda a, v: (a @ v, a[0].mv(v), v @ a.mT, v @ a[0].mT), "b m k", "k"),
+    "linear": (lambda x, w, b: (F.linear(x, w, b), F.linear(x[0], w, b), F.linear(x, w)), "b m k", "n k", "n"),
+    "linear-vector": (lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)), "k", "n k", "n"),
+    "linear-one-output": (lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)), "b m k", "k", ""),
+    "linear-transposed": (lambda x, w, b: F.linear(x.transpose(0, 1), w, b), "b m k", "n k", "n"),
+    "addmm": (
+        lambda c, a, b: (
+            torch.addmm(c, a, b),
+            torch.addmm(c, a, b, beta=0.5, alpha=2),
+            torch.addmm(c, a, b, beta=0.3, alpha=1.1),
+            torch.addmm(c, a, b, beta=0, alpha=0.1),
+            torch.addmm(c, a, b, beta=0),
+        ),
+        "n",
+        "m k",
+        "k n",
+    ),
+    "baddbmm": (
+        lambda c, a, b: (
+            torch.baddbmm(c, a, b, beta=0.3, alpha=0.25),
+            torch.baddbmm(c, a, b, alpha=0.3),
+            torch.baddbmm(c, a, b, beta=0),
+            torch.addbmm(c, a, b, beta=0.5, alpha=0.3),
+        ),
+        "m n",
+        "b m k",
+        "b k n",
+    ),
+    "addmv": (lambda c, a, b: torch.addmv(c, a, b, beta=0.5, alpha=0.3), "m", "m k", "k"),
+    "addr": (lambda c, a, b: torch.addr(c, a, b, beta=0.5, alpha=0.3), "m k", "m", "k"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_captured(call):
+    function, *dims = call
+    check_capture(function, *map(Spec, dims), sizes=SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_captured_in_other_types(dtype):
+    def products(x, w, b):
+        y = F.linear(x, w, b)
+        return y, torch.addmm(b, x[0], w.t()), x @ w.t(), torch.baddbmm(y, x, w.t().expand(x.shape[0], -1, -1))
+
+    check_capture(products, Spec("b m k"), Spec("n k"), Spec("n"), dtype=dtype, sizes=SIZES)
+
+
+def test_integers_multiply_too():
+    integers = [Spec("m k", dtype="int64", low=-9, high=9), Spec("k n", dtype="int64", low=-9, high=9)]
+    check_capture(lambda a, b, x: (a @ b, x * 2), *integers, Spec("m"), sizes=SIZES)
+
+
+def test_types_that_onnx_does_not_multiply_stay_pytorchs():
+    narrow = [Spec("m k", dtype=torch.uint8, low=0, high=9), Spec("k n", dtype=torch.uint8, low=0, high=9)]
+    check_capture(lambda a, b, x: (a @ b, x * 2), *narrow, Spec("m"), sizes=SIZES, aten=True)
+
+
+def test_a_factor_that_float32_rounds_is_no_attribute():
+    assert is_exact_attribute(0.25)
+    assert is_exact_attribute(3)
+    assert not is_exact_attribute(0.1)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 0, 5), (0, 4, 5), (3, 4, 0), (2, 3, 4, 5)], ids=str)
+def test_a_transposed_input_is_multiplied_as_rows(shape):
+    x, w, b = torch.randn(shape).transpose(0, 1), torch.randn(6, shape[-1]), torch.randn(6)
+    w.requires_grad_()  # eager PyTorch folds the batch axes in a model, where the weight is trained
+    torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b), rtol=0, atol=0)
+    torch.testing.assert_close(linear(x, w, None), F.linear(x, w), rtol=0, atol=0)
+    torch.testing.assert_close(rows_times_matrix(x, w.t()), x @ w.t(), rtol=0, atol=0)

@@ -1,0 +1,117 @@
+"""The reverse walk: sums what was broadcast, adds what was shared, and follows floating edges only."""
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain.autodiff import Joint, differentiate
+from onnxtrain.errors import GradientError
+from onnxtrain.execute.program import Program
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.ops import builder
+from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.registry import OPS
+from onnxtrain.plan.cut import cut
+
+CPU = torch.device("cpu")
+
+
+def start(**inputs: tuple[ir.DataType, tuple[int | str, ...]]) -> tuple[Builder, list[ir.Value]]:
+    values = []
+    for name, (dtype, shape) in inputs.items():
+        value = ir.Value(name=name)
+        set_type(value, TensorType(dtype, shape))
+        values.append(value)
+    return builder(ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="g")), values
+
+
+def joint_of(op: Builder, outputs: list[ir.Value], wrt: list[bool]) -> Joint:
+    op.graph.outputs.extend(outputs)
+    return differentiate(ir.Model(op.graph, ir_version=10), wrt, [True] * len(outputs))
+
+
+def gradients(joint: Joint, inputs: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    parts = cut(joint)
+    found, sizes = Program(parts.forward, "forward", CPU).run(inputs, ())
+    kept = found[joint.outputs :]
+    result, _ = Program(parts.backward, "backward", CPU).run([*kept, *cotangents], sizes)
+    return list(result)
+
+
+FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
+
+
+def test_broadcast_operands_get_gradients_of_their_own_shape() -> None:
+    op, (a, b) = start(a=(FLOAT, ("n", 1, 3)), b=(FLOAT, ("m", 1)))
+    joint = joint_of(op, [op.Mul(a, b)], [True, True])
+    x, y = torch.randn(2, 1, 3, requires_grad=True), torch.randn(4, 1, requires_grad=True)
+    dz = torch.randn(2, 4, 3)
+    expected = torch.autograd.grad(x * y, [x, y], dz)
+    for got, want in zip(gradients(joint, [x.detach(), y.detach()], [dz]), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_sizes_that_are_not_proven_equal_are_summed_at_run_time() -> None:
+    op, (a, b) = start(a=(FLOAT, ("n",)), b=(FLOAT, ("m",)))
+    joint = joint_of(op, [op.Add(a, b)], [True, True])
+    for n, m in ((3, 3), (3, 1)):
+        x, y = torch.randn(n, requires_grad=True), torch.randn(m, requires_grad=True)
+        dz = torch.randn(3)
+        expected = torch.autograd.grad(x + y, [x, y], dz)
+        for got, want in zip(gradients(joint, [x.detach(), y.detach()], [dz]), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_a_value_read_twice_gets_the_sum() -> None:
+    op, (a,) = start(a=(FLOAT, ("n",)))
+    joint = joint_of(op, [op.Mul(op.Exp(a), op.Tanh(a))], [True])
+    x, dz = torch.randn(5, requires_grad=True), torch.randn(5)
+    (expected,) = torch.autograd.grad(x.exp() * x.tanh(), x, dz)
+    torch.testing.assert_close(gradients(joint, [x.detach()], [dz])[0], expected)
+
+
+def test_integer_edges_carry_no_gradient() -> None:
+    op, (a, i) = start(a=(FLOAT, ("n",)), i=(INT, ("k",)))
+    joint = joint_of(op, [op.Gather(a, op.Add(i, i), axis=0), op.Cast(op.Exp(a), to=INT)], [True, True])
+    assert joint.gradients[0] is not None
+    assert joint.gradients[1] is None
+    assert joint.cotangents[0] is not None
+    assert joint.cotangents[1] is None
+
+
+def test_a_shape_read_in_backward_keeps_no_tensor() -> None:
+    op, (a,) = start(a=(FLOAT, ("n", 4)))
+    joint = joint_of(op, [op.ReduceSum(op.Neg(a), op.constant([0], INT), keepdims=0)], [True])
+    parts = cut(joint)
+    assert not parts.kept
+    assert len(parts.sizes) == 1
+
+
+def test_only_wanted_gradients_are_computed() -> None:
+    op, (a, b) = start(a=(FLOAT, (3,)), b=(FLOAT, (3,)))
+    joint = joint_of(op, [op.Mul(a, b)], [True, True])
+    assert len(cut(joint).kept) == 2
+    only_a = cut(joint, [True, False])
+    assert only_a.backward.outputs[1] is None
+    assert [v.name for v in only_a.kept] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda op, n, dy: op.Cast(dy, to=ir.DataType.DOUBLE), "element type"),
+        (lambda op, n, dy: op.ReduceSum(dy, op.constant([0], INT), keepdims=1), "smaller"),
+        (lambda op, n, dy: (dy, dy), "number of gradients"),
+    ],
+)
+def test_a_wrong_rule_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: object, says: str) -> None:
+    import dataclasses
+
+    from onnxtrain.ops.definition import Gradient
+
+    broken = dataclasses.replace(OPS["", "Exp"], gradient=(Gradient(wrong, ("x",)),))  # type: ignore[arg-type]
+    monkeypatch.setitem(OPS, ("", "Exp"), broken)
+    op, (a,) = start(a=(FLOAT, (3,)))
+    with pytest.raises(GradientError, match=says):
+        joint_of(op, [op.Exp(a)], [True])

@@ -1,0 +1,104 @@
+"""The clean-up passes: what they do, what they must not do, and what they say about it."""
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain.execute.program import Program
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.ops import builder
+from onnxtrain.ops.definition import OPSET
+from onnxtrain.passes import FORWARD, optimize
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.dedupe import dedupe
+from onnxtrain.passes.drop_unused import drop_unused
+from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
+from onnxtrain.plan.cut import whole
+
+
+@pytest.fixture
+def op() -> Builder:
+    x = ir.Value(name="x")
+    set_type(x, TensorType(ir.DataType.FLOAT, ("b", 4)))
+    return builder(ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name="g"))
+
+
+def ops_of(graph: ir.Graph) -> list[str]:
+    return [node.op_type for node in graph]
+
+
+def run(graph: ir.Graph, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    results, _ = Program(whole(ir.Model(graph, ir_version=10)), "test", torch.device("cpu")).run(tensors, ())
+    return list(results)
+
+
+def finish(op: Builder, *outputs: ir.Value) -> ir.Graph:
+    op.graph.outputs.extend(outputs)
+    return op.graph
+
+
+def test_equal_nodes_become_one(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    a, b = op.Exp(x), op.Exp(x)
+    graph = finish(op, op.Mul(a, b))
+    changes = Changes("dedupe")
+    dedupe(graph, changes)
+    assert ops_of(graph) == ["Exp", "Mul"]
+    assert changes.made == ["merged 1 equal nodes"]
+    product = next(node for node in graph if node.op_type == "Mul")
+    assert product.inputs[0] is product.inputs[1] is a
+
+
+def test_different_attributes_inputs_and_outputs_stay(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    graph = finish(op, op.Exp(x), op.Exp(x), op.Transpose(x, perm=(1, 0)), op.Transpose(x, perm=(0, 1)), op.Neg(x))
+    dedupe(graph, Changes())
+    assert len(graph) == 5
+
+
+def test_two_dropouts_of_one_tensor_stay_two(op: Builder) -> None:
+    """The trap of ONNX's stock pass: one mask for two Dropouts."""
+    (x,) = op.graph.inputs
+    ratio, training = op.scalar(0.5, ir.DataType.FLOAT), op.scalar(True, ir.DataType.BOOL)
+    (a, _), (b, _) = op.Dropout(x, ratio, training), op.Dropout(x, ratio, training)
+    graph = finish(op, op.Sub(a, b))
+    optimize(ir.Model(graph, ir_version=10), FORWARD)
+    assert ops_of(graph).count("Dropout") == 2
+    torch.manual_seed(0)
+    (difference,) = run(graph, torch.ones(50, 4))
+    assert difference.abs().sum() > 0
+
+
+def test_a_dead_random_node_stays_and_a_dead_pure_node_goes(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    op.Exp(op.Neg(x))
+    op.Dropout(x, op.scalar(0.5, ir.DataType.FLOAT), op.scalar(True, ir.DataType.BOOL))
+    graph = finish(op, op.Tanh(x))
+    changes = Changes()
+    drop_unused(graph, changes)
+    assert ops_of(graph) == ["Dropout", "Tanh"]
+    assert changes.made == ["dropped 2 unused nodes"]
+
+
+def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    two, half = op.scalar(2.0, x), op.scalar(0.25, x)
+    graph = finish(op, op.Add(x, op.Exp(op.Mul(two, half))))
+    changes = Changes()
+    fold_constants(graph, changes)
+    drop_unused(graph, Changes())
+    assert ops_of(graph) == ["Add"]
+    assert changes.made == ["folded 2 constant nodes"]
+    torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), 0.5).exp())
+
+
+def test_a_large_constant_is_not_folded_and_the_refusal_says_why(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    rows = LARGEST_BYTES // 16 + 1
+    large = op.Expand(op.scalar(1.0, x), op.sizes([rows, 4]))
+    graph = finish(op, op.Add(op.Neg(large), op.ReduceSum(x, op.constant([0, 1], ir.DataType.INT64), keepdims=0)))
+    changes = Changes("fold_constants")
+    fold_constants(graph, changes)
+    assert "Expand" in ops_of(graph)
+    assert any("bytes for good" in refusal.reason for refusal in changes.refused)

@@ -1,0 +1,64 @@
+"""Generated programs: readable, found by debuggers and profilers, and frugal with memory."""
+
+import linecache
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from onnxtrain import ORTModule
+from onnxtrain.execute.program import Program
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.encoder(x))
+        return hidden.reshape(x.shape[1], x.shape[0] * 2, 4)
+
+
+@pytest.fixture
+def program() -> Program:
+    module = ORTModule(Net())
+    module(torch.randn(3, 5, 4))
+    entries = module.__dict__["_engine"]._entries
+    return next(iter(entries.values()))[0].compiled.unit.forward
+
+
+def test_a_line_names_its_module_and_the_users_line(program: Program) -> None:
+    lines = program.source.splitlines()
+    linear = next(line for line in lines if "linear" in line and "=" in line)
+    assert "encoder" in linear
+    assert "test_program.py" in next(line for line in lines if "relu" in line and "=" in line)
+
+
+def test_sizes_are_python_integers(program: Program) -> None:
+    assert ".size(0)" in program.source
+    assert "torch.tensor" not in program.source
+
+
+def test_tracebacks_show_the_generated_line(program: Program) -> None:
+    assert linecache.getline(program.filename, 3).startswith("def program")
+    with pytest.raises(RuntimeError) as caught:
+        program.run([torch.randn(8, 5), torch.randn(8), torch.randn(3, 5, 4)], ())
+    text = "".join(traceback.format_exception(caught.value))
+    assert program.filename in text
+    assert "# encoder" in text
+
+
+def test_a_profiler_sees_each_node(program: Program) -> None:
+    with torch.no_grad(), profile() as profiled:
+        program.run([torch.randn(8, 4), torch.randn(8), torch.randn(3, 5, 4)], ())
+    names = {event.key for event in profiled.key_averages()}
+    assert "Linear encoder" in names
+
+
+def test_tensors_are_dropped_after_their_last_use(program: Program) -> None:
+    lines = [line.strip() for line in program.source.splitlines()]
+    linear = next(line.split(" = ")[0] for line in lines if line.startswith("linear"))
+    assert any(line.startswith("del ") and linear in line for line in lines)
