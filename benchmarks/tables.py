@@ -22,7 +22,7 @@ def machine_table(machine: Machine, command: str) -> Table:
 
 def first_step_table(title: str, results: Sequence[FirstStep]) -> Table:
     """One line a contender: its first step, how much longer than eager's, and the second for scale."""
-    table = _table(f"First step: {title}", ("first step", "least", "after eager", "second step"))
+    table = _table(f"First step: {title}", ("first step", "fastest", "after eager", "second step"))
     eager = next((result for result in results if result.contender == EAGER), None)
     for result in results:
         later = "" if eager is None or result is eager else f"{result.median_s - eager.median_s:+.2f} s"
@@ -42,7 +42,7 @@ def first_step_table(title: str, results: Sequence[FirstStep]) -> Table:
 
 def steady_table(title: str, results: Sequence[Steady]) -> Table:
     """One line a contender: its step, and how many times as fast as eager it was, with quartiles."""
-    table = _table(f"Steady step: {title}", ("median", "least", "times eager's speed", "quartiles"))
+    table = _table(f"Steady step: {title}", ("median", "fastest", "times eager's speed", "quartiles"))
     for result in results:
         low, middle, high = result.speedup
         compared = ("", "") if result.contender == EAGER else (f"{middle:.2f}", f"{low:.2f} – {high:.2f}")

@@ -22,8 +22,8 @@ from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.traversal import clone, with_graph
-from onnxtrain.options import Options
 from onnxtrain.ops import Effects, definition_of
+from onnxtrain.options import Options
 from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.plan.cut import Cut, cut, whole
 from onnxtrain.report import CompileReport
@@ -49,8 +49,7 @@ class Compiled:
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The module's output for the tensors of the capture's inputs."""
         captured = self.captured
-        sizes_out = self._sizes(tensors) if captured.sizes else ()
-        return captured.output.unflatten(self.unit(tensors), sizes_out)
+        return captured.output.unflatten(self.unit(tensors), self._sizes(tensors) if captured.sizes else ())
 
     def _sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The sizes that forward returns as ints."""
@@ -75,7 +74,8 @@ def compile_module(
 
     Args:
         module: the user's module, in the state (training, autocast, grad mode) in which it is to run.
-        structure, tensors: the call.
+        structure: the structure of the call's arguments.
+        tensors: the call's tensors.
         options: see `onnxtrain.options`.
         read: from a capture, the tensors of its inputs in order.
         rerun: from a capture, a function that runs the module in PyTorch on such tensors (create_graph).
@@ -179,6 +179,7 @@ class _Build:
             differentiable=differentiable,
             views=self._views,
             random=random,
+            device_type=self._device.type,
             backward=make,
             rerun=rerun,
         )

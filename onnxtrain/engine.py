@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +27,20 @@ from onnxtrain.report import CompileReport
 _LOG = logging.getLogger("onnxtrain")
 
 
-@dataclass(frozen=True)
 class _Entry:
-    """A compiled unit, or why there is none, for one key and one state of the module."""
+    """A compiled unit, or None where there is none, for one key and one state of the module."""
 
-    state: ModuleState
-    compiled: Compiled | None
+    __slots__ = ("compiled", "guards", "read", "state")
+
+    def __init__(self, state: ModuleState, compiled: Compiled | None) -> None:
+        self.state = state
+        self.compiled = compiled
+        self.read = state.read
+        self.guards = compiled.captured.guards if compiled is not None else _no_guards
+
+
+def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
+    return True
 
 
 class Engine:
@@ -56,33 +63,36 @@ class Engine:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             tensors, structure = flatten_call(args, kwargs)
-            key = (structure, environment(), tuple(map(tensor_facts, tensors)))
+            key = (structure, environment(), *map(tensor_facts, tensors))
         except ORTModuleFallbackException as error:
             return self._in_torch(error, args, kwargs)
         entry, inputs = self._find(key, tensors)
         if entry is None:
-            with CAPTURE_LOCK:
-                entry, inputs = self._find(key, tensors)
-                if entry is None:
-                    try:
-                        entry, inputs = self._compile(key, tensors, structure)
-                    except ORTModuleFallbackException as error:
-                        self._remember_failure(key, error)
-                        return self._in_torch(error, args, kwargs)
+            try:
+                entry, inputs = self._find_or_compile(key, tensors, structure)
+            except ORTModuleFallbackException as error:
+                self._remember_failure(key, error)
+                return self._in_torch(error, args, kwargs)
         if entry.compiled is None:
             return self._module(*args, **kwargs)
         return entry.compiled.run(inputs)
 
-    def _find(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
+    def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
         for entry in self._entries.get(key, ()):
-            own = entry.state.read(self._module)
-            if own is None:
-                continue
-            if entry.compiled is None:
-                return entry, []
-            if entry.compiled.captured.guards(tensors):
-                return entry, [*own, *tensors]
-        return None, []
+            inputs = entry.read(self._module)
+            if inputs is not None and entry.guards(tensors):
+                inputs += tensors
+                return entry, inputs
+        return None, tensors
+
+    def _find_or_compile(
+        self, key: Any, tensors: list[torch.Tensor], structure: Structure
+    ) -> tuple[_Entry, list[torch.Tensor]]:
+        with CAPTURE_LOCK:
+            entry, inputs = self._find(key, tensors)  # another thread may have made it meanwhile
+            if entry is None:
+                return self._compile(key, tensors, structure)
+            return entry, inputs
 
     # Compiling
 
@@ -140,7 +150,7 @@ class Engine:
             if changed:
                 reason = changed
             elif entry.compiled is not None:
-                reason = f"a condition on sizes does not hold: {entry.compiled.captured.guards.explain(tensors)}"
+                reason = entry.compiled.captured.guards.explain(tensors)
         _LOG.info("%s: captured again, because %s", name, reason)
 
     # Falling back

@@ -309,6 +309,15 @@ def test_the_page_renders_a_run_of_one_step() -> None:
     Page(render(replace(result, stages=())))
 
 
+def test_the_page_says_when_both_losses_are_the_same_numbers() -> None:
+    result = made_up_result()
+    assert "same number as eager" not in render(result)
+    result.exact[ONNXTRAIN].steps[:] = result.exact[EAGER].steps
+    text = render(result)
+    Page(text)
+    assert "same number as eager" in text
+
+
 def test_a_chart_is_xml_and_leaves_out_what_a_logarithm_cannot_show() -> None:
     line = Series("loss <1>", "ours", [1, 2, 3, 4], [1e-7, 0.0, 1e-5, float("nan")])
     tree = ElementTree.fromstring(chart([line], title="a & b", x_label="step", y_label="difference", log=True))
@@ -416,8 +425,8 @@ def test_the_whole_run_with_stand_ins(
 
 
 def test_the_steady_step_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steady, "Stepper", lambda workload, name: SimpleNamespace(step=lambda: takes[name]))
     takes = {"eager": 0.2, "onnxtrain": 0.1}
+    monkeypatch.setattr(steady, "Stepper", lambda workload, name: SimpleNamespace(step=lambda: takes[name]))
     eager, ours = steady.measure_steady(MLP, ("eager", "onnxtrain"), rounds=5, tell=lambda _: None)
     assert ours.times_s == (0.1,) * 5
     assert ours.speedup == (2.0, 2.0, 2.0)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from examples.minilm.charts import Level, Series, chart, running_mean
 from examples.minilm.progress import as_minutes
 from examples.minilm.result import EAGER, LAST_STEPS, NUDGED, ONNXTRAIN, Phase, Record, Result
-from examples.minilm.table import as_bytes, notes, rows
+from examples.minilm.table import as_bytes, as_difference, notes, rows
 
 _STYLES = {EAGER: "eager", ONNXTRAIN: "ours", NUDGED: "nudged"}
 
@@ -53,7 +53,7 @@ def render(result: Result) -> str:
         step_times=Markup(_step_times(result.training)),
         exact_losses=Markup(_exact_losses(result.exact)),
         exact_differences=Markup(_exact_differences(result.exact)),
-        largest_difference=max(result.exact.differences(EAGER, ONNXTRAIN)),
+        largest_difference=as_difference(max(result.exact.differences(EAGER, ONNXTRAIN))),
         evaluations=_evaluations(result.training),
         medians=[
             (f"{record.name}, median {1000 * record.median_step_s:,.0f} ms", _STYLES[record.name])
@@ -75,7 +75,8 @@ def _tiles(result: Result) -> tuple[Tile, ...]:
     tiles = [
         Tile(f"{ratio:.2f}×", "the speed of eager, median step"),
         Tile(
-            f"{max(result.exact.differences(EAGER, ONNXTRAIN)):.1e}", "largest loss difference with equal dropout masks"
+            as_difference(max(result.exact.differences(EAGER, ONNXTRAIN))),
+            "largest loss difference with equal dropout masks",
         ),
         Tile(f"{ours.evaluations[-1].accuracy:.0%}", f"held-out accuracy; eager {eager.evaluations[-1].accuracy:.0%}"),
     ]

@@ -31,6 +31,11 @@ def as_ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
 
 
+def as_difference(difference: float) -> str:
+    """A difference of losses; nothing is shown as nothing."""
+    return f"{difference:.1e}" if difference else "0"
+
+
 def rows(result: Result) -> tuple[Row, ...]:
     """The lines of the table."""
     eager, ours = result.training[EAGER], result.training[ONNXTRAIN]
@@ -54,8 +59,8 @@ def rows(result: Result) -> tuple[Row, ...]:
         ),
         Row(
             "largest loss difference",
-            f"{max(result.exact.differences(EAGER, NUDGED)):.1e} by rounding",
-            f"{max(result.exact.differences(EAGER, ONNXTRAIN)):.1e}",
+            f"{as_difference(max(result.exact.differences(EAGER, NUDGED)))} by rounding",
+            as_difference(max(result.exact.differences(EAGER, ONNXTRAIN))),
             f'{len(result.exact[EAGER].steps)} steps, rng="torch"',
         ),
         _row(

@@ -5,7 +5,7 @@ Of its own decisions that is harmless, for they only choose between equivalent w
 rest). A decision of the user's code is another matter. So every such decision is noted here, with the answer that the
 real sizes give: it holds for the calls in which the answer is the same.
 
-An input of size 1 would be fixed to 1. Its example is enlarged to 2, while the user's decisions still see 1.
+An input of size 1 would be fixed to 1. Its example is made larger, while the user's decisions still see 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Place: TypeAlias = tuple[int, int]  # number of a flat tensor, number of its dimension
+Example: TypeAlias = Mapping[Place, int]  # sizes to export with, where they are not the real ones
+
+_GENERIC = 5  # a size that is nothing special: 2 would make `size - 1` a 1
 
 _TORCH = str(Path(torch.__file__).parent)
 # How Python gets from a decision to PyTorch's record of sizes.
@@ -39,12 +42,12 @@ _MACHINERY = frozenset(
     )
 )
 # Where PyTorch decides for itself: the shapes and strides of results, and which of equivalent ways to take.
-_INSIDE = tuple(
-    f"{_TORCH}/{name}"
-    for name in (
+_INSIDE = (
+    "<eval_with_key>",  # what torch.fx generates
+    *(f"{_TORCH}/{name}" for name in (
         "_refs/", "_prims/", "_prims_common/", "_decomp/", "_subclasses/", "_export/", "export/", "fx/", "_functorch/",
         "_higher_order_ops/", "_library/", "_dispatch/", "utils/", "_ops.py", "_meta_registrations.py", "_compile.py",
-    )
+    )),
 )  # fmt: skip
 
 
@@ -52,7 +55,7 @@ _INSIDE = tuple(
 class Decision:
     """`expr` over PyTorch's size symbols had this value as the user's code saw it at this line.
 
-    `forced` where the value follows from the real size of an enlarged example, and not from the export's own guards.
+    `forced` where it follows from a real size that the example does not have, and not from the export's own guards.
     """
 
     expr: Any
@@ -62,20 +65,22 @@ class Decision:
 
 
 class Decisions:
-    """The decisions of one capture. A context manager around the export and functionalization.
+    """The decisions of one capture: those of the user's code while `noted()` is held around torch.export.
 
     Attributes:
         examples: the inputs to export with.
-        enlarged: the places whose example has size 2 where the real size is 1.
+        ones: the places that are 1, and have another size in the example.
         made: the decisions, by expression.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], enlarged: Collection[Place] = ()) -> None:
-        self.enlarged = frozenset(enlarged)
-        self.examples = [_enlarge(t, {d for i, d in self.enlarged if i == n}) for n, t in enumerate(tensors)]
+    def __init__(self, tensors: Sequence[torch.Tensor], example: Example | None = None) -> None:
+        real = [tuple(tensor.shape) for tensor in tensors]
+        changed = {place: size for place, size in (example or {}).items() if real[place[0]][place[1]] != size}
+        self.examples = [_resized(t, {d: n for (i, d), n in changed.items() if i == k}) for k, t in enumerate(tensors)]
+        self.ones = frozenset(place for place in changed if real[place[0]][place[1]] == 1)
         self.made: dict[Any, Decision] = {}
-        self._sizes = [tuple(t.shape) for t in tensors]
-        self._real: dict[Any, int | None] = {}  # by symbol; None for one that is not a size of an input
+        self._real = real
+        self._changed = frozenset(changed)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -95,7 +100,7 @@ class Decisions:
         def comparing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             def compare(left: Any, right: Any) -> Any:
                 result = original(left, right)
-                if isinstance(result, torch.SymBool) and threading.get_ident() == owner and self.enlarged:
+                if isinstance(result, torch.SymBool) and threading.get_ident() == owner and self._changed:
                     frame = _user_frame(sys._getframe(1))
                     real = self._with_real_sizes(result.node.shape_env, result.node.expr) if frame else None
                     if frame is not None and real is not None:
@@ -117,19 +122,17 @@ class Decisions:
         self.made.setdefault(expr, Decision(expr, value, f"{frame.f_code.co_filename}:{frame.f_lineno}", forced))
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:
-        """The value of an expression in which the size of an enlarged place occurs. None for any other."""
-        real = {symbol: self._real_size(env, symbol) for symbol in expr.free_symbols}
-        if None in real.values() or not any(self._is_enlarged(env, symbol) for symbol in real):
-            return None
-        value = expr.xreplace({symbol: sympy.Integer(size) for symbol, size in real.items()})
-        return value if value.is_number or value in (sympy.true, sympy.false) else None
-
-    def _real_size(self, env: ShapeEnv, symbol: Any) -> int | None:
-        places = list(places_of(env, symbol))
-        return self._sizes[places[0][0]][places[0][1]] if places else None
-
-    def _is_enlarged(self, env: ShapeEnv, symbol: Any) -> bool:
-        return any(place in self.enlarged for place in places_of(env, symbol))
+        """The value of an expression in which a size occurs that the example changes. None for any other."""
+        real: dict[Any, Any] = {}
+        changed = False
+        for symbol in expr.free_symbols:
+            places = list(_places_of(env, symbol))
+            if not places:
+                return None  # not the size of an input
+            i, d = places[0]
+            real[symbol] = sympy.Integer(self._real[i][d])
+            changed = changed or not self._changed.isdisjoint(places)
+        return expr.xreplace(real) if changed else None
 
 
 @contextmanager
@@ -145,12 +148,11 @@ def _patched(owner: type, name: str, value: object) -> Iterator[None]:
 _SOURCE = re.compile(r"\[(\d+)\]\.size\(\)\[(\d+)\]$")
 
 
-def places_of(env: ShapeEnv, symbol: Any) -> Iterator[Place]:
+def _places_of(env: ShapeEnv, symbol: Any) -> Iterator[Place]:
     """The places whose size a symbol was made for: `L['tensors'][3].size()[0]` is dimension 0 of tensor 3."""
     sources: Iterable[Any] = env.var_to_sources.get(symbol, ())
     for source in sources:
-        name = source.name() if callable(source.name) else source.name
-        found = _SOURCE.search(name)
+        found = _SOURCE.search(source.name() if callable(source.name) else source.name)
         if found:
             yield int(found[1]), int(found[2])
 
@@ -164,37 +166,33 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _enlarge(tensor: torch.Tensor, dims: Collection[int]) -> torch.Tensor:
-    """The tensor with these dimensions of size 1 doubled: same strides order, dtype, device and requires_grad."""
-    if not dims:
+def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """A tensor with other sizes in these dimensions: the order of its strides, dtype, device and requires_grad stay."""
+    if not sizes:
         return tensor
+    shape = [sizes.get(d, size) for d, size in enumerate(tensor.shape)]
     strides = tensor.stride()
-    with torch.no_grad():
-        larger = tensor
-        for dim in dims:
-            larger = larger.repeat_interleave(2, dim=dim)
-        order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
-        back = [order.index(d) for d in range(tensor.ndim)]
-        larger = larger.permute(order).contiguous().permute(back)
-    return larger.detach().requires_grad_(tensor.requires_grad)
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    back = [order.index(d) for d in range(tensor.ndim)]
+    made = torch.zeros([shape[d] for d in order], dtype=tensor.dtype, device=tensor.device).permute(back)
+    return made.requires_grad_(tensor.requires_grad)
 
 
-def attempts(tensors: Sequence[torch.Tensor], known_open: Collection[Place] = ()) -> list[frozenset[Place]]:
-    """Which places of size 1 to enlarge: the best guess first, and last none, which fixes them to 1.
+def attempts(tensors: Sequence[torch.Tensor], suggested: Iterable[Example] = ()) -> list[Example]:
+    """Example sizes to try in order. The last is none: the real sizes, where 1 stays 1.
 
     Args:
         tensors: the inputs of the call.
-        known_open: the places that earlier captures of such calls keep open.
+        suggested: the sizes that earlier captures of such calls were made with, if only decisions rule them out.
     """
-    ones = {(i, d) for i, t in enumerate(tensors) for d, size in enumerate(t.shape) if size == 1}
-    if not ones:
-        return [frozenset()]
-    guesses = [frozenset(ones & set(known_open))]
-    batch = {(i, 0) for i, t in enumerate(tensors) if t.ndim}
+    ones = {(i, d) for i, tensor in enumerate(tensors) for d, size in enumerate(tensor.shape) if size == 1}
     # A batch of one: every input has it. Elsewhere a size of 1 is there to be broadcast.
-    batch = batch if batch <= ones else set()
-    tokens = {(i, 1) for i, t in enumerate(tensors) if t.ndim == 2 and not t.is_floating_point()}
+    batch = {(i, 0) for i, tensor in enumerate(tensors) if tensor.ndim}
     # A sequence of one token: every matrix of token ids, masks and labels has it.
-    tokens = tokens if tokens <= ones else set()
-    guesses += [frozenset(batch | tokens), frozenset(batch)]
-    return [*dict.fromkeys(guess for guess in guesses if guess), frozenset()]
+    tokens = {(i, 1) for i, tensor in enumerate(tensors) if tensor.ndim == 2 and not tensor.is_floating_point()}
+    guesses = [part for part in (batch, tokens) if part and part <= ones]
+    found = list(suggested)
+    if len(guesses) == 2:
+        found.append(dict.fromkeys(batch | tokens, _GENERIC))
+    found += [dict.fromkeys(guess, _GENERIC) for guess in guesses]
+    return [*found, {}]

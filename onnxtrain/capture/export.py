@@ -113,7 +113,7 @@ def capture(module: torch.nn.Module, structure: Structure, tensors: Sequence[tor
         _forbid_lost_gradients(program)
         program = _functionalize(program)
     converted = convert(program, name)
-    return _assemble(program, converted.model, converted.outputs, wrapper.found.output, structure.names)
+    return _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, structure.names)
 
 
 def _export(wrapper: _Wrapper, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -191,10 +191,15 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
 
 
 def _assemble(
-    program: ExportedProgram, model: ir.Model, outputs: list[Any], structure: OutputStructure, names: Sequence[str]
+    program: ExportedProgram,
+    module: torch.nn.Module,
+    model: ir.Model,
+    outputs: list[Any],
+    structure: OutputStructure,
+    names: Sequence[str],
 ) -> Captured:
     graph = model.graph
-    sources, constants, numbers = _sources(program, len(names))
+    sources, constants, numbers = _sources(program, module, len(names))
     kept_inputs = [v for v, s in zip(graph.inputs, sources, strict=True) if s is not None]
     for value, tensor in constants(list(graph.inputs)):
         _make_constant(graph, value, tensor)
@@ -232,7 +237,7 @@ def _key(source: Source, numbers: dict[str, int]) -> str:
 
 
 def _sources(
-    program: ExportedProgram, user_inputs: int
+    program: ExportedProgram, module: torch.nn.Module, user_inputs: int
 ) -> tuple[list[Source | None], Callable[[list[ir.Value]], list[tuple[ir.Value, torch.Tensor]]], dict[str, int]]:
     """Where each placeholder comes from; None for a lifted constant, whose tensor the second result gives."""
     found: list[Source | None] = []
@@ -246,7 +251,7 @@ def _sources(
         elif spec.kind == InputKind.USER_INPUT:
             numbers[spec.arg.name] = len(numbers)
             found.append(Source("input", index=len(numbers) - 1))
-        elif spec.kind == InputKind.CONSTANT_TENSOR and target.startswith(_PREFIX):
+        elif spec.kind == InputKind.CONSTANT_TENSOR and _is_attribute(module, target):
             found.append(Source("attribute", target.removeprefix(_PREFIX)))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             lifted.append((position, program.constants[target]))
@@ -256,6 +261,14 @@ def _sources(
     if len(numbers) != user_inputs:
         raise CaptureError(f"the export has {len(numbers)} inputs, the call {user_inputs}")
     return found, lambda inputs: [(inputs[p], t) for p, t in lifted], numbers
+
+
+def _is_attribute(module: torch.nn.Module, target: str) -> bool:
+    """Whether a constant of the export is a tensor attribute of the user's module, and no literal of its forward."""
+    found: Any = module
+    for name in target.removeprefix(_PREFIX).split("."):
+        found = getattr(found, name, None)
+    return target.startswith(_PREFIX) and isinstance(found, torch.Tensor)
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> None:

@@ -28,11 +28,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from onnxtrain.capture.decisions import Decision, Decisions, Place
+from onnxtrain.capture.decisions import Decision, Decisions, Example, Place
 from onnxtrain.capture.proof import Proof, same_graph
 from onnxtrain.errors import GraphError
 
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
+_Binding: TypeAlias = dict[Any, Any]  # from symbols to sizes
 _KNOWN_SIZES = 4096
 _UNBOUNDED = 2**31  # PyTorch writes "no bound" as a large number in places
 
@@ -45,7 +46,7 @@ class _Condition:
     soft: bool = False
     where: str = ""
 
-    def holds(self, binding: dict[Any, Any]) -> bool:
+    def holds(self, binding: _Binding) -> bool:
         value = self.expr.xreplace(binding)
         return value == sympy.true or value is True
 
@@ -73,6 +74,7 @@ class Guards:
         symbols: dict[Any, Place],
         conditions: list[_Condition],
         alternative: _Alternative,
+        example: Example,
         ones: frozenset[Place],
         proof: Proof,
     ) -> None:
@@ -82,7 +84,8 @@ class Guards:
         self._symbols = symbols
         self._conditions = conditions
         self._alternatives = [alternative]
-        self._ones = ones  # the places that were 1 when the graph was captured, and were enlarged
+        self._example = example
+        self._ones = ones  # the places that were 1 when the graph was captured, though not in the example
         self._proof = proof
         self._verdicts: dict[_Sizes, bool] = {}
         self._check = self._compile(alternative)
@@ -93,7 +96,15 @@ class Guards:
 
     def explain(self, tensors: Sequence[torch.Tensor]) -> str:
         """The condition that fails, in words; "" if none does."""
-        return "" if self(tensors) else self._reason(tuple(tuple(t.shape) for t in tensors))
+        return "" if self(tensors) else self._reason(_sizes(tensors))
+
+    def suggestion(self, tensors: Sequence[torch.Tensor]) -> Example | None:
+        """The example sizes to capture again with, if the graph is wrong here for a decision's sake only."""
+        sizes = _sizes(tensors)
+        binding = self._binding(sizes)
+        if self._hard_reason(sizes, binding) or self._failing_decision(sizes, binding) is None:
+            return None
+        return self._example
 
     def adopt(self, other: Guards) -> bool:
         """Takes over the decisions of another capture of the same module state, if its graph is the same as this one.
@@ -132,7 +143,7 @@ class Guards:
         return check
 
     def _otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
-        sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+        sizes = _sizes(tensors)
         verdict = self._verdicts.get(sizes)
         if verdict is None:
             verdict = not self._reason(sizes)
@@ -145,17 +156,10 @@ class Guards:
 
     def _reason(self, sizes: _Sizes) -> str:
         """The first condition that makes the graph wrong at these sizes, in words; "" if there is none."""
-        for i, shape in enumerate(self._shapes):
-            for d, size in enumerate(shape):
-                if isinstance(size, int) and sizes[i][d] != size:
-                    return f"{self._names[i]}.size({d}) is {sizes[i][d]}, and it was {size}"
-        binding = {symbol: sympy.Integer(sizes[i][d]) for symbol, (i, d) in self._symbols.items()}
-        for symbol, size in binding.items():
-            if size < 1:
-                return f"{self._word(symbol)} is {size}"
-        for condition in self._conditions:
-            if not condition.soft and not condition.holds(binding):
-                return f"{self._words(condition.expr)} does not hold for {self._given(condition.expr, binding)}"
+        binding = self._binding(sizes)
+        hard = self._hard_reason(sizes, binding)
+        if hard:
+            return hard
         decision = self._failing_decision(sizes, binding)
         if decision is not None:
             words = f"{self._words(decision.expr)} at {decision.where}"
@@ -164,7 +168,23 @@ class Guards:
             return ""
         return self._proof.reason(binding)
 
-    def _failing_decision(self, sizes: _Sizes, binding: dict[Any, Any]) -> _Condition | None:
+    def _hard_reason(self, sizes: _Sizes, binding: _Binding) -> str:
+        for i, shape in enumerate(self._shapes):
+            for d, size in enumerate(shape):
+                if isinstance(size, int) and sizes[i][d] != size:
+                    return f"{self._names[i]}.size({d}) is {sizes[i][d]}, and it was {size}"
+        for symbol, size in binding.items():
+            if size < 1:
+                return f"{self._word(symbol)} is {size}"
+        for condition in self._conditions:
+            if not condition.soft and not condition.holds(binding):
+                return f"{self._words(condition.expr)} does not hold for {self._given(condition.expr, binding)}"
+        return ""
+
+    def _binding(self, sizes: _Sizes) -> _Binding:
+        return {symbol: sympy.Integer(sizes[i][d]) for symbol, (i, d) in self._symbols.items()}
+
+    def _failing_decision(self, sizes: _Sizes, binding: _Binding) -> _Condition | None:
         """A decision that is other at these sizes; None if there is an alternative with none."""
         failing: _Condition | None = None
         for alternative in self._alternatives:
@@ -183,8 +203,12 @@ class Guards:
     def _words(self, expr: Any) -> str:
         return _python(expr.xreplace({s: sympy.Symbol(self._word(s), integer=True) for s in expr.free_symbols}))
 
-    def _given(self, expr: Any, binding: dict[Any, Any]) -> str:
+    def _given(self, expr: Any, binding: _Binding) -> str:
         return ", ".join(f"{self._word(s)} = {binding[s]}" for s in sorted(expr.free_symbols, key=self._word))
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> _Sizes:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: Decisions | None = None) -> Guards:
@@ -218,8 +242,11 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
         shapes.append(shape)
     conditions = [*equal, *(_of_environment(env, symbols, shapes) if env is not None else ())]
     alternative = _alternative(decisions, symbols)
-    ones = decisions.enlarged if decisions is not None else frozenset()
-    return Guards(names, shapes, symbols, conditions, alternative, ones, Proof(program, symbols))
+    ones = decisions.ones if decisions is not None else frozenset()
+    example: Example = {}
+    if decisions is not None:
+        example = {(i, d): decisions.examples[i].shape[d] for i, d in symbols.values()}
+    return Guards(names, shapes, symbols, conditions, alternative, example, ones, Proof(program, symbols))
 
 
 def _of_environment(env: ShapeEnv, symbols: dict[Any, Place], shapes: list[list[Any]]) -> list[_Condition]:

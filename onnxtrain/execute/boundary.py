@@ -62,6 +62,7 @@ class Unit:
         differentiable: for each result, whether a gradient may come for it; empty for inference.
         views: for each result, whether it may lie in an input's memory.
         random: whether the program draws random numbers.
+        device_type: "cpu" or "cuda".
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Unit:
         differentiable: Flags,
         views: Flags,
         random: bool,
+        device_type: str,
         backward: BackwardSource | None,
         rerun: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> None:
@@ -81,23 +83,38 @@ class Unit:
         self.differentiable = differentiable
         self.views = views
         self.random = random
+        self.device_type = device_type
+        self.first_kept = results + len(self.mutations)
+        self.several = sum(differentiable) > 1  # then one of their cotangents may be missing
+        self.fixed = tuple(i for i, d in enumerate(differentiable) if not d)
         self.rerun = rerun
         self._make_backward = backward
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
         self._any_views = any(views)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Runs forward on `tensors`; returns the results."""
-        if self._make_backward is None or not torch.is_grad_enabled():
-            with torch.no_grad():
-                found, _ = self.forward.run(tensors, ())
-                self.write_back(tensors, found)
-            results: list[Any] = list(found[: self.results])
+        results: Sequence[Any]
+        if self._make_backward is not None and torch.is_grad_enabled():
+            results = _Boundary.apply(self, *tensors)  # type: ignore[no-untyped-call]
         else:
-            results = list(_Boundary.apply(self, *tensors))  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                found, _ = self.run(tensors)
+                results = found[: self.results]
         if self._any_views:
             results = [self._as_view(r, tensors) if v else r for r, v in zip(results, self.views, strict=True)]
         return results
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Runs the forward program and writes mutated inputs back; returns its outputs and sizes."""
+        if torch._C._is_any_autocast_enabled():  # the graph holds the casts already
+            with torch.autocast(self.device_type, enabled=False):
+                found, sizes = self.forward.run(tensors, ())
+        else:
+            found, sizes = self.forward.run(tensors, ())
+        if self.mutations:
+            self.write_back(tensors, found)
+        return found, sizes
 
     def write_back(self, tensors: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
         """Copies the values of mutated buffers and inputs into them."""
@@ -144,36 +161,40 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
+        if unit.random:
+            ctx.random_state = _random_state(tensors)
+        found, ctx.sizes = unit.run(tensors)
+        ctx.save_for_backward(*found[unit.first_kept :])
+        results = found[: unit.results]
         ctx.unit = unit
-        ctx.random_state = _random_state(tensors) if unit.random else None
-        found, sizes = unit.forward.run(tensors, ())
-        unit.write_back(tensors, found)
-        ctx.sizes = sizes
-        ctx.save_for_backward(*found[unit.results + len(unit.mutations) :])
         # For create_graph, which runs the module again in PyTorch. Held beside the saved tensors, because eager does
         # not refuse a change of a tensor that its backward does not read.
         ctx.tensors = tensors
-        ctx.versions = [t._version if not t.is_inference() else 0 for t in tensors]
-        results = found[: unit.results]
-        ctx.results = [(r.shape, r.dtype, r.device) for r in results if r is not None]
-        fixed = [r for r, d in zip(results, unit.differentiable, strict=True) if not d and r is not None]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(results)
+        ctx.versions = None if torch.is_inference_mode_enabled() else [t._version for t in tensors]
+        if unit.several:
+            ctx.results = [(r.shape, r.dtype, r.device) for r in results]
+        if unit.fixed:
+            ctx.mark_non_differentiable(*(results[i] for i in unit.fixed))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         unit: Unit = ctx.unit
-        needed = tuple(ctx.needs_input_grad[1:])
+        needed = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return (None, *_differentiable_backward(ctx, cotangents, needed))
-        given = tuple(c is not None for c in cotangents)
-        backward = unit.backward(given, needed)
+        backward = unit.backward(tuple([c is not None for c in cotangents]), needed)
         saved = ctx.saved_tensors
         if backward.zeros:
             cotangents = tuple(_zeros(ctx, i) if i in backward.zeros else c for i, c in enumerate(cotangents))
         arguments = [saved[i] for i in backward.kept]
         arguments += [cotangents[i] for i in backward.cotangents]
-        gradients, _ = backward.program.run(arguments, [ctx.sizes[i] for i in backward.sizes])
+        sizes = [ctx.sizes[i] for i in backward.sizes]
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(unit.device_type, enabled=False):
+                gradients, _ = backward.program.run(arguments, sizes)
+        else:
+            gradients, _ = backward.program.run(arguments, sizes)
         return (None, *gradients)
 
 
@@ -192,21 +213,20 @@ def _differentiable_backward(
         "it is exact but not accelerated" + (", and dropout draws PyTorch's masks" if unit.random else ""),
         stacklevel=2,
     )
-    for tensor, version in zip(ctx.tensors, ctx.versions, strict=True):
-        if (
-            not tensor.is_inference()
-            and tensor._version != version
-            and not any(tensor is t for t in _written(unit, ctx.tensors))
-        ):
+    for index, (tensor, version) in enumerate(zip(ctx.tensors, ctx.versions or (), strict=False)):
+        if tensor._version != version and index not in unit.mutations:
             raise KernelError(
                 "an input of the module was changed in place between forward and backward(create_graph=True)",
                 todo="change it after backward, or change a copy",
             )
-    with torch.random.fork_rng(devices=[d for d, _ in (ctx.random_state or (None, []))[1]], enabled=unit.random):
-        if ctx.random_state is not None:
-            torch.set_rng_state(ctx.random_state[0])
-            for device, state in ctx.random_state[1]:
+    if unit.random:
+        own, devices = ctx.random_state
+        with torch.random.fork_rng(devices=[device for device, _ in devices]):
+            torch.set_rng_state(own)
+            for device, state in devices:
                 torch.cuda.set_rng_state(state, device)
+            results = unit.rerun(ctx.tensors)
+    else:
         results = unit.rerun(ctx.tensors)
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]
     wanted = [t for t, n in zip(ctx.tensors, needed, strict=True) if n]
@@ -214,7 +234,3 @@ def _differentiable_backward(
         torch.autograd.grad([r for r, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True)
     )
     return [next(found) if n else None for n in needed]
-
-
-def _written(unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensors[i] for i in unit.mutations]

@@ -30,6 +30,9 @@ Operand = ir.Value | None
 class Schema(Protocol):
     """What a builder asks of an op's definition."""
 
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
+
     def output_types(self, node: ir.Node) -> Sequence[TensorType]: ...
 
     def output_count(self, node_inputs: int, attributes: Mapping[str, Any]) -> int: ...
@@ -97,6 +100,8 @@ class Builder:
         """Appends a node. `types` are its outputs' types where the definition's shape rule cannot know them."""
         schema = self._schemas(domain, op_type)
         attributes = {name: value for name, value in attributes.items() if value is not None}
+        if unknown := attributes.keys() - schema.attributes.keys():
+            raise GraphError(f"{op_type} has no attribute {', '.join(sorted(unknown))}")
         node = ir.Node(
             domain,
             op_type,

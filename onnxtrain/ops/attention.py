@@ -227,9 +227,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel that eager PyTorch takes for these tensors on a CPU; elsewhere the formula."""
     if _runs_flash(q, k, v, mask, is_causal, scale):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(  # type: ignore[no-any-return]
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     scores, _, v_ = _scores(q, k, v, mask, is_causal, scale)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)

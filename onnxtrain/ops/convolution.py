@@ -2,11 +2,11 @@
 
     Conv(x[n, c, d], w[o, c/g, k], b[o]) -> y[n, o, e]
         y[n, o, e] = b[o] + sum over c, k of x[n, c, e*stride - pad + k*dilation] * w[o, c, k]
-    ConvTranspose(x[n, c, d], w[c, o/g, k], b[o]) -> y[n, o, e]        Conv's gradient in its input, as an op of its own
+    ConvTranspose(x[n, c, d], w[c, o/g, k], b[o]) -> y[n, o, e]        Conv's gradient in its input, and b
     ConvGrad, ConvTransposeGrad(dy, x, w) -> dx, dw, db
 
-g is `group`. Padding is the same at both ends of an axis, as in PyTorch; what "same" pads more at one end is a Pad node.
-`output_mask` of a backward op says which gradients are read; the kernel leaves the others out.
+g is `group`. Padding is the same at both ends of an axis, as in PyTorch; what "same" pads more at one end is a Pad
+node. `output_mask` of a backward op says which gradients are read; the kernel leaves the others out.
 
 A gradient is a convolution again. In x it is the transposed one. In w it is one where samples and channels change
 places, dy is the weight, and stride and dilation change places:
@@ -51,7 +51,8 @@ _TRANSPOSED: dict[str, Any] = {**_GEOMETRY, "output_padding": None}
 
 def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int]]:
     """Strides, padding and dilations of each axis."""
-    return per_axis(n, "strides", 1), symmetric_pads(n), per_axis(n, "dilations", 1)
+    count = rank_of(n.x) - 2
+    return per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
 
 
 def _same_geometry(n: NodeView) -> dict[str, Any]:
@@ -163,7 +164,8 @@ def _conv_type(n: NodeView) -> Sequence[TensorType]:
     kernel = spatial(n.w)
     if len(kernel) != rank_of(n.x) - 2:
         raise GraphError("Conv's x and w have the same number of axes", got=f"{sizes.of(n.x)} and {sizes.of(n.w)}")
-    out = [window_count(s, k, *how) for s, k, *how in zip(spatial(n.x), kernel, *_geometry(n), strict=True)]
+    axes = zip(spatial(n.x), kernel, *_geometry(n), strict=True)
+    out = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
     return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], sizes.of(n.w)[0], *out)),)
 
 
@@ -225,7 +227,7 @@ fused(
 
 
 def _output_padding(n: NodeView) -> list[int]:
-    return per_axis(n, "output_padding", 0)
+    return per_axis(n, "output_padding", rank_of(n.x) - 2, 0)
 
 
 def _conv_transpose_type(n: NodeView) -> Sequence[TensorType]:
@@ -286,6 +288,7 @@ def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
 
 def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
     """The gradient of w[o, c/g, k], where windows of `source`[n, c, d] meet `moving`[n, o, e]."""
+    source, moving = (_with_samples(op, x) for x in (source, moving))
     batch, channels, *inner = sizes.of(source)
     strides, pads, dilations = _geometry(n)
     inner_axes = list(range(2, rank_of(source)))
@@ -300,6 +303,18 @@ def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Valu
     found = op.Conv(source, moving, strides=dilations, dilations=strides, pads=[*pads, *pads], group=n.group)
     found = cut_out(op, found, [0] * len(inner), spatial(n.w))
     result: ir.Value = op.Transpose(found, perm=[1, 0, *inner_axes])
+    return result
+
+
+def _with_samples(op: Builder, x: ir.Value) -> ir.Value:
+    """A sample of zeros where there is none: onnxruntime 1.31 does not return from a Conv over no channels."""
+    batch, *rest = sizes.of(x)
+    missing = sizes.maximum(0, sizes.subtract(1, batch))
+    if missing == 0:
+        return x
+    padded = TensorType(dtype_of(x), (sizes.maximum(1, batch), *rest))
+    inputs = (x, op.sizes([0, missing]), op.scalar(0, like=x), axes_constant(op, [0]))
+    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded]).outputs[0]
     return result
 
 

@@ -76,6 +76,19 @@ def _operand_gradient(op: Builder, n: NodeView, index: int, operands: list[str],
     return gradient
 
 
+def _call(n: NodeView, xs: Sequence[Any]) -> Call:
+    if len(xs) == 1:
+        return Call(einsum_of_one, n.equation, xs[0])
+    # Not torch.einsum: the order of contraction is the equation's, whether opt_einsum is installed or not.
+    return Call(torch.ops.aten.einsum.default, n.equation, list(xs))
+
+
+def einsum_of_one(equation: str, x: torch.Tensor) -> torch.Tensor:
+    """Sums and transposes x; a copy where PyTorch gives a view."""
+    y: torch.Tensor = torch.ops.aten.einsum.default(equation, [x])
+    return y.clone() if y.data_ptr() == x.data_ptr() else y
+
+
 # Capture
 
 
@@ -166,11 +179,10 @@ EINSUM = define(
         native_ok=always,
         gradient=(Gradient(_gradient, reads=("xs",)),),
         stops=frozenset(),
-        # Not torch.einsum: the order of contraction is the equation's, whether opt_einsum is installed or not.
-        kernels=(Kernel(lower=lambda n, xs: Call(torch.ops.aten.einsum.default, n.equation, list(xs))),),
+        kernels=(Kernel(lower=_call),),
         axes=_axes,
         effects=Effects.NONE,
-        aliases={0: 0},
+        aliases={},
         flops=lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()),
         host=None,
     )

@@ -110,9 +110,11 @@ def _matmul_axes(n: NodeView) -> str:
 def rows_times_matrix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[..., m, k] @ b[k, n] as one product.
 
-    torch.matmul would multiply b by each matrix of an `a` that cannot be viewed as one, as here no tensor requires a
-    gradient; in eager PyTorch, where b does, it copies `a`.
+    Where `a` cannot be viewed as a matrix, torch.matmul multiplies each of its matrices by b, as here no tensor
+    requires a gradient; in eager PyTorch, where b does, it copies `a`.
     """
+    if a.is_contiguous():
+        return torch.matmul(a, b)
     return torch.mm(a.flatten(0, -2), b).view(a.shape[:-1] + b.shape[1:])
 
 

@@ -86,7 +86,12 @@ def _scale(ratio: float, dtype: torch.dtype) -> float:
 # large to keep, 7.1 and 1.4.
 
 
+_FEW = 2048  # elements; for fewer the number of calls counts
+
+
 def _masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    if mask.numel() < _FEW:
+        return x.mul(mask).mul_(scale)
     return mask.view(torch.uint8).to(x.dtype).mul_(x).mul_(scale)
 
 
@@ -96,12 +101,14 @@ def dropout(x: torch.Tensor, keep: float, scale: float) -> tuple[torch.Tensor, t
     return _masked(x, mask, scale), mask
 
 
-def fast_dropout(x: torch.Tensor, threshold: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drops the elements whose 16 bits, as a signed number, are below `threshold`."""
+def fast_dropout(x: torch.Tensor, dropped: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drops `dropped` of the 65536 numbers that an element can draw."""
+    count = x.numel()
+    if count < _FEW:
+        return dropout(x, 1 - dropped / _DRAWS, scale)
     mask = torch.empty_like(x, dtype=torch.uint8)  # dense, whatever x is
-    count = mask.numel()
     draws = torch.empty((count + 3) // 4, dtype=torch.int64, device=x.device).random_(-(2**63), None)
-    torch.ge(draws.view(torch.int16)[:count], threshold, out=mask.as_strided((count,), (1,)))
+    torch.ge(draws.view(torch.int16)[:count], dropped - _DRAWS // 2, out=mask.as_strided((count,), (1,)))
     mask = mask.view(torch.bool)
     return _masked(x, mask, scale), mask
 
@@ -136,8 +143,7 @@ def _lower_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
 
 
 def _lower_fast_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
-    threshold = round(_ratio(n) * _DRAWS) - _DRAWS // 2
-    return Call(fast_dropout, x, threshold, _scale(_ratio(n), TORCH_DTYPES[dtype_of(n.x)]))
+    return Call(fast_dropout, x, round(_ratio(n) * _DRAWS), _scale(_ratio(n), TORCH_DTYPES[dtype_of(n.x)]))
 
 
 # Dropout

@@ -26,29 +26,26 @@ def as_list(argument: Any, count: int) -> list[Any]:
     return numbers * count if len(numbers) == 1 else numbers
 
 
-def per_axis(n: NodeView, name: str, default: int) -> list[int]:
-    """An attribute with one number per axis after the channels of x."""
+def per_axis(n: NodeView, name: str, count: int, default: int) -> list[int]:
+    """An attribute with one number for each of `count` axes."""
     given = getattr(n, name)
-    return [default] * (rank_of(n.x) - 2) if given is None else list(given)
+    return [default] * count if given is None else list(given)
 
 
-def symmetric_pads(n: NodeView) -> list[int]:
-    """The padding of each axis, as PyTorch takes it: the same at both ends.
+def symmetric_pads(n: NodeView, count: int) -> list[int]:
+    """The padding of each of `count` axes, as PyTorch takes it: the same at both ends.
 
     Raises:
         GraphError: the ends differ.
     """
-    if n.pads is None:
-        return [0] * (rank_of(n.x) - 2)
-    count = len(n.pads) // 2
-    before, after = list(n.pads[:count]), list(n.pads[count:])
-    if before != after:
+    pads = per_axis(n, "pads", 2 * count, 0)
+    if pads[:count] != pads[count:]:
         raise GraphError(
             f"{n.definition.name} takes the same padding at both ends of an axis",
-            got=str(list(n.pads)),
+            got=str(pads),
             todo="pad with a Pad node before",
         )
-    return before
+    return pads[:count]
 
 
 def window_count(size: Size, kernel: Size, stride: int, pad: int, dilation: int, ceil: bool = False) -> Size:
@@ -76,9 +73,9 @@ def spatial(x: ir.Value) -> Sizes:
     return sizes.of(x)[2:]
 
 
-def names(letter: str, x: ir.Value, brackets: bool = True) -> str:
+def names(letter: str, x: ir.Value) -> str:
     """The axes of x after its channels, for an axis map: each is needed whole."""
-    return " ".join(f"[{letter}{i}]" if brackets else f"{letter}{i}" for i in range(rank_of(x) - 2))
+    return " ".join(f"[{letter}{i}]" for i in range(rank_of(x) - 2))
 
 
 def cut_out(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[Size]) -> ir.Value:

@@ -37,8 +37,15 @@ def dedupe(graph: ir.Graph, changes: Changes) -> None:
         changes.made.append(f"merged {merged} equal nodes")
 
 
+def _attribute_key(attribute: ir.Attr) -> str:
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensor = attribute.as_tensor()
+        return f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}"  # a large tensor prints abbreviated
+    return f"{attribute.type} {attribute.value!r}"
+
+
 def _key(node: ir.Node) -> Any:
-    attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
+    attributes = tuple(sorted((name, _attribute_key(attribute)) for name, attribute in node.attributes.items()))
     phase = "gradient_of" in node.metadata_props
     inputs = tuple(id(v) for v in node.inputs)
     return node.domain, node.op_type, node.overload, attributes, inputs, phase, len(node.outputs)

@@ -10,7 +10,7 @@ import torch
 
 from onnxtrain import ORTModule
 from onnxtrain.graph.values import ATEN
-from onnxtrain.testing import Spec, assert_no_worse_than_eager
+from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
 
 # The first sizes are captured, the others run on the same capture.
 SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 4, "h": 6}, {"b": 2, "s": 5, "h": 6}, {"b": 1, "s": 7, "h": 6})
@@ -28,7 +28,9 @@ class OfTensors(torch.nn.Module):
         return self.function(*tensors)
 
 
-def _run(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def _run(
+    module: torch.nn.Module, tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Outputs, and gradients under fixed random cotangents."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     result = module(*leaves)
@@ -79,3 +81,10 @@ def check_capture(
     calls = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not calls, f"not converted: {', '.join(calls)}"
     return ours
+
+
+def check_body_at_specials(case: OpCase, dtype: torch.dtype) -> None:
+    """Compares a case's body with PyTorch at NaN, infinities, -0.0 and ties."""
+    check = CaseCheck(case, dtype)
+    check.tensors = lambda known, special=False: CaseCheck.tensors(check, known, special=True)  # type: ignore[method-assign]
+    assert check.check_body(next(iter(case.size_sets()))), "PyTorch refuses the sizes: the case tests nothing"

@@ -129,6 +129,7 @@ SMOOTH = [
     *pair(
         "Celu",
         lambda x: F.celu(x, 0.6),
+        domain=OWN,
         attributes={"alpha": 0.6},
         grad_name="EluGrad",
         grad_attributes={"alpha": 0.6, "input_scale": 1 / torch.tensor(0.6).item()},

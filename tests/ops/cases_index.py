@@ -328,7 +328,7 @@ CASES = [
         OWN,
         "MaskedScatterGrad",
         (Spec("b s"), Spec("b s", "bool"), SizesOf("s b")),
-        lambda dy, m, shape: torch.ops.aten.masked_scatter_backward(dy, m, shape),
+        torch.ops.aten.masked_scatter_backward,
     ),
     # Order
     OpCase("", "TopK", (Spec("b 7 h"), ints(3)), lambda x, k: x.topk(3, 1), {"axis": 1}),

@@ -50,6 +50,14 @@ def unfold_grad(dy: Any, shape: Any) -> Any:
     return torch.autograd.grad(x.unfold(1, 3, 2), x, dy)[0]
 
 
+def pad_grad(mode: str, pads: tuple[int, ...]) -> Any:
+    def reference(dy: Any, shape: Any, *_: Any) -> Any:
+        x = torch.zeros(shape, dtype=dy.dtype, requires_grad=True)
+        return torch.autograd.grad(torch.nn.functional.pad(x, pads, mode), x, dy)[0]
+
+    return reference
+
+
 CASES = [
     # Shape and Reshape
     OpCase("", "Shape", (Spec("b s 4"),), lambda x: torch.tensor(x.shape)),
@@ -163,6 +171,7 @@ CASES = [
         slice_scatter,
         label="two-axes",
     ),
+    OpCase(OWN, "Flip", (Spec("b s h"),), lambda x: x.flip(0, 2), {"along": [0, 2]}),
     # Repeating, padding, turning
     OpCase("", "Tile", (Spec("b s h"), ints(2, 1, 3)), lambda x, r: x.repeat(2, 1, 3)),
     OpCase("", "Tile", (Spec("b s"), ints(0, 2)), lambda x, r: x.repeat(0, 2), label="none"),
@@ -183,6 +192,38 @@ CASES = [
         (Spec("b s"), SizesOf("0 s"), None, ints(-1)),
         lambda x, *_: torch.nn.functional.pad(x, (0, x.size(1))),
         label="symbolic",
+    ),
+    OpCase(
+        "",
+        "Pad",
+        (Spec("b s 4"), ints(2, 3), None, ints(2)),
+        lambda x, *_: torch.nn.functional.pad(x, (2, 3), "reflect"),
+        {"mode": "reflect"},
+        label="reflect",
+    ),
+    OpCase(
+        "",
+        "Pad",
+        (Spec("b s t"), ints(1, 2, 0, 3), None, ints(1, 2)),
+        lambda x, *_: torch.nn.functional.pad(x, (2, 3, 1, 0), "replicate"),
+        {"mode": "edge"},
+        label="edge",
+    ),
+    OpCase(
+        OWN,
+        "PadGrad",
+        (Spec("b 9 s+3"), SizesOf("b 6 s"), ints(3, 1, 0, 2), ints(1, 2)),
+        pad_grad("reflect", (1, 2, 3, 0)),
+        {"mode": "reflect"},
+        sizes=[{"b": 2, "s": 5}, {"b": 1, "s": 3}, {"b": 3, "s": 8}],
+    ),
+    OpCase(
+        OWN,
+        "PadGrad",
+        (Spec("b s 8"), SizesOf("b s 3"), ints(4, 1), ints(2)),
+        pad_grad("replicate", (4, 1)),
+        {"mode": "edge"},
+        label="edge",
     ),
     OpCase(OWN, "Roll", (Spec("b s h"),), lambda x: x.roll((2, -1), (1, 2)), {"shifts": [2, -1], "along": [1, -1]}),
     OpCase(OWN, "Roll", (Spec("b s"),), lambda x: x.roll(100, 0), {"shifts": [100], "along": [0]}, label="far"),

@@ -16,7 +16,8 @@ EQUATIONS = {
     "bi...->b": ("b i j k",),
     " i j , j -> i ": ("i j", "j"),
     "Ba,Ca": ("i j", "k j"),
-    "ij,ij->i": ("i 1", "i j"),
+    "ij->ji": ("i j",),
+    "ij->": ("i j",),
     "iiji->ij": ("j j k j",),
     "i,->i": ("i", ""),
 }
@@ -25,6 +26,12 @@ EQUATIONS = {
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_captured_einsum(equation):
     check_capture(lambda *xs: torch.einsum(equation, *xs), *map(Spec, EQUATIONS[equation]), sizes=SIZES)
+
+
+def test_an_axis_of_size_1_broadcasts():
+    check_capture(
+        lambda a, b: torch.einsum("ij,ij->i", a.sum(1, keepdim=True), b), Spec("i j"), Spec("i k"), sizes=SIZES
+    )
 
 
 def test_captured_tensordot_and_inner():

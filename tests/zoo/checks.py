@@ -197,7 +197,7 @@ def compared(
         yield compare
     texts = fallbacks(caught)
     if entry.falls_back is None:
-        assert not texts
+        assert not texts, texts
         found = count_captures(compare.got.run)
         assert found > 0 if captures is None else found == captures, f"{found} captures"
     else:

@@ -308,13 +308,12 @@ SELU = unary(
 )
 CELU = unary(
     "Celu",
-    {"aten.celu.default": lambda op, x, alpha=1.0: op.Celu(x, alpha=float(alpha))},
+    {"aten.celu.default": lambda op, x, alpha=1.0: op.own.Celu(x, alpha=float(alpha))},
     torch.celu,
     # PyTorch's gradient rounds alpha to float32.
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, input_scale=1 / torch.tensor(n.alpha).item()),
     attributes={"alpha": 1.0},
-    since=12,
+    domain=OWN,  # ai.onnx's takes float32 only
     body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1 / n.alpha),
-    native_ok=not_double,
     lower=lambda n, x: Call(torch.celu, x, n.alpha),
 )

@@ -363,9 +363,16 @@ def _lerp_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _lerp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
-    da = op.Mul(dy, op.Sub(op.scalar(1.0, like=dy), n.weight)) if n.wants("a") else None
+    number, one = number_of(n.weight), op.scalar(1.0, like=dy)
+    rest = op.Sub(one, n.weight) if number is None else op.scalar(1 - number, like=dy)
+    da = op.Mul(dy, rest) if n.wants("a") else None
     dweight = op.Mul(dy, op.Sub(n.b, n.a)) if n.wants("weight") else None
     return da, op.Mul(dy, n.weight) if n.wants("b") else None, dweight
+
+
+def _lerp_call(n: NodeView, a: Any, b: Any, weight: Any) -> Call:
+    number = number_of(n.weight)
+    return Call(torch.lerp, a, b, weight if number is None else number)
 
 
 def _ternary(
@@ -407,7 +414,7 @@ LERP = _ternary(
     ("aten.lerp.Tensor", "aten.lerp.Scalar"),
     ("a", "b", "weight"),
     lambda op, a, b, weight: op.own.Lerp(*promoted(op, a, b, weight)),
-    lambda n, a, b, weight: Call(torch.lerp, a, b, weight),
+    _lerp_call,
     _lerp_body,
     Gradient(_lerp_gradient, ("a", "b", "weight")),
 )

@@ -169,14 +169,14 @@ def _log1p_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Div(dy, op.Add(n.x, op.scalar(1, like=n.x)))  # type: ignore[no-any-return]
 
 
-def _logarithm(name: str, base: float, kernel: Any) -> None:
+def _logarithm(name: str, log_of_base: float, kernel: Any) -> None:
     """Defines the logarithm to a base that ONNX does not have."""
 
     def body(op: Builder, n: NodeView) -> ir.Value:
-        return op.Mul(op.Log(n.x), op.scalar(1 / math.log(base), like=n.x))  # type: ignore[no-any-return]
+        return op.Mul(op.Log(n.x), op.scalar(1 / log_of_base, like=n.x))  # type: ignore[no-any-return]
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-        return op.Div(dy, op.Mul(n.x, op.scalar(math.log(base), like=n.x)))  # type: ignore[no-any-return]
+        return op.Div(dy, op.Mul(n.x, op.scalar(log_of_base, like=n.x)))  # type: ignore[no-any-return]
 
     unary(name, f"aten.{name.lower()}.default", kernel, gradient, domain=OWN, body=body)
 
@@ -190,8 +190,8 @@ LOG1P = unary(
     domain=OWN,
     body=_log1p_body,
 )
-_logarithm("Log2", 2.0, torch.log2)
-_logarithm("Log10", 10.0, torch.log10)
+_logarithm("Log2", 0.6931471805599453, torch.log2)
+_logarithm("Log10", 2.3025850929940456, torch.log10)  # as PyTorch's gradient writes log 10
 
 
 def _logaddexp_body(op: Builder, n: NodeView) -> ir.Value:

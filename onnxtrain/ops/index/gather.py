@@ -20,7 +20,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped
@@ -69,12 +69,6 @@ def _known(row: Any) -> int:
     return row
 
 
-def _capture_select(op: Builder, x: ir.Value, dim: int, index: Any) -> ir.Value:
-    axis = in_rank(dim, rank_of(x), "the axis of select")
-    result: ir.Value = op.Gather(x, op.size(index), axis=axis)
-    return result
-
-
 def _capture_index_select(op: Builder, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
     if not rank_of(x):
         return x  # the one index there can be is 0
@@ -109,7 +103,7 @@ GATHER = movement(
     _gathered_type,
     (
         Kernel(
-            lower=lambda n, x, row: Call(torch.select, x, axis_of(n, n.x), row),
+            lower=lambda n, x, row: Method("clone", Call(torch.select, x, axis_of(n, n.x), row)),
             host=frozenset({1}),
             applies=lambda n, device: _is_index(n.rows),
         ),
@@ -120,13 +114,10 @@ GATHER = movement(
     attributes={"axis": 0},
     since=13,
     from_torch={
-        "aten.select.int": _capture_select,
-        "aten.select_copy.int": _capture_select,
         "aten.index_select.default": _capture_index_select,
         "aten.embedding.default": _capture_embedding,
     },
     axes=_gather_axes,
-    view=True,
     host=_gather_on_host,
     stops=frozenset({"rows"}),
 )

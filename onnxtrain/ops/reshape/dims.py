@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
@@ -158,20 +158,19 @@ def _squeeze_axes(n: NodeView) -> str:
 
 
 def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None = None) -> ir.Value:
-    """PyTorch drops the named axes whose size is 1, so the rank must not hang on a size that changes."""
+    """PyTorch drops the named axes whose size is 1. The capture's guards hold it to the rank of its output."""
     shape = sizes.of(x)
     dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
-    named = normalize_axes(dims, len(shape)) if shape else ()
-    changing = [f"{shape[a]} of axis {a}" for a in named if isinstance(shape[a], str)]
-    if changing:
-        raise UnsupportedOperatorError(
-            "squeeze drops an axis or keeps it as its size is 1 or not, and here the size may change",
-            expected="sizes that are fixed",
-            got=", ".join(changing),
-            todo="name only axes that always have size 1, or use select, flatten or reshape",
-        )
-    gone = [a for a in named if shape[a] == 1]
-    return op.Squeeze(x, vector(op, gone)) if gone else x
+    gone = [a for a in normalize_axes(dims, len(shape)) if shape[a] == 1] if shape else []
+    if len(shape) - len(gone) != len(op.out[0].shape):
+        return reshaped(op, x, op.out[0].shape)
+    return squeezed(op, x, *gone)
+
+
+def squeezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
+    """Drops the axes, all of size 1; gives x itself where there are none."""
+    result: ir.Value = op.Squeeze(x, vector(op, axes)) if axes else x
+    return result
 
 
 SQUEEZE = movement(

@@ -1,11 +1,13 @@
-"""Slice: part of a tensor; its gradient SliceGrad; and SliceScatter, which writes part of a tensor.
+"""Slice: part of a tensor; its gradient SliceGrad; SliceScatter, which writes part of a tensor; Flip.
 
     Slice(x, starts, ends, axes, steps) -> y               x[.., start:end:step, ..] along each of `axes`
+    Flip(x, axes) -> y                                     x backwards along `axes`
     SliceGrad(dy, shape, starts, ends, axes, steps) -> dx  zeros of `shape`, dy where y was taken from
     SliceScatter(x, updates, starts, ends, axes, steps)    x, with `updates` where Slice would read
 
 A bound below 0 counts from the end, bounds outside the axis are clamped to it; with a negative step the slice runs
-backwards. A symbolic bound is a position: PyTorch's guards say that it is not negative, unless it is provably so.
+backwards. Flip is such a slice of whole axes: an op of its own, because it copies where a forward slice is a view. A
+symbolic bound is a position: PyTorch's guards say that it is not negative, unless it is provably so.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import Call, NodeView
-from onnxtrain.ops.reshape.dims import expanded, swapped, unsqueezed
+from onnxtrain.ops.constructors import cast, same_as
+from onnxtrain.ops.definition import REQUIRED, Call, NodeView
+from onnxtrain.ops.reshape.dims import expanded, squeezed, swapped, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import counting, scatter_rows, zeros
 from onnxtrain.ops.symbolic import needed_sizes
 
 _LAST = 2**63 - 1  # as an end: to the last element
 _BEFORE_FIRST = -(2**63)  # as an end of a backward slice: to the first element
-_FLIP = (-1, _BEFORE_FIRST, -1)
+_BACKWARDS = (-1, _BEFORE_FIRST, -1)  # all of an axis
 
 
 def _axes(n: NodeView, rank: int) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ def _length(total: Size, start: Size, end: Size, step: int) -> Size:
     """How many elements of an axis of `total` elements a slice takes."""
     if isinstance(total, int) and isinstance(start, int) and isinstance(end, int):
         return len(range(total)[start:end:step])
-    if (start, end, step) == _FLIP:
+    if (start, end, step) == _BACKWARDS:
         return total
     if step < 0:
         raise GraphError("a backward slice of a size that changes takes the whole axis", got=f"{start}:{end}:{step}")
@@ -112,18 +114,11 @@ def _lower_slice(n: NodeView, x: Any, starts: Any, ends: Any, axes: Any, steps: 
     places, by = [b[0] for b in bounds], [b[3] for b in bounds]
     if all(step > 0 for step in by):
         return Call(operator.getitem, x, _subscript(places, starts, ends, by))
-    if all(bound[1:] == _FLIP for bound in bounds):
-        return Call(torch.flip, x, places)
     return Call(_slice_backward, x, places, starts, ends, by)
 
 
 def _slice_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
-    bounds = _bounds(n, rank_of(n.x))
-    how = (n.starts, n.ends, n.axes, n.steps)
-    if all(bound[1:] == _FLIP for bound in bounds):
-        dx = op.Slice(dy, *how)
-    else:
-        dx = op.ms.SliceGrad(dy, op.shape_of(n.x), *how)
+    dx = op.ms.SliceGrad(dy, op.shape_of(n.x), n.starts, n.ends, n.axes, n.steps)
     return [dx, *[None] * (len(n.node.inputs) - 1)]
 
 
@@ -170,27 +165,21 @@ def _capture_narrow(op: Builder, x: ir.Value, dim: int, start: Size, length: Siz
     return op.node("", "Slice", (x, *how), {}, types=[op.out[0]]).outputs[0]
 
 
-def _capture_flip(op: Builder, x: ir.Value, dims: Sequence[int]) -> ir.Value:
-    axes = [in_rank(d, rank_of(x), "an axis of flip") for d in dims]
-    return _flipped(op, x, axes)
+def _capture_select(op: Builder, x: ir.Value, dim: int, index: Size) -> ir.Value:
+    """Slice and Squeeze: both are views, and a slice can move through other ops without changing the rank."""
+    axis = in_rank(dim, rank_of(x), "the axis of select")
+    shape = sizes.of(x)
+    row = TensorType(dtype_of(x), (*shape[:axis], 1, *shape[axis + 1 :]))  # where there is none, PyTorch raises
+    how = _how(op, axis, *_one_row(x, axis, index), 1)
+    return squeezed(op, op.node("", "Slice", (x, *how), {}, types=[row]).outputs[0], axis)
 
 
-def _flipped(op: Builder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
-    if not axes:
-        return x
-    bounds = (vector(op, [bound] * len(axes)) for bound in _FLIP[:2])
-    result: ir.Value = op.Slice(x, *bounds, vector(op, axes), vector(op, [-1] * len(axes)))
-    return result
-
-
-def _capture_rot90(op: Builder, x: ir.Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> ir.Value:
-    """Quarter turns from the first axis towards the second."""
-    first, second = (in_rank(d, rank_of(x), "an axis of rot90") for d in dims)
-    if k % 4 == 2:
-        return _flipped(op, x, [first, second])
-    if k % 4 == 1:
-        return swapped(op, _flipped(op, x, [second]), first, second)
-    return _flipped(op, swapped(op, x, first, second), [second]) if k % 4 else x
+def _one_row(x: ir.Value, axis: int, index: Size) -> tuple[Size, Size]:
+    """The bounds of the slice that is this row."""
+    if isinstance(index, str) and _from_the_end(index):
+        index = sizes.add(sizes.of(x)[axis], index)
+    # -1 : 0 would be empty: the end of the last row is the end of the axis.
+    return index, _LAST if index == -1 else sizes.add(index, 1)
 
 
 SLICE = movement(
@@ -206,10 +195,8 @@ SLICE = movement(
         "aten.slice_copy.Tensor": _capture_slice,
         "aten.narrow.default": _capture_narrow,
         "aten.narrow_copy.default": _capture_narrow,
-        "aten.flip.default": _capture_flip,
-        "aten.fliplr.default": lambda op, x: _flipped(op, x, [1]),
-        "aten.flipud.default": lambda op, x: _flipped(op, x, [0]),
-        "aten.rot90.default": _capture_rot90,
+        "aten.select.int": _capture_select,
+        "aten.select_copy.int": _capture_select,
     },
     axes=_slice_axes,
     view=True,
@@ -338,11 +325,8 @@ def _capture_slice_scatter(
 
 def _capture_select_scatter(op: Builder, x: ir.Value, src: ir.Value, dim: int, index: Size) -> ir.Value:
     axis = in_rank(dim, rank_of(x), "the axis of select_scatter")
-    # -1 : 0 would be empty: the end of the last row is the end of the axis.
-    end = _LAST if index == -1 else sizes.add(index, 1)
-    result: ir.Value = op.own.SliceScatter(
-        x, unsqueezed(op, cast(op, src, dtype_of(x)), axis), *_how(op, axis, index, end, 1)
-    )
+    row = unsqueezed(op, cast(op, src, dtype_of(x)), axis)
+    result: ir.Value = op.own.SliceScatter(x, row, *_how(op, axis, *_one_row(x, axis, index), 1))
     return result
 
 
@@ -366,6 +350,57 @@ SLICE_SCATTER = movement(
     body=lambda op, n: _written_body(op, n, n.x, n.updates),
     axes=lambda n: _written_axes(n, rank_of(n.x), [True, False]),
     stops=frozenset({"starts", "ends", "axes", "steps"}),
+)
+
+
+# Flip: the axes `along` from their last element to their first
+
+
+def _flip_body(op: Builder, n: NodeView) -> ir.Value:
+    count = len(n.along)
+    start, end, step = (vector(op, [bound] * count) for bound in _BACKWARDS)
+    result: ir.Value = op.Slice(n.x, start, end, vector(op, n.along), step)
+    return result
+
+
+def _flip_axes(n: NodeView) -> str:
+    words = names("a", rank_of(n.x))
+    return axis_map([words], [f"y{i}" if i in n.along else word for i, word in enumerate(words)])
+
+
+def flipped(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
+    """Turns x around along its axes; gives x itself where there are none."""
+    along = [in_rank(a, rank_of(x), "an axis of flip") for a in axes]
+    result: ir.Value = op.own.Flip(x, along=along) if along else x
+    return result
+
+
+def _capture_rot90(op: Builder, x: ir.Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> ir.Value:
+    """Quarter turns from the first axis towards the second."""
+    first, second = (in_rank(d, rank_of(x), "an axis of rot90") for d in dims)
+    if k % 4 == 2:
+        return flipped(op, x, first, second)
+    if k % 4 == 1:
+        return swapped(op, flipped(op, x, second), first, second)
+    return flipped(op, swapped(op, x, first, second), second) if k % 4 else x
+
+
+FLIP = movement(
+    "Flip",
+    ("x",),
+    same_as("x"),
+    lambda n, x: Call(torch.flip, x, n.along),
+    lambda op, n, dy: op.own.Flip(dy, along=n.along),
+    domain=OWN,
+    attributes={"along": REQUIRED},
+    from_torch={
+        "aten.flip.default": lambda op, x, dims: flipped(op, x, *dims),
+        "aten.fliplr.default": lambda op, x: flipped(op, x, 1),
+        "aten.flipud.default": lambda op, x: flipped(op, x, 0),
+        "aten.rot90.default": _capture_rot90,
+    },
+    body=_flip_body,
+    axes=_flip_axes,
 )
 
 

@@ -1,4 +1,4 @@
-"""Tile, Pad and Roll: a tensor repeated, surrounded by a number, and turned around along its axes."""
+"""Tile and Roll: a tensor repeated, and turned around along its axes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, normalize_axis, rank_of
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Method, NodeView
 from onnxtrain.ops.reshape.dims import unsqueezed
-from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_map, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import repeated_rows, rolled
 from onnxtrain.ops.symbolic import needed_sizes
@@ -88,98 +88,6 @@ TILE = movement(
     },
     axes=_tile_axes,
     stops=frozenset({"repeats"}),
-)
-
-
-# Pad(x, pads, value, axes): `value` (0 where absent) before and after each axis; a negative pad cuts off.
-# pads are all the befores, then all the afters. Only the mode "constant": the others stay ATen nodes.
-
-
-def _pads(n: NodeView) -> list[tuple[int, Size, Size]]:
-    """(axis, before, after) of each padded axis."""
-    if n.mode != "constant":
-        raise GraphError("Pad knows the mode constant", got=n.mode, todo="keep the ATen op")
-    rank = rank_of(n.x)
-    axes = tuple(range(rank)) if n.axes is None else constant_ints(n.axes, "the axes of Pad")
-    pads = needed_sizes(n.pads, "the pads of Pad")
-    befores, afters = pads[: len(pads) // 2], pads[len(pads) // 2 :]
-    return [(in_rank(a, rank, "an axis of Pad"), b, c) for a, b, c in zip(axes, befores, afters, strict=True)]
-
-
-def _padded_type(n: NodeView) -> Sequence[TensorType]:
-    shape = list(sizes.of(n.x))
-    for axis, before, after in _pads(n):
-        shape[axis] = sizes.add(shape[axis], before, after)
-    return (TensorType(dtype_of(n.x), tuple(shape)),)
-
-
-def _lower_pad(n: NodeView, x: Any, pads: Any, value: Any, axes: Any) -> Call:
-    """Torch wants pairs, from the last axis to the first."""
-    places = [axis for axis, _, _ in _pads(n)]
-    pairs: dict[int, tuple[Any, Any]] = dict(zip(places, zip(pads, pads[len(places) :], strict=False), strict=True))
-    wanted = [pairs.get(axis, (0, 0)) for axis in reversed(range(min(places, default=0), rank_of(n.x)))]
-    return Call(torch.constant_pad_nd, x, [pad for pair in wanted for pad in pair], _filler(n))
-
-
-def _filler(n: NodeView) -> Any:
-    if n.value is None:
-        return 0
-    known = constant_of(n.value)
-    if known is None:
-        raise GraphError("the number that Pad pads with must be constant", got=f"{n.value.name}, which is computed")
-    return n.value.meta.get("scalar", known.item())
-
-
-def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
-    """Padding with the negative amounts cuts the padding off."""
-    padded = _pads(n)
-    amounts = [before for _, before, _ in padded] + [after for _, _, after in padded]
-    axes = vector(op, [axis for axis, _, _ in padded])
-    dx = op.Pad(dy, op.sizes([sizes.multiply(-1, a) for a in amounts]), op.scalar(0, like=dy), axes)
-    return [dx, *[None] * (len(n.node.inputs) - 1)]
-
-
-def _pad_axes(n: NodeView) -> str:
-    padded = {axis for axis, before, after in _pads(n) if (before, after) != (0, 0)}
-    words = names("a", rank_of(n.x))
-    inputs = [words, *[None] * (len(n.node.inputs) - 1)]
-    return axis_map(inputs, [f"y{i}" if i in padded else word for i, word in enumerate(words)])
-
-
-def _capture_constant_pad(op: Builder, x: ir.Value, pad: Sequence[Size], value: complex = 0) -> ir.Value:
-    rank, count = rank_of(x), len(pad) // 2
-    pairs = [(rank - 1 - i, pad[2 * i], pad[2 * i + 1]) for i in range(count)]
-    if all(before == 0 == after for _, before, after in pairs):
-        return x
-    amounts = [before for _, before, _ in pairs] + [after for _, _, after in pairs]
-    axes = vector(op, [axis for axis, _, _ in pairs])
-    inputs = (x, op.sizes(amounts), op.scalar(value, like=x), axes)
-    return op.node("", "Pad", inputs, {}, types=[op.out[0]]).outputs[0]
-
-
-def _capture_pad(
-    op: Builder, x: ir.Value, pad: Sequence[Size], mode: str = "constant", value: float | None = None
-) -> Any:
-    if mode != "constant":
-        return NotImplemented
-    return _capture_constant_pad(op, x, pad, 0 if value is None else value)
-
-
-PAD = movement(
-    "Pad",
-    ("x", "pads", "value?", "axes?"),
-    _padded_type,
-    _lower_pad,
-    _pad_gradient,
-    takes_ints=frozenset({1, 3}),
-    attributes={"mode": "constant"},
-    since=21,
-    from_torch={
-        "aten.constant_pad_nd.default": _capture_constant_pad,
-        "aten.pad.default": _capture_pad,
-    },
-    axes=_pad_axes,
-    stops=frozenset({"pads", "value", "axes"}),
 )
 
 

@@ -1,0 +1,256 @@
+"""Pools over windows that divide each axis into as many parts as are asked for.
+
+    AdaptiveAveragePool(x[n, c, d], size) -> y[n, c, e]
+    AdaptiveMaxPool(x[n, c, d], size) -> y[n, c, e], indices[n, c, e]        indices count within a plane
+    AdaptiveAveragePoolGrad(dy, shape), AdaptiveMaxPoolGrad(dy, indices, shape) -> dx[n, c, d]
+
+Part i of an axis of size s, divided into e, is [floor(i*s/e), ceil((i + 1)*s/e)): parts may overlap. With one part for
+each axis the mean is GlobalAveragePool. Backward ops take the shape of x, so that x need not be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder, as_sizes
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import axes_constant, fused, reshaped
+from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched, unpooled_axes
+from onnxtrain.ops.spatial import as_list, names, product, spatial
+
+aten = torch.ops.aten
+_nn = torch._C._nn  # what torch.nn.functional calls, without its checks of arguments
+Tensor = torch.Tensor
+INT64 = ir.DataType.INT64
+
+
+def _pooled(n: NodeView) -> Sizes:
+    parts = as_sizes(n.size)
+    if parts is None:
+        raise GraphError(f"{n.definition.name} needs to know its sizes", got=f"{n.size.name}, of unknown contents")
+    return (*sizes.of(n.x)[:2], *parts)
+
+
+def _axes(n: NodeView) -> str:
+    outputs = ", ".join([f"n c {names('e', n.x)}"] * len(n.node.outputs))
+    return f"n c {names('d', n.x)}, [s] -> {outputs}"
+
+
+# Parts of the bodies
+
+
+def _bounds(op: Builder, size: Size, parts: Size) -> tuple[ir.Value, ir.Value]:
+    """Where each part of an axis starts and ends: two vectors."""
+    one = op.scalar(1, INT64)
+    number = op.Range(op.scalar(0, INT64), op.size(parts), one)
+    start = op.Div(op.Mul(number, op.size(size)), op.size(parts))
+    beyond = op.Sub(op.Add(op.Mul(op.Add(number, one), op.size(size)), op.size(parts)), one)
+    return start, op.Div(beyond, op.size(parts))
+
+
+def _within(op: Builder, size: Size, parts: Size) -> ir.Value:
+    """Whether a place lies in a part: [parts, size]."""
+    start, end = (reshaped(op, bound, [parts, 1]) for bound in _bounds(op, size, parts))
+    place = op.Range(op.scalar(0, INT64), op.size(size), op.scalar(1, INT64))
+    result: ir.Value = op.And(op.GreaterOrEqual(place, start), op.Less(place, end))
+    return result
+
+
+def _lengths(op: Builder, size: Size, parts: Size, dtype: ir.DataType) -> ir.Value:
+    start, end = _bounds(op, size, parts)
+    result: ir.Value = op.Cast(op.Sub(end, start), to=dtype)
+    return result
+
+
+def _on_axes(op: Builder, x: ir.Value, rank: int, first: int, extents: Sequence[Size]) -> ir.Value:
+    """x, whose axes are `extents`, standing at axis `first` of `rank`."""
+    return reshaped(op, x, [*[1] * first, *extents, *[1] * (rank - first - len(extents))])
+
+
+def _masked_sum(op: Builder, x: ir.Value, mask: ir.Value, axis: int) -> ir.Value:
+    kept = op.Where(mask, x, op.scalar(0, like=x))
+    result: ir.Value = op.ReduceSum(kept, axes_constant(op, [axis]), keepdims=0)
+    return result
+
+
+# AdaptiveAveragePool
+
+
+def _average_body(op: Builder, n: NodeView) -> ir.Value:
+    """One axis after another: a window is as long for all of the others."""
+    y: ir.Value = n.x
+    rank = rank_of(y)
+    for axis, (size, parts) in enumerate(zip(spatial(n.x), _pooled(n)[2:], strict=True), 2):
+        mask = _on_axes(op, _within(op, size, parts), rank + 1, axis, [parts, size])
+        summed = _masked_sum(op, op.Unsqueeze(y, axes_constant(op, [axis])), mask, axis + 1)
+        lengths = _lengths(op, size, parts, dtype_of(y))
+        y = op.Div(summed, _on_axes(op, lengths, rank, axis, [parts]))
+    return y
+
+
+def _average_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    return [op.own.AdaptiveAveragePoolGrad(dy, op.shape_of(n.x)), None]
+
+
+def _lower_average(n: NodeView, x: Any, size: Any) -> Call:
+    kernel = {1: torch.adaptive_avg_pool1d, 2: _nn.adaptive_avg_pool2d, 3: _nn.adaptive_avg_pool3d}
+    return Call(kernel[rank_of(n.x) - 2], x, list(size))
+
+
+def _captured_average(count: int) -> Any:
+    def capture(op: Builder, x: ir.Value, output_size: Any) -> Any:
+        x, single = batched(op, x, count)
+        parts = as_list(output_size, count)
+        if all(p == 1 for p in parts):
+            return unbatched(op, single, op.GlobalAveragePool(x))[0]
+        return unbatched(op, single, op.own.AdaptiveAveragePool(x, op.sizes(parts)))[0]
+
+    return capture
+
+
+fused(
+    OWN,
+    "AdaptiveAveragePool",
+    ("x", "size"),
+    ("y",),
+    from_torch={
+        "aten.adaptive_avg_pool1d.default": _captured_average(1),
+        "aten.adaptive_avg_pool2d.default": _captured_average(2),
+        "aten.adaptive_avg_pool3d.default": _captured_average(3),
+        "aten._adaptive_avg_pool2d.default": _captured_average(2),
+        "aten._adaptive_avg_pool3d.default": _captured_average(3),
+    },
+    shapes=lambda n: (TensorType(dtype_of(n.x), _pooled(n)),),
+    body=_average_body,
+    gradient=(Gradient(_average_gradient, reads=()),),
+    stops=frozenset({"size"}),
+    lower=_lower_average,
+    host=frozenset({1}),
+    axes=_axes,
+    flops=lambda n: numel(n.x),
+)
+
+
+def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    dx: ir.Value = n.dy
+    rank = rank_of(dx)
+    for axis, (size, parts) in enumerate(zip(given_shape(n)[2:], spatial(n.dy), strict=True), 2):
+        lengths = _lengths(op, size, parts, dtype_of(dx))
+        each = op.Unsqueeze(op.Div(dx, _on_axes(op, lengths, rank, axis, [parts])), axes_constant(op, [axis + 1]))
+        mask = _on_axes(op, _within(op, size, parts), rank + 1, axis, [parts, size])
+        dx = _masked_sum(op, each, mask, axis)
+    return dx
+
+
+def adaptive_average_backward(dy: Tensor, shape: Sequence[int]) -> Tensor:
+    """PyTorch's kernels."""
+    if dy.ndim == 3:
+        return adaptive_average_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
+    kernel = aten._adaptive_avg_pool2d_backward if dy.ndim == 4 else aten._adaptive_avg_pool3d_backward
+    return kernel.default(dy, stand_in(dy, shape, dy.dtype))  # type: ignore[no-any-return]
+
+
+fused(
+    OWN,
+    "AdaptiveAveragePoolGrad",
+    ("dy", "shape"),
+    ("dx",),
+    shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
+    body=_average_grad_body,
+    lower=lambda n, dy, shape: Call(adaptive_average_backward, dy, shape),
+    host=frozenset({1}),
+    axes=unpooled_axes,
+    flops=lambda n: numel(n.node.outputs[0]),
+)
+
+
+# AdaptiveMaxPool
+
+
+def _max_types(n: NodeView) -> Sequence[TensorType]:
+    shape = _pooled(n)
+    return TensorType(dtype_of(n.x), shape), TensorType(INT64, shape)
+
+
+def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    """Every window over the whole plane: [n, c, e, d], what lies outside masked."""
+    batch, inner, parts = sizes.of(n.x)[:2], spatial(n.x), _pooled(n)[2:]
+    count = len(inner)
+    within: ir.Value | None = None
+    for axis, (size, part) in enumerate(zip(inner, parts, strict=True)):
+        places = [1] * count
+        extents = [*places[:axis], part, *places[axis + 1 :], *places[:axis], size, *places[axis + 1 :]]
+        mask = reshaped(op, _within(op, size, part), [1, 1, *extents])
+        within = mask if within is None else op.And(within, mask)
+    x = reshaped(op, n.x, [*batch, *[1] * count, *inner])
+    axes = axes_constant(op, range(2 + count, 2 + 2 * count))
+    y = op.ReduceMax(op.Where(within, x, op.scalar(float("-inf"), like=x)), axes, keepdims=1)
+    number = op.Range(op.scalar(0, INT64), op.size(product(inner)), op.scalar(1, INT64))
+    number = reshaped(op, number, [*[1] * (2 + count), *inner])
+    found = op.Where(op.And(within, op.Equal(x, y)), number, op.size(product(inner)))
+    indices = op.ReduceMin(found, axes, keepdims=0)
+    return reshaped(op, y, [*batch, *parts]), indices
+
+
+def _max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> list[ir.Value | None]:
+    return [op.own.AdaptiveMaxPoolGrad(dy, n.indices, op.shape_of(n.x)), None]
+
+
+def _lower_max(n: NodeView, x: Any, size: Any) -> Call:
+    kernel = {1: torch.adaptive_max_pool1d, 2: _nn.adaptive_max_pool2d, 3: _nn.adaptive_max_pool3d}
+    return Call(kernel[rank_of(n.x) - 2], x, list(size))
+
+
+def _captured_max(count: int) -> Any:
+    def capture(op: Builder, x: ir.Value, output_size: Any) -> Any:
+        x, single = batched(op, x, count)
+        return unbatched(op, single, *op.own.AdaptiveMaxPool(x, op.sizes(as_list(output_size, count))))
+
+    return capture
+
+
+fused(
+    OWN,
+    "AdaptiveMaxPool",
+    ("x", "size"),
+    ("y", "indices"),
+    from_torch={f"aten.adaptive_max_pool{count}d.default": _captured_max(count) for count in (1, 2, 3)},
+    shapes=_max_types,
+    body=_max_body,
+    gradient=(Gradient(_max_gradient, reads=("indices",)),),
+    stops=frozenset({"size"}),
+    lower=_lower_max,
+    host=frozenset({1}),
+    axes=_axes,
+    flops=lambda n: numel(n.x),
+)
+
+
+def adaptive_max_backward(dy: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
+    """PyTorch's kernels."""
+    if dy.ndim == 3:
+        return adaptive_max_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
+    kernel = aten.adaptive_max_pool2d_backward if dy.ndim == 4 else aten.adaptive_max_pool3d_backward
+    return kernel.default(dy, stand_in(indices, shape, dy.dtype), indices)  # type: ignore[no-any-return]
+
+
+fused(
+    OWN,
+    "AdaptiveMaxPoolGrad",
+    ("dy", "indices", "shape"),
+    ("dx",),
+    shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
+    body=scatter_body,
+    lower=lambda n, dy, indices, shape: Call(adaptive_max_backward, dy, indices, shape),
+    host=frozenset({2}),
+    axes=unpooled_axes,
+    flops=lambda n: numel(n.dy),
+)

@@ -1,0 +1,198 @@
+"""Pad: a tensor with more elements around it, or fewer; and the gradient of the modes that repeat elements.
+
+    Pad(x, pads, value?, axes?) -> y              pads are all the befores, then all the afters, one each per axis
+    PadGrad(dy, shape, pads, axes?) -> dx         each element gets the sum over its copies
+
+Modes: constant (`value`, 0 where absent; a negative pad cuts off), reflect (mirrored at the border, which is not
+repeated) and edge (the border repeated). PyTorch's kernels pad the last axes, which limits the last two modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, rank_of
+from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.symbolic import needed_sizes
+
+_TORCH_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
+_ONNX_MODES = {torch_mode: mode for mode, torch_mode in _TORCH_MODES.items()}
+_BACKWARD = {
+    ("reflect", 1): torch.ops.aten.reflection_pad1d_backward.default,
+    ("reflect", 2): torch.ops.aten.reflection_pad2d_backward.default,
+    ("reflect", 3): torch.ops.aten.reflection_pad3d_backward.default,
+    ("edge", 1): torch.ops.aten.replication_pad1d_backward.default,
+    ("edge", 2): torch.ops.aten.replication_pad2d_backward.default,
+    ("edge", 3): torch.ops.aten.replication_pad3d_backward.default,
+}
+
+
+def _pads(n: NodeView, rank: int) -> list[tuple[int, Size, Size]]:
+    """(axis, before, after) of each padded axis."""
+    if n.mode not in _TORCH_MODES:
+        raise GraphError("Pad knows other modes", expected=", ".join(_TORCH_MODES), got=n.mode)
+    axes = tuple(range(rank)) if n.axes is None else constant_ints(n.axes, "the axes of Pad")
+    pads = needed_sizes(n.pads, "the pads of Pad")
+    befores, afters = pads[: len(pads) // 2], pads[len(pads) // 2 :]
+    return [(in_rank(a, rank, "an axis of Pad"), b, c) for a, b, c in zip(axes, befores, afters, strict=True)]
+
+
+def _padded_type(n: NodeView) -> Sequence[TensorType]:
+    shape = list(sizes.of(n.x))
+    for axis, before, after in _pads(n, len(shape)):
+        shape[axis] = sizes.add(shape[axis], before, after)
+    return (TensorType(dtype_of(n.x), tuple(shape)),)
+
+
+def _pairs(n: NodeView, rank: int, pads: Any) -> list[Any]:
+    """The pads as torch wants them: before and after of each axis, from the last axis to the first that is padded."""
+    places = [axis for axis, _, _ in _pads(n, rank)]
+    known: dict[int, tuple[Any, Any]] = dict(zip(places, zip(pads, pads[len(places) :], strict=False), strict=True))
+    wanted = [known.get(axis, (0, 0)) for axis in reversed(range(min(places, default=0), rank))]
+    while len(wanted) > 1 and n.mode != "constant" and wanted[-1] == (0, 0):
+        wanted.pop()  # the kernels of these modes take no more axes than are padded
+    return [pad for pair in wanted for pad in pair]
+
+
+def _lower_pad(n: NodeView, x: Any, pads: Any, value: Any, axes: Any) -> Call:
+    pairs = _pairs(n, rank_of(n.x), pads)
+    if n.mode == "constant":
+        return Call(torch.constant_pad_nd, x, pairs, _filler(n))
+    return Call(torch.nn.functional.pad, x, pairs, _TORCH_MODES[n.mode])
+
+
+def _filler(n: NodeView) -> Any:
+    if n.value is None:
+        return 0
+    known = constant_of(n.value)
+    if known is None:
+        raise GraphError("the number that Pad pads with must be constant", got=f"{n.value.name}, which is computed")
+    return n.value.meta.get("scalar", known.item())
+
+
+def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
+    """Of a constant: padding with the negative amounts, which cuts the padding off."""
+    padded = _pads(n, rank_of(n.x))
+    axes = vector(op, [axis for axis, _, _ in padded])
+    if n.mode == "constant":
+        amounts = [before for _, before, _ in padded] + [after for _, _, after in padded]
+        dx = op.Pad(dy, op.sizes([sizes.multiply(-1, a) for a in amounts]), op.scalar(0, like=dy), axes)
+    else:
+        dx = op.own.PadGrad(dy, op.shape_of(n.x), n.pads, axes, mode=n.mode)
+    return [dx, *[None] * (len(n.node.inputs) - 1)]
+
+
+def _pad_axes(n: NodeView) -> str:
+    padded = {axis for axis, before, after in _pads(n, rank_of(n.x)) if (before, after) != (0, 0)}
+    words = names("a", rank_of(n.x))
+    inputs = [words, *[None] * (len(n.node.inputs) - 1)]
+    return axis_map(inputs, [f"y{i}" if i in padded else word for i, word in enumerate(words)])
+
+
+def _padded(op: Builder, x: ir.Value, pad: Sequence[Size], mode: str, value: complex = 0) -> ir.Value:
+    """Pads x by torch's `pad`: pairs, from the last axis to the first that is padded."""
+    rank, count = rank_of(x), len(pad) // 2
+    pairs = [(rank - 1 - i, pad[2 * i], pad[2 * i + 1]) for i in range(count)]
+    if all(before == 0 == after for _, before, after in pairs):
+        return x
+    amounts = [before for _, before, _ in pairs] + [after for _, _, after in pairs]
+    axes = vector(op, [axis for axis, _, _ in pairs])
+    number = op.scalar(value, like=x) if mode == "constant" else None
+    return op.node("", "Pad", (x, op.sizes(amounts), number, axes), {"mode": mode}, types=[op.out[0]]).outputs[0]
+
+
+def _capture_constant(op: Builder, x: ir.Value, pad: Sequence[Size], value: complex = 0) -> ir.Value:
+    return _padded(op, x, pad, "constant", value)
+
+
+def _capture_pad(
+    op: Builder, x: ir.Value, pad: Sequence[Size], mode: str = "constant", value: float | None = None
+) -> Any:
+    if mode not in _ONNX_MODES:
+        return NotImplemented
+    return _padded(op, x, pad, _ONNX_MODES[mode], 0 if value is None else value)
+
+
+def _capture_mode(mode: str) -> Any:
+    return lambda op, x, padding: _padded(op, x, padding, mode)
+
+
+PAD = movement(
+    "Pad",
+    ("x", "pads", "value?", "axes?"),
+    _padded_type,
+    _lower_pad,
+    _pad_gradient,
+    takes_ints=frozenset({1, 3}),
+    attributes={"mode": "constant"},
+    since=21,
+    from_torch={
+        "aten.constant_pad_nd.default": _capture_constant,
+        "aten.pad.default": _capture_pad,
+        "aten.reflection_pad1d.default": _capture_mode("reflect"),
+        "aten.reflection_pad2d.default": _capture_mode("reflect"),
+        "aten.reflection_pad3d.default": _capture_mode("reflect"),
+        "aten.replication_pad1d.default": _capture_mode("edge"),
+        "aten.replication_pad2d.default": _capture_mode("edge"),
+        "aten.replication_pad3d.default": _capture_mode("edge"),
+    },
+    axes=_pad_axes,
+    stops=frozenset({"pads", "value", "axes"}),
+)
+
+
+def _pad_grad(dy: torch.Tensor, shape: Any, pairs: list[int], kernel: Any) -> torch.Tensor:
+    """The kernels read only the sizes of the tensor that was padded."""
+    return kernel(dy, dy.new_empty(shape), pairs)  # type: ignore[no-any-return]
+
+
+def _lower_pad_grad(n: NodeView, dy: Any, shape: Any, pads: Any, axes: Any) -> Call:
+    pairs = _pairs(n, rank_of(n.dy), pads)
+    return Call(_pad_grad, dy, shape, pairs, _BACKWARD[n.mode, len(pairs) // 2])
+
+
+def _pad_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """The positions 0, 1, 2, … of an axis, padded alike, say where each row of dy was copied from."""
+    dx: ir.Value = n.dy
+    shape = list(sizes.of(n.dy))
+    for axis, before, after in _pads(n, len(shape)):
+        total = sizes.of(n.dx)[axis]
+        rows = op.Pad(counting(op, total), op.sizes([before, after]), mode=n.mode)
+        shape[axis] = total
+        dx = op.ms.GatherGrad(op.sizes(shape), rows, dx, axis=axis)
+    return dx
+
+
+def _pad_grad_axes(n: NodeView) -> str:
+    padded = {axis for axis, _, _ in _pads(n, rank_of(n.dy))}
+    words = [f"[w{i}]" if i in padded else word for i, word in enumerate(names("a", rank_of(n.dy)))]
+    inputs = [words, *[None] * (len(n.node.inputs) - 1)]
+    return axis_map(inputs, [f"[x{i}]" if i in padded else word for i, word in enumerate(words)])
+
+
+PAD_GRAD = movement(
+    "PadGrad",
+    ("dy", "shape", "pads", "axes?"),
+    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that PadGrad gives")),),
+    (
+        Kernel(lower=_lower_pad_grad, host=frozenset({1, 2, 3}), applies=lambda n, device: device == "cpu"),
+        Kernel(lower=_lower_pad_grad, host=frozenset({1, 2, 3}), deterministic=False),  # atomic additions
+    ),
+    None,
+    domain=OWN,
+    outputs=("dx",),
+    attributes={"mode": "reflect"},
+    body=_pad_grad_body,
+    axes=_pad_grad_axes,
+    stops=frozenset({"shape", "pads", "axes"}),
+)

@@ -1,0 +1,65 @@
+"""What PyTorch's activations become, and their bodies at NaN and infinities."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.testing import OpCase, Spec
+from tests.ops.captures import check_body_at_specials, check_capture
+from tests.ops.cases_activation import CASES
+
+WIDE = Spec("b s h", low=-8.0, high=8.0)
+
+FUNCTIONS = {
+    "relu": F.relu,
+    "relu-in-place": lambda x: F.relu(x * 2, inplace=True),
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "quick-gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
+    "sigmoid-int": lambda x: torch.sigmoid(x.long()),
+    "expit": torch.special.expit,
+    "tanh": torch.tanh,
+    "leaky-relu": lambda x: F.leaky_relu(x, 0.2),
+    "elu": F.elu,
+    "elu-alpha": lambda x: F.elu(x, 0.5),
+    "selu": F.selu,
+    "elu-of-selu": lambda x: torch.ops.aten.elu.default(x, 1.5, 1.2),
+    "celu": lambda x: F.celu(x, 0.7),
+    "softplus": F.softplus,
+    "softplus-scaled": lambda x: F.softplus(x, 2.0, 5.0),
+    "softsign": F.softsign,
+    "mish": F.mish,
+    "logsigmoid": F.logsigmoid,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": lambda x: F.hardtanh(x, -2.0, 1.0),
+    "relu6": F.relu6,
+    "threshold": lambda x: F.threshold(x, 0.1, 20.0),
+    "hardshrink": F.hardshrink,
+    "softshrink": F.softshrink,
+    "tanhshrink": F.tanhshrink,
+    "glu": F.glu,
+    "glu-axis": lambda x: F.glu(x.transpose(1, 2), 1),
+}
+# PyTorch's own kernels disagree with each other about the gradient at NaN.
+UNDEFINED_AT_NAN = ("Elu", "Selu", "Celu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_functions_become(name: str, dtype: torch.dtype) -> None:
+    check_capture(FUNCTIONS[name], WIDE, dtype=dtype)
+
+
+@pytest.mark.parametrize("slopes", [1, 4])
+@pytest.mark.parametrize("dims", ["b 4", "b 4 s", "b 4 s h"])
+def test_prelu_has_one_slope_or_one_for_each_channel(dims: str, slopes: int) -> None:
+    check_capture(F.prelu, Spec(dims), Spec(f"{slopes}"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.specials and c.name not in UNDEFINED_AT_NAN], ids=str)
+def test_bodies_at_special_numbers(case: OpCase, dtype: torch.dtype) -> None:
+    check_body_at_specials(case, dtype)

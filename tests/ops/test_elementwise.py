@@ -1,0 +1,190 @@
+"""What PyTorch's elementwise functions become, and their bodies at NaN, infinities, -0.0 and ties."""
+
+import pytest
+import torch
+
+from onnxtrain.testing import OpCase, Spec
+from tests.ops.captures import check_body_at_specials, check_capture
+from tests.ops.cases_elementwise import CASES
+
+POSITIVE = Spec("b s h", low=0.2, high=2.0)
+INNER = Spec("b s h", low=-0.9, high=0.9)
+ROW = Spec("h", low=0.5)
+WHOLE = Spec("b s h", "int64", -9, 9)
+COUNT = Spec("b s h", "int64", 1, 5)
+SMALL = Spec("b s h", torch.uint8, 0, 200)
+TRUTH = Spec("b s h", "bool")
+ANY = Spec("b s h")
+
+FUNCTIONS = {
+    "add": (lambda a, b: a + b, ANY, ROW),
+    "add-alpha": (lambda a, b: torch.add(a, b, alpha=0.3), ANY, ROW),
+    "add-scalar": (lambda a: a + 1.7, ANY),
+    "add-size": (lambda a: a + a.shape[1], ANY),
+    "add-int": (lambda a, b: a + b, ANY, WHOLE),
+    "add-int-scalar": (lambda a: a + 2.5, WHOLE),
+    "add-int-float-alpha": (lambda a: torch.add(a, 1.5, alpha=2), WHOLE),
+    "add-bool": (lambda a, b: a + b, TRUTH, TRUTH),
+    "add-bool-int": (lambda a, b: a + b, TRUTH, WHOLE),
+    "add-small-int": (lambda a, b: a + b, SMALL, SMALL),
+    "add-double": (lambda a, b: a + b.double(), ANY, ROW),
+    "add-0-d": (lambda a: a + a.double().sum(), ANY),
+    "sub": (lambda a, b: torch.sub(a, b, alpha=2), ANY, ROW),
+    "subtract": (lambda a: torch.subtract(a, 1), ANY),
+    "rsub": (lambda a: 1 - a, ANY),
+    "rsub-alpha": (lambda a, b: torch.rsub(a, b, alpha=0.5), ANY, ROW),
+    "mul": (lambda a, b: a * b, ANY, ROW),
+    "mul-size": (lambda a: a * a.shape[0], ANY),
+    "mul-bool": (lambda a, b: a * b, TRUTH, TRUTH),
+    "mul-mask": (lambda a, b: a * b, ANY, TRUTH),
+    "multiply": (torch.multiply, ANY, ROW),
+    "div": (lambda a, b: a / b, ANY, ROW),
+    "div-scalar": (lambda a: a / 0.3, ANY),
+    "div-size": (lambda a: a / a.shape[1], ANY),
+    "div-int": (lambda a, b: a / b, WHOLE, COUNT),
+    "div-floor": (lambda a: torch.div(a, 0.7, rounding_mode="floor"), ANY),
+    "div-trunc": (lambda a: torch.div(a, 0.7, rounding_mode="trunc"), ANY),
+    "div-trunc-int": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), WHOLE, COUNT),
+    "div-floor-int": (lambda a, b: torch.div(a, b, rounding_mode="floor"), WHOLE, COUNT),
+    "true-divide": (lambda a: torch.true_divide(a, 3), ANY),
+    "floor-divide": (lambda a, b: a // b, WHOLE, COUNT),
+    "reciprocal": (lambda a: 1 / a, POSITIVE),
+    "remainder": (lambda a: a % 0.7, ANY),
+    "remainder-int": (lambda a: a % 3, WHOLE),
+    "remainder-of-scalar": (lambda b: torch.remainder(7, b), COUNT),
+    "fmod": (lambda a: torch.fmod(a, 0.7), ANY),
+    "fmod-int": (lambda a, b: torch.fmod(a, b), WHOLE, COUNT),
+    "neg": (lambda a: -a, ANY),
+    "abs": (torch.abs, ANY),
+    "abs-int": (torch.abs, WHOLE),
+    "sign": (torch.sign, ANY),
+    "sgn": (torch.sgn, ANY),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.3), ANY, ANY),
+    "lerp-tensor": (torch.lerp, ANY, ANY, INNER),
+    "addcmul": (lambda a, b: torch.addcmul(a, b, b, value=2), ANY, ROW),
+    "addcdiv": (lambda a, b: torch.addcdiv(a, a, b, value=0.5), ANY, ROW),
+    "square": (torch.square, ANY),
+    "pow": (lambda a: a**3, ANY),
+    "pow-negative": (lambda a: a**-1.5, POSITIVE),
+    "pow-tensor": (torch.pow, POSITIVE, ANY),
+    "pow-of-scalar": (lambda b: 2**b, ANY),
+    "pow-of-negative": (lambda b: torch.pow(-2.0, b), WHOLE),
+    "pow-int": (lambda a: a**2, WHOLE),
+    "float-power": (lambda a: torch.float_power(a, 2), ANY),
+    "sqrt": (torch.sqrt, POSITIVE),
+    "sqrt-int": (torch.sqrt, COUNT),
+    "rsqrt": (torch.rsqrt, POSITIVE),
+    "exp": (torch.exp, ANY),
+    "exp2": (torch.exp2, ANY),
+    "expm1": (torch.expm1, ANY),
+    "log": (torch.log, POSITIVE),
+    "log1p": (torch.log1p, POSITIVE),
+    "log2": (torch.log2, POSITIVE),
+    "log10": (torch.log10, POSITIVE),
+    "logaddexp": (torch.logaddexp, ANY, ROW),
+    "sin": (torch.sin, ANY),
+    "cos": (torch.cos, ANY),
+    "tan": (torch.tan, INNER),
+    "asin": (torch.arcsin, INNER),
+    "acos": (torch.acos, INNER),
+    "atan": (torch.atan, ANY),
+    "sinh": (torch.sinh, ANY),
+    "cosh": (torch.cosh, ANY),
+    "asinh": (torch.asinh, ANY),
+    "acosh": (lambda a: torch.acosh(a + 1), POSITIVE),
+    "atanh": (torch.atanh, INNER),
+    "atan2": (torch.atan2, ANY, ROW),
+    "erf": (torch.erf, ANY),
+    "floor": (torch.floor, ANY),
+    "floor-int": (torch.floor, WHOLE),
+    "ceil": (torch.ceil, ANY),
+    "round": (torch.round, ANY),
+    "trunc": (torch.trunc, ANY),
+    "fix": (torch.fix, ANY),
+    "eq": (lambda a, b: a == b, WHOLE, COUNT),
+    "eq-bool": (lambda a: a == True, TRUTH),  # noqa: E712  # the comparison under test
+    "ne": (lambda a: a != 0.5, ANY),
+    "lt": (lambda a, b: a < b, ANY, ROW),
+    "lt-int": (lambda a: a < 2.5, WHOLE),
+    "lt-mixed": (lambda a, b: a < b, ANY, WHOLE),
+    "lt-bool": (lambda a, b: a < b, TRUTH, TRUTH),
+    "le": (lambda a: a <= a.shape[0], ANY),
+    "gt": (torch.greater, ANY, ROW),
+    "ge": (lambda a: a >= 1, WHOLE),
+    "isnan": (torch.isnan, ANY),
+    "isnan-int": (torch.isnan, WHOLE),
+    "isinf": (torch.isinf, ANY),
+    "isposinf": (torch.isposinf, ANY),
+    "isneginf": (torch.isneginf, ANY),
+    "isfinite": (torch.isfinite, ANY),
+    "and": (lambda a, b: a & b, TRUTH, TRUTH),
+    "and-int": (lambda a: a & 3, WHOLE),
+    "or": (lambda a, b: a | b, TRUTH, TRUTH),
+    "or-int": (lambda a, b: a | b, WHOLE, COUNT),
+    "xor": (lambda a, b: a ^ b, TRUTH, TRUTH),
+    "not": (lambda a: ~a, TRUTH),
+    "not-int": (lambda a: ~a, WHOLE),
+    "bitwise-and": (lambda a: torch.bitwise_and(a, 6), WHOLE),
+    "logical-and": (torch.logical_and, ANY, WHOLE),
+    "logical-or": (torch.logical_or, ANY, WHOLE),
+    "logical-xor": (torch.logical_xor, TRUTH, WHOLE),
+    "logical-not": (torch.logical_not, ANY),
+    "where": (torch.where, TRUTH, ANY, ROW),
+    "where-mixed": (torch.where, TRUTH, ANY, WHOLE),
+    "where-scalar": (lambda c, a: torch.where(c, a, 0.3), TRUTH, ANY),
+    "where-scalar-self": (lambda c, a: torch.where(c, 1, a), TRUTH, ANY),
+    "where-scalars": (lambda c: torch.where(c, 1, 0), TRUTH),
+    "where-float-scalars": (lambda c: torch.where(c, 1.0, 0.0), TRUTH),
+    "masked-fill": (lambda a, m: a.masked_fill(m, float("-inf")), ANY, TRUTH),
+    "masked-fill-row": (lambda a, m: a.masked_fill(m, 0.3), ANY, Spec("h", "bool")),
+    "masked-fill-tensor": (lambda a, m, v: a.masked_fill(m, v.sum()), ANY, TRUTH, ROW),
+    "masked-fill-int": (lambda a, m: a.masked_fill(m, -100), WHOLE, TRUTH),
+    "maximum": (torch.maximum, ANY, ROW),
+    "max-other": (torch.max, ANY, ROW),
+    "maximum-bool": (torch.maximum, TRUTH, TRUTH),
+    "minimum": (torch.minimum, ANY, ROW),
+    "min-other": (torch.min, WHOLE, COUNT),
+    "clamp": (lambda a: a.clamp(-0.5, 1.0), ANY),
+    "clamp-min": (lambda a: a.clamp(min=0), ANY),
+    "clamp-max": (lambda a: a.clamp_max(0.4), ANY),
+    "clamp-size": (lambda a: a.clamp(max=a.shape[0] - 2), ANY),
+    "clamp-int": (lambda a: a.clamp(-2, 3), WHOLE),
+    "clamp-int-by-float": (lambda a: a.clamp(-1.5), WHOLE),
+    "clamp-tensor": (lambda a, b: a.clamp(-b, b), ANY, ROW),
+    "clamp-min-tensor": (lambda a, b: torch.clamp_min(a, b), ANY, ROW),
+    "clip": (lambda a: a.clip(0, 1), ANY),
+    "nan-to-num": (lambda a: torch.nan_to_num(a / (a > 0)), ANY),
+    "nan-to-num-int": (torch.nan_to_num, WHOLE),
+    "to-double": (lambda a: a.double(), ANY),
+    "to-half": (lambda a: a.half(), ANY),
+    "to-int": (lambda a: (a * 9).long(), ANY),
+    "to-uint8": (lambda a: (a * 200).to(torch.uint8), ANY),
+    "to-bool": (lambda a: a.bool(), WHOLE),
+    "bool-to-float": (lambda a: a.float(), TRUTH),
+    "type-as": (lambda a, b: b.type_as(a), ANY, WHOLE),
+    "clone": (lambda a: a.clone() * 2, ANY),
+    "detach": (lambda a: a.detach() * a, ANY),
+    "contiguous": (lambda a: a.transpose(0, 1).contiguous() * 2, ANY),
+    "in-place": (lambda a: a.clone().add_(1).mul_(2).masked_fill_(a > 0, 0.5), ANY),
+    "copy": (lambda a, b: torch.zeros_like(a).copy_(b), ANY, ROW),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_functions_become(name: str) -> None:
+    function, *specs = FUNCTIONS[name]
+    for dtype in (torch.float32, torch.bfloat16) if any(s.dtype == "float" for s in specs) else (torch.float32,):
+        check_capture(function, *specs, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.specials], ids=str)
+def test_bodies_at_special_numbers(case: OpCase, dtype: torch.dtype) -> None:
+    check_body_at_specials(case, dtype)
+
+
+def test_a_scalar_keeps_its_precision_beside_bfloat16() -> None:
+    """0.1 rounded to bfloat16 is 0.1001: the product differs."""
+    x = torch.full((64,), 255.0, dtype=torch.bfloat16)
+    module = check_capture(lambda a: a * 0.1, Spec("b"), dtype=torch.bfloat16, sizes=[{"b": 64}])
+    assert torch.equal(module(x), x * 0.1)

@@ -1,0 +1,152 @@
+"""What PyTorch's normalizations become, and that they run its own kernels: every bit agrees."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from onnxtrain import ORTModule
+from tests.ops.modules import check_module, ops_of
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def rows(*lengths: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(n, 5, 8, generator=generator) * 2 + 1] for n in lengths]
+
+
+def images(*batches: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [[torch.randn(n, 6, 5, 4, generator=generator) * 2 + 1] for n in batches]
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """With parameters and statistics that are not ones and zeros."""
+    generator = torch.Generator().manual_seed(3)
+    for tensor in (*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())):
+        tensor.data.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(8),
+        nn.LayerNorm((5, 8)),
+        nn.LayerNorm(8, bias=False),
+        nn.LayerNorm(8, elementwise_affine=False),
+        nn.LayerNorm(8, eps=1e-12),
+    ],
+    ids=str,
+)
+def test_layer_norm(module, dtype):
+    ours = check_module(randomized(module), *rows(4, 2, 1), dtype=dtype, exact=True)
+    affine = module.weight is not None and dtype != torch.float64
+    assert ops_of(ours) == ["ai.onnx::LayerNormalization" if affine else "onnxtrain::LayerNormalization"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "module", [nn.RMSNorm(8), nn.RMSNorm(8, eps=1e-6), nn.RMSNorm((5, 8), elementwise_affine=False)], ids=str
+)
+def test_rms_norm(module, dtype):
+    ours = check_module(randomized(module), *rows(4, 2, 1), dtype=dtype)
+    assert ops_of(ours) == ["com.microsoft::SimplifiedLayerNormalization"]
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.RMSNorm(8), nn.GroupNorm(1, 5)], ids=str
+)
+def test_norms_under_autocast(norm):
+    """Activations in bfloat16, parameters in float32."""
+    check_module(nn.Sequential(nn.Linear(8, 8), randomized(norm)), *rows(4, 2), autocast=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm2d(6),
+        nn.BatchNorm2d(6, momentum=0.3, eps=1e-3),
+        nn.BatchNorm2d(6, affine=False),
+        nn.BatchNorm2d(6, track_running_stats=False),
+        nn.BatchNorm2d(6, affine=False, track_running_stats=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_batch_norm(module, dtype, training):
+    check_module(randomized(module).train(training), *images(4, 2, 1), dtype=dtype, exact=True)
+
+
+def test_batch_norm_of_rows_and_sequences():
+    check_module(randomized(nn.BatchNorm1d(8)), *([x.flatten(0, 1)] for [x] in rows(4, 2)), exact=True)
+    check_module(randomized(nn.BatchNorm1d(5)), *rows(4, 2), exact=True)
+    check_module(randomized(nn.BatchNorm3d(6)), *([x[..., None]] for [x] in images(4, 2)), exact=True)
+
+
+def test_batch_norm_in_channels_last():
+    module = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+    check_module(module, *([x.to(memory_format=torch.channels_last)] for [x] in images(4, 2)))
+
+
+def test_batch_norm_without_momentum_is_an_average_in_eval_mode():
+    check_module(randomized(nn.BatchNorm2d(6, momentum=None)).eval(), *images(4, 2), exact=True)
+
+
+def test_frozen_batch_norm():
+    module = randomized(nn.BatchNorm2d(6)).eval().requires_grad_(False)
+    check_module(nn.Sequential(nn.Conv2d(6, 6, 1), module), *images(4, 2))
+
+
+def test_batch_norm_under_autocast():
+    module = nn.Sequential(nn.Conv2d(6, 4, 3), randomized(nn.BatchNorm2d(4)))
+    check_module(module, *images(4, 2), autocast=True)
+    check_module(module.eval(), *images(4, 2), autocast=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("module", [nn.GroupNorm(3, 6), nn.GroupNorm(2, 6, affine=False), nn.GroupNorm(6, 6)], ids=str)
+def test_group_norm(module, dtype):
+    check_module(randomized(module), *images(4, 2, 1), dtype=dtype, exact=True)
+
+
+def test_group_norm_in_channels_last():
+    calls = [[x.to(memory_format=torch.channels_last)] for [x] in images(4, 2)]
+    check_module(randomized(nn.GroupNorm(3, 6)), *calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("module", [nn.InstanceNorm2d(6), nn.InstanceNorm2d(6, affine=True)], ids=str)
+def test_instance_norm(module, dtype):
+    ours = check_module(randomized(module), *images(4, 2, 1), dtype=dtype, exact=True)
+    assert "com.microsoft::BatchNormInternal" in ops_of(ours)
+
+
+def test_instance_norm_with_running_statistics():
+    module = randomized(nn.InstanceNorm2d(6, affine=True, track_running_stats=True))
+    check_module(module.eval(), *images(4, 2), exact=True)
+
+
+def test_instance_norm_that_updates_statistics_runs_in_pytorch():
+    """PyTorch's export loses the update."""
+    module = nn.InstanceNorm2d(6, track_running_stats=True)
+    [x] = images(4)[0]
+    ours = ORTModule(module)
+    with pytest.warns(UserWarning, match="running statistics"):
+        ours(x)
+    assert module.running_mean.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm(dtype, dim):
+    ours = check_module(weight_norm(nn.Linear(8, 3), dim=dim), *rows(4, 2), dtype=dtype)
+    assert "onnxtrain::WeightNorm" in ops_of(ours)
+
+
+def test_weight_norm_of_a_convolution():
+    check_module(weight_norm(nn.Conv2d(6, 4, 3)), *images(4, 2))
+    check_module(weight_norm(nn.Conv2d(6, 4, 3), dim=1), *images(4, 2))

@@ -1,0 +1,124 @@
+"""Dropout draws eager PyTorch's numbers, or as many of its own; and what it leaves is right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain import ORTModule
+from onnxtrain.ops.randomness import dropout, dropout_of_any_ratio, fast_dropout
+from tests.ops.captures import OfTensors
+
+LAYOUTS = {
+    "dense": lambda x: x,
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "sliced": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(4, -1, -1),
+    "one": lambda x: x[0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+
+
+def _scale(ratio: float, dtype: torch.dtype) -> float:
+    return torch.ones((), dtype=dtype).div_(1 - ratio).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 7, 9), (16, 31, 33)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_dropout_is_eagers_bit_for_bit(layout, shape, dtype):
+    x = layout(torch.randn(shape).to(dtype))
+    for ratio in (0.1, 0.123, 0.5, 0.9):
+        torch.manual_seed(3)
+        expected = F.dropout(x, ratio, True)
+        state = torch.get_rng_state()
+        torch.manual_seed(3)
+        y, mask = dropout(x, 1 - ratio, _scale(ratio, dtype))
+        assert torch.equal(y, expected)
+        assert y.stride() == expected.stride()
+        assert mask.dtype == torch.bool
+        assert torch.equal(mask, expected != 0)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 9), (16, 31, 33)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_fast_dropout_keeps_the_layout(layout, shape):
+    x = layout(torch.randn(shape))
+    y, mask = fast_dropout(x, 16384, 4 / 3)
+    assert y.stride() == mask.stride() == torch.empty_like(x).stride()
+    assert torch.equal(y, x * mask * (4 / 3))
+
+
+def test_fast_dropout_keeps_the_share_that_it_says_and_follows_the_seed():
+    x, ratio = torch.ones(1000, 1001), 6554 / 65536
+    torch.manual_seed(3)
+    y, mask = fast_dropout(x, 6554, 1 / (1 - ratio))
+    count, sigma = x.numel(), (ratio * (1 - ratio) / x.numel()) ** 0.5
+    assert abs(mask.sum().item() / count - (1 - ratio)) < 4 * sigma
+    for axis in (0, 1):  # no row or column is drawn unlike the others
+        shares = mask.float().mean(axis)
+        assert abs(shares.std() / (ratio * (1 - ratio) / x.shape[axis]) ** 0.5 - 1) < 0.15
+    torch.manual_seed(3)
+    assert torch.equal(fast_dropout(x, 6554, 1 / (1 - ratio))[0], y)
+    assert not torch.equal(fast_dropout(x, 6554, 1 / (1 - ratio))[0], y)
+
+
+def test_ratios_that_leave_nothing_to_draw():
+    x, state = torch.randn(3, 4), torch.get_rng_state()
+    for ratio, training, kept in ((0.0, True, True), (0.3, False, True), (1.0, True, False)):
+        y, mask = dropout_of_any_ratio(x, ratio, training)
+        assert torch.equal(y, F.dropout(x, ratio, training))
+        assert torch.equal(mask, torch.full((3, 4), kept))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _step(module: torch.nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Outputs, gradient and the state of the generator, after the same seed."""
+    x = x.detach().requires_grad_()
+    torch.manual_seed(11)
+    outputs = module(x)
+    state = torch.get_rng_state()
+    sum((y * torch.arange(1.0, y.numel() + 1).view(y.shape).to(y.dtype)).sum() for y in outputs).backward()
+    return [y.detach() for y in outputs], x.grad, state
+
+
+def _dropouts(x):
+    permuted = F.dropout(x.permute(2, 0, 1), 0.25, True).permute(1, 2, 0)
+    return (
+        F.dropout(x, 0.1, True),
+        F.dropout(permuted.sin(), 0.5, True),
+        F.dropout(x, 0.0, True),
+        F.dropout(x, 1.0, True),
+        F.dropout(x, 0.3, False),
+        F.dropout(x * 2, 0.3, True, inplace=True),
+        F.dropout1d(x, 0.3, True),
+        F.alpha_dropout(x, 0.3, True),
+        F.feature_alpha_dropout(x, 0.3, True),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_module_with_dropout_equals_eager(dtype):
+    module = OfTensors(_dropouts)
+    ours = ORTModule(module, rng="torch")
+    for sizes in ((3, 4, 6), (2, 5, 6)):
+        x = torch.randn(sizes).to(dtype)
+        outputs, gradient, state = _step(ours, x)
+        expected, expected_gradient, expected_state = _step(module, x)
+        for y, right in zip(outputs, expected, strict=True):
+            assert torch.equal(y, right)
+        torch.testing.assert_close(gradient, expected_gradient)  # a sum of nine, perhaps in another order
+        assert torch.equal(state, expected_state)
+
+
+def test_fast_draws_are_the_same_in_forward_and_backward():
+    ours = ORTModule(OfTensors(lambda x: (F.dropout(x, 0.1, True),)), rng="fast")
+    x = torch.randn(64, 65)
+    (y,), gradient, _ = _step(ours, x)
+    scale = torch.ones(()).div_(1 - 6554 / 65536)
+    kept = y != 0
+    assert 0.05 < 1 - kept.float().mean() < 0.15
+    assert torch.equal(y, x * kept * scale)
+    weights = torch.arange(1.0, y.numel() + 1).view(y.shape)
+    assert torch.equal(gradient, weights * kept * scale)
+    assert torch.equal(_step(ours, x)[0][0], y)
