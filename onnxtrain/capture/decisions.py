@@ -31,16 +31,14 @@ _GENERIC = 5  # a size that is nothing special: 2 would make `size - 1` a 1
 
 _TORCH = str(Path(torch.__file__).parent)
 # How Python gets from a decision to PyTorch's record of sizes.
-_MACHINERY = frozenset(
-    f"{_TORCH}/{name}"
-    for name in (
-        "__init__.py",
-        "fx/experimental/symbolic_shapes.py",
-        "fx/experimental/sym_node.py",
-        "fx/experimental/recording.py",
-        "utils/_stats.py",
-    )
-)
+_MACHINERY = frozenset({
+    __file__,
+    f"{_TORCH}/__init__.py",
+    f"{_TORCH}/fx/experimental/symbolic_shapes.py",
+    f"{_TORCH}/fx/experimental/sym_node.py",
+    f"{_TORCH}/fx/experimental/recording.py",
+    f"{_TORCH}/utils/_stats.py",
+})  # fmt: skip
 # Where PyTorch decides for itself: the shapes and strides of results, and which of equivalent ways to take.
 _INSIDE = (
     "<eval_with_key>",  # what torch.fx generates
@@ -94,32 +92,27 @@ class Decisions:
                 return evaluate(env, expr, *args, **kwargs)
             real = self._with_real_sizes(env, expr)
             value = evaluate(env, expr, *args, **kwargs) if real is None else real
-            self._note(expr, value, frame, forced=real is not None)
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.made.setdefault(expr, Decision(expr, value, where, forced=real is not None))
             return value
 
         def comparing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             def compare(left: Any, right: Any) -> Any:
                 result = original(left, right)
-                if isinstance(result, torch.SymBool) and threading.get_ident() == owner and self._changed:
-                    frame = _user_frame(sys._getframe(1))
-                    real = self._with_real_sizes(result.node.shape_env, result.node.expr) if frame else None
-                    if frame is not None and real is not None:
-                        self._note(result.node.expr, real, frame, forced=True)
-                        return bool(real)
-                return result
+                if not isinstance(result, torch.SymBool) or threading.get_ident() != owner:
+                    return result
+                if _user_frame(sys._getframe(1)) is None or not _is_of_inputs(result):
+                    return result
+                return bool(result)
 
             return compare
 
         with ExitStack() as stack:
             stack.enter_context(_patched(ShapeEnv, "evaluate_expr", noting))
-            # `size > 1 and mask is None` is the left operand itself where that is false: then it has to be a bool,
-            # as in eager, for operators do not take a symbolic one.
+            # An operator's flag may be `size > 1`: it does not take a symbolic bool.
             for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
                 stack.enter_context(_patched(torch.SymInt, name, comparing(getattr(torch.SymInt, name))))
             yield
-
-    def _note(self, expr: Any, value: Any, frame: FrameType, forced: bool) -> None:
-        self.made.setdefault(expr, Decision(expr, value, f"{frame.f_code.co_filename}:{frame.f_lineno}", forced))
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:
         """The value of an expression in which a size occurs that the example changes. None for any other."""
@@ -155,6 +148,11 @@ def _places_of(env: ShapeEnv, symbol: Any) -> Iterator[Place]:
         found = _SOURCE.search(source.name() if callable(source.name) else source.name)
         if found:
             yield int(found[1]), int(found[2])
+
+
+def _is_of_inputs(decision: torch.SymBool) -> bool:
+    env = decision.node.shape_env
+    return all(any(_places_of(env, symbol)) for symbol in decision.node.expr.free_symbols)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

@@ -304,6 +304,8 @@ class _Writer:
 
     def _function(self, function: Callable[..., Any]) -> str:
         name = getattr(function, "__name__", None) or type(function).__name__
+        if isinstance(function, torch._ops.OpOverload):
+            function = function._op  # what its __call__ calls: 0.5 us less
         return self._function_like("kernel" if name == "<lambda>" else name, function)
 
     def _function_like(self, wish: str, thing: Any) -> str:

@@ -48,7 +48,9 @@ def _accumulated(dtype: ir.DataType) -> ir.DataType:
 
 def _groups(q: ir.Value, k: ir.Value) -> Size:
     """How many heads of q share one of k."""
-    return sizes.floor_divide(sizes.of(q)[-3], sizes.of(k)[-3]) if rank_of(q) > 2 else 1
+    if rank_of(q) < 3 or sizes.of(q)[-3] == sizes.of(k)[-3]:
+        return 1
+    return sizes.floor_divide(sizes.of(q)[-3], sizes.of(k)[-3])
 
 
 def _repeated(op: Builder, value: ir.Value, groups: Size) -> ir.Value:
@@ -172,6 +174,8 @@ def _batch_and_heads(n: NodeView) -> Sizes:
     shape = sizes.of(n.q)
     if any(rank_of(x) != 4 for x in (n.q, n.k, n.v)):
         raise GraphError(f"{n.definition.name} takes q, k and v of four dimensions", got=f"q{list(shape)}")
+    if n.mask is not None and not is_float(dtype_of(n.mask)):
+        raise GraphError(f"{n.definition.name} adds its mask to the scores", got=f"a mask of {dtype_of(n.mask).name}")
     return shape[:2]
 
 

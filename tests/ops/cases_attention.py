@@ -71,7 +71,10 @@ def _zeros(sizes, dtype, generator):
     return torch.zeros(sizes, dtype=dtype)
 
 
-def _gradient_case(label, q=Spec("b h 3 8"), k=Spec("b h 4 8"), mask=None, **attributes):
+QUERIES, KEYS = Spec("b h 3 8"), Spec("b h 4 8")
+
+
+def _gradient_case(label, q=QUERIES, k=KEYS, mask=None, **attributes):
     """A case whose scores are zero, because q or k is, but for the mask."""
     causal = bool(attributes.get("is_causal"))
     allowed = torch.ones(3, 4, dtype=torch.bool).tril() if causal else torch.ones(3, 4, dtype=torch.bool)
@@ -79,12 +82,12 @@ def _gradient_case(label, q=Spec("b h 3 8"), k=Spec("b h 4 8"), mask=None, **att
     logsumexp = total.masked_fill(~allowed, -math.inf).logsumexp(-1)
     logsumexp = torch.where(logsumexp == -math.inf, 0.0, logsumexp)
     inputs = (
-        Spec("b h 3 8"),
+        QUERIES,
         q,
         k,
-        Spec("b h 4 8"),
+        KEYS,
         None if mask is None else Spec("3 4", value=mask),
-        Spec("b h 3 8"),
+        QUERIES,
         Spec("b h 3", make=lambda sizes, dtype, generator: logsumexp.to(dtype).expand(sizes).contiguous()),
     )
     reference = _gradient(attributes.get("scale"), causal)

@@ -46,16 +46,14 @@ def _gemm(alpha: float, beta: float, left: int = 0, right: int = 0):
 
 
 # Stock onnxruntime computes some products over no elements wrongly, and broadcasts no batch of size 0.
-_FULL = [{"b": 2, "h": 3, "k": 4, "m": 5, "n": 6}, {"b": 3, "h": 1, "k": 7, "m": 1, "n": 2}, dict.fromkeys("bhkmn", 1)]
-_EMPTY = [{**_FULL[0], letter: 0} for letter in "bhkmn"]
+FULL = [{"b": 2, "h": 3, "k": 4, "m": 5, "n": 6}, {"b": 3, "h": 1, "k": 7, "m": 1, "n": 2}, dict.fromkeys("bhkmn", 1)]
+EMPTY = [{**FULL[0], letter: 0} for letter in "bhkmn"]
 
 
 def _apart(*cases: OpCase) -> list[OpCase]:
     """Each case with its body, and without at sizes of 0."""
-    full = [replace(case, sizes=_FULL) for case in cases]
-    return full + [
-        replace(case, sizes=[_FULL[0], *_EMPTY], bodies=False, label=f"{case.label}-empty") for case in cases
-    ]
+    full = [replace(case, sizes=FULL) for case in cases]
+    return full + [replace(case, sizes=[FULL[0], *EMPTY], bodies=False, label=f"{case.label}-empty") for case in cases]
 
 
 CASES = [

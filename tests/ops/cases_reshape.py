@@ -212,10 +212,10 @@ CASES = [
     OpCase(
         OWN,
         "PadGrad",
-        (Spec("b 9 s+3"), SizesOf("b 6 s"), ints(3, 1, 0, 2), ints(1, 2)),
+        (Spec("b 9 s"), SizesOf("b 6 s-3"), ints(3, 1, 0, 2), ints(1, 2)),
         pad_grad("reflect", (1, 2, 3, 0)),
         {"mode": "reflect"},
-        sizes=[{"b": 2, "s": 5}, {"b": 1, "s": 3}, {"b": 3, "s": 8}],
+        sizes=[{"b": 2, "s": 7}, {"b": 1, "s": 6}, {"b": 3, "s": 10}],
     ),
     OpCase(
         OWN,

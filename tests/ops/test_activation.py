@@ -47,7 +47,7 @@ FUNCTIONS = {
 UNDEFINED_AT_NAN = ("Elu", "Selu", "Celu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_functions_become(name: str, dtype: torch.dtype) -> None:
     check_capture(FUNCTIONS[name], WIDE, dtype=dtype)

@@ -1,11 +1,14 @@
 """What scaled_dot_product_attention becomes, and that its kernels are those of eager PyTorch."""
 
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule
+from onnxtrain.errors import GraphError
+from onnxtrain.ops import builder
 from onnxtrain.ops.attention import _runs_flash, attention, attention_backward
 from onnxtrain.testing import Spec
 from tests.ops.captures import OfTensors, check_capture
@@ -123,6 +126,15 @@ def test_where_the_flash_kernel_is_switched_off_it_is_not_captured():
         for mine, theirs in zip(_step(ours, tensors), _step(module, tensors), strict=True):
             assert torch.equal(mine, theirs)
     assert "SafeSoftmax" in _types(ours)
+
+
+def test_a_mask_of_bools_is_refused():
+    """Captures turn them into what is added: to add True as 1 would be a wrong number."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="bools")
+    op = builder(graph)
+    q, mask = op.constant(torch.randn(1, 2, 3, 4), ir.DataType.FLOAT), op.constant([[True] * 3] * 3, ir.DataType.BOOL)
+    with pytest.raises(GraphError, match="adds its mask"):
+        op.own.FlashAttention(q, q, q, mask)
 
 
 def _attended(shape=(2, 3, 4, 8), keys=5, groups=1, dtype=torch.float64):

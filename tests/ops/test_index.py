@@ -102,7 +102,6 @@ WITH_PLACES: dict[str, tuple[Function, tuple[Spec, ...]]] = {
     "gather": (lambda x, i: x.gather(-1, i), (Spec("b s 6"), places("b s h", 5))),
     "gather-labels": (lambda x, i: x.gather(-1, i[..., None])[..., 0], (Spec("b s 6"), places("b s", 5))),
     "gather-fewer": (lambda x, i: x.gather(2, i), (Spec("b+1 s 6"), places("b s 3", 5))),
-    "take-along": (lambda x, i: torch.take_along_dim(x, i[:1, :1], 2), (Spec("b s 6"), places("b s 4", 5))),
     "scatter": (
         lambda x, i: (x.scatter(2, i[..., :1], 2.5), x.scatter(2, i[..., :1], x.detach()), x.scatter_add(2, i, x)),
         (Spec("b s 6"), places("b s 6", 5)),
@@ -144,6 +143,12 @@ MASKED: dict[str, Function] = {
 @pytest.mark.parametrize("name", MASKED)
 def test_function_of_a_mask(name: str) -> None:
     check_capture(MASKED[name], Spec("b s h"), Spec("b s", "bool"))
+
+
+def test_take_along_dim_fixes_sizes() -> None:
+    """PyTorch itself decides there which sizes are 1."""
+    places_of_each = (lambda x, i: torch.take_along_dim(x, i[:1, :1], 2), Spec("b s 6"), places("b s 4", 5))
+    check_capture(*places_of_each, sizes=[{"b": 3, "s": 4}])
 
 
 def test_writes_to_rows() -> None:

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain.ops.matmul import is_exact_attribute, linear, rows_times_matrix
-from onnxtrain.testing import Spec
+from onnxtrain.testing import CaseCheck, Spec, run_model
 from tests.ops.captures import check_capture
+from tests.ops.cases_matmul import CASES, FULL
 
 SIZES = ({"b": 3, "m": 4, "k": 5, "n": 6}, {"b": 2, "m": 7, "k": 5, "n": 6}, {"b": 1, "m": 2, "k": 5, "n": 6})
 # Calls of the same operands, captured together: a capture takes far longer than what it is tested on.
@@ -87,3 +88,18 @@ def test_a_transposed_input_is_multiplied_as_rows(shape):
     torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b), rtol=0, atol=0)
     torch.testing.assert_close(linear(x, w, None), F.linear(x, w), rtol=0, atol=0)
     torch.testing.assert_close(rows_times_matrix(x, w.t()), x @ w.t(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name == "FusedMatMul"], ids=str)
+def test_stock_onnxruntime_has_the_same_fused_matmul(case):
+    """Its own kernel for float32, which takes the place of our body: the op is `native_ok`."""
+    check = CaseCheck(case, torch.float32)
+    check.model.graph.opset_imports["com.microsoft"] = 1
+    (node,) = check.model.graph
+    assert check.definition.native_ok(check.definition.view(node)) == ("batch_" not in case.label)
+    if "batch_" in case.label:
+        return
+    for known in FULL if case.sizes else case.size_sets():
+        tensors = check.tensors(known)
+        (got,) = run_model(check.model, tensors)
+        torch.testing.assert_close(got, case.reference(*tensors))

@@ -5,8 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import ORTModule
+from onnxtrain.autodiff import differentiate
+from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.randomness import dropout, dropout_of_any_ratio, fast_dropout
+from onnxtrain.testing import case_graph, run_model
 from tests.ops.captures import OfTensors
+from tests.ops.cases_randomness import CASES
 
 LAYOUTS = {
     "dense": lambda x: x,
@@ -122,3 +126,14 @@ def test_fast_draws_are_the_same_in_forward_and_backward():
     weights = torch.arange(1.0, y.numel() + 1).view(y.shape)
     assert torch.equal(gradient, weights * kept * scale)
     assert torch.equal(_step(ours, x)[0][0], y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_stock_onnxruntime_drops_and_differentiates(dtype):
+    case = next(c for c in CASES if c.label == "0.1-training")
+    joint = differentiate(case_graph(case, dtype), [True], [True, False])
+    x, dy = torch.randn(30, 40, 50, dtype=dtype), torch.randn(30, 40, 50, dtype=dtype)
+    y, mask, dx = run_model(inline_bodies(joint.model), [x, dy])
+    assert 0.09 < 1 - mask.double().mean() < 0.11
+    torch.testing.assert_close(y, x * mask / 0.9)
+    torch.testing.assert_close(dx, dy * mask / 0.9)

@@ -161,8 +161,10 @@ def _capture_functional(
     y, new_mean, new_var, _, _ = op.ms.BatchNormInternal(
         x, weight, bias, running_mean, running_var, epsilon=eps, momentum=_complement(momentum)
     )
-    # What PyTorch saves for backward is only read by its own backward.
-    return y, None, None, new_mean, new_var
+    # What PyTorch saves for backward is only read by its own backward. Its export takes the running statistics of
+    # half-precision modules for float32: they are written back in the buffer's own type.
+    running = (cast(op, v, t.dtype) for v, t in zip((new_mean, new_var), op.out[3:], strict=True))
+    return y, None, None, *running
 
 
 def _capture_no_stats(

@@ -16,6 +16,7 @@ import torch
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
+from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
@@ -88,6 +89,20 @@ REDUCE_SUM = reduction(
 # SumTo(x, shape): un-broadcasting where sizes are not proven. Where they are, the differentiator writes ReduceSum.
 
 
+def _capture_sum_to(op: Builder, x: ir.Value, size: Sequence[Size]) -> Any:
+    """`sum_to_size`: a ReduceSum where it shows which axes are summed."""
+    have = sizes.of(x)
+    leading = len(have) - len(size)
+    pairs = list(zip(have[leading:], size, strict=True))
+    if any(h != s and s != 1 for h, s in pairs):
+        return op.own.SumTo(x, op.sizes(size))
+    ones = [leading + i for i, (h, s) in enumerate(pairs) if h != s]
+    x = op.ReduceSum(x, axes_input(op, ones), keepdims=1) if ones else x
+    if not leading:
+        return x if ones else op.Identity(x)
+    return op.ReduceSum(x, axes_input(op, range(leading)), keepdims=0)
+
+
 def _sum_to_type(n: NodeView) -> Sequence[TensorType]:
     shape = as_sizes(n.shape)
     if shape is None:
@@ -120,9 +135,7 @@ SUM_TO = define(
         outputs=("y",),
         attributes={},
         since=1,
-        from_torch={
-            "aten.sum_to_size.default": lambda op, x, size: op.own.SumTo(x, op.sizes(size)),
-        },
+        from_torch={"aten.sum_to_size.default": _capture_sum_to},
         shapes=_sum_to_type,
         body=_sum_to_body,
         native_ok=always,

@@ -1,0 +1,184 @@
+"""What PyTorch's losses become, and that they run its own kernels."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain import ORTModule
+from onnxtrain.testing import Spec
+from tests.ops.captures import check_capture
+from tests.ops.modules import check_module, ops_of
+
+SIZES = ({"n": 4, "d": 3}, {"n": 2, "d": 5}, {"n": 1, "d": 2})
+REDUCTIONS = ["none", "mean", "sum"]
+CLASSES = 7
+CROSS_ENTROPY = "com.microsoft::SoftmaxCrossEntropyLossInternal"
+
+
+def labels(shape, dtype, generator):
+    """With one that is ignored by default, and one that is class 2."""
+    found = torch.randint(CLASSES, shape, generator=generator)
+    flat = found.view(-1)
+    flat[0] = 2
+    if flat.numel() > 1:
+        flat[1] = -100
+    return found
+
+
+SCORES, LABELS = Spec(f"n {CLASSES}"), Spec("n", "int64", make=labels)
+WEIGHTS = Spec(f"{CLASSES}", low=0.5, high=2.0)
+PAIR = (Spec("n d"), Spec("n d"))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inner", ["", "d", "d 2", "d 2 2"])
+def test_cross_entropy(reduction, inner):
+    ours = check_capture(
+        lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction=reduction) + w.sum() * 0,
+        Spec(f"n {CLASSES} {inner}"),
+        Spec(f"n {inner}", "int64", make=labels),
+        WEIGHTS,
+        sizes=SIZES,
+    )
+    assert CROSS_ENTROPY in ops_of(ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_cross_entropy_in_other_types(dtype):
+    check_capture(F.cross_entropy, SCORES, LABELS, sizes=SIZES, dtype=dtype)
+
+
+def test_cross_entropy_with_a_class_that_is_ignored():
+    check_capture(lambda x, t: F.cross_entropy(x, t % 7, ignore_index=2), SCORES, LABELS, sizes=SIZES[:2])
+
+
+def test_cross_entropy_with_all_ignored():
+    """The mean of nothing is NaN, and so are its gradients."""
+    for reduction in REDUCTIONS:
+        check_capture(
+            lambda x, t, r=reduction: F.cross_entropy(x, t * 0 - 100, reduction=r), SCORES, LABELS, sizes=SIZES[:1]
+        )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_label_smoothing(reduction, weighted):
+    def smoothed(x, t, w):
+        weight = w.detach() if weighted else None
+        loss = F.cross_entropy(x, t, weight, reduction=reduction, label_smoothing=0.1)
+        return loss + w.sum() * 0
+
+    check_capture(smoothed, SCORES, LABELS, WEIGHTS, sizes=SIZES)
+    images = (Spec(f"n {CLASSES} d"), Spec("n d", "int64", make=labels), WEIGHTS)
+    check_capture(smoothed, *images, sizes=SIZES[:2])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_probabilities_as_targets(reduction, smoothing, weighted):
+    def soft(x, t, w):
+        weight = w.detach() if weighted else None
+        loss = F.cross_entropy(x, t.softmax(1), weight, reduction=reduction, label_smoothing=smoothing)
+        return loss + w.sum() * 0
+
+    check_capture(soft, Spec(f"n {CLASSES} d"), Spec(f"n {CLASSES} d"), WEIGHTS, sizes=SIZES[:2])
+
+
+def test_probabilities_in_another_type():
+    check_capture(lambda x, t: F.cross_entropy(x.bfloat16(), t.softmax(1)), SCORES, SCORES, sizes=SIZES[:2])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inner", ["", "d", "d 2", "d 2 2"])
+def test_nll_loss(reduction, inner):
+    check_capture(
+        lambda x, t: F.nll_loss(x, t, reduction=reduction),
+        Spec(f"n {CLASSES} {inner}"),
+        Spec(f"n {inner}", "int64", make=labels),
+        sizes=SIZES,
+    )
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, CLASSES)
+
+    def forward(self, x, target):
+        logits = self.linear(x)
+        return F.cross_entropy(logits, target), logits
+
+
+def test_cross_entropy_under_autocast():
+    """Logits in bfloat16, the loss in float32."""
+    calls = [[torch.randn(n, 5), torch.randint(CLASSES, (n,))] for n in (4, 2)]
+    check_module(Classifier(), *calls, autocast=True)
+
+
+def test_a_label_out_of_range_is_refused():
+    ours = ORTModule(Classifier())
+    with pytest.raises(IndexError, match="out of bounds"):
+        ours(torch.randn(2, 5), torch.tensor([1, CLASSES]))
+
+
+PLAIN = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": lambda x, t, reduction: F.smooth_l1_loss(x, t, reduction=reduction, beta=0.5),
+    "smooth_l1_of_zero_beta": lambda x, t, reduction: F.smooth_l1_loss(x, t, reduction=reduction, beta=0.0),
+    "huber": lambda x, t, reduction: F.huber_loss(x, t, reduction=reduction, delta=0.5),
+    "kl_div": lambda x, t, reduction: F.kl_div(x, t.softmax(1), reduction=reduction),
+    "kl_div_of_logarithms": lambda x, t, reduction: F.kl_div(x, t, reduction=reduction, log_target=True),
+    "soft_margin": lambda x, t, reduction: F.soft_margin_loss(x, t.detach().sign(), reduction=reduction) + t.sum() * 0,
+    "binary": lambda x, t, reduction: F.binary_cross_entropy(x.sigmoid(), t.sigmoid(), reduction=reduction),
+    "binary_of_logits": lambda x, t, reduction: F.binary_cross_entropy_with_logits(x, t.sigmoid(), reduction=reduction),
+    "hinge_embedding": lambda x, t, reduction: (
+        F.hinge_embedding_loss(x, t.detach().sign(), reduction=reduction) + t.sum() * 0
+    ),
+    "poisson": lambda x, t, reduction: F.poisson_nll_loss(x, t.abs() + 2, reduction=reduction, full=True),
+    "poisson_of_rates": lambda x, t, reduction: F.poisson_nll_loss(x.abs(), t, log_input=False, reduction=reduction),
+    "margin_ranking": lambda x, t, reduction: F.margin_ranking_loss(x, t, t.detach().sign(), 0.3, reduction=reduction),
+    "triplet": lambda x, t, reduction: F.triplet_margin_loss(x, t, x * t, reduction=reduction, swap=True),
+    "cosine_embedding": lambda x, t, reduction: F.cosine_embedding_loss(
+        x, t, t.detach().sum(1).sign(), 0.1, reduction=reduction
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", PLAIN)
+def test_pointwise(name, reduction):
+    check_capture(lambda x, t: PLAIN[name](x, t, reduction=reduction), *PAIR, sizes=SIZES)
+
+
+@pytest.mark.parametrize("name", ["mse", "smooth_l1", "huber", "l1", "binary_of_logits"])
+def test_pointwise_of_mixed_types(name):
+    check_capture(lambda x, t: PLAIN[name](x.bfloat16(), t, reduction="mean"), *PAIR, sizes=SIZES[:2])
+
+
+def test_broadcast_targets():
+    check_capture(lambda x, t: F.mse_loss(x, t.expand_as(x)), Spec("n 4 d"), Spec("n 1 d"), sizes=SIZES)
+
+
+def test_weighted_binary_cross_entropy():
+    def weighted(x, t, weight, pos_weight):
+        t = t.sigmoid()
+        weight, pos_weight = weight.detach().abs(), pos_weight.detach().abs()
+        return (
+            F.binary_cross_entropy_with_logits(x, t, weight, pos_weight=pos_weight),
+            F.binary_cross_entropy_with_logits(x, t, weight, reduction="sum"),
+            F.binary_cross_entropy(x.sigmoid(), t, weight),
+        )
+
+    ours = check_capture(weighted, *PAIR, Spec("n d"), Spec("d"), sizes=SIZES)
+    assert "onnxtrain::BinaryCrossEntropyWithLogits" in ops_of(ours)
+
+
+def test_distances():
+    check_capture(lambda x, t: (F.pairwise_distance(x, t), F.cosine_similarity(x, t)), *PAIR, sizes=SIZES)
+
+
+def test_cosine_of_a_zero_vector():
+    check_capture(lambda x, t: F.cosine_similarity(x * 0, t), *PAIR, sizes=SIZES[:1])
