@@ -122,6 +122,8 @@ class _Walk:
         for part in parts[1:]:
             result = self._op.Add(result, part)
         self._parts[value] = [result]
+        if result.producer() is not None and not result.is_graph_output() and (result.name or "").startswith("val_"):
+            result.name = f"grad_{value.name}"  # a file or program reads better so; a shared gradient keeps its first
         return result
 
     def visit(self, node: ir.Node) -> None:

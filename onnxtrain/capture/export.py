@@ -8,6 +8,8 @@ are marked before functionalization, which drops them. The module is left as it 
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -113,7 +115,9 @@ def capture(module: torch.nn.Module, structure: Structure, tensors: Sequence[tor
         _forbid_lost_gradients(program)
         program = _functionalize(program)
     converted = convert(program, name)
-    return _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, structure.names)
+    return _assemble(
+        program, module, converted.model, converted.outputs, wrapper.found.output, _names(module, structure)
+    )
 
 
 def _export(wrapper: _Wrapper, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -224,7 +228,7 @@ def _assemble(
     mutations = tuple(Mutation(len(results) + i, places[target]) for i, (_, target) in enumerate(mutated))
     graph.outputs.clear()
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
-    _name_inputs(graph, kept_sources)
+    _name_inputs(graph, kept_sources, names)
     guards = compile_guards(program, names)
     return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards)
 
@@ -282,10 +286,27 @@ def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> No
     graph.register_initializer(value)
 
 
-def _name_inputs(graph: ir.Graph, sources: Sequence[Source]) -> None:
-    """Parameters and buffers carry their names in the module."""
+def _names(module: torch.nn.Module, structure: Structure) -> list[str]:
+    """A name for each tensor of the call: what forward calls the argument that it is in."""
+    positional = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    found: list[str] = []
+    for name in structure.names:
+        place = re.match(r"args_(\d+)", name)
+        if place and int(place[1]) < len(positional):
+            name = positional[int(place[1])] + name[place.end() :]
+        found.append(name if name not in found else f"{name}_{len(found)}")
+    return found
+
+
+def _name_inputs(graph: ir.Graph, sources: Sequence[Source], names: Sequence[str]) -> None:
+    """Parameters and buffers carry their names in the module, the call's tensors their names in the call."""
     taken = {v.name for n in graph for v in n.outputs} | set(graph.initializers)
     for value, source in zip(graph.inputs, sources, strict=True):
-        if source.name and source.name not in taken:
-            value.name = source.name
-            taken.add(source.name)
+        name = source.name or names[source.index]
+        if name not in taken:
+            value.name = name
+            taken.add(name)

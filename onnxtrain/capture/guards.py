@@ -240,7 +240,8 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
                 if own != size.node.expr:
                     equal.append(_Condition(sympy.Eq(own, size.node.expr, evaluate=False)))
         shapes.append(shape)
-    conditions = [*equal, *(_of_environment(env, symbols, shapes) if env is not None else ())]
+    # The bounds come first: what follows may divide by a size.
+    conditions = [*(_of_environment(env, symbols, shapes) if env is not None else ()), *equal]
     alternative = _alternative(decisions, symbols)
     ones = decisions.ones if decisions is not None else frozenset()
     example: Example = {}

@@ -166,19 +166,18 @@ class ModuleState:
         """In words, the first thing that is not as it was; "" where all is."""
         if module is not self._snapshot.module:
             return "the module is another object"
-        old = self._snapshot.facts
-        new = Snapshot(module, self._snapshot.names, self._snapshot.reads).facts
-        for place in dict.fromkeys((*old, *new)):
-            before, after = old.get(place), new.get(place)
-            if before != after:
-                what, where = place
-                return f"{what} of {where}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
-        return ""
+        now = Snapshot(module, self._snapshot.names, self._snapshot.reads)
+        place = self._snapshot.changed(now)
+        if place is None:
+            return ""
+        before, after = self._snapshot.facts.get(place), now.facts.get(place)
+        what, where = place
+        return f"{what} of {where}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
 
     def _look_again(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
         """An object was exchanged: the state is the same if every value is."""
         now = Snapshot(module, self._snapshot.names, self._snapshot.reads)
-        if now.facts != self._snapshot.facts:
+        if self._snapshot.changed(now) is not None:
             return None
         self._snapshot = now
         self._check = _compile(now)

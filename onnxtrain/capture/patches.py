@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,9 @@ CAPTURE_LOCK = threading.RLock()
 def capturing() -> Iterator[None]:
     """Holds the capture lock and the patches."""
     owner = threading.get_ident()
-    with CAPTURE_LOCK:
+    with CAPTURE_LOCK, warnings.catch_warnings():
+        # PyTorch copies its own treespecs in a way that it deprecates itself.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         function: Any = torch.autograd.Function
         base: Any = next(c for c in function.__mro__ if "apply" in c.__dict__)
         original = base.__dict__["apply"]

@@ -11,7 +11,7 @@ import logging
 import operator
 import sys
 import threading
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import EllipsisType, ModuleType, NoneType
@@ -99,6 +99,16 @@ class Snapshot:
         for path, submodule in _submodules(module, "", set()):
             _Visit(self, submodule, path or "the module").all()
 
+    def changed(self, now: Snapshot) -> tuple[str, str] | None:
+        """What and where is another fact in a later snapshot; None where there is nothing.
+
+        A tensor that became tied is not: the graph takes it twice, and autograd adds its gradients.
+        """
+        for place in dict.fromkeys((*self.facts, *now.facts)):
+            if self.facts.get(place) != now.facts.get(place) and (place[0] != _TIED or place in self.facts):
+                return place
+        return None
+
     def source(self) -> str:
         """A function `check(module)`: the tensors of `names`; None if the state is another; False if it may be.
 
@@ -126,12 +136,7 @@ class Snapshot:
         tensors = self._values_of_tensors
         exact = _ExactTensors([_tensor_facts(tensor) for tensor in tensors])
         self.values["exact"] = exact
-        if _TensorGuards is None:
-            self.values["quick"] = lambda *tensors: False
-        else:
-            sizes = [list(tensor.shape) for tensor in tensors]
-            strides: list[list[None]] = [[None] * tensor.dim() for tensor in tensors]
-            self.values["quick"] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self.values["quick"] = _quick(tensors) or (lambda *tensors: False)
 
     def bind(self, value: object) -> str:
         """A name for `value` in the source."""
@@ -179,10 +184,9 @@ class Snapshot:
         self.emit(f"{variable} = {container}[{name!r}]")
         for what, fact in zip(_TENSOR_FACTS, _tensor_facts(value), strict=True):
             self._fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
-        # A tensor that becomes tied later is still right: the graph takes it twice, and autograd adds its gradients.
         first = self._first_of_tensor.setdefault(id(value), (variable, where))
         if first[0] != variable:
-            self._fact("tied tensor", where, first[1])
+            self._fact(_TIED, where, first[1])
             self.differs(f"{variable} is not {first[0]}")
 
     def _fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
@@ -300,7 +304,7 @@ class _Visit:
         if not children:
             return
         names = list(children)
-        snapshot._fact("submodules", self._path, tuple(names), ", ".join(names))
+        snapshot._fact("names of submodules", self._path, tuple(names), ", ".join(names))
         for name, child in children.items():
             snapshot._fact(f"submodule {name}", self._path, _Same(child), type(child).__name__)
         snapshot.emit('m = d["_modules"]')
@@ -344,6 +348,7 @@ class _Visit:
             snapshot._fact(f"{name} of the class", path, key, repr(of_class))
 
 
+_TIED = "the tensor it is tied to"
 _TENSOR_FACTS = ("type", "requires_grad", "dtype", "shape", "device")
 
 
@@ -351,6 +356,20 @@ def _tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     kind = type(tensor)
     kind = torch.Tensor if kind in PLAIN_TENSORS else kind
     return kind, tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
+
+
+def _quick(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
+    """PyTorch's own check, in C++: all facts, and the exact class. None where this version does not have it so."""
+    if _TensorGuards is None:
+        return None
+    sizes = [list(tensor.shape) for tensor in tensors]
+    any_strides: list[list[None]] = [[None] * tensor.dim() for tensor in tensors]
+    try:
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=any_strides)
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 class _ExactTensors:

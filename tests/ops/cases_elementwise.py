@@ -251,6 +251,15 @@ COPIES = [
         "", "Cast", (Spec("b s", "int64", -300, 300),), lambda x: x.to(torch.uint8), attributes={"to": 2}, label="wrap"
     ),
     one("Identity", torch.clone),
+    one("Clone", torch.clone, domain=OWN),
+    OpCase(
+        OWN,
+        "Clone",
+        (Spec("b s h w"),),
+        lambda x: x.clone(memory_format=torch.channels_last),
+        {"memory_format": "channels_last"},
+        label="channels-last",
+    ),
     one("Detach", torch.detach, domain=OWN),
 ]
 

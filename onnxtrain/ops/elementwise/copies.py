@@ -7,9 +7,11 @@ Detach(x)        no gradient flows back
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
@@ -19,6 +21,7 @@ from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
     STANDARD,
+    Call,
     Effects,
     FromTorch,
     Gradient,
@@ -47,6 +50,13 @@ def _converted(op: Builder, x: ir.Value, *_: Any, **__: Any) -> Any:
     return cast(op, x, target)
 
 
+def _copied(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None, **rest: Any) -> Any:
+    """`_to_copy`: unlike `to`, always in memory of its own."""
+    if dtype_of(x) == op.out[0].dtype:
+        return _cloned(op, x, memory_format=memory_format)
+    return _converted(op, x)
+
+
 def _cast_call(n: NodeView, x: Any) -> Method:
     dtype = TORCH_DTYPES[ir.DataType(n.to)]
     return Method("clone", x) if dtype_of(n.x) == n.to else Method("to", x, dtype)
@@ -60,17 +70,19 @@ CAST = define(
         outputs=("y",),
         attributes={"to": REQUIRED, "saturate": 1},
         since=19,
-        from_torch=dict.fromkeys(
-            (
-                "aten._to_copy.default",
-                "aten.to.dtype",
-                "aten.to.device",
-                "aten.to.dtype_layout",
-                "aten.to.other",
-                "aten.type_as.default",
+        from_torch={
+            "aten._to_copy.default": _copied,
+            **dict.fromkeys(
+                (
+                    "aten.to.dtype",
+                    "aten.to.device",
+                    "aten.to.dtype_layout",
+                    "aten.to.other",
+                    "aten.type_as.default",
+                ),
+                _converted,
             ),
-            _converted,
-        ),
+        },
         shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.of(n.x)),),
         body=STANDARD,
         native_ok=always,
@@ -86,27 +98,47 @@ CAST = define(
 )
 
 
-# Identity and Detach
+# Identity, Clone, Detach
 
 
-def _copied(op: Builder, x: ir.Value, *_: Any, **__: Any) -> Any:
-    """Clones: memory formats and devices do not change the elements."""
-    return op.Identity(x)
+def _cloned(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None) -> Any:
+    layout = None if memory_format is None else str(memory_format).removeprefix("torch.")
+    return op.own.Clone(x, memory_format=layout)
+
+
+def _contiguous(op: Builder, x: ir.Value, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    return _cloned(op, x, memory_format=memory_format)
 
 
 def _overwritten(op: Builder, x: ir.Value, source: ir.Value, non_blocking: bool = False) -> Any:
     """`x.copy_(source)`, functionalized: source in x's type and shape."""
-    return op.Expand(cast(op, source, dtype_of(x)), op.shape_of(x))
+    return op.own.Clone(op.Expand(cast(op, source, dtype_of(x)), op.shape_of(x)))
 
 
-def _identity(name: str, domain: str, from_torch: dict[str, FromTorch], differentiable: bool) -> OpDef:
+def _clone_call(n: NodeView, x: Any) -> Method:
+    if n.memory_format is None:
+        return Method("clone", x)
+    return Method("clone", x, memory_format=getattr(torch, n.memory_format))
+
+
+def _same(
+    name: str,
+    domain: str,
+    from_torch: dict[str, FromTorch],
+    lower: Callable[..., Call],
+    *,
+    differentiable: bool = True,
+    aliases: Mapping[int, int],
+    attributes: Mapping[str, Any] | None = None,
+) -> OpDef:
+    """Defines y = x."""
     return define(
         OpDef(
             domain=domain,
             name=name,
             inputs=("x",),
             outputs=("y",),
-            attributes={},
+            attributes=attributes or {},
             since=19 if domain == ONNX else 1,
             from_torch=from_torch,
             shapes=same_as("x"),
@@ -114,42 +146,58 @@ def _identity(name: str, domain: str, from_torch: dict[str, FromTorch], differen
             native_ok=always,
             gradient=(Gradient(lambda op, n, dy: dy, ()),) if differentiable else NOT_DIFFERENTIABLE,
             stops=frozenset(),
-            # The cheapest way to a second tensor on the same memory; programs run without autograd.
-            kernels=(Kernel(lower=lambda n, x: Method("detach", x)),),
+            kernels=(Kernel(lower=lower),),
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
-            aliases={0: 0},
+            aliases=aliases,
             flops=lambda n: 0,
             host=lambda n, x: x,
         )
     )
 
 
-IDENTITY = _identity(
+# The cheapest way to a second tensor on the same memory; programs run without autograd.
+def _alias_call(n: NodeView, x: Any) -> Method:
+    return Method("detach", x)
+
+
+IDENTITY = _same(
     "Identity",
     ONNX,
-    {
-        **dict.fromkeys(
-            (
-                "aten.clone.default",
-                "aten.contiguous.default",
-                "aten.alias.default",
-                "aten.alias_copy.default",
-                "aten.lift_fresh.default",
-                "aten.lift_fresh_copy.default",
-                "aten.positive.default",
-                "aten.resolve_conj.default",
-                "aten.resolve_neg.default",
-            ),
-            _copied,
+    dict.fromkeys(
+        (
+            "aten.alias.default",
+            "aten.lift_fresh.default",
+            "aten.positive.default",
+            "aten.resolve_conj.default",
+            "aten.resolve_neg.default",
         ),
-        "aten.copy.default": _overwritten,
-    },
-    differentiable=True,
+        lambda op, x: op.Identity(x),
+    ),
+    _alias_call,
+    aliases={0: 0},
 )
-DETACH = _identity(
+CLONE = _same(
+    "Clone",
+    OWN,
+    {
+        "aten.clone.default": _cloned,
+        "aten.contiguous.default": _contiguous,
+        "aten.copy.default": _overwritten,
+        **dict.fromkeys(
+            ("aten.lift_fresh_copy.default", "aten.alias_copy.default"),
+            lambda op, x: op.own.Clone(x),
+        ),
+    },
+    _clone_call,
+    aliases={},
+    attributes={"memory_format": None},
+)
+DETACH = _same(
     "Detach",
     OWN,
-    dict.fromkeys(("aten.detach.default", "aten.detach_copy.default"), lambda op, x: op.own.Detach(x)),
+    {"aten.detach.default": lambda op, x: op.own.Detach(x)},
+    _alias_call,
     differentiable=False,
+    aliases={0: 0},
 )

@@ -21,7 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import cast, promoted
+from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, statistics_type
 from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced, unreduced
@@ -192,9 +192,10 @@ def _logits_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | 
 def _capture_logits(
     op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, pos_weight: Any = None, reduction: int = 1
 ) -> Any:
-    x, target = promoted(op, x, target)
-    given = (None if w is None else cast(op, w, op.out[0].dtype) for w in (weight, pos_weight))
-    return op.own.BinaryCrossEntropyWithLogits(x, target, *given, reduction=REDUCTIONS[reduction])
+    given = [v for v in (x, target, weight, pos_weight) if v is not None]
+    if any(dtype_of(v) != op.out[0].dtype for v in given):
+        return NotImplemented  # PyTorch promotes on the way
+    return op.own.BinaryCrossEntropyWithLogits(x, target, weight, pos_weight, reduction=REDUCTIONS[reduction])
 
 
 fused(

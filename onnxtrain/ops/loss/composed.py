@@ -21,6 +21,11 @@ from onnxtrain.ops.loss.reduction import REDUCTIONS
 from onnxtrain.ops.registry import FROM_TORCH
 
 
+def _of_one_type(*values: ir.Value) -> bool:
+    """Whether nothing has to be promoted. PyTorch would on the way, at each of the operators it composes."""
+    return len({dtype_of(v) for v in values}) == 1
+
+
 def _at_least(op: Builder, x: ir.Value, lowest: float) -> ir.Value:
     return another_call(op, "aten.clamp_min.default", type_of(x), x, lowest)
 
@@ -62,7 +67,8 @@ def _margin_ranking_loss(
     op: Builder, first: ir.Value, second: ir.Value, target: ir.Value, margin: float = 0.0, reduction: int = 1
 ) -> Any:
     """max(0, -target (first - second) + margin)."""
-    first, second, target = promoted(op, first, second, target)
+    if not _of_one_type(first, second, target):
+        return NotImplemented
     loss = plus(op, op.Mul(op.Neg(target), op.Sub(first, second)), margin)
     return _reduced(op, _at_least(op, loss, 0), reduction)
 
@@ -71,7 +77,8 @@ def _pairwise_distance(
     op: Builder, first: ir.Value, second: ir.Value, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
     """|first - second + eps| over the last axis."""
-    first, second = promoted(op, first, second)
+    if not _of_one_type(first, second):
+        return NotImplemented
     return _norm(op, plus(op, op.Sub(first, second), eps), p, -1, keepdim)
 
 
@@ -87,6 +94,8 @@ def _triplet_margin_loss(
     reduction: int = 1,
 ) -> Any:
     """max(0, margin + distance to positive - distance to negative)."""
+    if not _of_one_type(anchor, positive, negative):
+        return NotImplemented
     near = _pairwise_distance(op, anchor, positive, p, eps)
     far = _pairwise_distance(op, anchor, negative, p, eps)
     if swap:
@@ -99,7 +108,8 @@ def _poisson_nll_loss(
     op: Builder, x: ir.Value, target: ir.Value, log_input: bool, full: bool, eps: float, reduction: int
 ) -> Any:
     """exp(x) - target x, or x - target log(x + eps); `full` adds Stirling's approximation of log target!."""
-    x, target = promoted(op, x, target)
+    if not _of_one_type(x, target):
+        return NotImplemented
     if log_input:
         loss = op.Sub(op.Exp(x), op.Mul(target, x))
     else:
@@ -116,7 +126,7 @@ def _cosine_similarity(op: Builder, first: ir.Value, second: ir.Value, dim: int 
     """The sum of the products of both, each divided by its norm, which is at least eps."""
     if not is_plain(first, second):
         return NotImplemented
-    first, second = promoted(op, first, second)
+    first, second = promoted(op, first, second)  # PyTorch does too
     units = (op.Div(x, _limited_norm(op, x, dim, eps)) for x in (first, second))
     return another_call(op, "aten.sum.dim_IntList", op.out[0], op.Mul(*units), [dim])
 

@@ -239,7 +239,8 @@ def _capture(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    if rank_of(scores) == 1:  # one sample
+    single = rank_of(scores) == 1
+    if single:
         scores, target = _batch_of_one(op, scores), _batch_of_one(op, target)
     if is_float(dtype_of(target)):
         loss = _with_probabilities(op, scores, target, weight, reduction, label_smoothing)
@@ -253,7 +254,7 @@ def _capture(
             _index(op, ignore_index),
             reduction=REDUCTIONS[reduction],
         )
-    return reshaped(op, loss, ()) if rank_of(loss) and not op.out[0].shape else loss
+    return reshaped(op, loss, ()) if single else loss
 
 
 def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
@@ -418,13 +419,14 @@ def _nll_axes(n: NodeView) -> str:
 def _capture_nll(
     op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1, ignore_index: int = -100
 ) -> Any:
-    if rank_of(x) == 1:
+    single = rank_of(x) == 1
+    if single:
         x, target = _batch_of_one(op, x), _batch_of_one(op, target)
     labels = cast(op, target, ir.DataType.INT64)
     loss, _ = op.ms.NegativeLogLikelihoodLossInternal2(
         x, labels, weight, _index(op, ignore_index), reduction=REDUCTIONS[reduction]
     )
-    return reshaped(op, loss, ()) if rank_of(loss) and not op.out[0].shape else loss
+    return reshaped(op, loss, ()) if single else loss
 
 
 fused(

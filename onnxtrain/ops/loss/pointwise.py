@@ -92,11 +92,14 @@ def is_plain(x: ir.Value, target: ir.Value) -> bool:
     return len(have) == len(other) and all(agree)
 
 
-def _captured(name: str, *attributes: str) -> FromTorch:
-    """An ATen loss (x, target, reduction, *attributes)."""
+def _captured(name: str, *attributes: str, mixes: bool = False) -> FromTorch:
+    """An ATen loss (x, target, reduction, *attributes).
+
+    One that `mixes` is a single kernel, which promotes first; those composed of several promote on the way.
+    """
 
     def capture(op: Builder, x: ir.Value, target: ir.Value, reduction: int = 1, *rest: Any, **named: Any) -> Any:
-        if not is_plain(x, target):
+        if not is_plain(x, target) or not (mixes or dtype_of(x) == dtype_of(target)):
             return NotImplemented
         x, target = promoted(op, x, target)
         given = {**dict(zip(attributes, rest, strict=False)), **named}
@@ -132,7 +135,7 @@ def symmetric(
         ("x", "target"),
         ("loss",),
         attributes={"reduction": "mean", **attributes},
-        from_torch={overload: _captured(name, *settings)},
+        from_torch={overload: _captured(name, *settings, mixes=True)},
         shapes=_loss_type,
         body=_body_of(per_element),
         gradient=(Gradient(gradient, reads=("x", "target")),),

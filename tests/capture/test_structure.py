@@ -1,0 +1,283 @@
+"""Calls and outputs become flat lists and structures, and come back."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import math
+import timeit
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from onnxtrain.capture.structure import OutputStructure, Structure, flatten_call, flatten_output
+from onnxtrain.errors import ORTModuleIOError
+
+X, Y, Z = torch.randn(2, 3), torch.randn(4), torch.arange(3)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    y: Any = None
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def structure(*args: Any, **kwargs: Any) -> Structure:
+    return flatten_call(args, kwargs)[1]
+
+
+CALLS = {
+    "one tensor": ((X,), {}),
+    "tensors": ((X, Y), {"labels": Z}),
+    "nothing": ((), {}),
+    "dict": (({"a": X, "b": {"c": Y}},), {}),
+    "lists and tuples": (([X, (Y, [Z])], ()), {}),
+    "named tuple": ((Pair(X, Pair(None, Y)),), {}),
+    "dataclass": ((Batch(X), Batch(Y, [Z])), {}),
+    "ordered and default dict": ((collections.OrderedDict(b=X, a=Y), collections.defaultdict(list, k=Z)), {}),
+    "output of transformers": ((SequenceClassifierOutput(logits=X),), {}),
+    "constants": ((None, True, 1, 1.5, 1j, "a", b"b", ..., Color.RED, slice(0, 2), range(3), torch.float16), {}),
+    "torch constants": ((torch.device("cpu"), torch.channels_last, torch.strided, torch.Size([1, 2])), {"x": X}),
+    "the same tensor twice": ((X, {"again": X}), {}),
+    "keys that are not strings": (({1: X, (2, "a"): Y},), {}),
+    "return type": ((torch.randn(2, 2).max(0),), {}),
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a):
+        return same(vars(a), vars(b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_comes_back(name: str) -> None:
+    args, kwargs = CALLS[name]
+    tensors, found = flatten_call(args, kwargs)
+    assert len({*map(id, tensors)}) == len(tensors)
+    back_args, back_kwargs = found.unflatten(tensors)
+    assert same(back_args, args)
+    assert same(back_kwargs, kwargs)
+    assert flatten_call(args, kwargs)[1] is found
+    assert len(set(found.names)) == len(tensors)
+    assert all(name.isidentifier() for name in found.names)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_containers_are_fresh(name: str) -> None:
+    args, kwargs = CALLS[name]
+    tensors, found = flatten_call(args, kwargs)
+    first, second = found.unflatten(tensors), found.unflatten(tensors)
+    assert all(a is not b for a, b in zip(first[0], second[0], strict=True) if isinstance(a, (dict, list, Batch)))
+    assert found.changed(*first, tensors) == ""
+
+
+def test_names_say_where_a_tensor_comes_from() -> None:
+    assert structure(X, [Y], input_ids=Z, batch={"mask": X + 1}).names == (
+        "args_0",
+        "args_1_0",
+        "batch_mask",
+        "input_ids",
+    )
+
+
+def test_the_order_of_kwargs_does_not_matter() -> None:
+    one, a = flatten_call((), {"a": X, "b": Y})
+    two, b = flatten_call((), {"b": Y, "a": X})
+    assert a is b
+    assert list(map(id, one)) == list(map(id, two))
+    one, a = flatten_call((), {"a": [X, 1], "b": Y})
+    two, b = flatten_call((), {"b": Y, "a": [X, 1]})
+    assert a is b
+    assert list(map(id, one)) == list(map(id, two)) == [id(X), id(Y)]
+
+
+DIFFERENT = [
+    (True, 1),
+    (1, 1.0),
+    (True, 1.0),
+    (0.0, -0.0),
+    (0.1, 0.2),
+    (1.0, math.inf),
+    (1, 1j),
+    ("a", b"a"),
+    (None, False),
+    (Color.RED, Color.BLUE),
+    (slice(0, 1), slice(0, True)),
+    (torch.float16, torch.float32),
+    (torch.device("cpu"), torch.device("meta")),
+    ([X], (X,)),
+    ([X], [X, Y]),
+    ({"a": X}, {"b": X}),
+    ({1: X}, {True: X}),
+    ({"a": X, "b": Y}, {"b": Y, "a": X}),
+    (Pair(X, Y), (X, Y)),
+    (Batch(X), Batch(X, X + 1)),
+    (X, [X]),
+    (X, None),
+    ((), []),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), DIFFERENT, ids=str)
+def test_what_differs_is_told_apart(a: Any, b: Any) -> None:
+    old, new = structure(X, flag=a), structure(X, flag=b)
+    assert old != new
+    assert "flag" in old.difference(new) or "args" in old.difference(new)
+    assert structure(X, a) != structure(X, b)
+
+
+@pytest.mark.parametrize("value", [math.nan, -0.0, 1e-300, 2.5, None, "a", Color.RED, slice(None, 3), 1 + 2j])
+def test_equal_constants_are_equal(value: Any) -> None:
+    assert structure(X, flag=value) is structure(Y, flag=value)
+    assert structure(X, flag=[value]) == structure(Y, flag=[value])
+
+
+def test_differences_in_words() -> None:
+    assert structure(X, p=0.1).difference(structure(X, p=0.2)) == "p: 0.1 → 0.2"
+    assert structure(X, mask=None).difference(structure(X, mask=Y)) == "mask: None → a tensor"
+    assert structure(X).difference(structure(Y)) == ""
+    assert "args[0]" in structure({"a": 1}).difference(structure({"b": 1}))
+
+
+def test_the_same_tensor_twice_is_another_structure() -> None:
+    tensors, found = flatten_call((X, X), {})
+    assert tensors == [X]
+    assert found != structure(X, Y)
+    assert "same tensor" in structure(X, Y).difference(found)
+
+
+def test_shared_memory_is_another_structure() -> None:
+    base = torch.randn(4, 6)
+    found = structure(base[:, :3], base[:, 3:], Y)
+    assert found.shared == ((0, 1),)
+    assert found != structure(torch.randn(4, 3), torch.randn(4, 3), Y)
+    assert structure(base[:1], base.detach().clone()).shared == ()
+
+
+@pytest.mark.parametrize("bad", [object(), {1, 2}, iter([1]), lambda: None.__class__, [X].append])
+def test_an_unsupported_leaf_is_named(bad: Any) -> None:
+    if callable(bad) and type(bad).__name__ == "function":
+        flatten_call((X,), {"extra": bad})  # a function is a constant
+        return
+    with pytest.raises(ORTModuleIOError, match=r"extra\[0\]\.inner") as caught:
+        flatten_call((X,), {"extra": [{"inner": bad}]})
+    assert type(bad).__qualname__ in str(caught.value)
+
+
+def test_a_container_in_itself_is_refused() -> None:
+    loop: list[Any] = [X]
+    loop.append(loop)
+    with pytest.raises(ORTModuleIOError, match="contains itself"):
+        flatten_output(loop)
+
+
+def test_a_dataclass_with_other_attributes_is_refused() -> None:
+    batch = Batch(X)
+    batch.extra = 1  # type: ignore[attr-defined]
+    with pytest.raises(ORTModuleIOError, match="extra"):
+        flatten_call((batch,), {})
+
+
+def test_what_forward_does_to_its_containers_is_noticed() -> None:
+    tensors, found = flatten_call(({"a": X}, [Y]), {"z": [1]})
+    for change in (
+        lambda args, kwargs: args[0].update(b=Z),
+        lambda args, kwargs: args[0].update(a=Z),
+        lambda args, kwargs: args[1].append(Z),
+        lambda args, kwargs: args[1].clear(),
+        lambda args, kwargs: kwargs["z"].append(2),
+    ):
+        args, kwargs = found.unflatten(tensors)
+        assert found.changed(args, kwargs, tensors) == ""
+        change(args, kwargs)
+        assert found.changed(args, kwargs, tensors)
+
+
+OUTPUTS = {
+    "tensor": X,
+    "tuple": (X, Y),
+    "nested": {"a": [X, (Y, None)], "b": Pair(Z, "text")},
+    "dataclass with None": Batch(X),
+    "output of transformers": SequenceClassifierOutput(loss=Y, logits=X),
+    "constants only": {"a": 1, "b": None},
+    "one tensor twice": (X, [X]),
+    "empty": (),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_comes_back(name: str) -> None:
+    output = OUTPUTS[name]
+    leaves, found = flatten_output(output)
+    assert isinstance(found, OutputStructure)
+    back = found.unflatten(leaves, ())
+    assert same(back, output)
+    assert type(back) is type(output)
+    if isinstance(output, SequenceClassifierOutput):
+        assert back.logits is X
+        assert back.hidden_states is None
+        assert back["loss"] is Y
+
+
+def test_a_cache_of_transformers_comes_back() -> None:
+    cache = transformers.DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 1)
+    leaves, found = flatten_output((X, cache))
+    assert len(leaves) == 5
+    _, back = found.unflatten([t + 1 for t in leaves], ())
+    assert type(back) is type(cache)
+    assert back.get_seq_length() == 3
+    assert torch.equal(back.layers[1].keys, cache.layers[1].keys + 1)
+
+
+def test_sizes_come_from_their_own_list() -> None:
+    found: list[tuple[list[Any], OutputStructure]] = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> list[Any]:
+            found.append(flatten_output((x * 2, x.shape, {"n": x.shape[0] * 2})))
+            return found[-1][0]
+
+    holder = found.append
+    assert holder
+    torch.export.export(Module(), (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+    output = found[-1][1].unflatten([Y], [7, 14])
+    assert output == (Y, torch.Size([7, 3]), {"n": 14})
+    assert type(output[1]) is torch.Size
+
+
+def test_flattening_is_fast(record_property: Any) -> None:
+    batch = {"input_ids": X, "attention_mask": Y, "labels": Z}
+    nested = {"batch": batch, "flag": True, "scale": 0.5}
+    for name, call in (
+        ("two tensors", lambda: flatten_call((X, Y), {})),
+        ("three kwargs", lambda: flatten_call((), batch)),
+        ("nested", lambda: flatten_call((), nested)),
+    ):
+        seconds = min(timeit.repeat(call, number=1000, repeat=5)) / 1000
+        print(f"flatten_call, {name}: {seconds * 1e6:.2f} µs")
+        record_property(name, seconds)
