@@ -21,7 +21,7 @@ from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, set_type, type_of
 from onnxtrain.ops import FROM_TORCH, builder
-from onnxtrain.ops.aten import aten_node
+from onnxtrain.ops.aten import Text, aten_node
 from onnxtrain.ops.definition import OPSET
 
 # Calls that only state what is already known of sizes and types: the guards hold them.
@@ -126,7 +126,9 @@ class _Walk:
         convert_call = FROM_TORCH.get(name)
         before = len(self._graph)
         try:
-            result = convert_call(self.op, *arguments, **keywords) if convert_call else NotImplemented
+            result = NotImplemented
+            if convert_call and not any(e.is_complex() for e in _tensors(node, examples)):
+                result = convert_call(self.op, *arguments, **keywords)
             if result is NotImplemented:
                 result = aten_node(self.op, target, arguments, keywords, example)
         except (GraphError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -172,11 +174,19 @@ class _Walk:
                 return [self._argument(a) for a in argument]
             case Mapping():
                 return {k: self._argument(v) for k, v in argument.items()}
+            case str():
+                return Text(argument)
             case slice():
                 return slice(*(self._argument(a) for a in (argument.start, argument.stop, argument.step)))
             case torch.SymInt():
                 return size_of(argument)
         return argument
+
+
+def _tensors(node: torch.fx.Node, results: Any) -> list[torch.Tensor]:
+    """The (fake) tensors that a call takes and gives: complex ones live between ATen nodes."""
+    given = [inner.meta.get("val") for inner in node.all_input_nodes]
+    return [t for t in (*given, *results) if isinstance(t, torch.Tensor)]
 
 
 def _same_sizes(got: TensorType, expected: TensorType) -> bool:

@@ -157,12 +157,12 @@ class Snapshot:
         if conditions:
             self.emit(f"if {' or '.join(conditions)}: return False")
 
-    def wants(self, module: torch.nn.Module, name: str) -> bool:
-        """Whether forward reads this attribute."""
+    def read_of(self, module: torch.nn.Module) -> Collection[str] | None:
+        """The attributes that forward reads of this module; None for all."""
         if self.reads is None or type(module).__getattribute__ is not object.__getattribute__:
-            return True
+            return None
         read = self._read_of.get(id(module), ())
-        return name in read or "*" in read
+        return None if "*" in read else read
 
     def missed(self, module: torch.nn.Module) -> list[str]:
         """The attributes that forward looks for in the module, and finds only in its class or not at all."""
@@ -221,7 +221,7 @@ class Snapshot:
             return
         here = f"{name} of {where}"
         first = self._first_of_object.setdefault(id(value), here)
-        if first != here:
+        if first != here and not isinstance(value, tuple):
             self._fact(name, where, ("the same as", first), f"the {first}")
             return
         kind = type(value)
@@ -332,10 +332,11 @@ class _Visit:
 
     def _attributes(self, own: Mapping[str, object]) -> None:
         snapshot, module, path = self._of, self._module, self._path
-        if snapshot.reads is None:
+        read = snapshot.read_of(module)
+        if read is None:
             snapshot.differs(f"len(d) != {len(own)}")
         for name, value in own.items():
-            if name in _BOOKKEEPING or not snapshot.wants(module, name):
+            if name in _BOOKKEEPING or not (read is None or name in read):
                 continue
             if isinstance(value, torch.Tensor) and snapshot.is_named(module, name):
                 snapshot.tensor(module, name, "d", value, name if path == "the module" else f"{path}.{name}")

@@ -38,6 +38,12 @@ from onnxtrain.ops.registry import define
 _NO_BODY = NoBody("PyTorch's own operator, which has no form in standard ops")
 
 
+class Text(str):
+    """A string among a call's arguments, told apart from a size expression."""
+
+    __slots__ = ()
+
+
 def aten_node(op: Builder, target: Any, arguments: Sequence[Any], keywords: dict[str, Any], example: Any) -> Any:
     """Appends an ATen node for a call of `target`. `example` is PyTorch's (fake) result: it gives the types.
 
@@ -84,6 +90,8 @@ class _Packer:
             case ir.Value():
                 self.tensors.append(argument)
                 return {"tensor": len(self.tensors) - 1}
+            case Text():
+                return {"text": str(argument)}
             case str():
                 self.sizes.append(argument)
                 return {"size": len(self.sizes) - 1}
@@ -108,6 +116,8 @@ def _unpack(spec: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) ->
             return tensors[index]
         case {"size": int(index)}:
             return sizes[index]
+        case {"text": str(text)}:
+            return text
         case {"dtype": str(name)}:
             return TORCH_DTYPES[ir.DataType[name]]
         case {"torch": str(name)}:

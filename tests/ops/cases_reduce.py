@@ -170,7 +170,12 @@ NORMS = [
 
 VARIANCE = [
     case
-    for name, function in (("ReduceVar", torch.var), ("ReduceStd", torch.std))
+    for name, function in (
+        ("ReduceVar", torch.var),
+        ("ReduceStd", torch.std),
+        ("ReduceVarMean", torch.var_mean),
+        ("ReduceStdMean", torch.std_mean),
+    )
     for correction in (0.0, 1.0)
     for case in over(
         name,

@@ -169,7 +169,7 @@ def _mean_body(op: Builder, n: NodeView) -> ir.Value:
     return in_single(op, n.x, mean) if axes_of(n) else op.Identity(n.x)
 
 
-def _mean_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+def mean_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     """Divided before it is spread: the same numbers, from fewer elements."""
     count = count_of(n)
     return spread(op, n, in_single(op, dy, lambda v: op.Div(v, op.size(count, dtype_of(v)))))
@@ -184,7 +184,7 @@ REDUCE_MEAN = reduction(
     "ReduceMean",
     {"aten.mean.default": _capture_mean, "aten.mean.dim": _capture_mean},
     kernel_call(torch.mean),
-    _mean_gradient,
+    mean_gradient,
     since=18,
     body=_mean_body,
     native_ok=_has_elements,

@@ -11,10 +11,11 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of
 from onnxtrain.ops.constructors import always
-from onnxtrain.ops.definition import Call, FromTorch, NodeView
+from onnxtrain.ops.definition import Call, Effects, FromTorch, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
     axes_input,
@@ -22,9 +23,13 @@ from onnxtrain.ops.reduce.over_axes import (
     count_of,
     dims_of,
     in_single,
+    passing_axes,
+    reduced,
     reduction,
     restored,
 )
+from onnxtrain.ops.reduce.sums import mean_gradient
+from onnxtrain.ops.registry import define
 
 
 def _degrees(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value:
@@ -81,7 +86,7 @@ def _reduced(op: Builder, name: str, x: ir.Value, dim: Dims, correction: float, 
 
 
 def _overloads(name: str, word: str) -> dict[str, FromTorch]:
-    """Var or std, alone and with the mean."""
+    """The overloads of var, std, var_mean or std_mean."""
 
     def corrected(
         op: Builder, x: ir.Value, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
@@ -94,19 +99,7 @@ def _overloads(name: str, word: str) -> dict[str, FromTorch]:
     def over_all(op: Builder, x: ir.Value, unbiased: bool = True) -> Any:
         return _reduced(op, name, x, None, int(unbiased), False)
 
-    def and_mean(alone: FromTorch) -> FromTorch:
-        def capture(op: Builder, x: ir.Value, dim: Any = None, *rest: Any, **named: Any) -> Any:
-            over = None if isinstance(dim, bool) else dim  # the overload without dim has `unbiased` there
-            keepdim = named.get("keepdim", rest[1] if len(rest) > 1 else False)
-            mean = op.ReduceMean(x, axes_input(op, dims_of(x, over)), keepdims=int(keepdim))
-            spread = alone(op, x, *(() if dim is None else (dim,)), *rest, **named)
-            return spread, mean
-
-        return capture
-
-    kinds: dict[str, FromTorch] = {"correction": corrected, "dim": over_dim, "default": over_all}
-    alone = {f"aten.{word}.{kind}": capture for kind, capture in kinds.items()}
-    return alone | {f"aten.{word}_mean.{kind}": and_mean(capture) for kind, capture in kinds.items()}
+    return {f"aten.{word}.correction": corrected, f"aten.{word}.dim": over_dim, f"aten.{word}.default": over_all}
 
 
 REDUCE_VAR = reduction(
@@ -130,4 +123,51 @@ REDUCE_STD = reduction(
     body=lambda op, n: op.Sqrt(_var_body(op, n)),
     native_ok=always,
     attributes={"correction": 1.0},
+)
+
+
+def _and_mean(name: str, word: str, function: Any, body: Any, gradient: Any, reads: tuple[str, ...]) -> OpDef:
+    """Defines a spread with the mean beside it."""
+
+    def with_mean(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
+        return body(op, n), op.ReduceMean(n.x, axes_input(op, axes_of(n)), keepdims=n.keepdims)
+
+    def rule(op: Builder, n: NodeView, dy: ir.Value | None, dmean: ir.Value | None) -> tuple[ir.Value | None, ...]:
+        parts = [] if dy is None else [gradient(op, n, dy)]
+        if dmean is not None:
+            parts.append(mean_gradient(op, n, dmean))
+        return (op.Add(*parts) if len(parts) == 2 else parts[0], None)[: len(n.node.inputs)]
+
+    return define(
+        OpDef(
+            domain=OWN,
+            name=name,
+            inputs=("x", "axes?"),
+            outputs=("y", "mean"),
+            attributes={"keepdims": 1, "noop_with_empty_axes": 0, "correction": 1.0},
+            since=1,
+            from_torch=_overloads(name, word),
+            shapes=lambda n: (*reduced(n), *reduced(n)),
+            body=with_mean,
+            native_ok=always,
+            gradient=(Gradient(rule, reads),),
+            stops=frozenset({"axes"}),
+            kernels=(Kernel(lower=_call(function)),),
+            axes=lambda n: f"{passing_axes(n)}, {passing_axes(n).split('->')[1]}",
+            effects=Effects.NONE,
+            aliases={},
+            flops=lambda n: sizes.multiply(4, numel(n.x)),
+            host=None,
+        )
+    )
+
+
+REDUCE_VAR_MEAN = _and_mean("ReduceVarMean", "var_mean", torch.var_mean, _var_body, _var_slope, ("x",))
+REDUCE_STD_MEAN = _and_mean(
+    "ReduceStdMean",
+    "std_mean",
+    torch.std_mean,
+    lambda op, n: op.Sqrt(_var_body(op, n)),
+    _std_gradient,
+    ("x", "y"),
 )
