@@ -69,6 +69,7 @@ def compile_module(
     options: Options,
     read: Callable[[Captured], Sequence[torch.Tensor]],
     rerun: Callable[[Captured], Rerun],
+    after: Callable[[], None],
 ) -> Compiled:
     """Compiles a module for calls of one structure.
 
@@ -78,6 +79,7 @@ def compile_module(
         tensors: the call's tensors.
         options: see `onnxtrain.options`.
         read: from a capture, the tensors of its inputs in order.
+        after: called when the capture has run forward; what it raises ends the compilation.
         rerun: from a capture, a function that runs the module in PyTorch on such tensors (create_graph).
 
     Raises:
@@ -86,7 +88,7 @@ def compile_module(
     training = torch.is_grad_enabled()
     stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
 
-    captured = capture(module, structure, tensors)
+    captured = capture(module, structure, tensors, after)
     model = stages.record("capture", captured.model)
     inputs = read(captured)
     device = _one_device(inputs)
@@ -140,8 +142,9 @@ class _Build:
     def __init__(self, captured: Captured, model: ir.Model, wrt: Flags, views: Flags, device: torch.device) -> None:
         self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
         self._name = model.graph.name or "module"
-        # A result that is a view of an input is remade outside the boundary: its gradient does not come through it.
-        self._of = (*(not v for v in views), *(False for _ in captured.mutations))
+        # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
+        # outside the boundary and its gradient does not come through it; one that was copied gets it here.
+        self._of = (*(True for _ in views), *(False for _ in captured.mutations))
 
     def joint(self, given: Flags | None = None) -> Joint:
         """The joint graph for these results' cotangents (None: all that can have one)."""

@@ -127,14 +127,13 @@ class Engine:
         states: list[ModuleState] = []
 
         def read(captured: Captured) -> list[torch.Tensor]:
-            watch.check()
             states.append(ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"]))
             own = states[-1].read(module)
             assert own is not None, "the module's state cannot change while the capture lock is held"
             return [*own, *tensors]
 
         compiled = compile_module(
-            module, structure, tensors, self._options, read, lambda c: _rerun(module, structure, c)
+            module, structure, tensors, self._options, read, lambda c: _rerun(module, structure, c), watch.check
         )
         return states[-1], compiled
 

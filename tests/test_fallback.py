@@ -50,8 +50,8 @@ class LoopsOverElements(Base):
 
 class ReadsAnElement(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = x.mean().item()
-        return self.inner(x) * round(scale, 1)  # here
+        scale = x.mean().item()  # here
+        return self.inner(x) * round(scale, 1)
 
 
 class UsesNumpy(Base):
@@ -69,7 +69,7 @@ class Packs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lengths = torch.arange(x.shape[1], x.shape[1] - x.shape[0], -1).clamp(min=1)
         packed = pack_padded_sequence(x, lengths, batch_first=True)  # here
-        states, _ = pad_packed_sequence(self.inner.rnn(packed)[0], batch_first=True)
+        states, _ = pad_packed_sequence(self.inner.rnn(packed)[0], batch_first=True)  # or here
         return states
 
 
@@ -126,10 +126,11 @@ every_culprit = pytest.mark.parametrize(
 )
 
 
-def line_of(guilty: type[nn.Module]) -> str:
-    """file:line of the comment in the source of a class."""
+def names_line(text: str, guilty: type[nn.Module]) -> bool:
+    """Whether a text names a line of a class that has the comment."""
     lines, start = inspect.getsourcelines(guilty)
-    return f"{inspect.getsourcefile(guilty)}:{start + next(i for i, text in enumerate(lines) if '# here' in text)}"
+    marked = [start + i for i, line in enumerate(lines) if line.endswith("here\n")]
+    return any(f"{inspect.getsourcefile(guilty)}:{number}" in text for number in marked)
 
 
 @every_culprit
@@ -146,7 +147,7 @@ def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty:
         compare.train(3, 5)
     (text,) = fallbacks(caught)
     assert make.__name__ in text
-    assert line_of(guilty) in text
+    assert names_line(text, guilty), text
     assert reason.lower() in text.lower()
     assert count_captures(compare.got.run) == 0
     (warning,) = [w for w in caught if str(w.message) == text]
@@ -159,7 +160,7 @@ def test_the_policy_can_forbid_to_fall_back(make: type[nn.Module], guilty: type[
     for _ in range(2):
         with pytest.raises(ORTModuleFallbackException) as raised:
             module(torch.ones(3, 5, WIDTH))
-        assert line_of(guilty) in str(raised.value)
+        assert names_line(str(raised.value), guilty)
         assert reason.lower() in str(raised.value).lower()
 
 
@@ -277,7 +278,7 @@ def test_an_argument_of_an_unknown_class() -> None:
     module = TakesAnything()
     ours = ORTModule(module)
     x = torch.ones(3, WIDTH)
-    with pytest.warns(UserWarning, match="TakesAnything runs in PyTorch.*Strange"):
+    with pytest.warns(UserWarning, match=r"(?s)TakesAnything runs in PyTorch.*Strange"):
         first = ours(x, Strange(2.0))
     torch.testing.assert_close(first, module(x, Strange(2.0)))
     torch.testing.assert_close(ours(x, Strange(3.0)), module(x, Strange(3.0)))

@@ -57,8 +57,10 @@ def both(modules: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) 
         try:
             results.append(run(module))
         except RuntimeError as error:
-            results.append(type(error).__name__)
+            results.append(f"raises {type(error).__name__}")
     same(*results)
+    if isinstance(results[1], str):
+        return  # where backward raises, some gradients may have been added before
     same(*([p.grad for p in module.parameters()] for module in modules))
     same(*([b.clone() for b in module.buffers()] for module in modules))
 
@@ -183,7 +185,7 @@ def test_a_change_before_backward_raises_where_eager_raises(forward: str, change
         with torch.no_grad():
             CHANGES[change](module, x, y)
         y.backward(torch.ones_like(y))
-        return "no error"
+        return None
 
     both(modules, run)
 
@@ -222,7 +224,7 @@ def _adds_in_place(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fills_rows(module: Any, x: torch.Tensor) -> torch.Tensor:
-    before = x * module.bias
+    before = x * 2
     x[1:].zero_()
     return before + x
 
@@ -285,24 +287,22 @@ def test_inputs_that_overlap_of_which_one_is_changed() -> None:
 # Gradients
 
 
-def test_two_gradients_do_not_share_memory_that_is_written() -> None:
-    """Both gradients are the cotangent itself: clipping writes into each."""
-    modules = pair(lambda m, x: x[0] + m.bias + m.square.view(-1))
-
-    def run(module: nn.Module) -> Any:
+def test_two_gradients_do_not_share_memory() -> None:
+    """Each is the cotangent itself. In eager they share it, and what accumulates in one is in the other too."""
+    module = ORTModule(Function(lambda m, x: x[0] + m.bias + m.square.view(-1)), rng="torch")
+    for step in (1.0, 2.0, 3.0):
         y = module(inputs())
-        y.backward(cotangent := torch.ones_like(y))
-        with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-        return cotangent
-
-    both(modules, run)
+        cotangent = torch.ones_like(y)
+        y.backward(cotangent)
+        for name in ("bias", "square"):
+            gradient = module.get_parameter(name).grad
+            assert gradient is not None
+            torch.testing.assert_close(gradient, torch.full_like(gradient, step))
+        assert torch.equal(cotangent, torch.ones_like(y))
 
 
 def test_gradients_accumulate_over_backwards() -> None:
-    modules = pair(lambda m, x: x[0] + m.bias + m.square.view(-1) + (x @ m.weight).tanh())
+    modules = pair(lambda m, x: x[0] + m.bias + (x @ m.weight).tanh())
 
     def run(module: nn.Module) -> Any:
         first, second = module(inputs()), module(inputs() * 2)

@@ -69,7 +69,7 @@ SIZES = ((3, 4), (1, 5), (4, 1), (1, 1), (WIDTH, WIDTH))
 @pytest.mark.parametrize("first", range(len(SIZES)), ids=lambda i: "first-{}-{}".format(*SIZES[i]))
 def test_one_capture_serves_all_sizes(name: str, first: int) -> None:
     """Whichever comes first: sizes of 1 are not taken for broadcasting, equal sizes not for the same size."""
-    with compared(model(SERVED_BY_ONE[name])) as compare:
+    with compared(model(SERVED_BY_ONE[name]), captures=1) as compare:
         for sizes in SIZES[first:] + SIZES[:first]:
             compare.train(*sizes)
 

@@ -30,6 +30,33 @@ _STATEMENTS = re.compile(
 )
 
 
+def is_convertible(program: ExportedProgram) -> bool:
+    """Whether an export can be converted as it is, before functionalization (which takes as long as the export).
+
+    It can where autocast is off (its casts are not there yet), and every call is defined and changes nothing. A call
+    may update a floating buffer without its schema saying so (batch_norm does): then the answer is no.
+    """
+    if torch._C._is_any_autocast_enabled():
+        return False
+    signature = program.graph_signature
+    buffers = {name for name in signature.inputs_to_buffers}
+    for node in program.graph.nodes:
+        example = node.meta.get("val")
+        if node.op == "placeholder" and node.name in buffers and isinstance(example, torch.Tensor):
+            if node.users and example.is_floating_point():
+                return False
+        if node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node)):
+            return False
+    return True
+
+
+def _is_plain_call(node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
+    return not target._schema.is_mutable and (str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))))
+
+
 class Converted:
     """The ONNX graph of an exported program.
 
@@ -109,6 +136,8 @@ class _Walk:
             return
         if isinstance(example, (torch.SymInt, int)) and not isinstance(example, bool):
             self._values[node] = size_of(example)
+            if name == "aten._local_scalar_dense.default":
+                self._size_from_element(node)
             return
         if _STATEMENTS.match(name) or (example is None and not node.users):
             return
@@ -117,6 +146,15 @@ class _Walk:
             return
         with self.op.at(origin_of(node)):
             self._values[node] = self._convert_call(node, target, name, example)
+
+    def _size_from_element(self, node: torch.fx.Node) -> None:
+        """Lets the size that `tensor.item()` gives be found where sizes are looked for."""
+        source, size = self._argument(node.args[0]), self._values[node]
+        if isinstance(size, str):
+            with self.op.at(origin_of(node)):
+                whole = source if source.dtype == ir.DataType.INT64 else self.op.Cast(source, to=ir.DataType.INT64)
+                vector = self.op.Reshape(whole, self.op.constant([1], ir.DataType.INT64))
+            self._graph.meta.setdefault("size_values", {})[size] = vector
 
     def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:
         examples = example if isinstance(example, (tuple, list)) else (example,)
@@ -169,7 +207,10 @@ class _Walk:
     def _argument(self, argument: Any) -> Any:
         match argument:
             case torch.fx.Node():
-                return self._values.get(argument)
+                value = self._values.get(argument)
+                if isinstance(value, UnsupportedOperatorError):
+                    raise value
+                return value
             case list() | tuple():
                 return [self._argument(a) for a in argument]
             case Mapping():
@@ -203,17 +244,18 @@ def _show(tensor_type_: TensorType) -> str:
 
 
 def _plain_number(example: Any, node: torch.fx.Node) -> Any:
+    """The number, or the error to raise where an operator takes it: a statement about sizes may well ignore it."""
     if isinstance(example, (bool, float)):
         return example
     known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
-    if known is None:
-        raise UnsupportedOperatorError(
-            f"{node.target} computes a number from sizes that is used as a tensor's element",
-            where=line_of(node),
-            got=str(example),
-            todo="compute it with tensor operations, or pass it in as a tensor",
-        )
-    return known
+    if known is not None:
+        return known
+    return UnsupportedOperatorError(
+        f"{node.target} computes a number that depends on sizes or elements, and is used as an element",
+        where=line_of(node),
+        got=str(example),
+        todo="compute it with tensor operations, or pass it in as a tensor",
+    )
 
 
 def _name_values(graph: ir.Graph) -> None:

@@ -186,8 +186,12 @@ def attempts(tensors: Sequence[torch.Tensor], suggested: Iterable[Example] = ())
     ones = {(i, d) for i, tensor in enumerate(tensors) for d, size in enumerate(tensor.shape) if size == 1}
     # A batch of one: every input has it. Elsewhere a size of 1 is there to be broadcast.
     batch = {(i, 0) for i, tensor in enumerate(tensors) if tensor.ndim}
-    # A sequence of one token: every matrix of token ids, masks and labels has it.
-    tokens = {(i, 1) for i, tensor in enumerate(tensors) if tensor.ndim == 2 and not tensor.is_floating_point()}
+    # A sequence of one token: all have it that are [batch, length] (ids, masks, labels) or [batch, length, width].
+    tokens = {
+        (i, 1)
+        for i, tensor in enumerate(tensors)
+        if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
+    }
     guesses = [part for part in (batch, tokens) if part and part <= ones]
     found = list(suggested)
     if len(guesses) == 2:

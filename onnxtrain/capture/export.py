@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental import _config as symbolic_config
 
 from onnxtrain.capture import source_line
-from onnxtrain.capture.convert import convert, line_of
+from onnxtrain.capture.convert import convert, is_convertible, line_of
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
@@ -97,13 +97,16 @@ class _Wrapper(torch.nn.Module):
         return found
 
 
-def capture(module: torch.nn.Module, structure: Structure, tensors: Sequence[torch.Tensor]) -> Captured:
+def capture(
+    module: torch.nn.Module, structure: Structure, tensors: Sequence[torch.Tensor], after: Callable[[], None]
+) -> Captured:
     """Captures `module` for inputs of this structure.
 
     Args:
         module: the user's module; training mode, autocast and grad mode are taken as they are now.
         structure: how the call's tensors and constants make up its arguments.
         tensors: the call's tensors, as examples.
+        after: called when forward has run; what it raises ends the capture.
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
@@ -112,8 +115,10 @@ def capture(module: torch.nn.Module, structure: Structure, tensors: Sequence[tor
     wrapper = _Wrapper(module, structure)
     with capturing():
         program = _export(wrapper, tensors)
+        after()
         _forbid_lost_gradients(program)
-        program = _functionalize(program)
+        if not is_convertible(program):
+            program = _functionalize(program)
     converted = convert(program, name)
     return _assemble(
         program, module, converted.model, converted.outputs, wrapper.found.output, _names(module, structure)

@@ -53,9 +53,9 @@ class _Condition:
 
 @dataclass(frozen=True, slots=True)
 class _Alternative:
-    """The decisions of one capture. Those in `forced` do not follow from the other conditions."""
+    """The decisions of one capture; None if unknown. Those in `forced` do not follow from the other conditions."""
 
-    decisions: tuple[_Condition, ...]
+    decisions: tuple[_Condition, ...] | None
     forced: tuple[_Condition, ...]
     ones: frozenset[Place] = frozenset()  # places whose size has to be 1, if this was adopted
 
@@ -164,8 +164,11 @@ class Guards:
         if decision is not None:
             words = f"{self._words(decision.expr)} at {decision.where}"
             return f"forward would decide otherwise on {words} for {self._given(decision.expr, binding)}"
-        if all(condition.holds(binding) for condition in self._conditions):
+        soft = next((condition for condition in self._conditions if not condition.holds(binding)), None)
+        if soft is None:
             return ""
+        if self._alternatives[0].decisions is None:
+            return f"{self._words(soft.expr)} does not hold, and what forward decided from sizes is not known"
         return self._proof.reason(binding)
 
     def _hard_reason(self, sizes: _Sizes, binding: _Binding) -> str:
@@ -188,7 +191,7 @@ class Guards:
         """A decision that is other at these sizes; None if there is an alternative with none."""
         failing: _Condition | None = None
         for alternative in self._alternatives:
-            wrong = next((c for c in alternative.decisions if not c.holds(binding)), None)
+            wrong = next((c for c in alternative.decisions or () if not c.holds(binding)), None)
             if wrong is None and all(sizes[i][d] == 1 for i, d in alternative.ones):
                 return None
             failing = failing or wrong
@@ -217,8 +220,8 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
     Args:
         program: what torch.export made of a function of a flat list of tensors, functionalized.
         names: what to call each of those tensors in messages.
-        decisions: what the user's code decided from sizes; without it, only calls whose sizes PyTorch assumed itself
-            (2 at least) can be proven right.
+        decisions: what the user's code decided from sizes. Without it, the guards hold only at sizes that PyTorch
+            assumed as well: 2 and more.
     """
     user_inputs = [s.arg.name for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
     values = {node.name: node.meta["val"] for node in program.graph_module.graph.nodes if node.op == "placeholder"}
@@ -270,7 +273,7 @@ def _of_environment(env: ShapeEnv, symbols: dict[Any, Place], shapes: list[list[
 
 def _alternative(decisions: Decisions | None, symbols: dict[Any, Place]) -> _Alternative:
     if decisions is None:
-        return _Alternative((), ())
+        return _Alternative(None, ())
     made = [d for d in decisions.made.values() if d.expr.free_symbols <= symbols.keys()]
     conditions = [_Condition(_as_condition(d), where=d.where) for d in made]
     forced = tuple(c for c, d in zip(conditions, made, strict=True) if d.forced)

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.exported_program import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -27,6 +28,10 @@ class Proof:
     def __init__(self, program: ExportedProgram, symbols: dict[Any, Place]) -> None:
         self.graph_module = program.graph_module
         self.symbols = symbols
+        signature = program.graph_signature
+        self.signature = [(spec.kind, spec.target) for spec in (*signature.input_specs, *signature.output_specs)]
+        constants = [str(spec.target) for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
+        self.constants = [program.constants[name] for name in constants]
 
     def reason(self, binding: dict[Any, Any]) -> str:
         """Why the graph is not right at the sizes of `binding`, in words; "" if it is."""
@@ -95,7 +100,19 @@ def _agrees(found: Any, expected: Any, binding: dict[Any, Any]) -> bool:
 
 def same_graph(one: Proof, other: Proof, ones: frozenset[Place]) -> bool:
     """Whether two graphs of the same inputs do the same where the sizes at `ones` are 1."""
-    return _normal_form(one, ones) == _normal_form(other, ones)
+    return (
+        one.signature == other.signature
+        and all(map(_same_constant, one.constants, other.constants))
+        and _normal_form(one, ones) == _normal_form(other, ones)
+    )
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor:
+        return False
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
 def _normal_form(proof: Proof, ones: frozenset[Place]) -> list[Any]:

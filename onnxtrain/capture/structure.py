@@ -138,6 +138,12 @@ class OutputStructure:
         # An attribute and not a method: it runs on every step.
         self.unflatten: _Rebuild = _compile_rebuild(tree)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OutputStructure) and self.tree == other.tree
+
+    def __hash__(self) -> int:
+        return hash(self.tree)
+
 
 _Rebuild: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Any]
 _Plan: TypeAlias = tuple[Structure, tuple[int, ...] | None]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
+from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of, rank_of
 
 
@@ -39,9 +40,16 @@ def host_values(nodes: Iterable[ir.Node], definition_of: Callable[[ir.Node], Hos
             _can_come_from_host(node, i, definition, found) for i in range(len(node.inputs))
         ):
             continue
-        if all(dtype_of(v) == ir.DataType.INT64 and rank_of(v) <= 1 for v in node.outputs):
+        if all(_is_known_length(v) for v in node.outputs):
             found.update(node.outputs)
     return found
+
+
+def _is_known_length(value: ir.Value) -> bool:
+    """Whether the value can be a Python int or a tuple of ints: its length does not depend on sizes."""
+    return dtype_of(value) == ir.DataType.INT64 and (
+        rank_of(value) == 0 or (rank_of(value) == 1 and isinstance(sizes.of(value)[0], int))
+    )
 
 
 def _can_come_from_host(node: ir.Node, index: int, definition: HostOp, found: set[ir.Value]) -> bool:

@@ -1,4 +1,4 @@
-"""Definitions for whole classes of ops: what all elementwise, comparison or reduction ops share is said once, here."""
+"""Definitions for whole classes of ops: what all ops of one or two operands share is said once, here."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ _NO_STOPS: frozenset[str] = frozenset()
 
 def always(node: NodeView) -> bool:
     return True
+
+
+def never(node: NodeView) -> bool:
+    return False
 
 
 def same_as(name: str) -> Callable[[NodeView], Sequence[TensorType]]:
@@ -76,7 +80,7 @@ def unary(
     attributes: Mapping[str, Any] | None = None,
     since: int = 1,
     body: Any = STANDARD,
-    native_ok: Callable[[NodeView], bool] = always,
+    native_ok: Callable[[NodeView], bool] | None = None,
     lower: Callable[..., Call] | None = None,
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host: Callable[..., Any] | None = None,
@@ -99,7 +103,7 @@ def unary(
             from_torch=names if isinstance(names, Mapping) else dict.fromkeys(names, capture),
             shapes=same_as("x"),
             body=body,
-            native_ok=native_ok,
+            native_ok=native_ok or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             stops=_NO_STOPS,
             kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place=0),),
@@ -114,10 +118,6 @@ def unary(
 
 def _broadcast_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.a), sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
-
-
-def _compared_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(ir.DataType.BOOL, sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
 
 
 def binary(
@@ -135,7 +135,7 @@ def binary(
     stops: frozenset[str] = _NO_STOPS,
     host: Callable[..., Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
-    native_ok: Callable[[NodeView], bool] = always,
+    native_ok: Callable[[NodeView], bool] | None = None,
     scalars: bool = False,
     lower: Callable[..., Call] | None = None,
 ) -> OpDef:
@@ -160,7 +160,7 @@ def binary(
             from_torch=from_torch,
             shapes=shapes,
             body=body,
-            native_ok=native_ok,
+            native_ok=native_ok or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             stops=stops,
             kernels=(Kernel(lower=lower, scalars=scalars or symbol is not None),),
@@ -186,24 +186,6 @@ def _on_host(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         return tuple(function(x, y) for x, y in zip(left, right, strict=True))
 
     return compute
-
-
-def comparison(name: str, aten: str, kernel: Callable[[Any, Any], Any], symbol: str, *, since: int = 7) -> OpDef:
-    """Defines a comparison of two tensors of one type; `aten` names both its overloads ("aten.lt")."""
-
-    def capture(op: Builder, a: ir.Value, b: Any) -> Any:
-        dtype = compared_dtype(op, a, b)
-        return op.op(ONNX, name)(as_value(op, a, dtype), as_value(op, b, dtype))
-
-    return binary(
-        name,
-        {f"{aten}.Tensor": capture, f"{aten}.Scalar": capture},
-        kernel,
-        None,
-        symbol=symbol,
-        shapes=_compared_type,
-        since=since,
-    )
 
 
 def compared_dtype(op: Builder, a: ir.Value, b: Any) -> ir.DataType:

@@ -243,6 +243,14 @@ def test_an_output_comes_back(name: str) -> None:
         assert back["loss"] is Y
 
 
+def test_outputs_are_compared() -> None:
+    assert flatten_output((X, "a"))[1] == flatten_output((Y, "a"))[1]
+    assert flatten_output((X, "a"))[1] != flatten_output((X, "b"))[1]
+    assert flatten_output((X, 1))[1] != flatten_output((X, True))[1]
+    assert flatten_output((X, Y))[1] != flatten_output((X, X))[1]
+    assert hash(flatten_output([X, None])[1]) == hash(flatten_output([Y, None])[1])
+
+
 def test_a_cache_of_transformers_comes_back() -> None:
     cache = transformers.DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)

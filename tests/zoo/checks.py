@@ -92,7 +92,9 @@ class Side:
 class Comparison:
     """Three sides in step: ours and eager in the dtype under test, and eager in float64."""
 
-    def __init__(self, entry: ZooModel, dtype: torch.dtype = torch.float32, wrap: Wrap = ours, autocast: bool = False) -> None:
+    def __init__(
+        self, entry: ZooModel, dtype: torch.dtype = torch.float32, wrap: Wrap = ours, autocast: bool = False
+    ) -> None:
         self.entry = entry
         self.got = Side(entry, dtype, wrap, autocast)
         self.eager = Side(entry, dtype, None, autocast)

@@ -15,7 +15,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.activation.pairs import scalar
-from onnxtrain.ops.constructors import always, elementwise_flops
+from onnxtrain.ops.constructors import elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.registry import define
 
@@ -72,7 +72,7 @@ GLU = define(
         from_torch={"aten.glu.default": _capture_glu},
         shapes=_halved,
         body=_glu_body,
-        native_ok=always,
+        native_ok=never,
         gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
         stops=frozenset(),
         kernels=(Kernel(lower=lambda n, x: Call(_glu, x, n.axis)),),
@@ -94,7 +94,7 @@ GLU_GRAD = define(
         from_torch={},
         shapes=lambda n: (type_of(n.x),),
         body=_glu_grad_body,
-        native_ok=always,
+        native_ok=never,
         gradient=NOT_DIFFERENTIABLE,
         stops=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis)),),

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import always, elementwise_flops, unary
+from onnxtrain.ops.constructors import elementwise_flops, never, unary
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
@@ -45,8 +45,12 @@ def backward(
     domain: str = OWN,
     attributes: Mapping[str, Any] | None = None,
     flops: int = 4,
+    on_gpu: Lower | None = None,
 ) -> OpDef:
-    """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y"."""
+    """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y". `on_gpu` is another way there."""
+    kernels = [Kernel(lower=lower)]
+    if on_gpu is not None:
+        kernels.insert(0, Kernel(lower=on_gpu, applies=lambda node, device: device == "cuda"))
 
     def shapes(n: NodeView) -> Sequence[TensorType]:
         return (type_of(getattr(n, saved)),)
@@ -62,10 +66,10 @@ def backward(
             from_torch={},
             shapes=shapes,
             body=body,
-            native_ok=always,
+            native_ok=never,
             gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
             stops=frozenset(),
-            kernels=(Kernel(lower=lower),),
+            kernels=tuple(kernels),
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
@@ -89,8 +93,9 @@ def activation(
     saved: str = "x",
     attributes: Mapping[str, Any] | None = None,
     since: int = 1,
-    native_ok: Callable[[NodeView], bool] = always,
+    native_ok: Callable[[NodeView], bool] | None = None,
     flops: int = 4,
+    grad_on_gpu: Lower | None = None,
 ) -> tuple[OpDef, OpDef]:
     """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes."""
     grad_name = grad_name or f"{name}Grad"
@@ -116,5 +121,12 @@ def activation(
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
     )
     return forward, backward(
-        grad_name, saved, grad_lower, grad_body, domain=grad_domain, attributes=defaults, flops=flops
+        grad_name,
+        saved,
+        grad_lower,
+        grad_body,
+        domain=grad_domain,
+        attributes=defaults,
+        flops=flops,
+        on_gpu=grad_on_gpu,
     )

@@ -23,7 +23,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.activation.pairs import activation, not_double, scalar
-from onnxtrain.ops.constructors import always, elementwise_flops, same_as
+from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.registry import define
 
@@ -295,7 +295,7 @@ PRELU_GRAD = define(
         from_torch={},
         shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.of(n.x))),
         body=_prelu_grad_body,
-        native_ok=always,
+        native_ok=never,
         gradient=NOT_DIFFERENTIABLE,
         stops=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x, slope: Call(_aten._prelu_kernel_backward.default, dy, x, slope)),),

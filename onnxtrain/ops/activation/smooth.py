@@ -235,7 +235,7 @@ def _log_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _log_sigmoid_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
-    # On a CPU the kernel reads exp(-|x|) from its third argument, on a GPU nothing.
+    # On a CPU the kernel reads exp(-|x|) from its third argument, which forward did not keep.
     return Call(_aten.log_sigmoid_backward.default, dy, x, Call(torch.exp, Call(torch.neg, Call(torch.abs, x))))
 
 
@@ -248,6 +248,8 @@ LOG_SIGMOID, LOG_SIGMOID_GRAD = activation(
     lambda op, n: op.Mul(n.dy, op.Sigmoid(op.Neg(n.x))),
     domain=OWN,
     flops=5,
+    # On a GPU the third argument is not read.
+    grad_on_gpu=lambda n, dy, x: Call(_aten.log_sigmoid_backward.default, dy, x, x),
 )
 
 

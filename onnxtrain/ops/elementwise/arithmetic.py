@@ -20,7 +20,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.constructors import always, binary, elementwise_flops, promoted, unary
+from onnxtrain.ops.constructors import always, binary, elementwise_flops, never, promoted, unary
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -396,7 +396,7 @@ def _ternary(
             from_torch=dict.fromkeys(torch_names, capture),
             shapes=_broadcast(*inputs),
             body=body,
-            native_ok=always,
+            native_ok=never,
             gradient=(gradient,),
             stops=frozenset(),
             kernels=(Kernel(lower=lower),),

@@ -12,7 +12,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, is_float
-from onnxtrain.ops.constructors import always, as_value, binary, cast, compared_dtype, elementwise_flops
+from onnxtrain.ops.constructors import always, as_value, binary, cast, compared_dtype, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
 from onnxtrain.ops.registry import define
 
@@ -105,7 +105,7 @@ def _question(
             from_torch={torch_name: capture, **(from_torch or {})},
             shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.of(n.x)),),
             body=body,
-            native_ok=always,
+            native_ok=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
             stops=frozenset(),
             kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x))),),

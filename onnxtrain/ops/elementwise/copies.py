@@ -16,7 +16,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, elementwise_flops, same_as
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, elementwise_flops, never, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -143,7 +143,7 @@ def _same(
             from_torch=from_torch,
             shapes=same_as("x"),
             body=STANDARD if domain == ONNX else lambda op, n: op.Identity(n.x),
-            native_ok=always,
+            native_ok=always if domain == ONNX else never,
             gradient=(Gradient(lambda op, n, dy: dy, ()),) if differentiable else NOT_DIFFERENTIABLE,
             stops=frozenset(),
             kernels=(Kernel(lower=lower),),

@@ -18,12 +18,13 @@ import torch
 
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
+from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
-from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched, unpooled_axes
+from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched
 from onnxtrain.ops.spatial import as_list, names, product, spatial
 
 aten = torch.ops.aten
@@ -167,7 +168,7 @@ fused(
     body=_average_grad_body,
     lower=lambda n, dy, shape: Call(adaptive_average_backward, dy, shape),
     host=frozenset({1}),
-    axes=unpooled_axes,
+    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.node.outputs[0]),
 )
 
@@ -251,6 +252,6 @@ fused(
     body=scatter_body,
     lower=lambda n, dy, indices, shape: Call(adaptive_max_backward, dy, indices, shape),
     host=frozenset({2}),
-    axes=unpooled_axes,
+    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.dy),
 )

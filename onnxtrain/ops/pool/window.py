@@ -21,6 +21,7 @@ import torch
 
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
+from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of
@@ -52,12 +53,6 @@ def pooled_axes(n: NodeView) -> str:
     """Samples and channels pass."""
     outputs = [f"n c {names('e', n.x)}"] * len(n.node.outputs)
     return f"n c {names('d', n.x)} -> {', '.join(outputs)}"
-
-
-def unpooled_axes(n: NodeView) -> str:
-    """Those of a backward op, whose sizes come in a vector."""
-    per_window = [f"n c {names('e', n.dy)}"] * (len(n.node.inputs) - 1)
-    return f"{', '.join(per_window)}, [s] -> n c {names('d', n.dy)}"
 
 
 def given_shape(n: NodeView) -> Sizes:
@@ -257,7 +252,7 @@ fused(
         max_pool_backward, dy, indices, shape, *_geometry(n, n.dy), bool(n.ceil_mode)
     ),
     host=frozenset({2}),
-    axes=unpooled_axes,
+    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.dy),
 )
 
@@ -375,7 +370,7 @@ fused(
         average_pool_backward, dy, shape, *_geometry(n, n.dy), bool(n.ceil_mode), bool(n.count_include_pad)
     ),
     host=frozenset({1}),
-    axes=unpooled_axes,
+    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: sizes.multiply(numel(n.dy), product(n.kernel_shape)),
 )
 

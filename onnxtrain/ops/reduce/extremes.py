@@ -15,7 +15,7 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, normalize_axis, rank_of
-from onnxtrain.ops.constructors import always, cast, reduced_type, reduction_axes
+from onnxtrain.ops.constructors import always, cast, never, reduced_type, reduction_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -187,7 +187,7 @@ def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, F
             from_torch=captured,
             shapes=_place_type,
             body=body,
-            native_ok=always,
+            native_ok=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
             stops=frozenset(),
             kernels=(Kernel(lower=lambda n, x: Call(function, x, n.axis, bool(n.keepdims))),),
@@ -259,7 +259,7 @@ def _dim_extreme(name: str, function: Any) -> None:
             from_torch={f"aten.{name.lower()}.dim": _capture_dim(f"{name}Dim")},
             shapes=_dim_types,
             body=_dim_body(name),
-            native_ok=always,
+            native_ok=never,
             gradient=(Gradient(_to_chosen, ("indices",)),),
             stops=frozenset(),
             kernels=(Kernel(lower=lambda n, x: Call(function, x, n.axis, bool(n.keepdims))),),

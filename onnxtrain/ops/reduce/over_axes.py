@@ -12,7 +12,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, reduced_type, reduction_axes
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never, reduced_type, reduction_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -120,7 +120,7 @@ def reduction(
     domain: str = ONNX,
     since: int = 1,
     body: Any = STANDARD,
-    native_ok: Callable[[NodeView], bool] = always,
+    native_ok: Callable[[NodeView], bool] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> OpDef:
     """Defines y = f(x) over the axes that the constant `axes` names. `gradient` is (op, n, dy) -> dx."""
@@ -136,7 +136,7 @@ def reduction(
             from_torch=from_torch,
             shapes=reduced,
             body=body,
-            native_ok=native_ok,
+            native_ok=native_ok or (always if domain == ONNX else never),
             gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
             if rule
             else NOT_DIFFERENTIABLE,

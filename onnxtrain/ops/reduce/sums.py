@@ -18,7 +18,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, same_as
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never, same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
@@ -138,7 +138,7 @@ SUM_TO = define(
         from_torch={"aten.sum_to_size.default": _capture_sum_to},
         shapes=_sum_to_type,
         body=_sum_to_body,
-        native_ok=always,
+        native_ok=never,
         gradient=(Gradient(lambda op, n, dy: (op.Expand(dy, op.shape_of(n.x)), None), ()),),
         stops=frozenset({"shape"}),
         kernels=(Kernel(lower=lambda n, x, shape: Method("sum_to_size", x, shape), host=frozenset({1})),),

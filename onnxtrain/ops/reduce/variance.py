@@ -14,7 +14,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of
-from onnxtrain.ops.constructors import always
+from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import Call, Effects, FromTorch, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
@@ -110,7 +110,6 @@ REDUCE_VAR = reduction(
     reads=("x",),
     domain=OWN,
     body=_var_body,
-    native_ok=always,
     attributes={"correction": 1.0},
 )
 REDUCE_STD = reduction(
@@ -121,7 +120,6 @@ REDUCE_STD = reduction(
     reads=("x", "y"),
     domain=OWN,
     body=lambda op, n: op.Sqrt(_var_body(op, n)),
-    native_ok=always,
     attributes={"correction": 1.0},
 )
 
@@ -149,7 +147,7 @@ def _and_mean(name: str, word: str, function: Any, body: Any, gradient: Any, rea
             from_torch=_overloads(name, word),
             shapes=lambda n: (*reduced(n), *reduced(n)),
             body=with_mean,
-            native_ok=always,
+            native_ok=never,
             gradient=(Gradient(rule, reads),),
             stops=frozenset({"axes"}),
             kernels=(Kernel(lower=_call(function)),),

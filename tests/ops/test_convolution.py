@@ -1,0 +1,102 @@
+"""What PyTorch's convolutions become, and that they run its own kernels: every bit agrees."""
+
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.ops import builder
+from onnxtrain.testing import Spec
+from tests.ops.captures import check_capture
+from tests.ops.modules import check_module, ops_of
+
+X = {1: (4, 9), 2: (4, 9, 8), 3: (4, 6, 5, 7)}
+
+
+def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
+    """Inputs of several batch sizes; the second is larger in space too."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(n, X[rank][0], *(s + number % 2 for s in X[rank][1:])) for number, n in enumerate(batches)]
+    return [[torch.randn(shape, generator=generator)] for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv1d(4, 6, 3, stride=2, padding=1),
+        nn.Conv2d(4, 6, 3),
+        nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2, bias=False),
+        nn.Conv2d(4, 8, 3, groups=4),
+        nn.Conv2d(4, 6, 3, padding="same"),
+        nn.Conv2d(4, 6, (3, 4), padding="same", dilation=(1, 3)),
+        nn.Conv1d(4, 6, 2, padding="same"),
+        nn.Conv2d(4, 6, 3, padding="valid", stride=2),
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+        nn.Conv3d(4, 6, 2, stride=2),
+        nn.ConvTranspose1d(4, 6, 3, stride=2),
+        nn.ConvTranspose2d(4, 6, 3),
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2, bias=False),
+        nn.ConvTranspose3d(4, 6, 2, stride=2),
+    ],
+    ids=str,
+)
+def test_convolution(module):
+    rank = module.weight.dim() - 2
+    ours = check_module(module, *calls(rank, 3, 2, 1), exact=True, aten=module.padding_mode != "zeros")
+    kind = "ConvTranspose" if isinstance(module, nn.modules.conv._ConvTransposeNd) else "Conv"
+    assert f"ai.onnx::{kind}" in ops_of(ours)
+
+
+def test_only_the_gradients_that_are_asked_for():
+    """A frozen weight, a frozen bias, an input that needs no gradient."""
+    for frozen in ("weight", "bias"):
+        module = nn.Conv2d(4, 6, 3)
+        getattr(module, frozen).requires_grad_(False)
+        check_module(module, *calls(2, 3, 2), exact=True)
+    check_capture(lambda x, w: F.conv2d(x.detach(), w), Spec("n 4 8 h"), Spec("6 4 3 3"), sizes=({"n": 2, "h": 5},))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_types(dtype):
+    check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=dtype, exact=True)
+    check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=dtype, exact=True)
+
+
+def test_under_autocast():
+    check_module(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 2)), *calls(2, 3, 2), autocast=True)
+
+
+def test_channels_last():
+    """The layout of outputs and gradients follows that of the input, as in PyTorch."""
+    module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 2)).to(memory_format=torch.channels_last)
+    inputs = [[x.to(memory_format=torch.channels_last)] for [x] in calls(2, 3, 2)]
+    ours = check_module(module, *inputs, exact=True)
+    assert ours(inputs[0][0]).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_single_sample():
+    check_module(nn.Conv2d(4, 6, 3), *([x[0]] for [x] in calls(2, 3, 2)), exact=True)
+    check_module(nn.ConvTranspose1d(4, 6, 3), *([x[0]] for [x] in calls(1, 3, 2)), exact=True)
+
+
+def test_functional_convolution():
+    check_capture(
+        lambda x, w, b: torch.convolution(x, w, b, [2, 1], [1, 0], [1, 1], False, [0, 0], 2),
+        Spec("n 4 h 6"),
+        Spec("6 2 3 3"),
+        Spec("6"),
+        sizes=({"n": 3, "h": 6}, {"n": 2, "h": 9}),
+    )
+
+
+def test_padding_that_differs_at_the_ends_is_refused():
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23})
+    op = builder(graph)
+    x, w = ir.Value(name="x"), ir.Value(name="w")
+    for value, shape in ((x, ("n", 4, 8, 8)), (w, (6, 4, 3, 3))):
+        set_type(value, TensorType(ir.DataType.FLOAT, shape))
+    with pytest.raises(GraphError, match="same padding at both ends"):
+        op.Conv(x, w, pads=[1, 0, 0, 1])
