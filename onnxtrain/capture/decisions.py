@@ -107,11 +107,22 @@ class Decisions:
 
             return compare
 
+        def spelling(original: Callable[..., str]) -> Callable[..., str]:
+            def spell(size: Any, *args: Any) -> str:
+                if threading.get_ident() != owner or _user_frame(sys._getframe(1)) is None or not _is_of_inputs(size):
+                    return original(size, *args)
+                return format(int(size), *args)
+
+            return spell
+
         with ExitStack() as stack:
             stack.enter_context(_patched(ShapeEnv, "evaluate_expr", noting))
             # An operator's flag may be `size > 1`: it does not take a symbolic bool.
             for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
                 stack.enter_context(_patched(torch.SymInt, name, comparing(getattr(torch.SymInt, name))))
+            # `f"{size}"` would be the name of the symbol.
+            for name in ("__repr__", "__str__", "__format__"):
+                stack.enter_context(_patched(torch.SymInt, name, spelling(getattr(torch.SymInt, name))))
             yield
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:
@@ -130,12 +141,16 @@ class Decisions:
 
 @contextmanager
 def _patched(owner: type, name: str, value: object) -> Iterator[None]:
+    own = name in owner.__dict__
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 _SOURCE = re.compile(r"\[(\d+)\]\.size\(\)\[(\d+)\]$")
@@ -150,9 +165,9 @@ def _places_of(env: ShapeEnv, symbol: Any) -> Iterator[Place]:
             yield int(found[1]), int(found[2])
 
 
-def _is_of_inputs(decision: torch.SymBool) -> bool:
-    env = decision.node.shape_env
-    return all(any(_places_of(env, symbol)) for symbol in decision.node.expr.free_symbols)
+def _is_of_inputs(value: torch.SymInt | torch.SymBool) -> bool:
+    env = value.node.shape_env
+    return env is not None and all(any(_places_of(env, symbol)) for symbol in value.node.expr.free_symbols)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

@@ -13,7 +13,6 @@ There are three kinds:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -21,10 +20,11 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from sympy.core.relational import Relational
-from sympy.logic.boolalg import BooleanFunction
+from sympy.logic.boolalg import BooleanAtom, BooleanFunction
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -35,6 +35,20 @@ from onnxtrain.errors import GraphError
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 _Binding: TypeAlias = dict[Any, Any]  # from symbols to sizes
 _KNOWN_SIZES = 4096
+_EXACT_IN_PYTHON = (
+    *(
+        sympy.Symbol,
+        sympy.Integer,
+        sympy.Add,
+        sympy.Mul,
+        sympy.Max,
+        sympy.Min,
+        Relational,
+        BooleanFunction,
+        BooleanAtom,
+    ),
+    *(getattr(functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv") if hasattr(functions, name)),
+)
 _UNBOUNDED = 2**31  # PyTorch writes "no bound" as a large number in places
 
 
@@ -137,7 +151,7 @@ class Guards:
         for condition in (*self._conditions, *alternative.forced):
             tests.append(_python(condition.expr.xreplace(variables)))
         lines.append(f"    return {' and '.join(dict.fromkeys(tests)) or 'True'} or otherwise(tensors)")
-        values: dict[str, Any] = {"otherwise": self._otherwise, "math": math}
+        values: dict[str, Any] = {"otherwise": self._otherwise}
         exec("\n".join(lines), values)
         check: Callable[[Sequence[torch.Tensor]], bool] = values["check"]
         return check
@@ -204,7 +218,7 @@ class Guards:
         return f"{self._names[i]}.size({d})"
 
     def _words(self, expr: Any) -> str:
-        return _python(expr.xreplace({s: sympy.Symbol(self._word(s), integer=True) for s in expr.free_symbols}))
+        return str(expr.xreplace({s: sympy.Symbol(self._word(s), integer=True) for s in expr.free_symbols}))
 
     def _given(self, expr: Any, binding: _Binding) -> str:
         return ", ".join(f"{self._word(s)} = {binding[s]}" for s in sorted(expr.free_symbols, key=self._word))
@@ -287,8 +301,7 @@ def _as_condition(decision: Decision) -> Any:
 
 
 def _python(expr: Any) -> str:
-    """Python's spelling; `False` where there is none, which sends a call the long way."""
-    try:
-        return f"({PythonPrinter().doprint(expr)})"
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
+    """Python's spelling of integer arithmetic; `False` for anything else, which sends a call the long way."""
+    if not all(isinstance(part, _EXACT_IN_PYTHON) for part in sympy.preorder_traversal(expr)):
         return "False"
+    return f"({PythonPrinter().doprint(expr)})"

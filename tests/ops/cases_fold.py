@@ -1,0 +1,39 @@
+"""Windows as columns and back against torch.nn.functional."""
+
+import torch.nn.functional as F
+
+from onnxtrain.testing import OpCase, SizesOf, Spec
+
+SIZES = [{"n": 2, "h": 7, "w": 6}, {"n": 1, "h": 4, "w": 5}]
+PLAIN = {"kernel_shape": [2, 3]}
+PADDED = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 1], "dilations": [1, 2]}
+
+CASES = [
+    OpCase("onnxtrain", "Im2Col", (Spec("n 3 h w"),), lambda x: F.unfold(x, (2, 3)), PLAIN, sizes=SIZES),
+    OpCase(
+        "onnxtrain",
+        "Im2Col",
+        (Spec("n 3 h w"),),
+        lambda x: F.unfold(x, (3, 2), (1, 2), 1, (2, 1)),
+        PADDED,
+        sizes=SIZES,
+        label="padded",
+    ),
+    OpCase(
+        "onnxtrain",
+        "Col2Im",
+        (Spec("n 18 (h-1)*(w-2)"), SizesOf("h w")),
+        lambda x, size: F.fold(x, size, (2, 3)),
+        PLAIN,
+        sizes=SIZES,
+    ),
+    OpCase(
+        "onnxtrain",
+        "Col2Im",
+        (Spec("n 18 ((h-1)//2+1)*w"), SizesOf("h w")),
+        lambda x, size: F.fold(x, size, (3, 2), (1, 2), 1, (2, 1)),
+        PADDED,
+        sizes=SIZES,
+        label="padded",
+    ),
+]
