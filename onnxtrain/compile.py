@@ -14,8 +14,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.autodiff import Joint, differentiate
-from onnxtrain.capture.export import Captured, capture
-from onnxtrain.capture.structure import Structure
+from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, Flags, Unit
 from onnxtrain.execute.program import Program
@@ -64,33 +63,27 @@ class Compiled:
 
 def compile_module(
     module: torch.nn.Module,
-    structure: Structure,
-    tensors: Sequence[torch.Tensor],
+    captured: Captured,
+    inputs: Sequence[torch.Tensor],
     options: Options,
-    read: Callable[[Captured], Sequence[torch.Tensor]],
-    rerun: Callable[[Captured], Rerun],
-    after: Callable[[], None],
+    rerun: Rerun,
 ) -> Compiled:
-    """Compiles a module for calls of one structure.
+    """Compiles a captured module.
 
     Args:
         module: the user's module, in the state (training, autocast, grad mode) in which it is to run.
-        structure: the structure of the call's arguments.
-        tensors: the call's tensors.
+        captured: its capture (`capture.export.capture`).
+        inputs: the tensors of the capture's inputs.
         options: see `onnxtrain.options`.
-        read: from a capture, the tensors of its inputs in order.
-        after: called when the capture has run forward; what it raises ends the compilation.
-        rerun: from a capture, a function that runs the module in PyTorch on such tensors (create_graph).
+        rerun: runs the module in PyTorch on such tensors (create_graph).
 
     Raises:
-        ORTModuleFallbackException: the module cannot be captured or differentiated.
+        ORTModuleFallbackException: the module cannot be differentiated.
     """
     training = torch.is_grad_enabled()
     stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
 
-    captured = capture(module, structure, tensors, after)
-    model = stages.record("capture", captured.model)
-    inputs = read(captured)
+    model = stages.record("capture", captured.model, took_ms=captured.took_ms)
     device = _one_device(inputs)
     _set_randomness(model.graph, options.rng)
 
@@ -102,10 +95,10 @@ def compile_module(
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
         joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
-        unit = build.training_unit(joint, random, rerun(captured))
+        unit = build.training_unit(joint, random, rerun)
         stages.done("plan", joint.model)
     else:
-        unit = build.inference_unit(random, rerun(captured))
+        unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
     return Compiled(captured, unit, stages.report())
 
@@ -129,17 +122,20 @@ def _set_randomness(graph: ir.Graph, rng: str) -> None:
             node.metadata_props["rng"] = rng
 
 
-def _views(captured: Captured, model: ir.Model) -> Flags:
-    """For each result, whether it may lie in the memory of an input."""
+def _views(captured: Captured, model: ir.Model) -> tuple[str, ...]:
+    """For each result, "input" where it is one, "view" where it may lie in one's memory, else ""."""
     sets = AliasSets(model.graph, definition_of)
     inputs = set(model.graph.inputs)
-    return tuple(sets.root(v) in inputs for v in model.graph.outputs[: captured.results])
+    results = model.graph.outputs[: captured.results]
+    return tuple("input" if v in inputs else "view" if sets.root(v) in inputs else "" for v in results)
 
 
 class _Build:
     """Units from one optimized forward graph."""
 
-    def __init__(self, captured: Captured, model: ir.Model, wrt: Flags, views: Flags, device: torch.device) -> None:
+    def __init__(
+        self, captured: Captured, model: ir.Model, wrt: Flags, views: tuple[str, ...], device: torch.device
+    ) -> None:
         self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade

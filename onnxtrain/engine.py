@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.export import Captured
+from onnxtrain.capture import source_line
+from onnxtrain.capture.decisions import Example
+from onnxtrain.capture.export import Captured, capture
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
@@ -37,6 +39,20 @@ class _Entry:
         self.compiled = compiled
         self.read = state.read
         self.guards = compiled.captured.guards if compiled is not None else _no_guards
+
+    def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
+        """Example sizes with which another capture may turn out to be this one."""
+        return self.compiled.captured.guards.suggestion(tensors) if self.compiled is not None else None
+
+    def adopts(self, captured: Captured) -> bool:
+        """Whether `captured` is the same graph as this one, which then serves its sizes too."""
+        if self.compiled is None or self.compiled.captured.output != captured.output:
+            return False
+        return self.compiled.captured.guards.adopt(captured.guards)
+
+
+def _any_state(module: torch.nn.Module) -> list[torch.Tensor]:
+    return []
 
 
 def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
@@ -104,38 +120,38 @@ class Engine:
         watch = SideEffects(self._module)
         try:
             try:
-                state, compiled = self._capture(tensors, structure, watch)
+                entry = self._capture(key, tensors, structure, watch)
             except SideEffectError:
                 # A change that forward makes once is made now; one that it makes again is found by the second capture.
-                watch.undo_tensors()
-                state, compiled = self._capture(tensors, structure, SideEffects(self._module))
+                watch.settle()
+                entry = self._capture(key, tensors, structure, SideEffects(self._module))
         except BaseException:
             watch.undo()
             raise
+        return entry, [*self._read(entry.state), *tensors]
+
+    def _read(self, state: ModuleState) -> list[torch.Tensor]:
+        own = state.read(self._module)
+        assert own is not None, "the module's state cannot change while the capture lock is held"
+        return own
+
+    def _capture(self, key: Any, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects) -> _Entry:
+        """Captures, and compiles unless the graph is one that is compiled already."""
+        module = self._module
+        same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.read(module) is not None]
+        suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
+        captured = capture(module, structure, tensors, watch.check, suggested)
+        for entry in same:
+            if entry.adopts(captured):
+                return entry
+        state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"])
+        inputs = [*self._read(state), *tensors]
+        compiled = compile_module(module, captured, inputs, self._options, _rerun(module, structure, captured))
         entry = _Entry(state, compiled)
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled
         self.captures += 1
-        own = state.read(self._module)
-        assert own is not None, "the module's state cannot change while the capture lock is held"
-        return entry, [*own, *tensors]
-
-    def _capture(
-        self, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects
-    ) -> tuple[ModuleState, Compiled]:
-        module = self._module
-        states: list[ModuleState] = []
-
-        def read(captured: Captured) -> list[torch.Tensor]:
-            states.append(ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"]))
-            own = states[-1].read(module)
-            assert own is not None, "the module's state cannot change while the capture lock is held"
-            return [*own, *tensors]
-
-        compiled = compile_module(
-            module, structure, tensors, self._options, read, lambda c: _rerun(module, structure, c), watch.check
-        )
-        return states[-1], compiled
+        return entry
 
     def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Says once per new capture why the earlier ones do not serve."""
@@ -157,7 +173,10 @@ class Engine:
     def _remember_failure(self, key: Any, error: ORTModuleFallbackException) -> None:
         """Lets later calls of this kind run in PyTorch at once, unless they are to be tried again."""
         if self._options.fallback_policy.covers(error) and not self._options.fallback_retry:
-            self._entries.setdefault(key, []).append(_Entry(ModuleState.take(self._module, []), None))
+            entry = _Entry(ModuleState.take(self._module), None)
+            if isinstance(error, SideEffectError):
+                entry.read = _any_state  # its state changes on every call
+            self._entries.setdefault(key, []).append(entry)
 
     def _in_torch(self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the module in PyTorch, with one warning per reason; raises where the policy forbids it."""
@@ -167,7 +186,7 @@ class Engine:
         text = f"{name} runs in PyTorch, not as an ONNX graph: {error}"
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, UserWarning, stacklevel=5)
+            warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
         return self._module(*args, **kwargs)
 
 

@@ -90,14 +90,17 @@ class Stages:
         self._dump_folder: Path | None = None
         self._clock = time.perf_counter()
 
-    def record(self, name: str, model: ir.Model, changes: Changes | None = None) -> ir.Model:
-        """Ends a stage that gives `model`: the time since the last one ended is its own. Returns `model`.
+    def record(
+        self, name: str, model: ir.Model, changes: Changes | None = None, took_ms: float | None = None
+    ) -> ir.Model:
+        """Ends a stage that gives `model`: the time since the last one ended is its own, or `took_ms`. Returns `model`.
 
         Raises:
             GraphError: the graph is not well formed, or cannot be written as a valid file.
             OptionError: the graph has no form in the opset that written files are to have.
         """
-        took_ms = (time.perf_counter() - self._clock) * 1e3
+        if took_ms is None:
+            took_ms = (time.perf_counter() - self._clock) * 1e3
         nodes = sum(1 for _ in model.graph.all_nodes())
         made, refused = (tuple(changes.made), tuple(changes.refused)) if changes is not None else ((), ())
         self._stages.append(StageReport(name, took_ms, nodes, made, refused))

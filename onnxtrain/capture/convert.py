@@ -39,7 +39,7 @@ def is_convertible(program: ExportedProgram) -> bool:
     if torch._C._is_any_autocast_enabled():
         return False
     signature = program.graph_signature
-    buffers = {name for name in signature.inputs_to_buffers}
+    buffers = set(signature.inputs_to_buffers)
     for node in program.graph.nodes:
         example = node.meta.get("val")
         if node.op == "placeholder" and node.name in buffers and isinstance(example, torch.Tensor):

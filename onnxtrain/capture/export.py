@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -20,12 +20,13 @@ import torch
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx.experimental import _config as symbolic_config
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.convert import convert, is_convertible, line_of
+from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.patches import capturing
+from onnxtrain.capture.side_effects import SideEffectError
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import CaptureError, OnnxTrainError
 from onnxtrain.graph import sizes
@@ -63,6 +64,7 @@ class Captured:
         sizes: sizes that forward returns as ints, as expressions over the inputs' sizes.
         output: how the user's output is rebuilt from tensors and sizes.
         guards: the conditions on input sizes under which the graph is right.
+        took_ms: how long the capture took.
     """
 
     model: ir.Model
@@ -72,6 +74,7 @@ class Captured:
     sizes: tuple[Size, ...]
     output: OutputStructure
     guards: Guards
+    took_ms: float = 0.0
 
 
 class _Found:
@@ -83,8 +86,9 @@ class _Found:
 class _Wrapper(torch.nn.Module):
     """The user's module on a flat list of tensors."""
 
-    def __init__(self, module: torch.nn.Module, structure: Structure) -> None:
+    def __init__(self, module: torch.nn.Module, structure: Structure, after: Callable[[], None]) -> None:
         super().__init__()
+        self.__dict__["_after"] = after
         self.module = module
         self._structure = structure
         self.found = _Found()
@@ -93,12 +97,17 @@ class _Wrapper(torch.nn.Module):
         args, kwargs = self._structure.unflatten(tensors)
         leaves, output = flatten_output(self.module(*args, **kwargs))
         self.found.output = output
+        self.__dict__["_after"]()
         found: list[Any] = leaves
         return found
 
 
 def capture(
-    module: torch.nn.Module, structure: Structure, tensors: Sequence[torch.Tensor], after: Callable[[], None]
+    module: torch.nn.Module,
+    structure: Structure,
+    tensors: Sequence[torch.Tensor],
+    after: Callable[[], None],
+    suggested: Sequence[Example] = (),
 ) -> Captured:
     """Captures `module` for inputs of this structure.
 
@@ -107,45 +116,68 @@ def capture(
         structure: how the call's tensors and constants make up its arguments.
         tensors: the call's tensors, as examples.
         after: called when forward has run; what it raises ends the capture.
+        suggested: example sizes that earlier captures suggest (`Guards.suggestion`).
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
     """
-    name = type(module).__name__
-    wrapper = _Wrapper(module, structure)
+    start = time.perf_counter()
+    captured = _nearest(module, structure, tensors, after, suggested)
+    return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
+
+
+def _nearest(
+    module: torch.nn.Module,
+    structure: Structure,
+    tensors: Sequence[torch.Tensor],
+    after: Callable[[], None],
+    suggested: Sequence[Example],
+) -> Captured:
+    """The first capture that is right for the call, of those with example sizes that keep more sizes open."""
+    *guesses, real = attempts(tensors, suggested)
+    for example in guesses:
+        try:
+            captured = _capture(module, structure, Decisions(tensors, example), after)
+        except SideEffectError:
+            raise
+        except CaptureError:
+            continue  # forward does not take this example: the next one is nearer to the call
+        if captured.guards(tensors):
+            return captured
+    return _capture(module, structure, Decisions(tensors, real), after)
+
+
+def _capture(
+    module: torch.nn.Module, structure: Structure, decisions: Decisions, after: Callable[[], None]
+) -> Captured:
+    wrapper = _Wrapper(module, structure, after)
     with capturing():
-        program = _export(wrapper, tensors)
-        after()
+        program = _export(wrapper, decisions)
         _forbid_lost_gradients(program)
         if not is_convertible(program):
             program = _functionalize(program)
-    converted = convert(program, name)
-    return _assemble(
-        program, module, converted.model, converted.outputs, wrapper.found.output, _names(module, structure)
-    )
+    converted = convert(program, type(module).__name__)
+    names = _names(module, structure)
+    guards = compile_guards(program, names, decisions)
+    return _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, names, guards)
 
 
-def _export(wrapper: _Wrapper, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
-    dynamic = (tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors),)
-    with ExitStack() as stack:
-        if any(1 in t.shape for t in tensors):
-            # A size-1 example would be specialised to 1: this keeps it symbolic.
-            stack.enter_context(
-                symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # added to the module at import
-            )
-        try:
+def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
+    dims = tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in decisions.examples)
+    try:
+        with decisions.noted():
             program: ExportedProgram = torch.export.export(
-                wrapper, tuple(tensors), dynamic_shapes=dynamic, strict=False
+                wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False
             )
-            return program
-        except OnnxTrainError:
-            raise
-        except Exception as error:  # anything that the user's forward or export raises
-            raise CaptureError(
-                f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
-                where=source_line.in_error(error),
-                todo="the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
-            ) from error
+        return program
+    except OnnxTrainError:
+        raise
+    except Exception as error:  # anything that the user's forward or export raises
+        raise CaptureError(
+            f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
+            where=source_line.in_error(error),
+            todo="the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
+        ) from error
 
 
 def _reason(error: BaseException) -> str:
@@ -206,6 +238,7 @@ def _assemble(
     outputs: list[Any],
     structure: OutputStructure,
     names: Sequence[str],
+    guards: Guards,
 ) -> Captured:
     graph = model.graph
     sources, constants, numbers = _sources(program, module, len(names))
@@ -225,16 +258,20 @@ def _assemble(
                 results.append(value)
             else:
                 sizes_out.append(value)
-        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             mutated.append((value, str(spec.target)))
         else:
-            raise CaptureError(f"forward has an output of kind {spec.kind.name}, which the graph cannot hold")
+            raise CaptureError(
+                "forward changes a parameter or an object that a graph cannot hold",
+                where=str(spec.target or spec.arg),
+                got=spec.kind.name,
+                todo="the module runs in PyTorch; change parameters outside forward",
+            )
     places = {_key(s, numbers): i for i, s in enumerate(kept_sources)}
     mutations = tuple(Mutation(len(results) + i, places[target]) for i, (_, target) in enumerate(mutated))
     graph.outputs.clear()
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
     _name_inputs(graph, kept_sources, names)
-    guards = compile_guards(program, names)
     return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards)
 
 

@@ -149,7 +149,7 @@ class Guards:
                 lines.append(f"    {', '.join(f's{i}_{d}' for d in range(len(shape)))}, = tensors[{i}].shape")
             tests += [f"s{i}_{d} == {size}" for d, size in enumerate(shape) if isinstance(size, int)]
         for condition in (*self._conditions, *alternative.forced):
-            tests.append(_python(condition.expr.xreplace(variables)))
+            tests.append(_python(condition.expr.xreplace(variables)) or "False")  # False: the long way
         lines.append(f"    return {' and '.join(dict.fromkeys(tests)) or 'True'} or otherwise(tensors)")
         values: dict[str, Any] = {"otherwise": self._otherwise}
         exec("\n".join(lines), values)
@@ -218,7 +218,8 @@ class Guards:
         return f"{self._names[i]}.size({d})"
 
     def _words(self, expr: Any) -> str:
-        return str(expr.xreplace({s: sympy.Symbol(self._word(s), integer=True) for s in expr.free_symbols}))
+        named = expr.xreplace({s: sympy.Symbol(self._word(s), integer=True) for s in expr.free_symbols})
+        return _python(named) or str(named)
 
     def _given(self, expr: Any, binding: _Binding) -> str:
         return ", ".join(f"{self._word(s)} = {binding[s]}" for s in sorted(expr.free_symbols, key=self._word))
@@ -301,7 +302,7 @@ def _as_condition(decision: Decision) -> Any:
 
 
 def _python(expr: Any) -> str:
-    """Python's spelling of integer arithmetic; `False` for anything else, which sends a call the long way."""
+    """Python's spelling of integer arithmetic; "" for anything else."""
     if not all(isinstance(part, _EXACT_IN_PYTHON) for part in sympy.preorder_traversal(expr)):
-        return "False"
+        return ""
     return f"({PythonPrinter().doprint(expr)})"

@@ -1,96 +1,129 @@
 """Python side effects of forward: a graph would not repeat them.
 
-A changed attribute is noticed by comparing the modules' attributes before and after the capture. Some forwards change
-one once and then leave it (`if self.config.problem_type is None: …`): after a first capture the change is kept, as the
-user's call would have made it, and the module is captured again. A forward that goes on changing attributes
-(`self.calls += 1`) is not captured, and all changes are undone: the call then runs in PyTorch and makes them itself.
+torch.export undoes what forward does to a module's attributes, so they are compared the moment forward has run. Some
+forwards change one once and then leave it (`if self.config.problem_type is None: …`): after a first capture the change
+is kept, as the user's call would have made it, and the module is captured again. A forward that goes on changing
+attributes (`self.calls += 1`) is not captured, and all changes are undone: the call then runs in PyTorch and makes them
+itself.
 """
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from onnxtrain.capture.key import ModuleState
 from onnxtrain.errors import CaptureError
 
+# PyTorch's own bookkeeping, which the capture exchanges for the time of the export.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_DEPTH = 4  # plain objects and containers inside each other that are watched
 
 
 class SideEffectError(CaptureError):
-    """Forward changed the module's attributes while it was captured."""
+    """Forward changed the module's Python state while it was captured."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """`holder[key]` was `before`."""
+
+    holder: Any
+    key: Any
+    before: Any
+    after: Any
+    words: str
 
 
 class SideEffects:
-    """Watches a module while it is captured."""
+    """Watches the attributes of a module's submodules, and the containers and plain objects in them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._before = ModuleState.take(module)
-        self._holders: list[tuple[Any, Any]] = []
+        self._holders: list[tuple[str, Any, Any]] = []
+        self._changes: list[_Change] = []
         seen: set[int] = set()
-        for submodule in module.modules():
-            self._watch(submodule.__dict__, seen)
+        for name, submodule in module.named_modules():
+            self._watch(submodule.__dict__, name, seen, _DEPTH)
 
-    def _watch(self, attributes: dict[str, Any], seen: set[int]) -> None:
-        """Copies a dict of attributes, and one level of the containers and plain objects in it."""
-        if id(attributes) in seen:
+    def _watch(self, holder: Any, path: str, seen: set[int], depth: int) -> None:
+        """Copies a container, and those that it holds."""
+        if id(holder) in seen or depth == 0:
             return
-        seen.add(id(attributes))
-        self._holders.append((attributes, dict(attributes)))
-        for name, value in attributes.items():
-            if name in _OWN or id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+        seen.add(id(holder))
+        self._holders.append((path, holder, holder.copy()))
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        for key, value in list(items):
+            if key in _OWN or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
                 continue
+            inner = f"{path}.{key}" if path else str(key)
             if type(value) in (list, dict, set):
-                seen.add(id(value))
-                self._holders.append((value, value.copy()))
-            elif type(value).__module__ != "builtins" and isinstance(getattr(value, "__dict__", None), dict):
-                self._watch(value.__dict__, seen)
+                self._watch(value, inner, seen, depth - 1)
+            elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
+                self._watch(value.__dict__, inner, seen, depth - 1)
 
     def check(self) -> None:
-        """Raises SideEffectError where forward changed the module's attributes."""
-        changed = self._before.difference(self._module)
-        if changed:
+        """Raises SideEffectError where forward changed something."""
+        self._changes = [change for path, holder, before in self._holders for change in _changes(path, holder, before)]
+        if self._changes:
             raise SideEffectError(
-                f"forward changes the module's Python state, which a graph would not repeat: {changed}",
+                f"forward changes the module's Python state, which a graph would not repeat: {self._changes[0].words}",
                 where=type(self._module).__name__,
                 todo="keep what changes in a registered buffer, and change it in place",
             )
 
+    def settle(self) -> None:
+        """Makes the changes that were found, where they are plain values in attributes; else undoes all of them."""
+        plain = all(isinstance(c.after, _PLAIN) and isinstance(c.holder, dict) for c in self._changes)
+        self.undo()
+        if plain:
+            for change in self._changes:
+                change.holder[change.key] = change.after
+
     def undo(self) -> None:
         """Puts everything back."""
-        for holder, content in self._holders:
-            if _same_items(holder, content):
+        for _, holder, before in self._holders:
+            if not any(_changes("", holder, before)):
                 continue
-            holder.clear()
             if isinstance(holder, list):
-                holder.extend(content)
-            else:
-                holder.update(content)
-
-    def undo_tensors(self) -> None:
-        """Puts back what now holds a tensor of the capture; keeps other changes."""
-        for holder, content in self._holders:
-            if isinstance(holder, dict) and any(_is_new_tensor(holder[k], content.get(k)) for k in holder):
+                holder[:] = before
+            elif isinstance(holder, set):
                 holder.clear()
-                holder.update(content)
-            elif not isinstance(holder, dict) and any(isinstance(v, torch.Tensor) for v in holder):
-                if not _same_items(holder, content):
-                    self.undo()
-                    return
+                holder.update(before)
+            else:
+                for key in holder.keys() - before.keys():
+                    del holder[key]
+                holder.update({k: v for k, v in before.items() if k not in _OWN})
 
 
-def _is_new_tensor(now: Any, before: Any) -> bool:
-    return isinstance(now, torch.Tensor) and now is not before
-
-
-def _same_items(holder: Any, content: Any) -> bool:
-    """Whether a container holds the very objects that it held."""
-    if len(holder) != len(content):
-        return False
+def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
+    """What is not the object that it was, nor an equal plain value."""
     if isinstance(holder, dict):
-        return all(k in holder and holder[k] is v for k, v in content.items())
-    if isinstance(holder, set):
-        return {id(v) for v in holder} == {id(v) for v in content}
-    return all(a is b for a, b in zip(holder, content, strict=True))
+        keys = [k for k in (*before, *(k for k in holder if k not in before)) if k not in _OWN]
+        found = [(k, before.get(k), holder.get(k)) for k in keys]
+        return [
+            _Change(holder, k, old, new, f"{_join(path, k)}: {_show(old)} → {_show(new)}")
+            for k, old, new in found
+            if (k in before) != (k in holder) or not _same(old, new)
+        ]
+    same = len(holder) == len(before) and (
+        {id(v) for v in holder} == {id(v) for v in before}
+        if isinstance(holder, set)
+        else all(_same(a, b) for a, b in zip(before, holder, strict=True))
+    )
+    return [] if same else [_Change(holder, None, before, list(holder), f"the content of {path}")]
+
+
+def _same(before: Any, now: Any) -> bool:
+    return before is now or (isinstance(before, _PLAIN) and type(before) is type(now) and bool(before == now))
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"

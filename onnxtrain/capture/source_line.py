@@ -49,6 +49,14 @@ def _in_traceback(trace: TracebackType | None) -> str | None:
     return found
 
 
+def depth_of_caller() -> int:
+    """How many frames above the one that asks the user's code begins: the `stacklevel` of a warning."""
+    depth, frame = 1, sys._getframe(1)
+    while not is_user_file(frame.f_code.co_filename) and frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
 def of_caller() -> str | None:
     """The user's line that is being run now."""
     frame: FrameType | None = sys._getframe(1)

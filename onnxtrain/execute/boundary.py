@@ -60,7 +60,7 @@ class Unit:
         results: number of results that the user sees.
         mutations: for each mutated input, its position.
         differentiable: for each result, whether a gradient may come for it; empty for inference.
-        views: for each result, whether it may lie in an input's memory.
+        views: for each result, "input" where it is one, "view" where it may lie in one's memory, else "".
         random: whether the program draws random numbers.
         device_type: "cpu" or "cuda".
     """
@@ -71,7 +71,7 @@ class Unit:
         results: int,
         mutations: Sequence[int],
         differentiable: Flags,
-        views: Flags,
+        views: Sequence[str],
         random: bool,
         device_type: str,
         backward: BackwardSource | None,
@@ -81,7 +81,7 @@ class Unit:
         self.results = results
         self.mutations = tuple(mutations)
         self.differentiable = differentiable
-        self.views = views
+        self.views = tuple(views)
         self.random = random
         self.device_type = device_type
         self.first_kept = results + len(self.mutations)
@@ -102,7 +102,7 @@ class Unit:
                 found, _ = self.run(tensors)
                 results = found[: self.results]
         if self._any_views:
-            results = [self._as_view(r, tensors) if v else r for r, v in zip(results, self.views, strict=True)]
+            results = [self._in_place_of(i, r, tensors) if self.views[i] else r for i, r in enumerate(results)]
         return results
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -123,18 +123,20 @@ class Unit:
             assert value is not None
             tensors[target].copy_(value)
 
-    @staticmethod
-    def _as_view(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _in_place_of(self, index: int, result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A result that lies in an input's memory, as a view of that input made outside the boundary.
 
-        So the user's in-place changes and gradients go through it as in eager.
+        So the user's in-place changes and gradients go through it as in eager. Whether it does shows only now: a
+        reshape may copy.
         """
         storage = result.untyped_storage()._cdata
         for tensor in tensors:
             if tensor.untyped_storage()._cdata == storage and tensor.dtype == result.dtype:
-                if _same_place(tensor, result):
+                if self.views[index] == "input":
                     return tensor
-                return tensor.as_strided(result.size(), result.stride(), result.storage_offset())
+                cut = tensor.requires_grad and not self.differentiable[index]
+                base = tensor.detach() if cut else tensor
+                return base.as_strided(result.size(), result.stride(), result.storage_offset())
         return result
 
     def backward(self, given: Flags, needed: Flags) -> Backward:
@@ -144,10 +146,6 @@ class Unit:
             assert self._make_backward is not None
             known = self._backwards[given, needed] = self._make_backward(given, needed)
         return known
-
-
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def _random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.device, torch.Tensor]]]:

@@ -72,7 +72,7 @@ class Engine:
             assert capture.guards.explain(tensors)
         new = self.capture(tensors)
         for capture in self.captures:
-            if capture.guards.adopt(new.guards):
+            if capture.guards.adopt(new.guards, tensors):
                 assert capture.guards(tensors)
                 return capture
         self.captures.append(new)
@@ -146,6 +146,10 @@ SERVED: dict[str, tuple[Forward, list[Shapes], int]] = {
         2,
     ),
     "number from a size": (lambda x: x * (2.0 if x.shape[0] == 1 else 3.0), [[(4, 3)], [(1, 3)], [(5, 3)]], 2),
+    "text of a size": (lambda x: x * len(str(x.shape[0])), [[(4, 3)], [(1, 3)], [(100, 3)], [(4, 3)]], 3),
+    "text of sizes": (lambda x: x * len(f"{x.shape}{x.shape[1]:5d}"), [[(4, 3)], [(10, 3)], [(4, 3)]], 2),
+    "int of a fraction": (lambda x: x * int(x.shape[0] * 0.5), [[(4, 3)], [(1, 3)], [(5, 3)]], 2),
+    "root of a size": (lambda x: x / x.shape[0] ** 0.5, [[(4, 3)], [(1, 3)], [(5, 3)]], 1),
     "flag from a size": (
         lambda x: F.scaled_dot_product_attention(
             x, x.repeat(1, 3, 1), x.repeat(1, 3, 1), is_causal=x.shape[1] > 1 and True
