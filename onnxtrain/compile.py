@@ -19,9 +19,9 @@ from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, Flags, Unit
 from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
-from onnxtrain.graph.alias import AliasSets
+from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
-from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.options import Options
 from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.plan.cut import Cut, cut, whole
@@ -123,11 +123,25 @@ def _set_randomness(graph: ir.Graph, rng: str) -> None:
 
 
 def _views(captured: Captured, model: ir.Model) -> tuple[str, ...]:
-    """For each result, "input" where it is one, "view" where it may lie in one's memory, else ""."""
+    """For each result, "view" where it may lie in an input's memory, "detached" if without gradient, else ""."""
     sets = AliasSets(model.graph, definition_of)
     inputs = set(model.graph.inputs)
     results = model.graph.outputs[: captured.results]
-    return tuple("input" if v in inputs else "view" if sets.root(v) in inputs else "" for v in results)
+    return tuple(("detached" if _is_detached(v) else "view") if sets.root(v) in inputs else "" for v in results)
+
+
+def _is_detached(value: ir.Value) -> bool:
+    """Whether an op without gradient stands between the value and the input that it is a view of."""
+    node = value.producer()
+    while node is not None:
+        definition = definition_of(node)
+        if definition.gradient is NOT_DIFFERENTIABLE:
+            return True
+        source = viewed(node, value.index() or 0, definition)
+        if source is None:
+            return False
+        value, node = source, source.producer()
+    return False
 
 
 class _Build:

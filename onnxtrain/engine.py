@@ -19,10 +19,11 @@ from onnxtrain.capture.decisions import Example
 from onnxtrain.capture.export import Captured, capture
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.refusals import refuse_call, refuse_module
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import Compiled, Rerun, compile_module
-from onnxtrain.errors import CaptureError, ORTModuleFallbackException
+from onnxtrain.errors import ORTModuleFallbackException
 from onnxtrain.options import Options
 from onnxtrain.report import CompileReport
 
@@ -116,7 +117,8 @@ class Engine:
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
         self._announce(key, tensors)
-        _refuse_hooks(self._module)
+        refuse_module(self._module)
+        refuse_call(tensors)
         watch = SideEffects(self._module)
         try:
             try:
@@ -188,32 +190,6 @@ class Engine:
             self._warned.add(text)
             warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
         return self._module(*args, **kwargs)
-
-
-def _refuse_hooks(module: torch.nn.Module) -> None:
-    """Hooks would see fake tensors during capture and nothing afterwards.
-
-    Raises:
-        CaptureError: names the modules that have hooks.
-    """
-    kinds = {
-        "_forward_hooks": "forward hook",
-        "_forward_pre_hooks": "forward pre-hook",
-        "_backward_hooks": "backward hook",
-        "_backward_pre_hooks": "backward pre-hook",
-    }
-    found = [
-        f"{name or 'the module itself'} ({kind})"
-        for name, submodule in module.named_modules()
-        for attribute, kind in kinds.items()
-        if getattr(submodule, attribute)
-    ]
-    if found:
-        raise CaptureError(
-            "submodules have hooks, which a graph would not run",
-            where=", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else ""),
-            todo="remove the hooks, or put them on the ORTModule itself",
-        )
 
 
 def _rerun(module: torch.nn.Module, structure: Structure, captured: Captured) -> Rerun:

@@ -97,6 +97,7 @@ class _Walk:
         self.outputs: list[Any] = []
         self._graph = graph
         self._values: dict[torch.fx.Node, Any] = {}
+        self._elements: dict[str, torch.fx.Node] = {}  # numbers that `tensor.item()` gave, by symbol
 
     def visit(self, node: torch.fx.Node) -> None:
         match node.op:
@@ -139,10 +140,12 @@ class _Walk:
             if name == "aten._local_scalar_dense.default":
                 self._size_from_element(node)
             return
+        if name == "aten._local_scalar_dense.default" and isinstance(example, torch.SymFloat):
+            self._elements[str(example.node.expr)] = node
         if _STATEMENTS.match(name) or (example is None and not node.users):
             return
         if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
-            self._values[node] = _plain_number(example, node)
+            self._values[node] = _plain_number(example, node, self._elements)
             return
         with self.op.at(origin_of(node)):
             self._values[node] = self._convert_call(node, target, name, example)
@@ -243,16 +246,18 @@ def _show(tensor_type_: TensorType) -> str:
     return f"{tensor_type_.dtype.name}[{', '.join(map(str, tensor_type_.shape))}]"
 
 
-def _plain_number(example: Any, node: torch.fx.Node) -> Any:
+def _plain_number(example: Any, node: torch.fx.Node, elements: Mapping[str, torch.fx.Node]) -> Any:
     """The number, or the error to raise where an operator takes it: a statement about sizes may well ignore it."""
     if isinstance(example, (bool, float)):
         return example
     known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
     if known is not None:
         return known
+    read = next((elements[str(s)] for s in example.node.expr.free_symbols if str(s) in elements), None)
+    what = "forward reads an element of a tensor as a number" if read else "forward uses a number made from sizes"
     return UnsupportedOperatorError(
-        f"{node.target} computes a number that depends on sizes or elements, and is used as an element",
-        where=line_of(node),
+        f"{what}, and computes with it",
+        where=line_of(read or node),
         got=str(example),
         todo="compute it with tensor operations, or pass it in as a tensor",
     )

@@ -66,18 +66,18 @@ class Decisions:
     """The decisions of one capture: those of the user's code while `noted()` is held around torch.export.
 
     Attributes:
+        sizes: the real sizes of the inputs.
         examples: the inputs to export with.
         ones: the places that are 1, and have another size in the example.
         made: the decisions, by expression.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], example: Example | None = None) -> None:
-        real = [tuple(tensor.shape) for tensor in tensors]
+        real = self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
         changed = {place: size for place, size in (example or {}).items() if real[place[0]][place[1]] != size}
         self.examples = [_resized(t, {d: n for (i, d), n in changed.items() if i == k}) for k, t in enumerate(tensors)]
         self.ones = frozenset(place for place in changed if real[place[0]][place[1]] == 1)
         self.made: dict[Any, Decision] = {}
-        self._real = real
         self._changed = frozenset(changed)
 
     @contextmanager
@@ -134,7 +134,7 @@ class Decisions:
             if not places:
                 return None  # not the size of an input
             i, d = places[0]
-            real[symbol] = sympy.Integer(self._real[i][d])
+            real[symbol] = sympy.Integer(self.sizes[i][d])
             changed = changed or not self._changed.isdisjoint(places)
         return expr.xreplace(real) if changed else None
 

@@ -88,8 +88,7 @@ class Guards:
         symbols: dict[Any, Place],
         conditions: list[_Condition],
         alternative: _Alternative,
-        example: Example,
-        ones: frozenset[Place],
+        decisions: Decisions | None,
         proof: Proof,
     ) -> None:
         self.open = frozenset(symbols.values())
@@ -98,8 +97,13 @@ class Guards:
         self._symbols = symbols
         self._conditions = conditions
         self._alternatives = [alternative]
-        self._example = example
-        self._ones = ones  # the places that were 1 when the graph was captured, though not in the example
+        self._example: Example = {}
+        self._made_for: _Sizes = ()
+        self._ones: frozenset[Place] = frozenset()  # the places that were 1 then, though not in the example
+        if decisions is not None:
+            self._example = {(i, d): decisions.examples[i].shape[d] for i, d in self.open}
+            self._made_for = decisions.sizes
+            self._ones = decisions.ones
         self._proof = proof
         self._verdicts: dict[_Sizes, bool] = {}
         self._check = self._compile(alternative)
@@ -123,9 +127,13 @@ class Guards:
     def adopt(self, other: Guards) -> bool:
         """Takes over the decisions of another capture of the same module state, if its graph is the same as this one.
 
-        Where sizes were 1 for the other, the graphs need only be the same at such sizes.
+        Where sizes were 1 for the other, the graphs need only be the same at such sizes. False where this graph is not
+        right all the same at the sizes that the other was captured for.
         """
-        if self.open != other.open:
+        sizes = other._made_for
+        if self.open != other.open or other._alternatives[0].decisions is None:
+            return False
+        if self._hard_reason(sizes, self._binding(sizes)):
             return False
         ones = next((ones for ones in (frozenset(), other._ones) if same_graph(self._proof, other._proof, ones)), None)
         if ones is None:
@@ -135,7 +143,7 @@ class Guards:
         # The function answers at once for the alternative that is for sizes above 1.
         general = min(self._alternatives, key=lambda a: (len(a.ones), len(a.forced)))
         self._check = self._compile(general)
-        return True
+        return not self._reason(sizes)
 
     # The generated function
 
@@ -261,11 +269,7 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
     # The bounds come first: what follows may divide by a size.
     conditions = [*(_of_environment(env, symbols, shapes) if env is not None else ()), *equal]
     alternative = _alternative(decisions, symbols)
-    ones = decisions.ones if decisions is not None else frozenset()
-    example: Example = {}
-    if decisions is not None:
-        example = {(i, d): decisions.examples[i].shape[d] for i, d in symbols.values()}
-    return Guards(names, shapes, symbols, conditions, alternative, example, ones, Proof(program, symbols))
+    return Guards(names, shapes, symbols, conditions, alternative, decisions, Proof(program, symbols))
 
 
 def _of_environment(env: ShapeEnv, symbols: dict[Any, Place], shapes: list[list[Any]]) -> list[_Condition]:

@@ -60,7 +60,8 @@ class Unit:
         results: number of results that the user sees.
         mutations: for each mutated input, its position.
         differentiable: for each result, whether a gradient may come for it; empty for inference.
-        views: for each result, "input" where it is one, "view" where it may lie in one's memory, else "".
+        views: for each result, "view" where it may lie in an input's memory, "detached" where it was detached from
+            it besides, else "".
         random: whether the program draws random numbers.
         device_type: "cpu" or "cuda".
     """
@@ -132,8 +133,8 @@ class Unit:
         storage = result.untyped_storage()._cdata
         for tensor in tensors:
             if tensor.untyped_storage()._cdata == storage and tensor.dtype == result.dtype:
-                if self.views[index] == "input":
-                    return tensor
+                if self.views[index] != "detached" and _same_place(tensor, result):
+                    return tensor  # an input, or an operator that gave it back: contiguous() of what is so
                 cut = tensor.requires_grad and not self.differentiable[index]
                 base = tensor.detach() if cut else tensor
                 return base.as_strided(result.size(), result.stride(), result.storage_offset())
@@ -146,6 +147,10 @@ class Unit:
             assert self._make_backward is not None
             known = self._backwards[given, needed] = self._make_backward(given, needed)
         return known
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def _random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.device, torch.Tensor]]]:

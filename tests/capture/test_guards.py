@@ -72,7 +72,7 @@ class Engine:
             assert capture.guards.explain(tensors)
         new = self.capture(tensors)
         for capture in self.captures:
-            if capture.guards.adopt(new.guards, tensors):
+            if capture.guards.adopt(new.guards):
                 assert capture.guards(tensors)
                 return capture
         self.captures.append(new)

@@ -1,10 +1,13 @@
 """What PyTorch's elementwise functions become, and their bodies at NaN, infinities, -0.0 and ties."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from onnxtrain import ORTModule
 from onnxtrain.testing import OpCase, Spec
-from tests.ops.captures import check_body_at_specials, check_capture
+from tests.ops.captures import OfTensors, check_body_at_specials, check_capture
 from tests.ops.cases_elementwise import CASES
 
 POSITIVE = Spec("b s h", low=0.2, high=2.0)
@@ -187,6 +190,28 @@ def test_what_functions_become_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.specials], ids=str)
 def test_bodies_at_special_numbers(case: OpCase, dtype: torch.dtype) -> None:
     check_body_at_specials(case, dtype)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [torch.clone, lambda x: x.to(x.dtype, copy=True), lambda x: x.to("cpu", x.dtype, copy=True), lambda x: x + 0],
+)
+def test_a_copy_has_memory_of_its_own(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(2, 3)
+    y = ORTModule(OfTensors(copy))(x)
+    y.zero_()
+    assert x.all()
+
+
+def test_a_layout_that_is_asked_for_is_given() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    for function in (
+        lambda x: x.to(memory_format=torch.channels_last),
+        lambda x: x.to(torch.float64, memory_format=torch.channels_last),
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.transpose(1, 2).contiguous(),
+    ):
+        assert ORTModule(OfTensors(function))(x).stride() == function(x).stride()
 
 
 def test_a_scalar_keeps_its_precision_beside_bfloat16() -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onnxtrain import ORTModule
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
@@ -23,7 +24,7 @@ def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
 
 POOLS = {
     "onnxtrain::MaxPool": [
-        (1, nn.MaxPool1d(3, 2, 1)),
+        (1, nn.MaxPool1d(3, 2, 1, return_indices=True)),
         (2, nn.MaxPool2d(2)),
         (2, nn.MaxPool2d(3, 2, 1, 2, ceil_mode=True)),
         (2, nn.MaxPool2d((3, 2), (1, 2), return_indices=True)),
@@ -62,6 +63,18 @@ POOLS = {
 def test_pool(name, rank, module):
     ours = check_module(module, *calls(rank, 3, 2, 1), exact=not name.endswith("GlobalAveragePool"))
     assert name in ops_of(ours)
+
+
+def test_another_length_is_another_capture_for_max_pool1d():
+    """PyTorch's export fixes the length for this one operator."""
+    pool = nn.MaxPool1d(3, 2, 1)
+    ours = ORTModule(pool)
+    for batch, length in ((3, 9), (2, 9), (2, 10)):
+        x = torch.randn(batch, 4, length, requires_grad=True)
+        y, expected = ours(x), pool(x)
+        assert torch.equal(y, expected)
+        [got], [right] = torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x)
+        assert torch.equal(got, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

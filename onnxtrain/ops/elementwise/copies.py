@@ -38,23 +38,41 @@ _COMPLEX = frozenset({ir.DataType.COMPLEX64, ir.DataType.COMPLEX128})
 # Cast
 
 
-def _converted(op: Builder, x: ir.Value, *_: Any, **__: Any) -> Any:
-    """`_to_copy`, `to`, `type_as`: only the element type matters to a graph that lies on one device."""
+def _converted(op: Builder, x: ir.Value, copy: bool, memory_format: torch.memory_format | None) -> Any:
+    """`to`: in the element type of PyTorch's output; the graph lies on one device."""
     source, target = dtype_of(x), op.out[0].dtype
-    if source == target:
-        return op.Identity(x)
     if source in _COMPLEX or target in _COMPLEX:
         return NotImplemented
+    same_layout = memory_format in (None, torch.preserve_format)
+    if source == target:
+        return op.Identity(x) if same_layout and not copy else _cloned(op, x, memory_format=memory_format)
     if is_float(source) and target == ir.DataType.UINT8:
         x = op.Cast(x, to=ir.DataType.INT64)  # PyTorch's way: numbers wrap around
-    return cast(op, x, target)
+    result = cast(op, x, target)
+    return result if same_layout else _cloned(op, result, memory_format=memory_format)
 
 
-def _copied(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None, **rest: Any) -> Any:
-    """`_to_copy`: unlike `to`, always in memory of its own."""
-    if dtype_of(x) == op.out[0].dtype:
-        return _cloned(op, x, memory_format=memory_format)
-    return _converted(op, x)
+def _copied(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None, **_: Any) -> Any:
+    return _converted(op, x, True, memory_format)
+
+
+def _to(
+    op: Builder,
+    x: ir.Value,
+    target: Any = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    *,
+    memory_format: torch.memory_format | None = None,
+    **_: Any,
+) -> Any:
+    """`to.dtype`, `to.other`, `to.dtype_layout`, `type_as`."""
+    return _converted(op, x, copy, memory_format)
+
+
+def _to_device(op: Builder, x: ir.Value, device: Any, *rest: Any, **named: Any) -> Any:
+    """`to.device`, which has the element type after the device."""
+    return _to(op, x, *rest, **named)
 
 
 def _cast_call(n: NodeView, x: Any) -> Method:
@@ -72,16 +90,8 @@ CAST = define(
         since=19,
         from_torch={
             "aten._to_copy.default": _copied,
-            **dict.fromkeys(
-                (
-                    "aten.to.dtype",
-                    "aten.to.device",
-                    "aten.to.dtype_layout",
-                    "aten.to.other",
-                    "aten.type_as.default",
-                ),
-                _converted,
-            ),
+            "aten.to.device": _to_device,
+            **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"), _to),
         },
         shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.of(n.x)),),
         body=STANDARD,
