@@ -182,7 +182,8 @@ def test_checkpointing_switched_on_and_off_in_mid_training(reentrant: bool) -> N
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_transformers_checkpointing_switched_on_in_mid_training(reentrant: bool) -> None:
     bert = next(m for m in TRANSFORMERS if m.name == "bert-classifier")
-    with compared(bert, captures=2) as compare:
+    # Three: switched off, transformers leaves its function and hook where they are, and the module is not what it was.
+    with compared(bert, captures=3) as compare:
         compare.train(3, 9)
         compare.change(lambda m: m.gradient_checkpointing_enable({"use_reentrant": reentrant}))
         compare.train(3, 9)

@@ -29,6 +29,9 @@ _STATEMENTS = re.compile(
     r"^aten\.(_assert_\w+|sym_constrain_range\w*|_assert_tensor_metadata)\.|^aten\.sym_(size|stride|numel)"
 )
 
+# `tensor.item()`, before and after functionalization.
+_READS = ("aten.item.default", "aten._local_scalar_dense.default")
+
 
 def is_convertible(program: ExportedProgram) -> bool:
     """Whether an export can be converted as it is, before functionalization (which takes as long as the export).
@@ -54,7 +57,9 @@ def _is_plain_call(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    return not target._schema.is_mutable and (str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))))
+    return not target._schema.is_mutable and (
+        str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))) or str(target) in _READS
+    )
 
 
 class Converted:
@@ -137,10 +142,10 @@ class _Walk:
             return
         if isinstance(example, (torch.SymInt, int)) and not isinstance(example, bool):
             self._values[node] = size_of(example)
-            if name == "aten._local_scalar_dense.default":
+            if name in _READS:
                 self._size_from_element(node)
             return
-        if name == "aten._local_scalar_dense.default" and isinstance(example, torch.SymFloat):
+        if name in _READS and isinstance(example, torch.SymFloat):
             self._elements[str(example.node.expr)] = node
         if _STATEMENTS.match(name) or (example is None and not node.users):
             return

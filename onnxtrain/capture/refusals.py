@@ -26,10 +26,10 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
             todo="the module runs in PyTorch; call it outside of vmap, grad, jvp and their like",
         )
     for number, tensor in enumerate(tensors):
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided:
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided or tensor.is_nested:
             raise ORTModuleIOError(
                 f"input tensor {number} is of a kind that a graph cannot hold",
-                expected="a torch.Tensor of strided layout",
+                expected="a torch.Tensor of strided layout, not nested",
                 got=f"{type(tensor).__qualname__} of {tensor.layout}",
                 todo="the module runs in PyTorch; convert the input",
             )

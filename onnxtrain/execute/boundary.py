@@ -133,10 +133,9 @@ class Unit:
         storage = result.untyped_storage()._cdata
         for tensor in tensors:
             if tensor.untyped_storage()._cdata == storage and tensor.dtype == result.dtype:
-                if self.views[index] != "detached" and _same_place(tensor, result):
-                    return tensor  # an input, or an operator that gave it back: contiguous() of what is so
-                cut = tensor.requires_grad and not self.differentiable[index]
-                base = tensor.detach() if cut else tensor
+                base = tensor.detach() if self.views[index] == "detached" else tensor
+                if _same_place(tensor, result):
+                    return base  # an input, or an operator that gave it back: contiguous() of what is so
                 return base.as_strided(result.size(), result.stride(), result.storage_offset())
         return result
 
