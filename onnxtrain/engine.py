@@ -142,7 +142,7 @@ class Engine:
         module = self._module
         same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.read(module) is not None]
         suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
-        captured = capture(module, structure, tensors, watch.check, suggested)
+        captured = capture(module, structure, tensors, watch, suggested)
         for entry in same:
             if entry.adopts(captured):
                 return entry

@@ -41,7 +41,8 @@ def assert_no_worse_than_eager(
 
     Args:
         name: what is compared, for the message.
-        got, eager: results in the dtype under test.
+        got: the result in the dtype under test.
+        eager: eager PyTorch's, in the same dtype.
         exact: the result in float64.
         largest: the model's largest |exact|; 1e-3 of it is rounding scale for tensors that are nearly zero.
     """

@@ -16,7 +16,7 @@ import torch
 from torch.export.exported_program import ExportedProgram
 
 from onnxtrain.capture import source_line
-from onnxtrain.capture.symbolic import size_of, tensor_type
+from onnxtrain.capture.symbolic import number_from_sizes, size_of, tensor_type
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, set_type, type_of
@@ -150,7 +150,8 @@ class _Walk:
         if _STATEMENTS.match(name) or (example is None and not node.users):
             return
         if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
-            self._values[node] = _plain_number(example, node, self._elements)
+            with self.op.at(origin_of(node)):
+                self._values[node] = _plain_number(self.op, example, node, self._elements)
             return
         with self.op.at(origin_of(node)):
             self._values[node] = self._convert_call(node, target, name, example)
@@ -251,13 +252,20 @@ def _show(tensor_type_: TensorType) -> str:
     return f"{tensor_type_.dtype.name}[{', '.join(map(str, tensor_type_.shape))}]"
 
 
-def _plain_number(example: Any, node: torch.fx.Node, elements: Mapping[str, torch.fx.Node]) -> Any:
-    """The number, or the error to raise where an operator takes it: a statement about sizes may well ignore it."""
+def _plain_number(op: Builder, example: Any, node: torch.fx.Node, elements: Mapping[str, torch.fx.Node]) -> Any:
+    """The number, a double that computes it from sizes, or the error to raise where an operator takes it.
+
+    A statement about sizes may well ignore it.
+    """
     if isinstance(example, (bool, float)):
         return example
     known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
     if known is not None:
         return known
+    if isinstance(example, torch.SymFloat) and node.users:
+        value = number_from_sizes(op, example.node.expr)
+        if value is not None:
+            return value
     read = next((elements[str(s)] for s in example.node.expr.free_symbols if str(s) in elements), None)
     what = "forward reads an element of a tensor as a number" if read else "forward uses a number made from sizes"
     return UnsupportedOperatorError(

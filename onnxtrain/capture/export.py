@@ -26,7 +26,7 @@ from onnxtrain.capture.convert import convert, is_convertible, line_of
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.patches import capturing
-from onnxtrain.capture.side_effects import SideEffectError
+from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import CaptureError, OnnxTrainError
 from onnxtrain.graph import sizes
@@ -86,18 +86,20 @@ class _Found:
 class _Wrapper(torch.nn.Module):
     """The user's module on a flat list of tensors."""
 
-    def __init__(self, module: torch.nn.Module, structure: Structure, after: Callable[[], None]) -> None:
+    def __init__(self, module: torch.nn.Module, structure: Structure, watch: SideEffects) -> None:
         super().__init__()
-        self.__dict__["_after"] = after
+        self.__dict__["_watch"] = watch
         self.module = module
         self._structure = structure
         self.found = _Found()
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        watch: SideEffects = self.__dict__["_watch"]
         args, kwargs = self._structure.unflatten(tensors)
+        watch.begin()
         leaves, output = flatten_output(self.module(*args, **kwargs))
         self.found.output = output
-        self.__dict__["_after"]()
+        watch.check()
         found: list[Any] = leaves
         return found
 
@@ -106,7 +108,7 @@ def capture(
     module: torch.nn.Module,
     structure: Structure,
     tensors: Sequence[torch.Tensor],
-    after: Callable[[], None],
+    watch: SideEffects,
     suggested: Sequence[Example] = (),
 ) -> Captured:
     """Captures `module` for inputs of this structure.
@@ -115,14 +117,14 @@ def capture(
         module: the user's module; training mode, autocast and grad mode are taken as they are now.
         structure: how the call's tensors and constants make up its arguments.
         tensors: the call's tensors, as examples.
-        after: called when forward has run; what it raises ends the capture.
+        watch: finds what forward does to the module besides computing.
         suggested: example sizes that earlier captures suggest (`Guards.suggestion`).
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
     """
     start = time.perf_counter()
-    captured = _nearest(module, structure, tensors, after, suggested)
+    captured = _nearest(module, structure, tensors, watch, suggested)
     return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
 
 
@@ -130,27 +132,25 @@ def _nearest(
     module: torch.nn.Module,
     structure: Structure,
     tensors: Sequence[torch.Tensor],
-    after: Callable[[], None],
+    watch: SideEffects,
     suggested: Sequence[Example],
 ) -> Captured:
     """The first capture that is right for the call, of those with example sizes that keep more sizes open."""
     *guesses, real = attempts(tensors, suggested)
     for example in guesses:
         try:
-            captured = _capture(module, structure, Decisions(tensors, example), after)
+            captured = _capture(module, structure, Decisions(tensors, example), watch)
         except SideEffectError:
             raise
         except CaptureError:
             continue  # forward does not take this example: the next one is nearer to the call
         if captured.guards(tensors):
             return captured
-    return _capture(module, structure, Decisions(tensors, real), after)
+    return _capture(module, structure, Decisions(tensors, real), watch)
 
 
-def _capture(
-    module: torch.nn.Module, structure: Structure, decisions: Decisions, after: Callable[[], None]
-) -> Captured:
-    wrapper = _Wrapper(module, structure, after)
+def _capture(module: torch.nn.Module, structure: Structure, decisions: Decisions, watch: SideEffects) -> Captured:
+    wrapper = _Wrapper(module, structure, watch)
     with capturing():
         program = _export(wrapper, decisions)
         _forbid_lost_gradients(program)
@@ -217,8 +217,19 @@ def _forbid_lost_gradients(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
+_WRONG_REFERENCES = (
+    torch.ops.aten.nll_loss.default,
+    torch.ops.aten.hinge_embedding_loss.default,
+    torch.ops.aten.margin_ranking_loss.default,
+)
+
+
 def _functionalize(program: ExportedProgram) -> ExportedProgram:
     """Functional ATen with an empty decomposition table: composite ops stay single nodes."""
+    # PyTorch's reference functions for these losses take other arguments than the operators, and would be used all the
+    # same: cross_entropy with reduction="none" would get the shape ().
+    table = torch._decomp.decomposition_table
+    wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
         functional: ExportedProgram = program.run_decompositions({})
         return functional
@@ -226,6 +237,9 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
         raise CaptureError(
             f"the exported graph cannot be made functional: {_reason(error)}", where=source_line.in_error(error)
         ) from error
+    finally:
+        for op, reference in wrong.items():
+            table[op] = reference
 
 
 # From the export's signature to ours

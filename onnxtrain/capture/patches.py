@@ -30,6 +30,8 @@ def capturing() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         # PyTorch copies its own treespecs in a way that it deprecates itself.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        # It looks for side effects too, and takes an LSTM's list of weights, which it exchanges itself, for one.
+        warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
         owner = threading.get_ident()
         stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(_apply_for(owner))))
         for name, what in _LOST.items():

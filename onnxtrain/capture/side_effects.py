@@ -19,8 +19,13 @@ from onnxtrain.errors import CaptureError
 
 # PyTorch's own bookkeeping, which the capture exchanges for the time of the export.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
+# What recurrent layers keep of their parameters; it changes when the capture exchanges those.
+_DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _DEPTH = 4  # plain objects and containers inside each other that are watched
+
+
+_Copy = tuple[str, Any, Any]  # path, container, what it held
 
 
 class SideEffectError(CaptureError):
@@ -39,35 +44,48 @@ class _Change:
 
 
 class SideEffects:
-    """Watches the attributes of a module's submodules, and the containers and plain objects in them."""
+    """Watches the attributes of a module's submodules, and the containers and plain objects in them.
+
+    `begin` and `check` stand around forward, inside the export: what the export itself exchanges (an LSTM's list of
+    weights) is none of forward's doing. `undo` goes back to the moment when the watch was made.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._holders: list[tuple[str, Any, Any]] = []
         self._changes: list[_Change] = []
-        seen: set[int] = set()
-        for name, submodule in module.named_modules():
-            self._watch(submodule.__dict__, name, seen, _DEPTH)
+        self._first = self._now()
+        self._before = self._first
 
-    def _watch(self, holder: Any, path: str, seen: set[int], depth: int) -> None:
+    def begin(self) -> None:
+        """Forward is about to run."""
+        self._before = self._now()
+
+    def _now(self) -> list[_Copy]:
+        found: list[_Copy] = []
+        seen: set[int] = set()
+        for name, submodule in self._module.named_modules():
+            self._copy(submodule.__dict__, name, found, seen, _DEPTH)
+        return found
+
+    def _copy(self, holder: Any, path: str, found: list[_Copy], seen: set[int], depth: int) -> None:
         """Copies a container, and those that it holds."""
         if id(holder) in seen or depth == 0:
             return
         seen.add(id(holder))
-        self._holders.append((path, holder, holder.copy()))
+        found.append((path, holder, holder.copy()))
         items = holder.items() if isinstance(holder, dict) else enumerate(holder)
         for key, value in list(items):
-            if key in _OWN or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+            if key in _OWN or key in _DERIVED or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
                 continue
             inner = f"{path}.{key}" if path else str(key)
             if type(value) in (list, dict, set):
-                self._watch(value, inner, seen, depth - 1)
+                self._copy(value, inner, found, seen, depth - 1)
             elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
-                self._watch(value.__dict__, inner, seen, depth - 1)
+                self._copy(value.__dict__, inner, found, seen, depth - 1)
 
     def check(self) -> None:
         """Raises SideEffectError where forward changed something."""
-        self._changes = [change for path, holder, before in self._holders for change in _changes(path, holder, before)]
+        self._changes = [change for path, holder, before in self._before for change in _changes(path, holder, before)]
         if self._changes:
             raise SideEffectError(
                 f"forward changes the module's Python state, which a graph would not repeat: {self._changes[0].words}",
@@ -85,7 +103,7 @@ class SideEffects:
 
     def undo(self) -> None:
         """Puts everything back."""
-        for _, holder, before in self._holders:
+        for _, holder, before in self._first:
             if not any(_changes("", holder, before)):
                 continue
             if isinstance(holder, list):
@@ -102,7 +120,7 @@ class SideEffects:
 def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
     """What is not the object that it was, nor an equal plain value."""
     if isinstance(holder, dict):
-        keys = [k for k in (*before, *(k for k in holder if k not in before)) if k not in _OWN]
+        keys = [k for k in (*before, *(k for k in holder if k not in before)) if k not in _OWN and k not in _DERIVED]
         found = [(k, before.get(k), holder.get(k)) for k in keys]
         return [
             _Change(holder, k, old, new, f"{_join(path, k)}: {_show(old)} → {_show(new)}")

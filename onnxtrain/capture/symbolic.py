@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx_ir as ir
 import sympy
 import torch
 from torch.utils._sympy import functions as torch_functions
 
 from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType
 from onnxtrain.ops.constructors import ONNX_DTYPES
@@ -66,3 +68,24 @@ def _translate(expr: Any) -> Any:
     arguments = [_translate(a) for a in expr.args]
     rebuild = _PLAIN.get(type(expr), expr.func)
     return rebuild(*arguments)
+
+
+def number_from_sizes(op: Builder, expr: Any) -> ir.Value | None:
+    """A 0-dimensional double that computes a number from sizes, as `math.sqrt(x.shape[1])`; None where it cannot."""
+    double = ir.DataType.DOUBLE
+    head = type(expr).__name__
+    if expr.is_number:
+        return op.scalar(float(expr), double)
+    if head == "ToFloat":
+        size = sizes.from_sympy(_translate(expr.args[0]))
+        return None if any(name.startswith(("u", "zuf")) for name in sizes.symbols(size)) else op.size(size, double)
+    node = {"FloatPow": op.Pow, "FloatTrueDiv": op.Div, "Mul": op.Mul, "Add": op.Add}.get(head)
+    if head == "IntTrueDiv":
+        return number_from_sizes(op, torch_functions.FloatTrueDiv(*map(torch_functions.ToFloat, expr.args)))
+    operands = [number_from_sizes(op, a) for a in expr.args] if node is not None else []
+    if node is None or any(o is None for o in operands):
+        return None
+    total = operands[0]
+    for operand in operands[1:]:
+        total = node(total, operand)
+    return total

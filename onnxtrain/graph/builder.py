@@ -200,7 +200,7 @@ class Builder:
         head = type(expr).__name__
         if head == "floor":
             numerator, denominator = expr.args[0].together().as_numer_denom()
-            return self.Div(self._operand(numerator), self._operand(denominator))  # type: ignore[no-any-return]
+            return self.own.FloorDivide(self._operand(numerator), self._operand(denominator))  # type: ignore[no-any-return]
         operands = [self._operand(argument) for argument in expr.args]
         if head == "Pow" and int(expr.args[1]) > 0:
             operands, head = [operands[0]] * int(expr.args[1]), "Mul"

@@ -234,7 +234,7 @@ class OpDef:
         aliases: output index to index of the input that it may be a view of.
         flops: from the node, floating-point operations.
         outputs_of: (inputs, attributes) -> number of outputs, where it varies.
-        host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None where it cannot.
+        host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None: it cannot.
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
     """
 

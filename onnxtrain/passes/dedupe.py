@@ -5,7 +5,8 @@
 
 Two nodes are one where op, attributes and inputs are the same and the definition says that the op has no effects: two
 Dropouts of one tensor stay two. A backward node is not merged with a forward one: that would keep the forward value
-alive until backward for a computation that its gradient rule chose to repeat.
+alive until backward for a computation that its gradient rule chose to repeat. Before differentiation, two equal casts
+to a narrower type stay two: merged, the gradients of their readers would be summed in the narrower type.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxtrain.graph.traversal import replace
+from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import definition_of
 from onnxtrain.passes.changes import Changes
 
@@ -22,9 +24,10 @@ from onnxtrain.passes.changes import Changes
 def dedupe(graph: ir.Graph, changes: Changes) -> None:
     """Merges equal nodes of `graph`."""
     first: dict[Any, ir.Node] = {}
+    differentiated = any("gradient_of" in node.metadata_props for node in graph)
     merged = 0
     for node in list(graph):
-        if definition_of(node).effects or not node.outputs:
+        if definition_of(node).effects or not node.outputs or (_narrows(node) and not differentiated):
             continue
         known = first.setdefault(_key(node), node)
         if known is node or any(new.is_graph_output() for new in node.outputs):
@@ -35,6 +38,14 @@ def dedupe(graph: ir.Graph, changes: Changes) -> None:
         merged += 1
     if merged:
         changes.made.append(f"merged {merged} equal nodes")
+
+
+def _narrows(node: ir.Node) -> bool:
+    """Whether a floating input comes out in a type of fewer bits."""
+    value = node.inputs[0] if node.inputs else None
+    if value is None or not (is_float(dtype_of(value)) and is_float(dtype_of(node.outputs[0]))):
+        return False
+    return dtype_of(node.outputs[0]).itemsize < dtype_of(value).itemsize
 
 
 def _attribute_key(attribute: ir.Attr) -> str:
