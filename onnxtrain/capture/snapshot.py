@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import EllipsisType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
@@ -430,7 +431,7 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
         if threading.get_ident() == owner:
             if name != "__dict__":
                 found.add((id(self), name))
-            elif sys._getframe(1).f_code.co_filename not in _OWN_FILES:
+            elif _is_forward(sys._getframe(1).f_code.co_filename):
                 found.add((id(self), "*"))
         return original(self, name)
 
@@ -444,4 +445,12 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
             del torch.nn.Module.__getattribute__
 
 
-_OWN_FILES = frozenset({__file__, torch_module.__file__})  # they look into `__dict__` on behalf of others
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _is_forward(file: str) -> bool:
+    """Whether this may be code of a forward: PyTorch's export, nn.Module and we look into every `__dict__`."""
+    if file.startswith(_TORCH):
+        return file.startswith(f"{_TORCH}/nn/") and file != torch_module.__file__
+    return not file.startswith(_PACKAGE)

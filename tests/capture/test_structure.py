@@ -142,7 +142,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("a", "b"), DIFFERENT, ids=str)
+@pytest.mark.parametrize(("a", "b"), DIFFERENT, ids=lambda value: type(value).__name__)
 def test_what_differs_is_told_apart(a: Any, b: Any) -> None:
     old, new = structure(X, flag=a), structure(X, flag=b)
     assert old != new
@@ -178,7 +178,7 @@ def test_shared_memory_is_another_structure() -> None:
     assert structure(base[:1], base.detach().clone()).shared == ()
 
 
-@pytest.mark.parametrize("bad", [object(), {1, 2}, iter([1]), structure])
+@pytest.mark.parametrize("bad", [object(), {1, 2}, iter([1]), structure], ids=["object", "set", "iterator", "function"])
 def test_an_unsupported_leaf_is_named(bad: Any) -> None:
     if bad is structure:  # a function is a constant
         assert structure(X, extra=bad) is structure(X, extra=bad)
