@@ -425,6 +425,11 @@ def test_what_forward_looks_for_in_vain_matters() -> None:
     state = ModuleState.take(other, (), frozenset(reads))
     other.unread = 1  # type: ignore[assignment]
     assert state.matches(other)
+    other.scale = 2.0  # as in the class
+    assert state.difference(other) == ""
+    assert state.matches(other)
+    other.scale = 3.0
+    assert not state.matches(other)
 
 
 def test_a_name_that_is_not_there_is_an_error() -> None:
