@@ -49,9 +49,7 @@ class _Entry:
         """Whether `captured` is the same graph as this one, which then serves its sizes too."""
         if self.compiled is None or self.compiled.captured.output != captured.output:
             return False
-        own = self.compiled.captured
-        # An attribute that only the other capture read is not among those that this entry watches.
-        return captured.reads <= own.reads and own.guards.adopt(captured.guards)
+        return self.compiled.captured.guards.adopt(captured.guards)
 
 
 def _any_state(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -97,12 +95,9 @@ class Engine:
         return entry.compiled.run(inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
-        entries = self._entries.get(key, ())
-        for place, entry in enumerate(entries):
+        for entry in self._entries.get(key, ()):
             inputs = entry.read(self._module)
             if inputs is not None and entry.guards(tensors):
-                if place:  # to the front: looking at an entry whose state has changed takes milliseconds
-                    self._entries[key] = [entry, *(e for e in entries if e is not entry)]
                 inputs += tensors
                 return entry, inputs
         return None, tensors
@@ -151,7 +146,7 @@ class Engine:
         for entry in same:
             if entry.adopts(captured):
                 return entry
-        state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"], captured.reads)
+        state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"])
         inputs = [*self._read(state), *tensors]
         compiled = compile_module(module, captured, inputs, self._options, _rerun(module, structure, captured))
         entry = _Entry(state, compiled)

@@ -25,7 +25,6 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.convert import convert, is_convertible, line_of
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.guards import Guards, compile_guards
-from onnxtrain.capture.key import attribute_reads
 from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
@@ -65,7 +64,6 @@ class Captured:
         sizes: sizes that forward returns as ints, as expressions over the inputs' sizes.
         output: how the user's output is rebuilt from tensors and sizes.
         guards: the conditions on input sizes under which the graph is right.
-        reads: the attributes of modules that forward read.
         took_ms: how long the capture took.
     """
 
@@ -76,7 +74,6 @@ class Captured:
     sizes: tuple[Size, ...]
     output: OutputStructure
     guards: Guards
-    reads: frozenset[tuple[int, str]] = frozenset()
     took_ms: float = 0.0
 
 
@@ -155,16 +152,14 @@ def _nearest(
 def _capture(module: torch.nn.Module, structure: Structure, decisions: Decisions, watch: SideEffects) -> Captured:
     wrapper = _Wrapper(module, structure, watch)
     with capturing():
-        with attribute_reads() as reads:
-            program = _export(wrapper, decisions)
+        program = _export(wrapper, decisions)
         _forbid_lost_gradients(program)
         if not is_convertible(program):
             program = _functionalize(program)
     converted = convert(program, type(module).__name__)
     names = _names(module, structure)
     guards = compile_guards(program, names, decisions)
-    captured = _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, names, guards)
-    return replace(captured, reads=frozenset(reads))
+    return _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, names, guards)
 
 
 def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
