@@ -18,14 +18,14 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.decisions import Example
 from onnxtrain.capture.export import Captured, capture
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
-from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
 from onnxtrain.capture.refusals import refuse_call, refuse_module
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
+from onnxtrain.capture.usual_call import UsualCall, usual_call
 from onnxtrain.compile import Compiled, Rerun, compile_module
 from onnxtrain.errors import ORTModuleFallbackException
 from onnxtrain.options import Options
-from onnxtrain.report import CompileReport
 
 _LOG = logging.getLogger("onnxtrain")
 
@@ -33,23 +33,42 @@ _LOG = logging.getLogger("onnxtrain")
 class _Entry:
     """A compiled unit, or None where there is none, for one key and one state of the module."""
 
-    __slots__ = ("compiled", "guards", "read", "state")
+    __slots__ = ("_patience", "_seen", "compiled", "guards", "reads", "state", "usual")
 
     def __init__(self, state: ModuleState, compiled: Compiled | None) -> None:
         self.state = state
+        self.usual: UsualCall | None = None
+        self._seen = 0  # calls on the long way since `usual` was made
+        self._patience = 1
         self.compiled = compiled
-        self.read = state.read
+        self.reads = compiled.captured.reads if compiled is not None else frozenset()
         self.guards = compiled.captured.guards if compiled is not None else _no_guards
+
+    def learn(self, module: torch.nn.Module, structure: Structure, tensors: list[torch.Tensor]) -> None:
+        """Makes the function that recognises such calls; again, after ever more calls, where the module has changed."""
+        self._seen += 1
+        if self.compiled is None or self._seen < self._patience:
+            return
+        snapshot = self.state.now(module)
+        self.usual = None
+        if snapshot is not None:
+            self.usual = usual_call(snapshot, self.compiled.captured.guards, structure, tensors)
+        self._seen, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
         """Example sizes with which another capture may turn out to be this one."""
         return self.compiled.captured.guards.suggestion(tensors) if self.compiled is not None else None
 
-    def adopts(self, captured: Captured) -> bool:
-        """Whether `captured` is the same graph as this one, which then serves its sizes too."""
+    def adopts(self, captured: Captured, module: torch.nn.Module) -> bool:
+        """Whether `captured`, of `module` as it is now, is this graph, which then serves its sizes too."""
         if self.compiled is None or self.compiled.captured.output != captured.output:
             return False
-        return self.compiled.captured.guards.adopt(captured.guards)
+        if not self.compiled.captured.guards.adopt(captured.guards):
+            return False
+        if not captured.reads <= self.reads:  # forward read more at these sizes: that must stay as it is, too
+            self.reads |= captured.reads
+            self.state = ModuleState.take(module, self.state.names, self.reads)
+        return True
 
 
 def _any_state(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -60,6 +79,9 @@ def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+_MOST_PATIENCE = 256  # to recognise the usual call takes as long to learn as a hundred calls on the long way
+
+
 class Engine:
     """Runs calls of one module."""
 
@@ -67,17 +89,28 @@ class Engine:
         self._module = module
         self._options = options
         self._entries: dict[Any, list[_Entry]] = {}
+        self._recent: _Entry | None = None
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
         self.captures = 0
 
-    def report(self) -> CompileReport:
-        """What each stage of the newest compilation did. Raises RuntimeError before the first one."""
+    def newest(self) -> Compiled:
+        """The newest compiled unit. Raises RuntimeError before the first one."""
         if self._newest is None:
             raise RuntimeError("nothing is compiled yet: call the module first")
-        return self._newest.report
+        return self._newest
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        recent = self._recent
+        if recent is not None and recent.usual is not None and recent.compiled is not None:
+            inputs = recent.usual(args, kwargs)
+            if inputs is not None:
+                return recent.compiled.run(inputs)
+        return self._on_the_long_way(args, kwargs)
+
+    def _on_the_long_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if capture_is_under_way():
+            return self._module(*args, **kwargs)
         try:
             tensors, structure = flatten_call(args, kwargs)
             key = (structure, environment(), *map(tensor_facts, tensors))
@@ -92,12 +125,19 @@ class Engine:
                 return self._in_torch(error, args, kwargs)
         if entry.compiled is None:
             return self._module(*args, **kwargs)
+        if entry is self._recent:
+            entry.learn(self._module, structure, tensors)
+        self._recent = entry
         return entry.compiled.run(inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
-        for entry in self._entries.get(key, ()):
-            inputs = entry.read(self._module)
+        """The entry that serves a call, and what it takes."""
+        entries = self._entries.get(key, [])
+        for place, entry in enumerate(entries):
+            inputs = entry.state.read(self._module)
             if inputs is not None and entry.guards(tensors):
+                if place:  # to the front: to look at an entry whose state has changed may take milliseconds
+                    self._entries[key] = [entry, *(e for e in entries if e is not entry)]
                 inputs += tensors
                 return entry, inputs
         return None, tensors
@@ -140,13 +180,13 @@ class Engine:
     def _capture(self, key: Any, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects) -> _Entry:
         """Captures, and compiles unless the graph is one that is compiled already."""
         module = self._module
-        same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.read(module) is not None]
+        same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
         suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
         captured = capture(module, structure, tensors, watch, suggested)
         for entry in same:
-            if entry.adopts(captured):
+            if entry.adopts(captured, module):
                 return entry
-        state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"])
+        state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"], captured.reads)
         inputs = [*self._read(state), *tensors]
         compiled = compile_module(module, captured, inputs, self._options, _rerun(module, structure, captured))
         entry = _Entry(state, compiled)
@@ -177,7 +217,7 @@ class Engine:
         if self._options.fallback_policy.covers(error) and not self._options.fallback_retry:
             entry = _Entry(ModuleState.take(self._module), None)
             if isinstance(error, SideEffectError):
-                entry.read = _any_state  # its state changes on every call
+                entry.state.check = _any_state  # its state changes on every call
             self._entries.setdefault(key, []).append(entry)
 
     def _in_torch(self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

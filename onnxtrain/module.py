@@ -33,6 +33,12 @@ _DELEGATED = (
     "_load_from_state_dict", "_named_members", "_save_to_state_dict",
 )  # fmt: skip
 
+# PyTorch itself walks these where the wrapper is a part of another module: load_state_dict goes through `_modules`.
+_SHARED = (
+    "_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
 
 class ORTModule(torch.nn.Module):
     """Runs `module` as an ONNX training graph.
@@ -63,6 +69,7 @@ class ORTModule(torch.nn.Module):
 
     def _set_up(self, module: torch.nn.Module, options: Options) -> None:
         self.__dict__.pop("training", None)  # the wrapped module's flag counts
+        self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
         self.__dict__["_original"] = module
         self.__dict__["_options"] = options
         self.__dict__["_engine"] = Engine(module, options)
@@ -87,7 +94,7 @@ class ORTModule(torch.nn.Module):
     def report(self) -> CompileReport:
         """What each stage of the newest compilation did. Raises RuntimeError before the first call."""
         engine: Engine = self.__dict__["_engine"]
-        return engine.report()
+        return engine.newest().report
 
     # The nn.Module face
 
@@ -139,13 +146,18 @@ class ORTModule(torch.nn.Module):
 
     register_module = add_module
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`nn.Module.compile` of the wrapper: hooks on it are compiled, the wrapped module runs as a graph."""
+        self.__dict__["_compiled_call_impl"] = torch.compile(self._call_impl, *args, **kwargs)
+
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError("ORTModule does not run under torch.nn.DataParallel: use DistributedDataParallel")
 
     # Copies and pickles: the module and the options; graphs are compiled again.
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_original", "_options")}
+        remade = {*_SHARED, "_engine", "_original", "_options", "_compiled_call_impl"}
+        own = {k: v for k, v in self.__dict__.items() if k not in remade}
         return {"own": own, "module": self.module, "options": self.__dict__["_options"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

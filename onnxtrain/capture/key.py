@@ -12,6 +12,11 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
+from torch.backends import mha
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from onnxtrain.capture.snapshot import PLAIN_TENSORS, Reads, Snapshot, attribute_reads
 
@@ -28,9 +33,10 @@ __all__ = [
 
 _SWITCHES = (
     "grad mode", "inference mode", "autocast", "autocast cache", "default dtype", "flash attention",
-    "memory-efficient attention", "math attention", "cuDNN attention", "float32 matmul precision",
-    "deterministic algorithms", "deterministic algorithms warn only", "torch.func transforms", "default device or mode",
-    "dispatch modes",
+    "memory-efficient attention", "math attention", "cuDNN attention", "sums of math attention in half precision",
+    "fast path of attention layers", "float32 matmul precision", "deterministic algorithms",
+    "deterministic algorithms warn only", "torch.func transforms", "forward-mode differentiation",
+    "default device or mode", "dispatch modes",
 )  # fmt: skip
 
 
@@ -47,13 +53,41 @@ def environment() -> tuple[Hashable, ...]:
         c._get_mem_efficient_sdp_enabled(),
         c._get_math_sdp_enabled(),
         c._get_cudnn_sdp_enabled(),
+        c._get_math_sdp_allow_fp16_bf16_reduction(),
+        mha.get_fastpath_enabled(),
         c._get_float32_matmul_precision(),
         c._get_deterministic_algorithms(),
         c._get_deterministic_algorithms_warn_only(),
         c._functorch.maybe_current_level(),
+        forward_ad._current_level,
         _function_modes() if c._len_torch_function_stack() else None,
-        c._len_torch_dispatch_stack(),
+        _dispatch_modes() if c._len_torch_dispatch_stack() else None,
     )
+
+
+def switches_beside_global_state() -> tuple[Hashable, ...]:
+    """What `environment()` has beside PyTorch's own check of its global state and of a tensor's dispatch keys.
+
+    Those see grad mode, autocast, the default dtype and determinism; inference mode and torch.func's transforms.
+    """
+    return (
+        _flash(),
+        _efficient(),
+        _math(),
+        _cudnn(),
+        _reduction(),
+        mha._is_fastpath_enabled,
+        _precision(),
+        forward_ad._current_level,
+        _count_function_modes() and _function_modes(),
+        _count_dispatch_modes(),
+    )
+
+
+_flash, _efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
+_math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
+_reduction, _precision = torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._get_float32_matmul_precision
+_count_function_modes, _count_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def environment_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
@@ -69,10 +103,12 @@ def _autocast() -> Hashable:
 
 
 def _function_modes() -> Hashable:
-    """`torch.set_default_device` is such a mode; others are known by identity."""
-    c = torch._C
-    modes = [c._get_function_stack_at(i) for i in range(c._len_torch_function_stack())]
-    return tuple(str(mode.device) if hasattr(mode, "device") else id(mode) for mode in modes)
+    """`torch.set_default_device` is such a mode. With any other the module runs in PyTorch: its class is enough."""
+    return tuple(m.device if isinstance(m, DeviceContext) else type(m) for m in _get_current_function_mode_stack())
+
+
+def _dispatch_modes() -> Hashable:
+    return tuple(map(type, _get_current_dispatch_mode_stack()))
 
 
 # Inputs
@@ -129,11 +165,17 @@ class ModuleState:
     Checking one costs microseconds: a function is generated from the snapshot that compares by identity what can be
     compared so, and gives the module's tensors as it finds them on the way. Where the identity of a mutable object
     changed, a second snapshot decides whether a value changed; if none did, it takes the place of the first.
+
+    Attributes:
+        names: see `take`.
+        snapshot: the state, and the module's tensors as they were.
+        check: what `read` does, but False where only `look_again` can tell.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._check: _Check | None = None
+        self.names = snapshot.names
+        self.snapshot = snapshot
+        self.check: Check = self._first_check
 
     @classmethod
     def take(cls, module: torch.nn.Module, names: Sequence[str] = (), reads: Reads | None = None) -> ModuleState:
@@ -152,11 +194,13 @@ class ModuleState:
         Raises:
             CaptureError: the module does not have a tensor of `names`.
         """
-        check = self._check
-        if check is None:
-            check = self._check = _compile(self._snapshot)
-        found = check(module)
-        return self._look_again(module) if found is False else found
+        found = self.check(module)
+        return self.look_again(module) if found is False else found
+
+    def now(self, module: torch.nn.Module) -> Snapshot | None:
+        """The module as it is now; None if it is not in this state."""
+        found = Snapshot(module, self.names, self.snapshot.reads)
+        return None if self.snapshot.changed(found) is not None else found
 
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether the module is in this state."""
@@ -164,34 +208,38 @@ class ModuleState:
 
     def difference(self, module: torch.nn.Module) -> str:
         """In words, the first thing that is not as it was; "" where all is."""
-        if module is not self._snapshot.module:
+        if module is not self.snapshot.module:
             return "the module is another object"
-        now = Snapshot(module, self._snapshot.names, self._snapshot.reads)
-        place = self._snapshot.changed(now)
+        now = Snapshot(module, self.names, self.snapshot.reads)
+        place = self.snapshot.changed(now)
         if place is None:
             return ""
-        before, after = self._snapshot.facts.get(place), now.facts.get(place)
+        before, after = self.snapshot.facts.get(place), now.facts.get(place)
         what, where = place
         return f"{what} of {where}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
 
-    def _look_again(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
-        """An object was exchanged: the state is the same if every value is."""
-        now = Snapshot(module, self._snapshot.names, self._snapshot.reads)
-        if self._snapshot.changed(now) is not None:
+    def _first_check(self, module: torch.nn.Module) -> Any:
+        self.check = _compile(self.snapshot)
+        return self.check(module)
+
+    def look_again(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
+        """What `read` gives where an object was exchanged: the state is the same if every value is."""
+        now = self.now(module)
+        if now is None:
             return None
-        self._snapshot = now
-        self._check = _compile(now)
-        found = self._check(module)
+        self.snapshot = now
+        self.check = _compile(now)
+        found = self.check(module)
         return found if isinstance(found, list) else None
 
 
-_Check: TypeAlias = Callable[[torch.nn.Module], Any]
+Check: TypeAlias = Callable[[torch.nn.Module], Any]
 
 
-def _compile(snapshot: Snapshot) -> _Check:
+def _compile(snapshot: Snapshot) -> Check:
     source = snapshot.source()
     exec(_code(source), snapshot.values)
-    check: _Check = snapshot.values["check"]
+    check: Check = snapshot.values["check"]
     return check
 
 

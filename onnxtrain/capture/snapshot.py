@@ -77,7 +77,12 @@ class Snapshot:
     Attributes:
         module, names, reads: see `onnxtrain.capture.key.ModuleState.take`.
         facts: by what and where, for example ("p", "encoder.dropout") and ("shape", "encoder.weight").
-        values: what the names in `source()` stand for.
+        values: what the names in `source()` and in `always` stand for.
+        tensors: all that were found, by module and name.
+        owners: the modules, and the objects in their attributes.
+        tables: the dicts in the dicts of `owners`, that are looked into; those that are empty are in `empty`.
+        always: lines of `source()` about what is not in a dict. The others hold as long as no owner has another class
+            and none of the dicts was touched.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], reads: Reads | None) -> None:
@@ -86,12 +91,17 @@ class Snapshot:
         self.reads = reads
         self.facts: dict[tuple[str, str], Fact] = {}
         self.values: dict[str, Any] = {"is_": operator.is_}
+        self.tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self.owners: list[object] = []
+        self.tables: list[Mapping[Any, Any]] = []
+        self.empty: list[Mapping[Any, Any]] = []
+        self.always: list[str] = []
         self._lines: list[str] = []
-        self._tensors: dict[tuple[int, str], str] = {}  # variables of tensors, by module and name
-        self._values_of_tensors: list[torch.Tensor] = []
+        self._variables: dict[tuple[int, str], str] = {}  # of tensors
         self._first_of_tensor: dict[int, tuple[str, str]] = {}  # by id: variable and name
         self._first_of_object: dict[int, str] = {}
         self._classes: set[type] = set()
+        self._of_classes: set[tuple[type, str]] = set()
         self._read_of: dict[int, set[str]] = {}
         for owner, name in reads or ():
             self._read_of.setdefault(owner, set()).add(name)
@@ -117,15 +127,15 @@ class Snapshot:
             CaptureError: the module does not have a tensor of `names`.
         """
         for name, place in zip(self.names, self._wanted, strict=True):
-            if place not in self._tensors:
+            if place not in self._variables:
                 raise CaptureError(
                     "a tensor that forward reads is not a parameter, buffer or attribute of the module", got=name
                 )
-        found = ", ".join(self._tensors[place] for place in self._wanted)  # type: ignore[index]  # none is None here
-        body = [f"if module is not {self.bind(self.module)}: return None", *self._lines]
-        if self._values_of_tensors:
+        found = ", ".join(self._variables[place] for place in self._wanted)  # type: ignore[index]  # none is None here
+        body = [f"if module is not {self.bind(self.module)}: return None", *self.always, *self._lines]
+        if self.tensors:
             self._bind_tensors()
-            tensors = ", ".join(self._tensors.values())
+            tensors = ", ".join(variable for variable, _ in self._first_of_tensor.values())
             body.append(f"if not quick({tensors}) and not exact({tensors}): return None")
         # TypeError: a tensor is None now, and PyTorch's check does not take it.
         body = ["try:", *(f"    {line}" for line in body), "except (KeyError, AttributeError, TypeError): return None"]
@@ -134,10 +144,10 @@ class Snapshot:
 
     def _bind_tensors(self) -> None:
         """The check of the tensors' facts: PyTorch's own where this version has it, and ours if that says no."""
-        tensors = self._values_of_tensors
+        tensors = self.different_tensors()
         exact = _ExactTensors([_tensor_facts(tensor) for tensor in tensors])
         self.values["exact"] = exact
-        self.values["quick"] = _quick(tensors) or (lambda *tensors: False)
+        self.values["quick"] = quick_check(tensors) or (lambda *tensors: False)
 
     def bind(self, value: object) -> str:
         """A name for `value` in the source."""
@@ -148,15 +158,23 @@ class Snapshot:
     def emit(self, line: str) -> None:
         self._lines.append(line)
 
-    def differs(self, *conditions: str) -> None:
+    def differs(self, *conditions: str, always: bool = False) -> None:
         """Where one of these holds, the state is another."""
         if conditions:
-            self.emit(f"if {' or '.join(conditions)}: return None")
+            (self.always if always else self._lines).append(f"if {' or '.join(conditions)}: return None")
 
-    def may_differ(self, *conditions: str) -> None:
+    def may_differ(self, *conditions: str, always: bool = False) -> None:
         """Where one of these holds, only facts can tell."""
         if conditions:
-            self.emit(f"if {' or '.join(conditions)}: return False")
+            (self.always if always else self._lines).append(f"if {' or '.join(conditions)}: return False")
+
+    def owner(self, owner: object) -> None:
+        """The lines look into its `__dict__`."""
+        self.owners.append(owner)
+
+    def table(self, table: Mapping[Any, Any]) -> None:
+        """The lines look into this dict, which they find in another."""
+        (self.tables if table else self.empty).append(table)
 
     def read_of(self, module: torch.nn.Module) -> Collection[str] | None:
         """The attributes that forward reads of this module; None for all."""
@@ -172,6 +190,14 @@ class Snapshot:
         read = self._read_of.get(id(module), set()) - _OF_EVERY_MODULE - {"*"}
         return sorted(name for name in read if not any(name in part for part in parts))
 
+    def different_tensors(self) -> list[torch.Tensor]:
+        """Each tensor once, though it has several names: PyTorch's check takes no tensor twice."""
+        return list({id(tensor): tensor for tensor in self.tensors.values()}.values())
+
+    def named_tensors(self) -> list[torch.Tensor]:
+        """The tensors of `names`."""
+        return [self.tensors[place] for place in self._wanted if place is not None]
+
     def is_named(self, module: torch.nn.Module, name: str) -> bool:
         return (id(module), name) in self._wanted
 
@@ -179,9 +205,9 @@ class Snapshot:
 
     def tensor(self, owner: torch.nn.Module, name: str, container: str, value: torch.Tensor, where: str) -> None:
         """A parameter, buffer or attribute: what is known of it but its elements."""
-        variable = f"t{len(self._tensors)}"
-        self._tensors[id(owner), name] = variable
-        self._values_of_tensors.append(value)
+        variable = f"t{len(self.tensors)}"
+        self._variables[id(owner), name] = variable
+        self.tensors[id(owner), name] = value
         self.emit(f"{variable} = {container}[{name!r}]")
         for what, fact in zip(_TENSOR_FACTS, _tensor_facts(value), strict=True):
             self._fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
@@ -208,6 +234,15 @@ class Snapshot:
         else:
             self.may_differ(f"{place} is not {bound}")
 
+    def of_class(self, kind: type, name: str, where: str) -> None:
+        """What forward finds in the class of a module: a constant, a method, a property."""
+        value = getattr(kind, name)
+        self.value(name, where, value, 0, 0)
+        # A class method is another object on each look; who exchanges one is not noticed.
+        if (kind, name) not in self._of_classes and getattr(kind, name) is value:
+            self._of_classes.add((kind, name))
+            self.may_differ(f"{self.bind(kind)}.{name} is not {self.bind(value)}", always=True)
+
     def value(self, name: str, where: str, value: object, depth: int, objects: int) -> None:
         """Facts of a value and of what is in it, and checks of what can be changed in place."""
         if isinstance(value, _VALUES):
@@ -218,7 +253,7 @@ class Snapshot:
             length = len(value) if isinstance(value, _CONTAINERS) else None
             self._fact(name, where, (_Same(value), length), f"{type(value).__name__} at {id(value):#x}")
             if length is not None and not isinstance(value, tuple):
-                self.differs(f"len({self.bind(value)}) != {length}")
+                self.differs(f"len({self.bind(value)}) != {length}", always=True)
             return
         here = f"{name} of {where}"
         first = self._first_of_object.setdefault(id(value), here)
@@ -238,34 +273,38 @@ class Snapshot:
             return
         bound = self.bind(value)
         if isinstance(value, set):
-            self.may_differ(f"{bound} != {self.bind(set(value))}")
+            self.may_differ(f"{bound} != {self.bind(set(value))}", always=True)
             return
         saved = self.bind(tuple(children.values()))
         size = f"len({bound}) != {len(children)}"
         if isinstance(value, list):
-            self.may_differ(size, f"not all(map(is_, {bound}, {saved}))")
+            self.may_differ(size, f"not all(map(is_, {bound}, {saved}))", always=True)
             return
-        if not isinstance(value, dict):
+        if type(value) is dict:
+            self.table(value)
+        elif not isinstance(value, dict):
+            self.owner(value)
             bound = f"{bound}.__dict__"
             size = f"len({bound}) != {len(children)}"
         keys = self.bind(tuple(value if isinstance(value, dict) else vars(value)))
-        self.may_differ(size, f"not all(map(is_, {bound}.values(), {saved}))", f"not all(map(is_, {bound}, {keys}))")
+        conditions = (size, f"not all(map(is_, {bound}.values(), {saved}))", f"not all(map(is_, {bound}, {keys}))")
+        self.may_differ(*conditions, always=isinstance(value, dict) and type(value) is not dict)
 
     # Hooks
 
     def _global_hooks(self) -> None:
         tables = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
         if not any(tables):
-            self.differs(f"any({self.bind(tables)})")
+            self.differs(f"any({self.bind(tables)})", always=True)
         for name, table in zip(_HOOKS, tables, strict=True):
             if table:
-                self.hooks(self.bind(table), name, "all modules", table)
+                self.hooks(self.bind(table), name, "all modules", table, always=True)
 
-    def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object]) -> None:
+    def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object], *, always: bool = False) -> None:
         """A table of hooks that is not empty, and where the source finds it."""
         words = name.strip("_").replace("_", " ")
         self._fact(words, where, tuple((i, _Same(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
-        self.differs(f"{source} != {self.bind(dict(hooks))}")
+        self.differs(f"{source} != {self.bind(dict(hooks))}", always=always)
 
 
 class _Visit:
@@ -289,7 +328,10 @@ class _Visit:
         if kind not in snapshot._classes:
             snapshot._classes.add(kind)
             snapshot._fact("forward", f"class {kind.__qualname__}", _Same(kind.forward), "a function")
-            snapshot.differs(f"{bound_class}.forward is not {snapshot.bind(kind.forward)}")
+            snapshot.differs(f"{bound_class}.forward is not {snapshot.bind(kind.forward)}", always=True)
+        snapshot.owner(module)
+        for name in _TABLES:
+            snapshot.table(own[name])
         snapshot.emit(f"d = {bound}.__dict__")
         snapshot.differs(*(f'd["{name}"]' for name in _TABLES if not own[name]))
         for name in _HOOKS:
@@ -346,7 +388,7 @@ class _Visit:
         for name in snapshot.missed(module):
             snapshot.may_differ(f"{name!r} in d")  # the same value may come to stand in the module itself
             if hasattr(type(module), name):
-                snapshot.value(name, path, getattr(type(module), name), 0, 0)
+                snapshot.of_class(type(module), name, path)
 
 
 _TIED = "the tensor it is tied to"
@@ -359,11 +401,14 @@ def _tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return kind, tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
 
 
-def _quick(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
+def quick_check(
+    tensors: Sequence[torch.Tensor], of_any_size: Sequence[torch.Tensor] = ()
+) -> Callable[..., bool] | None:
     """PyTorch's own check, in C++: all facts, and the exact class. None where this version does not have it so."""
     if _TensorGuards is None:
         return None
-    sizes = [list(tensor.shape) for tensor in tensors]
+    sizes = [*(list(tensor.shape) for tensor in tensors), *([None] * tensor.dim() for tensor in of_any_size)]
+    tensors = [*tensors, *of_any_size]
     any_strides: list[list[None]] = [[None] * tensor.dim() for tensor in tensors]
     try:
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=any_strides)

@@ -146,13 +146,12 @@ class OutputStructure:
 
 
 _Rebuild: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Any]
-_Plan: TypeAlias = tuple[Structure, tuple[int, ...] | None]
-_PLANS: dict[Any, _Plan] = {}
+_PLANS: dict[Any, Structure] = {}
 _CALLS: dict[Structure, Structure] = {}
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of a call, each object once, and the call's structure. The order of kwargs does not matter.
+    """The tensors of a call, each object once, and the call's structure. A forward may read the order of kwargs.
 
     Raises:
         ORTModuleIOError: a leaf is neither a tensor nor a constant. Names its path and type.
@@ -170,12 +169,11 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
         key = tuple(parts)
     if len(values) > 1 and len({*map(_STORAGE, values)}) != len(values):
         return _flatten_any_call(args, kwargs)
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = _plan(args, kwargs, values)
-        _remember(_PLANS, key, plan)
-    structure, order = plan
-    return (values if order is None else [values[i] for i in order]), structure
+    structure = _PLANS.get(key)
+    if structure is None:
+        _, structure = _flatten_any_call(args, kwargs)
+        _remember(_PLANS, key, structure)
+    return values, structure
 
 
 def _scan(given: Iterable[Any], tensors: list[torch.Tensor], key: list[Any]) -> bool:
@@ -210,17 +208,9 @@ def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
     table[key] = value
 
 
-def _plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Sequence[torch.Tensor]) -> _Plan:
-    """The structure of a call with these tensors, and their order in its flat list where that is another."""
-    tensors, structure = _flatten_any_call(args, kwargs)
-    place = {id(value): i for i, value in enumerate(values)}
-    order = tuple(place[id(tensor)] for tensor in tensors)
-    return structure, None if order == tuple(range(len(order))) else order
-
-
 def _flatten_any_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
     flat = _Flat("input")
-    tree = flat.tree((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}), "")
+    tree = flat.tree((tuple(args), dict(kwargs)), "")
     structure = Structure(tree, _names(flat.paths), _shared(flat.tensors))
     known = _CALLS.get(structure)  # one object for equal structures: later comparisons end at `is`
     if known is None:
@@ -332,20 +322,22 @@ def _open_registered(value: Any, registered: Any) -> _Container:
 
 def _open_dataclass(value: Any) -> _Container:
     kind = type(value)
-    fields = [field.name for field in dataclasses.fields(value) if field.init]
+    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     extra = set(getattr(value, "__dict__", ())) - {field.name for field in dataclasses.fields(value)}
-    if extra:
+    if extra or isinstance(value, (dict, list, tuple, set)):
         raise ORTModuleIOError(
-            f"a {kind.__qualname__} has attributes that are not fields of the dataclass and would be lost",
-            got=", ".join(sorted(extra)),
+            f"a {kind.__qualname__} has contents that are not fields of the dataclass and would be lost",
+            got=", ".join(sorted(extra)) or "items",
             todo="declare them as fields",
         )
-    return (
-        [getattr(value, name) for name in fields],
-        [f".{name}" for name in fields],
-        tuple(fields),
-        lambda children: kind(**dict(zip(fields, children, strict=True))),
-    )
+
+    def build(children: list[Any]) -> Any:
+        made = object.__new__(kind)  # as copy.copy does: __post_init__ ran when the user made the object
+        for name, child in zip(fields, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    return [getattr(value, name) for name in fields], [f".{name}" for name in fields], tuple(fields), build
 
 
 def _is_cache(value: Any) -> bool:

@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn.attention import SDPBackend
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from onnxtrain import ORTModule
 from onnxtrain.capture.key import (
     ModuleState,
     attribute_reads,
@@ -442,6 +446,23 @@ def test_a_name_that_is_not_there_is_an_error() -> None:
 
 # The environment
 
+BACKENDS = {
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class FunctionMode(TorchFunctionMode):
+    pass
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 SWITCHES: dict[str, tuple[Callable[[], Any], str]] = {
     "no_grad": (torch.no_grad, "grad mode: True → False"),
     "inference mode": (torch.inference_mode, "grad mode"),
@@ -449,7 +470,26 @@ SWITCHES: dict[str, tuple[Callable[[], Any], str]] = {
     "autocast in float16": (lambda: torch.autocast("cpu", torch.float16), "autocast"),
     "autocast without cache": (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), "autocast"),
     "math attention": (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), "attention"),
+    "flash attention": (
+        lambda: torch.nn.attention.sdpa_kernel([*BACKENDS - {SDPBackend.FLASH_ATTENTION}]),
+        "flash attention: True → False",
+    ),
+    "memory-efficient attention": (
+        lambda: torch.nn.attention.sdpa_kernel([*BACKENDS - {SDPBackend.EFFICIENT_ATTENTION}]),
+        "memory-efficient attention: True → False",
+    ),
+    "no math attention": (
+        lambda: torch.nn.attention.sdpa_kernel([*BACKENDS - {SDPBackend.MATH}]),
+        "math attention: True → False",
+    ),
+    "cuDNN attention": (
+        lambda: torch.nn.attention.sdpa_kernel([*BACKENDS - {SDPBackend.CUDNN_ATTENTION}]),
+        "cuDNN attention: True → False",
+    ),
+    "forward mode": (torch.autograd.forward_ad.dual_level, "forward-mode differentiation"),
     "default device": (lambda: torch.device("meta"), "default device or mode"),
+    "function mode": (FunctionMode, "default device or mode"),
+    "dispatch mode": (DispatchMode, "dispatch modes"),
 }
 
 
@@ -490,6 +530,16 @@ def test_each_context_is_noticed(name: str) -> None:
             "deterministic algorithms: False → True",
         ),
         (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None), "default device"),
+        (
+            lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
+            lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False),
+            "sums of math attention in half precision: False → True",
+        ),
+        (
+            lambda: torch.backends.mha.set_fastpath_enabled(False),
+            lambda: torch.backends.mha.set_fastpath_enabled(True),
+            "fast path of attention layers: True → False",
+        ),
     ],
 )
 def test_each_switch_is_noticed(change: Callable[[], None], undo: Callable[[], None], words: str) -> None:
@@ -500,6 +550,28 @@ def test_each_switch_is_noticed(change: Callable[[], None], undo: Callable[[], N
     finally:
         undo()
     assert environment() == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("no_grad", "inference mode"), ("autocast", "autocast in float16"), ("autocast", "autocast without cache")],
+)
+def test_contexts_are_told_apart(one: str, other: str) -> None:
+    found = []
+    for name in (one, other):
+        with SWITCHES[name][0]():
+            found.append(environment())
+    assert found[0] != found[1]
+
+
+def test_warnings_of_determinism_are_noticed() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = environment()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert "warn only: False → True" in environment_difference(strict, environment())
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_transforms_are_noticed() -> None:
@@ -579,3 +651,36 @@ def test_checking_is_fast(record_property: Any) -> None:
     for name, figure in figures.items():
         sys.stdout.write(f"{name}: {figure:.2f} µs\n")
         record_property(name, figure)
+
+
+class Scales(torch.nn.Module):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    @property
+    def offset(self) -> float:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.linear(x)) + self.offset
+
+
+@pytest.mark.parametrize("warm", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("factor", 3.0), ("scaled", lambda self, x: x - self.factor), ("offset", property(lambda self: 5.0))],
+)
+def test_what_forward_finds_in_a_class(name: str, value: object, warm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scales()
+    ours = ORTModule(model)
+    x = torch.ones(2, 3)
+    for _ in range(warm):
+        torch.testing.assert_close(ours(x), model(x))
+    monkeypatch.setattr(Scales, name, value)
+    torch.testing.assert_close(ours(x), model(x))

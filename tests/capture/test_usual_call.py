@@ -1,0 +1,227 @@
+"""The usual call is recognised, and no change is overlooked: each that test_key knows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.capture.key import ModuleState
+from onnxtrain.capture.structure import flatten_call
+from onnxtrain.capture.usual_call import UsualCall, usual_call
+from tests.capture.test_key import CHANGES, INPUTS, NAMES, SWITCHES, Model, X
+
+
+class AnySizes:
+    def check(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return True
+
+
+def learn(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> UsualCall | None:
+    tensors, structure = flatten_call(args, kwargs)
+    state = ModuleState.take(model, names)
+    return usual_call(state.snapshot, AnySizes(), structure, tensors)  # type: ignore[arg-type]
+
+
+def learned(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> UsualCall:
+    usual = learn(model, names, *args, **kwargs)
+    assert usual is not None, "this version of PyTorch has other guards: steps are slower than need be"
+    return usual
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_change_of_the_module_is_overlooked(name: str) -> None:
+    model = Model()
+    usual = learned(model, NAMES, X)
+    assert usual((X,), {}) is not None
+    CHANGES[name][0](model)
+    assert usual((X,), {}) is None
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_no_switch_is_overlooked(name: str) -> None:
+    usual = learned(Model(), NAMES, X)
+    with SWITCHES[name][0]():
+        assert usual((X,), {}) is None
+    assert usual((X,), {}) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "undo"),
+    [
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+        (
+            lambda: torch.set_float32_matmul_precision("medium"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+        ),
+        (
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda: torch.use_deterministic_algorithms(False),
+        ),
+        (
+            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+            lambda: torch.use_deterministic_algorithms(False),
+        ),
+        (
+            lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
+            lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False),
+        ),
+        (
+            lambda: torch.backends.mha.set_fastpath_enabled(False),
+            lambda: torch.backends.mha.set_fastpath_enabled(True),
+        ),
+    ],
+)
+def test_no_global_switch_is_overlooked(change: Callable[[], None], undo: Callable[[], None]) -> None:
+    usual = learned(Model(), NAMES, X)
+    change()
+    try:
+        assert usual((X,), {}) is None
+    finally:
+        undo()
+
+
+def test_no_transform_or_mode_is_overlooked() -> None:
+    from torch.autograd import forward_ad
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    usual = learned(Model(), NAMES, X)
+    seen: list[Any] = []
+    torch.func.vmap(lambda x: seen.append(usual((X,), {})) or x)(torch.ones(2))  # type: ignore[func-returns-value]
+    torch.func.grad(lambda x: seen.append(usual((X,), {})) or x.sum())(torch.ones(2))  # type: ignore[func-returns-value]
+    with forward_ad.dual_level():
+        seen.append(usual((X,), {}))
+    with Mode():
+        seen.append(usual((X,), {}))
+    assert seen == [None] * 4
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_no_fact_of_an_input_is_overlooked(name: str) -> None:
+    assert learned(Model(), NAMES, X)((INPUTS[name][0],), {}) is None
+
+
+def test_inference_tensors_are_not_overlooked() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(2, 3, 4, 5)
+    assert learned(Model(), NAMES, X)((tensor,), {}) is None
+
+
+A, B = torch.ones(2), torch.zeros(3)
+BATCH = {"ids": A, "more": [B, (torch.ones(1), None, True, "x", 3)]}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((A, B), {"batch": BATCH}),
+        ((A,), {"batch": BATCH, "other": None}),
+        ((A,), {"other": BATCH}),
+        ((A,), {"batch": {**BATCH, "fresh": B}}),
+        ((A,), {"batch": dict(reversed(BATCH.items()))}),
+        ((A,), {"batch": {**BATCH, "more": (B, BATCH["more"][1])}}),
+        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), False, True, "x", 3)]}}),
+        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, 1, "x", 3)]}}),
+        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "y", 3)]}}),
+        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "x", 3.0)]}}),
+        ((A,), {"batch": {**BATCH, "more": [A, (torch.ones(1), None, True, "x", 3)]}}),
+        ((A,), {"batch": {**BATCH, "more": [B[:2], (B[1:2], None, True, "x", 3)]}}),
+        ((A,), {"batch": [A]}),
+        ((3,), {"batch": BATCH}),
+    ],
+)
+def test_no_change_of_the_arguments_is_overlooked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    first = torch.ones(2)
+    usual = learned(Model(), NAMES, first, batch=BATCH)
+    expected = [A, first, B, BATCH["more"][1][0]]
+    found = usual((first,), {"batch": BATCH})
+    assert found is not None
+    assert {id(t) for t in found[len(NAMES) :]} == {id(t) for t in expected}
+    assert usual(args, kwargs) is None
+
+
+def test_unusual_calls_are_not_learned() -> None:
+    model = Model()
+    assert learn(model, NAMES, A, A) is None
+    assert learn(model, NAMES, A, 0.5) is None
+    assert learn(model, NAMES, A, {1: B}) is None
+    assert learn(model, NAMES, X.transpose(0, 1)) is None
+    assert learn(model, NAMES) is None
+
+
+def test_a_version_of_pytorch_without_these_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._C._dynamo.guards.RootGuardManager")
+    assert learn(Model(), NAMES, X) is None
+
+
+class Exchanged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+def usual_of(module: ORTModule) -> Any:
+    recent = module.__dict__["_engine"]._recent
+    return None if recent is None else recent.usual
+
+
+def test_the_tensors_of_now_are_read() -> None:
+    """Parameters are exchanged before the usual call is learned, and after."""
+    plain = Exchanged()
+    module = ORTModule(plain)
+    x = torch.randn(4, 3)
+    for step in range(8):
+        if step in (1, 2, 5):
+            plain.linear.weight = nn.Parameter(torch.randn(2, 3))
+        if step == 6:
+            plain.load_state_dict({k: torch.randn_like(v) for k, v in plain.state_dict().items()}, assign=True)
+        plain.zero_grad()
+        output = module(x)
+        output.sum().backward()
+        torch.testing.assert_close(output, plain(x))
+        assert plain.linear.weight.grad is not None
+        torch.testing.assert_close(plain.linear.weight.grad, x.sum(0).expand(2, 3))
+    assert module.__dict__["_engine"].captures == 1
+
+
+def test_a_module_that_changes_on_every_step_is_learned_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned_at: list[int] = []
+
+    def count(*args: Any) -> Any:
+        learned_at.append(plain.calls - 1)
+        return usual_call(*args)
+
+    monkeypatch.setattr("onnxtrain.engine.usual_call", count)
+    plain = Exchanged()
+    module = ORTModule(plain)
+    for _ in range(40):
+        plain.calls += 1  # forward does not read it
+        module(torch.randn(4, 3))
+    assert module.__dict__["_engine"].captures == 1
+    assert learned_at == [1, 3, 7, 15, 31]
+
+
+def test_train_and_eval_in_turn() -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    module = ORTModule(plain)
+    x = torch.ones(50, 3)
+    for _ in range(3):
+        for _ in range(4):
+            module.train()
+            assert (module(x) == 0).any()
+        for _ in range(4):
+            module.eval()
+            torch.testing.assert_close(module(x), plain(x))
+    assert module.__dict__["_engine"].captures == 2

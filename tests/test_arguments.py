@@ -1,0 +1,141 @@
+"""What forward sees of its arguments, and does to them, is as in eager; and modules that hold an ORTModule."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+class Outer(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.body(x))
+        return result
+
+
+def data() -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+
+
+# A module that holds an ORTModule
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_reaches_the_wrapped_module(assign: bool) -> None:
+    eager, ours = Outer(Inner()), Outer(ORTModule(Inner()))
+    assert str(ours.load_state_dict(eager.state_dict(), assign=assign)) == "<All keys matched successfully>"
+    torch.testing.assert_close(ours(data()), eager(data()))
+    state = eager.state_dict()
+    state.pop("body.linear.weight")
+    state["body.surplus"] = torch.ones(1)
+    assert str(ours.load_state_dict(state, strict=False)) == str(eager.load_state_dict(state, strict=False))
+
+
+def test_an_ortmodule_in_an_ortmodule_is_captured_with_it() -> None:
+    eager = Outer(Inner())
+    ours = ORTModule(Outer(ORTModule(copy.deepcopy(eager.body))))
+    ours.load_state_dict(eager.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.testing.assert_close(ours(data()), eager(data()))
+    assert ours.module.body.__dict__["_engine"].captures == 0
+
+
+def test_the_compile_method() -> None:
+    ours = ORTModule(Inner())
+    eager = copy.deepcopy(ours.module)
+    ours.compile(backend="eager")
+    torch.testing.assert_close(ours(data()), eager(data()))
+    torch.testing.assert_close(copy.deepcopy(ours)(data()), eager(data()))
+
+
+# Arguments
+
+
+def test_forward_reads_the_order_of_its_kwargs() -> None:
+    class Model(Inner):
+        def forward(self, **kwargs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            y = kwargs["a"]
+            for value in kwargs.values():
+                y = self.linear(y + value)
+            return y
+
+    eager = Model()
+    ours = ORTModule(copy.deepcopy(eager))
+    for _ in range(4):
+        for kwargs in ({"b": data() * 2, "a": data()}, {"a": data(), "b": data() * 2}):
+            torch.testing.assert_close(ours(**kwargs), eager(**kwargs))
+
+
+@dataclasses.dataclass
+class Batch:
+    a: torch.Tensor
+    n: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.a = self.a * 2
+        self.n = 7
+
+
+def test_dataclasses_are_not_initialized_again() -> None:
+    class Model(Inner):
+        def forward(self, batch: Batch) -> Batch:  # type: ignore[override]
+            return Batch(self.linear(batch.a) * batch.n)
+
+    eager = Model()
+    ours = ORTModule(copy.deepcopy(eager))
+    for n in (7, 3):
+        batch = Batch(data())
+        batch.n = n
+        got, expected = ours(batch), eager(batch)
+        torch.testing.assert_close(got.a, expected.a)
+        assert got.n == expected.n
+
+
+CHANGES: dict[str, Callable[[dict[str, Any], torch.Tensor], Any]] = {
+    "entry added": lambda d, y: d.update(h=y),
+    "entry removed": lambda d, y: d.pop("a"),
+    "appended to a list": lambda d, y: d["b"].append(y),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_forward_changes_a_container(name: str) -> None:
+    class Model(Inner):
+        def forward(self, d: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+            y: torch.Tensor = self.linear(d["a"])
+            CHANGES[name](d, y)
+            return y * 2
+
+    eager = Model()
+    ours = ORTModule(copy.deepcopy(eager))
+    for _ in range(2):
+        mine: dict[str, Any] = {"a": data(), "b": []}
+        theirs: dict[str, Any] = {"a": data(), "b": []}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torch.testing.assert_close(ours(mine), eager(theirs))
+        assert list(mine) == list(theirs)
+        for found, expected in zip([*mine.values(), *mine["b"]], [*theirs.values(), *theirs["b"]], strict=True):
+            assert type(found) is type(expected)
