@@ -26,10 +26,11 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.execute.host_source import HostInt, ShapeSource
+from onnxtrain.execute.in_place import overwritten
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method
+from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Property
 from onnxtrain.plan.cut import Part
 
 _SERIAL = itertools.count(1)
@@ -40,6 +41,7 @@ class Program:
     """The compiled form of one part.
 
     Attributes:
+        part: what it was made from.
         source: the generated Python.
         run: (tensors, sizes) -> (tensors, sizes), in the order of the part's inputs and outputs.
         filename: the name under which debuggers and profilers find the source.
@@ -47,25 +49,21 @@ class Program:
 
     def __init__(self, part: Part, name: str, device: torch.device) -> None:
         writer = _Writer(part, name, device, ranges=False)
-        self._part, self._name, self._device = part, name, device
+        self.part, self._name, self._device = part, name, device
         self.source = writer.source()
         self.filename = f"<onnxtrain {name} #{next(_SERIAL)}>"
-        self._plain = self._load(self.source, self.filename, writer.namespace)
+        writer.namespace.update(profiling=torch._C._autograd._profiler_enabled, profiled=self._profiled)
+        self.run = self._load(self.source, self.filename, writer.namespace)
         self._ranged: Run | None = None
 
-    def run(
+    def _profiled(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
-        if torch._C._autograd._profiler_enabled():
-            return self._with_ranges()(tensors, sizes)
-        return self._plain(tensors, sizes)
-
-    def _with_ranges(self) -> Run:
-        """The same program with a profiler range per node, made when a profiler first runs."""
+        """Runs the same program with a profiler range per node, made when a profiler first runs."""
         if self._ranged is None:
-            writer = _Writer(self._part, self._name, self._device, ranges=True)
+            writer = _Writer(self.part, self._name, self._device, ranges=True)
             self._ranged = self._load(writer.source(), f"{self.filename[:-1]} profiled>", writer.namespace)
-        return self._ranged
+        return self._ranged(tensors, sizes)
 
     @staticmethod
     def _load(source: str, filename: str, namespace: dict[str, Any]) -> Run:
@@ -94,15 +92,27 @@ class _Writer:
         self._names: dict[ir.Value, _Ref] = {}
         self._host: dict[ir.Value, Any] = {}
         self._functions: dict[int, str] = {}
-        self._taken: set[str] = {"arguments", "sizes", "program", "record", "_", *self.namespace}
+        self._taken: set[str] = {
+            "arguments",
+            "sizes",
+            "program",
+            "profiling",
+            "profiled",
+            "record",
+            "_",
+            *self.namespace,
+        }
         self._lines: list[str] = []
         self._last = _last_uses(part)
+        self._overwritten = overwritten(part, self._last, device.type)
 
     # Structure
 
     def source(self) -> str:
         part = self._part
         self._line("def program(arguments, sizes):", indent=0)
+        if not self._ranges:
+            self._line("if profiling(): return profiled(arguments, sizes)")
         if part.inputs:
             self._line(f"{_tuple_source([self._name(v) for v in part.inputs])} = arguments")
         if part.sizes_in:
@@ -178,6 +188,8 @@ class _Writer:
         view = definition.view(node)
         arguments = self._arguments(node, definition, kernel)
         call = kernel.lower(view, *arguments)
+        if node in self._overwritten:
+            call = _in_place(call) or call
         targets = [self._name(v) if v in self._last else "_" for v in node.outputs]
         comment = _origin(node)
         text = f"{', '.join(targets)} = {self._expression(call)}" if targets else self._expression(call)
@@ -269,6 +281,8 @@ class _Writer:
         named = [f"{k}={self._literal(v)}" for k, v in call.kwargs.items()]
         if isinstance(call, Method):
             receiver, *rest = call.args
+            if isinstance(call, Property):
+                return f"{self._operand(receiver)}.{call.name}"
             return f"{self._operand(receiver)}.{call.name}({', '.join([*map(self._literal, rest), *named])})"
         return f"{self._function(call.function)}({', '.join([*map(self._literal, call.args), *named])})"
 
@@ -314,6 +328,21 @@ class _Writer:
             known = self._functions[id(thing)] = self._fresh(wish)
             self.namespace[known] = thing
         return known
+
+
+_IN_PLACE = {"+": "add_", "-": "sub_", "*": "mul_", "/": "div_"}
+
+
+def _in_place(call: Call) -> Call | None:
+    """The call that writes the result over its first argument; None where PyTorch has none."""
+    if not call.args or not isinstance(call.args[0], _Ref):
+        return None
+    if isinstance(call, Infix):
+        method = _IN_PLACE.get(call.symbol, "")
+    else:
+        name = getattr(call.function, "__name__", "")
+        method = f"{name}_" if getattr(torch, name, None) is call.function else ""
+    return Method(method, *call.args, **call.kwargs) if hasattr(torch.Tensor, method) else None
 
 
 def _last_uses(part: Part) -> dict[ir.Value, int]:

@@ -1,0 +1,57 @@
+"""Which nodes may write their result over an input: fresh memory costs more than many an elementwise kernel.
+
+    linear = F.linear(x, w)         # its own memory, which nobody reads after relu
+    relu = linear.relu_()
+
+An input may be written over when it was made in this program (no argument, no constant), is not a view, and nothing
+that may lie in its memory is read later or leaves the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from onnxtrain.graph.alias import AliasSets
+from onnxtrain.graph.values import ATEN, type_of
+from onnxtrain.ops import Effects, definition_of
+from onnxtrain.plan.cut import Part
+
+
+def overwritten(part: Part, last_uses: Mapping[ir.Value, int], device: str) -> dict[ir.Node, int]:
+    """For each such node, the index of that input.
+
+    Args:
+        part: the nodes of the program.
+        last_uses: for each tensor that is read, the position of the last node that does; past the end for outputs.
+        device: the type of the device, which decides the kernels.
+    """
+    sets = AliasSets(part.nodes, definition_of)
+    own = set(part.nodes)
+    found: dict[ir.Node, int] = {}
+    for position, node in enumerate(part.nodes):
+        index = definition_of(node).kernel(node, device).in_place
+        value = None if index is None or part.host.issuperset(node.outputs) else node.inputs[index]
+        if index is None or value is None or value in part.host or not _is_fresh(value, own):
+            continue
+        members = sets.aliases_of(value)
+        alone = sets.root(value) is value and sum(v in members for v in node.inputs) == 1
+        dead = all(last_uses.get(member, -1) <= position for member in members)
+        if alone and dead and type_of(value) == type_of(node.outputs[0]) and not any(map(_is_kept, members)):
+            found[node] = index
+    return found
+
+
+def _is_kept(value: ir.Value) -> bool:
+    """Whether a user's function or an ATen operator reads it, which may keep it for its own backward."""
+    readers = [node for node, _ in value.uses()]
+    return any(node.domain == ATEN or Effects.PYTHON in definition_of(node).effects for node in readers)
+
+
+def _is_fresh(value: ir.Value, own: set[ir.Node]) -> bool:
+    """Whether a kernel of ours made it: what a user's function or any ATen operator gives may be someone else's."""
+    producer = value.producer()
+    if producer is None or producer not in own:
+        return False
+    return producer.domain != ATEN and Effects.PYTHON not in definition_of(producer).effects
