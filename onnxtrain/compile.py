@@ -39,26 +39,31 @@ class Compiled:
         captured: the capture; its `sources` say which tensors the unit takes.
         unit: the programs and the autograd boundary.
         report: what each stage did.
+        run: the module's output for the tensors of the capture's inputs.
     """
 
     captured: Captured
     unit: Unit
     report: CompileReport
+    run: Callable[[Sequence[torch.Tensor]], Any]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The module's output for the tensors of the capture's inputs."""
-        captured = self.captured
-        return captured.output.unflatten(self.unit(tensors), self._sizes(tensors) if captured.sizes else ())
 
-    def _sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The sizes that forward returns as ints."""
-        known = {
-            size: tensor.size(axis)
-            for value, tensor in zip(self.captured.model.graph.inputs, tensors, strict=True)
-            for axis, size in enumerate(sizes.of(value))
-            if isinstance(size, str) and size.isidentifier()
-        }
-        return tuple(sizes.evaluate(size, known) for size in self.captured.sizes)
+def _runner(captured: Captured, unit: Unit) -> Callable[[Sequence[torch.Tensor]], Any]:
+    unflatten, call = captured.output.unflatten, unit.call
+    if captured.sizes:
+        return lambda tensors: unflatten(call(tensors), _sizes(captured, tensors))
+    return lambda tensors: unflatten(call(tensors), ())
+
+
+def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The sizes that forward returns as ints."""
+    known = {
+        size: tensor.size(axis)
+        for value, tensor in zip(captured.model.graph.inputs, tensors, strict=True)
+        for axis, size in enumerate(sizes.of(value))
+        if isinstance(size, str) and size.isidentifier()
+    }
+    return tuple(sizes.evaluate(size, known) for size in captured.sizes)
 
 
 def compile_module(
@@ -100,7 +105,7 @@ def compile_module(
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    return Compiled(captured, unit, stages.report())
+    return Compiled(captured, unit, stages.report(), _runner(captured, unit))
 
 
 def _one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -165,7 +170,7 @@ class _Build:
         part = whole(self._model)
         program = Program(part, f"{self._name} inference", self._device)
         flags = (False,) * self._captured.results
-        return self._unit(program, flags, random, None, rerun)
+        return self._unit(program, flags, random, None, rerun, ())
 
     def training_unit(self, joint: Joint, random: bool, rerun: Rerun) -> Unit:
         results = self._captured.results
@@ -180,10 +185,18 @@ class _Build:
         full = cut(joint)
         forward = Program(full.forward, f"{self._name} forward", self._device)
         make = _Backwards(self, joint, full, differentiable, self._device)
-        return self._unit(forward, differentiable, random, make, rerun)
+        contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
+        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts)
 
     def _unit(
-        self, program: Program, differentiable: Flags, random: bool, make: _Backwards | None, rerun: Rerun
+        self,
+        program: Program,
+        differentiable: Flags,
+        random: bool,
+        make: _Backwards | None,
+        rerun: Rerun,
+        unsaved: Sequence[int],
+        contexts: Sequence[int] = (),
     ) -> Unit:
         return Unit(
             forward=program,
@@ -195,7 +208,18 @@ class _Build:
             device_type=self._device.type,
             backward=make,
             rerun=rerun,
+            unsaved=unsaved,
+            contexts=contexts,
         )
+
+
+def _is_object(value: ir.Value) -> bool:
+    """Whether a value is a Python object in a running program, and no tensor."""
+    producer = value.producer()
+    if producer is None:
+        return False
+    definition = definition_of(producer)
+    return definition.output_name(value.index() or 0) in definition.objects
 
 
 class _Backwards:
@@ -217,6 +241,11 @@ class _Backwards:
             return self._backward(special, given)
         zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
         return self._backward(cut(self._joint, needed), self._differentiable, zeros)
+
+    def renew(self) -> None:
+        """Differentiates again: gradient rules know more now."""
+        self._joint = self._build.joint()
+        optimize(self._joint.model, JOINT)
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""

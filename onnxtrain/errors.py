@@ -89,3 +89,23 @@ class GraphError(OnnxTrainError):
 
 class KernelError(OnnxTrainError):
     """A node has no kernel that applies, or its kernel failed."""
+
+
+class PythonOpError(KernelError, RuntimeError):
+    """A user's `torch.autograd.Function` gave something that autograd, or its place in the graph, does not allow."""
+
+
+class CheckpointError(OnnxTrainError, RuntimeError):
+    """A checkpoint file is damaged, or holds something else than the training graphs expect."""
+
+
+class TrainingError(OnnxTrainError, RuntimeError):
+    """The training API was asked for, or given, something that its graphs do not have."""
+
+
+class UnknownNameError(TrainingError, KeyError):
+    """There is no parameter or property of this name."""
+
+
+class ArtifactError(OnnxTrainError, RuntimeError):
+    """Training artifacts cannot be made from this model or these arguments."""

@@ -21,9 +21,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import traversal
 from onnxtrain.graph.opset import convert_opset
 from onnxtrain.ops.bodies import IR_VERSION, close, import_opsets
-from onnxtrain.ops.definition import NoBody
 from onnxtrain.ops.functions import as_functions
-from onnxtrain.ops.registry import definition_of
 
 PRODUCER = "onnxtrain"
 LARGEST_BYTES = 2**31 - 2**24  # a protobuf message ends at 2 GiB; the rest is for nodes and names
@@ -45,10 +43,12 @@ def write(
     """
     written = file_model(model, opset)
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        _place(written, Path(path))
+        place(written, path)
 
 
-def _place(model: ir.Model, target: Path) -> None:
+def place(model: ir.Model, path: str | os.PathLike[str]) -> None:
+    """Writes a model that has the form of a file already; see `write`."""
+    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target: only within one file system is a move atomic.
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -95,12 +95,16 @@ def _output_names(outputs: list[ir.Value]) -> list[str]:
 def _save(model: ir.Model, path: Path) -> None:
     initializers = (v.const_value for v in model.graph.initializers.values())
     bytes_needed = sum(tensor.nbytes for tensor in initializers if tensor is not None)
-    ir.save(model, path, external_data=f"{path.name}.data" if bytes_needed > LARGEST_BYTES else None)
+    if bytes_needed > LARGEST_BYTES:
+        ir.save(model, path, external_data=f"{path.name}.data")
+        return
+    ir.external_data.load_to_model(model)  # tensors of an imported model lie in its own files
+    ir.save(model, path)
 
 
 def _check(model: ir.Model, path: Path) -> None:
     # Shape inference stops at ops of other domains that are no functions.
-    whole = not any(isinstance(definition_of(node).body, NoBody) for node in model.graph.all_nodes() if node.domain)
+    whole = all(node.op_identifier() in model.functions for node in model.graph.all_nodes() if node.domain)
     try:
         onnx.checker.check_model(str(path), full_check=whole)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

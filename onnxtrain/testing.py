@@ -291,11 +291,20 @@ class CaseCheck:
         where = f"{self.case} {dict(known)} {self.dtype}"
         torch.manual_seed(3)
         got, _ = self.forward.run(tensors, ())
+        self._check_aliases(where, tensors, got)
         self._compare(f"{where} output", got, eager.outputs, exact.outputs)
         if self.differentiable and any(c is not None for c in eager.cotangents):
             gradients = self._gradients(tensors, eager.cotangents)
             self._compare(f"{where} gradient", gradients, eager.gradients, exact.gradients)
         return True
+
+    def _check_aliases(self, where: str, tensors: Sequence[torch.Tensor], got: Sequence[torch.Tensor | None]) -> None:
+        """An output in an input's memory must be declared: others are written over."""
+        own = {t.untyped_storage()._cdata for t in tensors}
+        for index, output in enumerate(got):
+            is_view = output is not None and output.untyped_storage()._cdata in own
+            declared = min(index, len(self.definition.outputs) - 1) in self.definition.aliases
+            assert declared or not is_view, f"{where}: output {index} is a view, and `aliases` does not say so"
 
     def _joint(self, given: Sequence[bool]) -> Any:
         return differentiate(case_graph(self.case, self.dtype), self.wrt, given)

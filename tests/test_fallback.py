@@ -73,23 +73,6 @@ class Packs(nn.Module):
         return states
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return gradients[0] * 7 * x  # not the derivative: seen if autograd made its own
-
-
-class CallsAFunction(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Cube.apply(self.inner(x))  # type: ignore[no-any-return, no-untyped-call]  # here
-
-
 class Outer(nn.Module):
     """The culprit lies in a submodule."""
 
@@ -118,7 +101,6 @@ CULPRITS: list[tuple[type[nn.Module], type[nn.Module], str]] = [
     (ReadsAnElement, ReadsAnElement, ""),
     (UsesNumpy, UsesNumpy, "numpy"),
     (Packs, Packs, ""),
-    (CallsAFunction, CallsAFunction, "Cube"),
     (Outer, BranchesOnElements, "data-dependent"),
 ]
 every_culprit = pytest.mark.parametrize(

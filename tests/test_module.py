@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
-from onnxtrain.errors import ORTModuleTorchModelException
+from onnxtrain.errors import KernelError, ORTModuleTorchModelException
 
 
 class Net(nn.Module):
@@ -492,3 +493,319 @@ def test_inside_torch_compile_it_is_a_graph_break() -> None:
     expected(x).square().sum().backward()
     torch.testing.assert_close(ours.body.module.weight.grad, inner.weight.grad)
     assert captures(ours.body) == 1
+
+
+# Odd combinations
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.3)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.drop(torch.tanh(self.first(x)))))
+
+
+@pytest.fixture
+def dropping() -> tuple[ORTModule, Drops]:
+    net = Drops()
+    return ORTModule(copy.deepcopy(net), rng="torch"), net
+
+
+def seeded(run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """A run after the same seed, from no gradients."""
+
+    def again(module: nn.Module) -> Any:
+        torch.manual_seed(3)
+        module.zero_grad()
+        return run(module)
+
+    return again
+
+
+def _flips_between(module: nn.Module) -> torch.Tensor:
+    """A gradient is wanted at backward if it was wanted at forward, whatever the flag says now."""
+    module.requires_grad_(True)
+    module.second.requires_grad_(False)
+    y = module(data())
+    module.first.requires_grad_(False)
+    module.second.requires_grad_(True)
+    y.square().sum().backward()
+    return y.detach()
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def _hooks_on_tensors(module: nn.Module) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    x = data(grad=True)
+    y = module(x)
+    y.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+    y.retain_grad()
+    handles = [p.register_hook(lambda gradient: gradient * 3) for p in module.parameters()]
+    handles += [p.register_post_accumulate_grad_hook(_halve) for p in module.parameters()]
+    y.square().sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [*seen, y.grad, x.grad]
+
+
+def _checkpointed(module: nn.Module, reentrant: bool) -> list[torch.Tensor]:
+    x = data(grad=True)
+    y = checkpoint(module, x, use_reentrant=reentrant)
+    y.square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+def _on_cpu(module: nn.Module) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        loss = module(data()).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def _without_hooks(module: nn.Module) -> torch.Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        loss = module(data()).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def _vectorized_jacobian(module: nn.Module) -> torch.Tensor:
+    x = data(grad=True)
+    y = module(x)
+    (found,) = torch.autograd.grad(y, x, torch.eye(y.numel()).view(-1, *y.shape), is_grads_batched=True)
+    return found
+
+
+def _backward_elsewhere(module: nn.Module) -> torch.Tensor:
+    loss = module(data()).square().sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return loss.detach()
+
+
+def _in_grad_under_no_grad(module: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        quiet = module(data())
+        with torch.enable_grad():
+            loss = module(data()).square().sum()
+    loss.backward()
+    return quiet + loss.detach()
+
+
+def _empty(module: nn.Module) -> list[torch.Tensor]:
+    module.eval()
+    x = data(0, grad=True)
+    y = module(x)
+    y.sum().backward()
+    module.train()
+    return [y.detach(), x.grad]
+
+
+def _after_inference(module: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        module(data())
+        made = data() * 2
+    loss = module(made.clone()).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def _one_input_twice(module: nn.Module) -> list[torch.Tensor]:
+    x = data(grad=True)
+    loss = (module(x) * module(x)).sum() + module(x).sum()
+    loss.backward()
+    return [loss.detach(), x.grad]
+
+
+ODD: dict[str, Callable[[nn.Module], Any]] = {
+    "requires_grad flipped between forward and backward": _flips_between,
+    "hooks on tensors": _hooks_on_tensors,
+    "inside a reentrant checkpoint": lambda m: _checkpointed(m, reentrant=True),
+    "inside a non-reentrant checkpoint": lambda m: _checkpointed(m, reentrant=False),
+    "saved on the CPU": _on_cpu,
+    "saved tensors hooks disabled": _without_hooks,
+    "batched gradients": _vectorized_jacobian,
+    "backward in another thread": _backward_elsewhere,
+    "enable_grad under no_grad": _in_grad_under_no_grad,
+    "an empty batch": _empty,
+    "after inference mode": _after_inference,
+    "one input for several forwards": _one_input_twice,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_combinations(name: str, dropping: tuple[ORTModule, Drops]) -> None:
+    """As the first call, and after it."""
+    for _ in range(3):
+        both(dropping, seeded(ODD[name]))
+
+
+SECOND_ORDER: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "through inputs only": lambda m, x: torch.autograd.grad(m(x).square().sum(), x, create_graph=True)[0].norm(),
+    "through parameters": lambda m, x: sum(
+        g.square().sum() for g in torch.autograd.grad(m(x).square().sum(), [*m.first.parameters()], create_graph=True)
+    ),
+    "third order": lambda m, x: torch.autograd.grad(
+        torch.autograd.grad(m(x).square().sum(), x, create_graph=True)[0].square().sum(), x, create_graph=True
+    )[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_ORDER)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_gradients(name: str, frozen: bool) -> None:
+    def run(module: nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        torch.manual_seed(3)
+        x = data().double().requires_grad_()
+        penalty = SECOND_ORDER[name](module, x)
+        penalty.backward()
+        return [penalty.detach(), x.grad]
+
+    net = Drops().double().requires_grad_(not frozen)
+    if frozen and name == "through parameters":
+        net.first.requires_grad_(True)
+    pair = ORTModule(copy.deepcopy(net), rng="torch"), net
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="create_graph"):
+            both(pair, run)
+
+
+def test_create_graph_refuses_an_input_that_was_changed() -> None:
+    """It would run forward on other numbers."""
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    kept, not_kept = torch.zeros(3, 6), plain[0].bias
+    for changed, error in ((kept, (RuntimeError, "modified by an inplace")), (not_kept, (KernelError, "in place"))):
+        y = ORTModule(plain)(kept)
+        with torch.no_grad():
+            changed.add_(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            with pytest.raises(error[0], match=error[1]):
+                torch.autograd.grad(y.sum(), [*plain.parameters()], create_graph=True)
+
+
+def test_copies_after_the_first_step_go_their_own_way(dropping: tuple[ORTModule, Drops]) -> None:
+    step = seeded(lambda m: m(data()).square().sum().backward())
+    both(dropping, step)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        copied = pickle.loads(pickle.dumps(dropping[0], protocol)), copy.deepcopy(dropping[1])
+        both(copied, step)
+        assert all(p is not q for p, q in zip(copied[0].parameters(), dropping[0].parameters(), strict=True))
+    copied = copy.deepcopy(dropping)
+    for module in copied:
+        module.second.weight.data.zero_()
+        module.drop.p = 0.9
+    both(copied, step)
+    both(dropping, step)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x,
+        lambda x: (x, x),
+        lambda x: torch.tanh(x) * 2,
+        lambda x: None,
+        lambda x: {"x": x, "more": [x[1:], 3]},
+    ],
+    ids=["input", "input-twice", "function", "none", "containers"],
+)
+@pytest.mark.parametrize("needs", [False, True], ids=["plain", "needs-gradient"])
+def test_a_module_without_parameters(forward: Callable[[torch.Tensor], Any], needs: bool) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(x)
+
+    def run(module: nn.Module) -> Any:
+        x = data(grad=needs)
+        output = module(x)
+        first = output[0] if isinstance(output, tuple) else output["x"] if isinstance(output, dict) else output
+        if needs and first is not None:
+            first.square().sum().backward()
+        return [output is x, output, x.grad]
+
+    both((ORTModule(Bare()), Bare()), run)
+
+
+def test_saved_tensors_hooks_see_no_fake_tensor(dropping: tuple[ORTModule, Drops]) -> None:
+    kinds: set[type] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kinds.add(type(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        dropping[0](data())
+    assert kinds <= {torch.Tensor, nn.Parameter}
+
+
+def test_many_threads_share_one_capture() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    ours = ORTModule(copy.deepcopy(net))
+    errors: list[BaseException] = []
+
+    def work(quiet: bool) -> None:
+        try:
+            for n in (5, 3, 7, 1):
+                with torch.set_grad_enabled(not quiet):
+                    y = ours(data(n))
+                assert y.requires_grad != quiet
+                torch.testing.assert_close(y.detach(), net(data(n)).detach())
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the test fails with it
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i % 2 == 1,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert captures(ours) == 2, "with gradients, and without"
+
+
+def test_another_thread_is_not_disturbed_by_a_capture() -> None:
+    """What a capture patches stays as it is for other threads."""
+
+    class Triples(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0] * 3
+
+    stop, errors = threading.Event(), []
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                x = data(grad=True)
+                y = Triples.apply(x)
+                y.register_hook(lambda gradient: gradient * 2)
+                y.retain_grad()
+                y.sum().backward()
+                assert (x.grad == 6).all()
+                assert (y.grad == 2).all()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(3):
+            ORTModule(Drops())(data()).sum().backward()
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors

@@ -26,8 +26,8 @@ class Net(nn.Module):
 def program() -> Program:
     module = ORTModule(Net())
     module(torch.randn(3, 5, 4))
-    entries = module.__dict__["_engine"]._entries
-    return next(iter(entries.values()))[0].compiled.unit.forward
+    forward: Program = module.__dict__["_engine"].newest().unit.forward
+    return forward
 
 
 def test_a_line_names_its_module_and_the_users_line(program: Program) -> None:

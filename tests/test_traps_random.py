@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,3 +171,74 @@ def test_fast_masks_are_of_the_right_rate_and_follow_the_seed() -> None:
     assert abs(rate - 0.5) < 0.02, "6 standard deviations of the mean of 24000 elements"
     module.eval()
     assert not (module(x) == 0).any()
+
+
+# Numbers that PyTorch does not draw
+
+PYTHONS: dict[str, Callable[[Any], float]] = {
+    "random": lambda m: random.random(),
+    "numpy": lambda m: float(np.random.rand()),  # noqa: NPY002  models do so
+    "a generator of its own": lambda m: m.own.random(),
+    "numpy's generator": lambda m: m.new.random(),
+    "numpy's old generator": lambda m: m.old.rand(),
+}
+
+
+class DropsLayers(nn.Module):
+    """Half of the layers on the average, as Python's or numpy's numbers fall."""
+
+    def __init__(self, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.draw = draw
+        self.own, self.new, self.old = random.Random(5), np.random.default_rng(5), np.random.RandomState(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.draw(self) < 0.5 else x
+        return x
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_layers_dropped_by_pythons_numbers(name: str) -> None:
+    """A graph would drop the same layers at every step."""
+    entry = ZooModel(name, lambda: DropsLayers(PYTHONS[name]), sequences, mean_square, falls_back="random numbers")
+    with compared(entry) as compare:
+        outputs, after = [], []
+        for side in compare.sides():
+            random.seed(3)
+            np.random.seed(3)  # noqa: NPY002
+            outputs.append([side.call(3, 4)[1].detach().float() for _ in range(5)])
+            after.append([draw(side.module) for draw in PYTHONS.values()])
+        for got, eager in zip(outputs[0], outputs[1], strict=True):
+            torch.testing.assert_close(got, eager)
+        assert after[0] == after[1] == after[2]
+
+
+def forked(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return F.dropout(x, 0.5)
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    first = F.dropout(x, 0.5)
+    torch.set_rng_state(state)
+    return first - F.dropout(x.tanh(), 0.5)
+
+
+SEEDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "manual_seed": lambda x: F.dropout(x, 0.5, training=bool(torch.manual_seed(3))),
+    "fork_rng": forked,
+    "set_rng_state": repeated,
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_seed_set_inside_forward(name: str) -> None:
+    """A graph would not set it again."""
+    entry = ZooModel(name, lambda: Function(SEEDS[name]), sequences, mean_square, falls_back="inside forward")
+    with compared(entry) as compare:
+        for _ in range(2):
+            compare.train(3, 4)

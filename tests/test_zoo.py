@@ -13,8 +13,9 @@ from tests.zoo.models import ZOO
 
 every_model = pytest.mark.parametrize("entry", ZOO, ids=str)
 
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
-# Adam divides a gradient by itself: where the exact gradient is 0, what rounding left of it would be compared.
+# Not AdamW: it divides a gradient by its own size, so that where the exact one is 0 (a key's bias before a softmax) or
+# below rounding, chance decides the sign of a whole step, in eager too: for a GRU's embedding -2.5e-6 here, 3.8e-5 in
+# eager, 1.3e-5 in float64, of 9e-3 at most.
 MOMENTUM = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
@@ -24,18 +25,15 @@ def test_training_equals_eager(entry: ZooModel, dtype: torch.dtype) -> None:
     with compared(entry, dtype) as compare:
         for sizes in entry.sizes:
             compare.train(*sizes)
-        compare.train_steps(ADAMW if dtype == torch.float32 else MOMENTUM)
+        compare.train_steps(MOMENTUM)
 
 
 @every_model
-def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel, request: pytest.FixtureRequest) -> None:
-    if entry.name in ("qwen2", "lstm", "gru"):
-        # Open: qwen2's gradient is 1.2 times the tolerance off; lstm and gru differ after the optimizer's steps.
-        request.applymarker(pytest.mark.xfail(strict=False, reason="outside the tolerance under autocast, cause open"))
+def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) -> None:
     with compared(entry, torch.float32, autocast=True) as compare:
         for sizes in entry.sizes:
             compare.train(*sizes)
-        compare.train_steps(ADAMW)
+        compare.train_steps(MOMENTUM)
 
 
 @every_model

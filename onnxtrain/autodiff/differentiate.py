@@ -19,8 +19,10 @@ import onnx_ir as ir
 from onnxtrain.errors import GradientError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import dtype_of, is_differentiable_type, set_type, type_of
-from onnxtrain.ops import NOT_DIFFERENTIABLE, OpDef, builder, definition_of
+from onnxtrain.graph.values import dtype_of, is_differentiable_type, is_float, set_type, type_of
+from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OpDef, builder, definition_of
+from onnxtrain.ops.aten import aten_sum
+from onnxtrain.ops.bodies import inline_bodies
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Joint:
 
 
 def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> Joint:
-    """Extends `model` (in place) to the joint graph.
+    """Extends `model` to the joint graph.
 
     Args:
-        model: the forward graph.
+        model: the forward graph, which becomes part of the joint one.
         wrt: for each graph input, whether its gradient is asked for.
         of: for each graph output, whether a cotangent will be given; one of a type that cannot have a gradient is
             taken as False.
@@ -56,10 +58,10 @@ def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> J
     Raises:
         GradientError: a gradient of the wrong type or shape, or an op without a definition.
     """
+    model = _through_bodies(model, wrt)
     graph = model.graph
     forward = tuple(graph)
-    asked = [v for v, wanted in zip(graph.inputs, wrt, strict=True) if wanted]
-    active = _active(forward, asked)
+    active = _active(forward, _asked(graph, wrt))
     op = builder(graph)
     walk = _Walk(op, active)
     cotangents: list[ir.Value | None] = []
@@ -81,6 +83,21 @@ def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> J
     return Joint(model, frozenset(forward), len(flags), flags, tuple(cotangents), gradients)
 
 
+def _asked(graph: ir.Graph, wrt: Sequence[bool]) -> list[ir.Value]:
+    return [v for v, wanted in zip(graph.inputs, wrt, strict=True) if wanted]
+
+
+def _through_bodies(model: ir.Model, wrt: Sequence[bool]) -> ir.Model:
+    """The model with bodies in the place of those nodes that a gradient can only flow through by their body."""
+    active = _active(tuple(model.graph), _asked(model.graph, wrt))
+    passive = {n.name for n in model.graph if not _active_inputs(n, definition_of(n), active)}
+
+    def stays(node: ir.Node) -> bool:
+        return definition_of(node).gradient is not BY_BODY or node.name in passive
+
+    return model if all(map(stays, model.graph)) else inline_bodies(model, keep=stays)
+
+
 def _active(nodes: Sequence[ir.Node], asked: Sequence[ir.Value]) -> set[ir.Value]:
     """The values that a gradient can flow through: floating, and computed from an asked input."""
     active = {v for v in asked if is_differentiable_type(dtype_of(v))}
@@ -98,8 +115,12 @@ def _active(nodes: Sequence[ir.Node], asked: Sequence[ir.Value]) -> set[ir.Value
 def _active_inputs(node: ir.Node, definition: OpDef, active: set[ir.Value]) -> set[str]:
     if definition.gradient is NOT_DIFFERENTIABLE:
         return set()
-    names = {definition.input_name(i) for i, v in enumerate(node.inputs) if v is not None and v in active}
-    return names - definition.stops
+    found = [i for i, v in enumerate(node.inputs) if v is not None and v in active]
+    names = {definition.input_name(i) for i in found} - definition.stops
+    if names and definition.inputs[-1].endswith("..."):
+        first = len(definition.inputs) - 1
+        names.update(f"{definition.input_name(i)}[{i - first}]" for i in found if i >= first)
+    return names
 
 
 class _Walk:
@@ -120,7 +141,7 @@ class _Walk:
             return None
         result = parts[0]
         for part in parts[1:]:
-            result = self._op.Add(result, part)
+            result = self._op.Add(result, part) if is_float(dtype_of(result)) else aten_sum(self._op, result, part)
         self._parts[value] = [result]
         if result.producer() is not None and not result.is_graph_output() and (result.name or "").startswith("val_"):
             result.name = f"grad_{value.name}"  # a file or program reads better so; a shared gradient keeps its first
@@ -133,7 +154,7 @@ class _Walk:
             return
         with self._op.at({**node.metadata_props, "gradient_of": node.name or node.op_type}):
             cotangents = [self.total(v) for v in node.outputs]
-            assert definition.gradient is not NOT_DIFFERENTIABLE
+            assert isinstance(definition.gradient, tuple)
             rule = definition.gradient[0]
             result = rule.build(self._op, definition.view(node, wanted), *cotangents)
             gradients = (result,) if result is None or isinstance(result, ir.Value) else tuple(result)

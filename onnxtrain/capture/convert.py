@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.exported_program import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.aten_gradient import TracedGradient
+from onnxtrain.capture.autocast import refuse_hidden_casts
 from onnxtrain.capture.symbolic import number_from_sizes, size_of, tensor_type
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import TensorType, set_type, type_of
+from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, set_type, type_of
 from onnxtrain.ops import FROM_TORCH, builder
-from onnxtrain.ops.aten import Text, aten_node
+from onnxtrain.ops.aten import Text, aten_call, aten_node
+from onnxtrain.ops.constructors import ONNX_DTYPES
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.python_op import TORCH_OP as PYTHON_OP
 
 # Calls that only state what is already known of sizes and types: the guards hold them.
 _STATEMENTS = re.compile(
     r"^aten\.(_assert_\w+|sym_constrain_range\w*|_assert_tensor_metadata)\.|^aten\.sym_(size|stride|numel)"
 )
+
+_LITERAL = 64  # elements of a tensor that a trace may hold as it is
 
 # `tensor.item()`, before and after functionalization.
 _READS = ("aten.item.default", "aten._local_scalar_dense.default")
@@ -81,6 +92,7 @@ def convert(program: ExportedProgram, name: str) -> Converted:
     Raises:
         UnsupportedOperatorError: a call that has no form in the graph, with the user's line.
     """
+    refuse_hidden_casts(program, FROM_TORCH)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name)
     walk = _Walk(builder(graph), graph)
     for node in program.graph.nodes:
@@ -97,27 +109,40 @@ def _as_outputs(op: Builder, outputs: list[Any]) -> list[ir.Value]:
 
 
 class _Walk:
-    def __init__(self, op: Builder, graph: ir.Graph) -> None:
+    """Visits the nodes of an FX graph in order. With `known`, it is a graph inside another: see `inline`."""
+
+    def __init__(self, op: Builder, graph: ir.Graph, known: Mapping[torch.fx.Node, Any] | None = None) -> None:
         self.op = op
         self.outputs: list[Any] = []
         self._graph = graph
-        self._values: dict[torch.fx.Node, Any] = {}
+        self._origin = dict(op.origin) if known is not None else None
+        self._values: dict[torch.fx.Node, Any] = dict(known or {})
         self._elements: dict[str, torch.fx.Node] = {}  # numbers that `tensor.item()` gave, by symbol
 
     def visit(self, node: torch.fx.Node) -> None:
+        if node in self._values:
+            return
         match node.op:
             case "placeholder":
                 self._placeholder(node)
             case "call_function":
                 self._call(node)
             case "output":
-                self.outputs = [self._argument(a) for a in node.args[0]]  # type: ignore[union-attr]
+                self.outputs = [self._output(a) for a in node.args[0]]  # type: ignore[union-attr]
             case "get_attr":
                 self._constant(node)
             case _:
                 raise UnsupportedOperatorError(
                     f"an FX node of kind {node.op} in the exported graph", where=line_of(node)
                 )
+
+    def _output(self, argument: Any) -> Any:
+        value = self._argument(argument)
+        if value is None and isinstance(argument, torch.fx.Node) and isinstance(_value(argument), torch.Tensor):
+            raise UnsupportedOperatorError(
+                f"{argument.name}: a result that the operator's definition does not give", where=line_of(argument)
+            )
+        return value
 
     def _placeholder(self, node: torch.fx.Node) -> None:
         example = node.meta.get("val")
@@ -130,6 +155,11 @@ class _Walk:
         self._values[node] = value
 
     def _constant(self, node: torch.fx.Node) -> None:
+        if node.op == "get_attr" and self._origin is not None:
+            tensor = getattr(node.graph.owning_module, str(node.target))
+            if type(tensor) is torch.Tensor and tensor.numel() <= _LITERAL:
+                self._values[node] = self.op.constant(tensor.cpu().numpy(), ONNX_DTYPES[tensor.dtype])
+                return
         raise UnsupportedOperatorError(f"the constant {node.target} inside the exported graph", where=line_of(node))
 
     def _call(self, node: torch.fx.Node) -> None:
@@ -147,37 +177,39 @@ class _Walk:
             return
         if name in _READS and isinstance(example, torch.SymFloat):
             self._elements[str(example.node.expr)] = node
-        if _STATEMENTS.match(name) or (example is None and not node.users):
+        if _STATEMENTS.match(name) or (example is None and not node.users and not node.is_impure()):
             return
         if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
-            with self.op.at(origin_of(node)):
+            with self.op.at(self._origin_of(node)):
                 self._values[node] = _plain_number(self.op, example, node, self._elements)
             return
-        with self.op.at(origin_of(node)):
+        with self.op.at(self._origin_of(node)):
             self._values[node] = self._convert_call(node, target, name, example)
 
     def _size_from_element(self, node: torch.fx.Node) -> None:
         """Lets the size that `tensor.item()` gives be found where sizes are looked for."""
         source, size = self._argument(node.args[0]), self._values[node]
         if isinstance(size, str):
-            with self.op.at(origin_of(node)):
+            with self.op.at(self._origin_of(node)):
                 whole = source if source.dtype == ir.DataType.INT64 else self.op.Cast(source, to=ir.DataType.INT64)
                 vector = self.op.Reshape(whole, self.op.constant([1], ir.DataType.INT64))
             self._graph.meta.setdefault("size_values", {})[size] = vector
 
     def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:
-        examples = example if isinstance(example, (tuple, list)) else (example,)
+        examples = pytree.tree_leaves(example)
         self.op.out = tuple(tensor_type(e) for e in examples if isinstance(e, torch.Tensor))
         arguments = [self._argument(a) for a in node.args]
         keywords = {k: self._argument(v) for k, v in node.kwargs.items()}
+        if target is auto_functionalized:  # a custom operator that writes to its arguments
+            target, *arguments = arguments
         convert_call = FROM_TORCH.get(name)
         before = len(self._graph)
         try:
             result = NotImplemented
-            if convert_call and not any(e.is_complex() for e in _tensors(node, examples)):
+            if convert_call and (target is PYTHON_OP or not any(e.is_complex() for e in _tensors(node, examples))):
                 result = convert_call(self.op, *arguments, **keywords)
             if result is NotImplemented:
-                result = aten_node(self.op, target, arguments, keywords, example)
+                result = self._aten(node, target, arguments, keywords, example)
         except (GraphError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UnsupportedOperatorError(
                 f"{name} could not be converted: {error}",
@@ -188,8 +220,27 @@ class _Walk:
         self._name_nodes(node, before)
         return result
 
+    def _aten(self, node: torch.fx.Node, target: Any, arguments: Any, keywords: Any, example: Any) -> Any:
+        """A call without a definition, as an ATen node, with the gradient that PyTorch's autograd has for it."""
+        values = [_value(a) for a in pytree.tree_leaves((node.args, node.kwargs))]
+        fakes = [v for v in values if isinstance(v, torch.Tensor)]
+        made = aten_node(self.op, target, arguments, keywords, [is_contiguous_or_false(t) for t in fakes])
+        self.op.graph.opset_imports.setdefault(made.domain, 1)
+        symbolic = [v for v in values if isinstance(v, torch.SymInt) and isinstance(size_of(v), str)]
+        gradient = _gradient_of_call(made, fakes, symbolic)
+        flags: Sequence[bool] | None = None
+        if gradient is not None:
+            made.meta["gradient"] = gradient
+            flags = gradient.differentiable(aten_call(made))
+        outputs = [
+            v if flags is None or flags[i] or not is_differentiable_type(dtype_of(v)) else _detached(self.op, v)
+            for i, v in enumerate(made.outputs)
+        ]
+        rest = iter(outputs)
+        return pytree.tree_map(lambda e: next(rest) if isinstance(e, torch.Tensor) else _plain_result(e, node), example)
+
     def _check(self, node: torch.fx.Node, name: str, result: Any, examples: Any) -> None:
-        results = result if isinstance(result, (tuple, list)) else (result,)
+        results = pytree.tree_leaves(result)
         for index, example in enumerate(examples):
             if not isinstance(example, torch.Tensor) or index >= len(results) or results[index] is None:
                 continue
@@ -208,7 +259,12 @@ class _Walk:
             if value.const_value is None and got.shape != expected.shape and value.producer() is not None:
                 set_type(value, expected)  # equal under the guards; PyTorch's spelling is the one used from here on
 
+    def _origin_of(self, node: torch.fx.Node) -> dict[str, str]:
+        return origin_of(node) if self._origin is None else {**self._origin, "aten": str(node.target)}
+
     def _name_nodes(self, node: torch.fx.Node, before: int) -> None:
+        if self._origin is not None:
+            return
         added = list(self._graph)[before:] if len(self._graph) > before else []
         for index, inner in enumerate(added):
             inner.name = node.name if index == len(added) - 1 else f"{node.name}.{index}"
@@ -231,6 +287,58 @@ class _Walk:
             case torch.SymInt():
                 return size_of(argument)
         return argument
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
+
+
+def _gradient_of_call(made: ir.Node, fakes: list[torch.Tensor], sizes: list[Any]) -> TracedGradient | None:
+    """The gradient to trace for an ATen node; None where there is none, or no fake tensors to trace it with."""
+    modes = [t.fake_mode for t in fakes if isinstance(t, FakeTensor)]
+    if not modes or len(modes) != made.attributes["tensors"].as_int():
+        return None
+    if not any(is_differentiable_type(dtype_of(v)) for v in made.outputs):
+        return None
+    return TracedGradient(fakes, sizes, modes[0], inline)
+
+
+def inline(op: Builder, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any]) -> list[Any]:
+    """Converts a traced graph of functional ATen into nodes at the end of `op.graph`; gives its outputs.
+
+    Args:
+        op: the builder.
+        module: the traced graph.
+        known: what its placeholders are, and any other nodes that are not to be converted.
+
+    Raises:
+        UnsupportedOperatorError: a call that has no form in the graph.
+    """
+    walk = _Walk(op, op.graph, known)
+    out, origin = op.out, dict(op.origin)
+    try:
+        for node in module.graph.nodes:
+            walk.visit(node)
+    finally:
+        op.out, op.origin = out, origin
+    return walk.outputs
+
+
+def _detached(op: Builder, value: ir.Value) -> ir.Value:
+    detached: ir.Value = FROM_TORCH["aten.detach.default"](op, value)
+    return detached
+
+
+def _plain_result(example: Any, node: torch.fx.Node) -> Any:
+    """What stands for a result that is no tensor: nothing, or a size that follows from the inputs' sizes."""
+    if example is None:
+        return None
+    size = size_of(example) if isinstance(example, (int, torch.SymInt)) else None
+    if size is None or any(name.startswith("u") for name in sizes.symbols(size)):
+        raise UnsupportedOperatorError(
+            f"{node.target} returns something other than tensors", where=line_of(node), got=str(example)
+        )
+    return size
 
 
 def _tensors(node: torch.fx.Node, results: Any) -> list[torch.Tensor]:

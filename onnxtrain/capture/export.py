@@ -17,15 +17,20 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
 from onnxtrain.capture.convert import convert, is_convertible, line_of
 from onnxtrain.capture.decisions import Decisions, Example, attempts
+from onnxtrain.capture.generators import left_alone
 from onnxtrain.capture.guards import Guards, compile_guards
+from onnxtrain.capture.key import attribute_reads
 from onnxtrain.capture.patches import capturing
+from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import CaptureError, OnnxTrainError
@@ -64,6 +69,7 @@ class Captured:
         sizes: sizes that forward returns as ints, as expressions over the inputs' sizes.
         output: how the user's output is rebuilt from tensors and sizes.
         guards: the conditions on input sizes under which the graph is right.
+        reads: the attributes of modules that forward read.
         took_ms: how long the capture took.
     """
 
@@ -74,6 +80,7 @@ class Captured:
     sizes: tuple[Size, ...]
     output: OutputStructure
     guards: Guards
+    reads: frozenset[tuple[int, str]] = frozenset()
     took_ms: float = 0.0
 
 
@@ -100,6 +107,14 @@ class _Wrapper(torch.nn.Module):
         leaves, output = flatten_output(self.module(*args, **kwargs))
         self.found.output = output
         watch.check()
+        changed = self._structure.changed(args, kwargs, tensors)
+        if changed:
+            raise CaptureError(
+                "forward changes a container among its arguments, which a graph would not repeat",
+                where=type(self.module).__name__,
+                got=changed,
+                todo="the module runs in PyTorch; let forward copy the container before it changes it",
+            )
         found: list[Any] = leaves
         return found
 
@@ -151,21 +166,23 @@ def _nearest(
 
 def _capture(module: torch.nn.Module, structure: Structure, decisions: Decisions, watch: SideEffects) -> Captured:
     wrapper = _Wrapper(module, structure, watch)
-    with capturing():
-        program = _export(wrapper, decisions)
+    with capturing(), left_alone(module):
+        with attribute_reads() as reads:
+            program = _export(wrapper, decisions)
         _forbid_lost_gradients(program)
         if not is_convertible(program):
             program = _functionalize(program)
     converted = convert(program, type(module).__name__)
     names = _names(module, structure)
     guards = compile_guards(program, names, decisions)
-    return _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, names, guards)
+    captured = _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, names, guards)
+    return replace(captured, reads=frozenset(reads))
 
 
 def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
     dims = tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in decisions.examples)
     try:
-        with decisions.noted():
+        with decisions.noted(), shape_shortcuts():
             program: ExportedProgram = torch.export.export(
                 wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False
             )
@@ -176,8 +193,19 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         raise CaptureError(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
             where=source_line.in_error(error),
-            todo="the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
+            todo=_without_fake(error)
+            or "the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
         ) from error
+
+
+def _without_fake(error: BaseException) -> str:
+    """What to do where an operator has no implementation for fake tensors; "" where that is not what is missing."""
+    text = str(error)
+    if not isinstance(error, UnsupportedOperatorException) and "no fake impl registered" not in text:
+        return ""
+    found = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
+    name = found[0].replace(".", "::") if found else "namespace::operator"
+    return f'the module runs in PyTorch; say what shapes the operator gives: torch.library.register_fake("{name}")'
 
 
 def _reason(error: BaseException) -> str:
@@ -225,14 +253,15 @@ _WRONG_REFERENCES = (
 
 
 def _functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Functional ATen with an empty decomposition table: composite ops stay single nodes."""
+    """Functional ATen; composite operators that have a definition stay single nodes."""
     # PyTorch's reference functions for these losses take other arguments than the operators, and would be used all the
     # same: cross_entropy with reduction="none" would get the shape ().
     table = torch._decomp.decomposition_table
     wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
-        functional: ExportedProgram = program.run_decompositions({})
-        return functional
+        with plain_copies():
+            functional: ExportedProgram = program.run_decompositions(composite_parts(program))
+        return without_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything
         raise CaptureError(
             f"the exported graph cannot be made functional: {_reason(error)}", where=source_line.in_error(error)

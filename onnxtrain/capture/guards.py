@@ -9,6 +9,8 @@ There are three kinds:
   its choices are between equivalent ways, so that the graph is right at other sizes as well, if only each node has the
   shape there that the graph says. Where a soft condition fails, that is tried out on fake tensors, once for each
   combination of sizes.
+
+What is assumed of a size that only the elements tell (of `x[mask]`) is no condition on a call: there may be none.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from onnxtrain.capture.decisions import Decision, Decisions, Example, Place
 from onnxtrain.capture.proof import Proof, same_graph
-from onnxtrain.errors import GraphError
+from onnxtrain.errors import CaptureError, GraphError
 
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 _Binding: TypeAlias = dict[Any, Any]  # from symbols to sizes
@@ -79,6 +81,7 @@ class Guards:
 
     Attributes:
         open: the places (tensor, dimension) whose size is free.
+        check: what a call of this object does, without a call in between: it runs on every step.
     """
 
     def __init__(
@@ -106,11 +109,11 @@ class Guards:
             self._ones = decisions.ones
         self._proof = proof
         self._verdicts: dict[_Sizes, bool] = {}
-        self._check = self._compile(alternative)
+        self.check = self._compile(alternative)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these inputs, whose numbers of dimensions are as captured."""
-        return self._check(tensors)
+        return self.check(tensors)
 
     def explain(self, tensors: Sequence[torch.Tensor]) -> str:
         """The condition that fails, in words; "" if none does."""
@@ -142,8 +145,26 @@ class Guards:
         self._verdicts.clear()
         # The function answers at once for the alternative that is for sizes above 1.
         general = min(self._alternatives, key=lambda a: (len(a.ones), len(a.forced)))
-        self._check = self._compile(general)
+        self.check = self._compile(general)
         return not self._reason(sizes)
+
+    def refuse_assumptions(self, examples: Sequence[torch.Tensor]) -> None:
+        """Raises CaptureError where something is assumed of a size that only the elements tell.
+
+        Args:
+            examples: the inputs that the graph was exported with.
+        """
+        if not self._proof.unknown:
+            return
+        sizes: list[list[Any]] = [list(example.shape) for example in examples]
+        binding = {symbol: sympy.Integer(sizes[i][d].node.hint) for symbol, (i, d) in self._symbols.items()}
+        reason = self._proof.reason(binding)
+        if reason:
+            raise CaptureError(
+                "the graph would only be right for some numbers of selected elements",
+                got=reason,
+                todo="the module runs in PyTorch; compute with a mask on all elements instead of selecting some",
+            )
 
     # The generated function
 
@@ -245,6 +266,9 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
         names: what to call each of those tensors in messages.
         decisions: what the user's code decided from sizes. Without it, the guards hold only at sizes that PyTorch
             assumed as well: 2 and more.
+
+    Raises:
+        CaptureError: the graph is right only if a size has some value that only the elements of a tensor tell.
     """
     user_inputs = [s.arg.name for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
     values = {node.name: node.meta["val"] for node in program.graph_module.graph.nodes if node.op == "placeholder"}
@@ -269,7 +293,9 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
     # The bounds come first: what follows may divide by a size.
     conditions = [*(_of_environment(env, symbols, shapes) if env is not None else ()), *equal]
     alternative = _alternative(decisions, symbols)
-    return Guards(names, shapes, symbols, conditions, alternative, decisions, Proof(program, symbols))
+    guards = Guards(names, shapes, symbols, conditions, alternative, decisions, Proof(program, symbols))
+    guards.refuse_assumptions([values[name] for name in user_inputs])
+    return guards
 
 
 def _of_environment(env: ShapeEnv, symbols: dict[Any, Place], shapes: list[list[Any]]) -> list[_Condition]:

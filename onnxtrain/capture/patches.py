@@ -1,26 +1,35 @@
 """What is patched in PyTorch while a module is captured: only for the capturing thread, and undone at the end.
 
-* A user's `torch.autograd.Function` would be inlined and its backward lost without a word: refused instead.
+* A user's `torch.autograd.Function` would be inlined and its backward lost without a word: it becomes a PythonOp.
 * Reentrant `torch.utils.checkpoint` makes PyTorch's export put everything after it under no_grad: its function is
   called directly.
-* Hooks on tensors inside forward would be forgotten: refused.
+* Hooks on tensors inside forward, and seeds that it sets, would be forgotten: refused.
+* The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) would see fake tensors: held off.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.python_op import FunctionCalls
 from onnxtrain.errors import CaptureError
+from onnxtrain.ops.python_call import qualified_name
+from onnxtrain.ops.python_surroundings import is_uncaptured
 
 CAPTURE_LOCK = threading.RLock()
+_UNDER_WAY = threading.local()
 
 
 @contextmanager
@@ -32,18 +41,60 @@ def capturing() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         # It looks for side effects too, and takes an LSTM's list of weights, which it exchanges itself, for one.
         warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            stack.enter_context(saved_tensors_hooks(_itself, _itself))
         owner = threading.get_ident()
-        stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(_apply_for(owner))))
-        for name, what in _LOST.items():
-            stack.enter_context(_replaced(torch.Tensor, name, _refusal(owner, getattr(torch.Tensor, name), what)))
+        calls = FunctionCalls()
+        # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.
+        stack.enter_context(_replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
+        stack.enter_context(_replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
+        for lost in _LOST:
+            stack.enter_context(_replaced(lost.place, lost.name, _refusal(owner, lost)))
+        _UNDER_WAY.flag = True
+        stack.callback(setattr, _UNDER_WAY, "flag", False)
         yield
+        calls.check()
 
 
-# What forward may do to a tensor inside, and a graph would forget.
-_LOST = {
-    "register_hook": "register_hook on a tensor inside forward",
-    "retain_grad": "retain_grad on a tensor inside forward",
-}
+def capture_is_under_way() -> bool:
+    """Whether this thread captures a module now: an ORTModule in it is a part of that module."""
+    return getattr(_UNDER_WAY, "flag", False)
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A function that forward may call, and whose effect a graph would not repeat.
+
+    Attributes:
+        place, name: where the function is.
+        todo: what to do instead.
+        pytorch_may: whether PyTorch's own code calls it too, and undoes what it does.
+    """
+
+    place: Any
+    name: str
+    todo: str
+    pytorch_may: bool = False
+
+
+_LOST = (
+    *(
+        _Lost(torch.Tensor, name, "return the tensor from forward and use it there")
+        for name in ("register_hook", "retain_grad")
+    ),
+    *(
+        _Lost(place, name, "set the state of the generator outside of forward", pytorch_may=True)
+        for place, names in (
+            (torch, ("manual_seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "set_rng_state", "fork_rng")),
+        )
+        for name in names
+    ),
+)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextmanager
@@ -60,42 +111,55 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _refusal(owner: int, original: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _refusal(owner: int, lost: _Lost) -> Callable[..., Any]:
+    original = getattr(lost.place, lost.name)
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner:
+        by_user = not lost.pytorch_may or source_line.is_user_file(sys._getframe(1).f_code.co_filename)
+        if threading.get_ident() != owner or not by_user:
             return original(*args, **kwargs)
         raise CaptureError(
-            f"{what} cannot be captured: a graph has no such tensor",
+            f"{lost.name} inside forward cannot be captured: a graph would not repeat it",
             where=source_line.of_caller(),
-            todo="the module runs in PyTorch; return the tensor from forward and use it there",
+            todo=f"the module runs in PyTorch; {lost.todo}",
         )
 
     return refuse
 
 
-def _apply_for(owner: int) -> Callable[..., Any]:
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
-
+def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner:
-            return original(cls, *args, **kwargs)
-        return _apply_in_capture(cls, original, args, kwargs)
+        here = threading.get_ident() == owner and not is_uncaptured()
+        if here and cls is CheckpointFunction:
+            return _run_checkpoint(*args, **kwargs)
+        if here and not cls.__module__.startswith(_TORCHS_OWN):
+            return calls.apply(cls, args, kwargs)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     return apply
 
 
-def _apply_in_capture(cls: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if issubclass(cls, CheckpointFunction):
-        run, _preserve_rng_state, *rest = args
-        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in rest):
-            return run(*rest)
-        with torch.no_grad():  # as in eager: a reentrant checkpoint of inputs without gradients gives none
-            return run(*rest)
-    if cls.__module__ == "torch.utils.checkpoint":
-        return original(cls, *args, **kwargs)
-    raise CaptureError(
-        f"the custom autograd.Function {cls.__module__}.{cls.__qualname__} cannot be captured yet: "
-        "its own backward would be lost",
-        where=source_line.of_caller(),
-        todo="the module runs in PyTorch; express it in PyTorch operators to have it captured",
-    )
+# Functions that PyTorch applies itself, while it traces.
+_TORCHS_OWN = ("torch._", "torch.utils.checkpoint")
+
+
+def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *rest: Any) -> Any:
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in rest):
+        return run(*rest)
+    with torch.no_grad():  # as in eager: a reentrant checkpoint of inputs without gradients gives none
+        return run(*rest)
+
+
+def _in_transform_for(owner: int) -> Callable[..., Any]:
+    original = torch.autograd.function.custom_function_call  # type: ignore[attr-defined]  # imported there
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner or is_uncaptured():
+            return original(cls, *args, **kwargs)
+        raise CaptureError(
+            f"the custom autograd.Function {qualified_name(cls)} is applied inside a torch.func transform",
+            where=source_line.of_caller(),
+            todo="the module runs in PyTorch; apply the function outside of vmap, grad, jvp and their like",
+        )
+
+    return call

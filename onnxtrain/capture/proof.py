@@ -3,6 +3,10 @@
 The graph is a sequence of PyTorch's operators, and at any sizes each does there what it does in eager. What can go
 wrong is that one gives another shape than the graph says (`squeeze` of a size that is now 1, a broadcast that was an
 equality): so the graph is run on fake tensors of the real sizes, and all shapes are compared. It takes milliseconds.
+
+A size that only the elements tell (of `x[mask]`, of `nonzero`) is a symbol in such a run, as it was in the export. The
+graph has to be right whatever it turns out to be: nothing may have been assumed of it, and the shapes are compared for
+0 and 1 as well, the sizes that operators treat as special.
 """
 
 from __future__ import annotations
@@ -17,9 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from onnxtrain.capture.decisions import Place
+
+_SPECIAL = (0, 1)  # sizes that operators treat otherwise than all others
 
 
 class Proof:
@@ -32,16 +42,32 @@ class Proof:
         self.signature = [(spec.kind, spec.target) for spec in (*signature.input_specs, *signature.output_specs)]
         constants = [str(spec.target) for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
         self.constants = [program.constants[name] for name in constants]
+        values = [node.meta.get("val") for node in program.graph.nodes]
+        found = {s for value in values for size in _symbolic_sizes(value) for s in _all_symbols(size)}
+        # The sizes that only the elements tell.
+        self.unknown = {s for s in found if symbol_is_type(s, SymT.UNBACKED_INT)}
 
     def reason(self, binding: dict[Any, Any]) -> str:
         """Why the graph is not right at the sizes of `binding`, in words; "" if it is."""
-        with _plain_state(), FakeTensorMode() as mode:
-            try:
-                return self._run(mode, binding)
-            except Exception as error:  # noqa: BLE001  # an operator refuses these sizes: it may raise anything
-                return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        try:
+            with _plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+                reason = self._run(mode, dict(binding)) or _assumption(mode.shape_env)
+        except Exception as error:  # noqa: BLE001  # an operator refuses these sizes: it may raise anything
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return reason or next(filter(None, (self._reason_at(binding, size) for size in _SPECIAL)), "")
+
+    def _reason_at(self, binding: dict[Any, Any], size: int) -> str:
+        """Why the graph is not right where all sizes that only the elements tell are `size`; "" if it is."""
+        if not self.unknown:
+            return ""
+        try:
+            with _plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+                return self._run(mode, {**binding, **dict.fromkeys(self.unknown, sympy.Integer(size))})
+        except Exception:  # noqa: BLE001  # anything
+            return ""  # an operator that refuses that size refuses it when the graph runs, as it does in eager
 
     def _run(self, mode: FakeTensorMode, binding: dict[Any, Any]) -> str:
+        known = self.unknown <= binding.keys()
         results: dict[Node, Any] = {}
         for node in self.graph_module.graph.nodes:
             if node.op == "output":
@@ -55,10 +81,49 @@ class Proof:
             else:
                 args, kwargs = map_arg((node.args, node.kwargs), results.__getitem__)
                 results[node] = node.target(*args, **kwargs)
+                if known and next(_symbolic_sizes(results[node]), None) is not None:
+                    results[node] = _fake(expected, binding)
+                _bind_unknown(results[node], expected, binding)
                 if not _agrees(results[node], expected, binding):
                     line = (node.meta.get("stack_trace") or "").strip().splitlines()
                     return f"{node.target} has another shape there ({line[-2].strip() if len(line) > 1 else node.name})"
         return ""
+
+
+def _symbolic_sizes(value: Any) -> Iterator[torch.SymInt]:
+    if isinstance(value, torch.SymInt):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        for size in value.shape:
+            yield from _symbolic_sizes(size)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _symbolic_sizes(part)
+
+
+def _all_symbols(size: torch.SymInt) -> set[Any]:
+    """Those in its expression, and those that an assumption replaced there."""
+    symbols: set[Any] = size.node.expr.free_symbols | size.node._expr.free_symbols
+    return symbols
+
+
+def _assumption(env: ShapeEnv | None) -> str:
+    """What was assumed in `env` of a size that only the elements tell, besides that it is not negative; "" if nothing.
+
+    PyTorch leaves such an assumption to a check when the graph runs, which ours does not have.
+    """
+    if env is None:
+        return ""
+    for checks in env.deferred_runtime_asserts.values():
+        for check in checks:
+            ranges = {s: _range(env, s) for s in check.expr.free_symbols}
+            if bound_sympy(check.expr, ranges) != ValueRanges.wrap(sympy.true):
+                return str(check.expr)
+    return ""
+
+
+def _range(env: ShapeEnv, symbol: Any) -> Any:
+    return ValueRanges(0, int_oo) if symbol_is_type(symbol, SymT.UNBACKED_INT) else env.var_to_range[symbol]
 
 
 @contextmanager
@@ -72,11 +137,17 @@ def _plain_state() -> Iterator[None]:
         yield
 
 
-def _size(size: Any, binding: dict[Any, Any]) -> int:
-    return int(size.node.expr.xreplace(binding)) if isinstance(size, torch.SymInt) else int(size)
+def _size(size: Any, binding: dict[Any, Any]) -> int | sympy.Expr:
+    """A size under `binding`: an int where it is known, an expression where only the elements tell it."""
+    expr = _expr(size, binding)
+    return int(expr) if expr.is_Integer else expr
 
 
 def _fake(value: Any, binding: dict[Any, Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_fake(part, binding) for part in value]
+    if isinstance(value, torch.SymInt):
+        return _size(value, binding)
     if not isinstance(value, torch.Tensor):
         return value
     shape = [_size(size, binding) for size in value.shape]
@@ -84,14 +155,30 @@ def _fake(value: Any, binding: dict[Any, Any]) -> Any:
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
+def _bind_unknown(found: Any, expected: Any, binding: dict[Any, Any]) -> None:
+    """Notes what the export's new symbols for sizes that only the elements tell are in this run."""
+    if isinstance(expected, (list, tuple)):
+        for f, e in zip(found, expected, strict=False):
+            _bind_unknown(f, e, binding)
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(expected, torch.Tensor):
+        pairs = list(zip(found.shape, expected.shape, strict=False))
+    elif isinstance(expected, torch.SymInt):
+        pairs = [(found, expected)]
+    for f, e in pairs:
+        symbol = e.node.expr if isinstance(e, torch.SymInt) else None
+        if symbol is not None and symbol.is_Symbol and symbol_is_type(symbol, SymT.UNBACKED_INT):
+            binding.setdefault(symbol, _expr(f, {}))
+
+
 def _agrees(found: Any, expected: Any, binding: dict[Any, Any]) -> bool:
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(lambda f, e: _agrees(f, e, binding), found, expected))
     if isinstance(expected, torch.Tensor):
         shape = [_size(size, binding) for size in expected.shape]
-        return list(found.shape) == shape and found.dtype == expected.dtype
+        return [_size(size, {}) for size in found.shape] == shape and found.dtype == expected.dtype
     if isinstance(expected, torch.SymInt):
-        return int(found) == _size(expected, binding)
+        return _size(found, {}) == _size(expected, binding)
     return True
 
 
@@ -174,4 +261,4 @@ def _changes_nothing(node: Node, names: dict[Any, Any]) -> bool:
 
 
 def _expr(size: Any, names: dict[Any, Any]) -> Any:
-    return size.node.expr.xreplace(names) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return size.node.expr.xreplace(names) if isinstance(size, torch.SymInt) else sympy.Integer(int(size))

@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from onnxtrain.capture.snapshot import PLAIN_TENSORS
 from onnxtrain.errors import CaptureError, ORTModuleIOError
@@ -19,11 +23,28 @@ _HOOKS = {
 
 
 def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises where the call's tensors are of a kind that a graph cannot hold, or a transform is under way."""
+    """Raises where a graph cannot hold the call's tensors, or something else is to see each operator of the module.
+
+    Raises:
+        CaptureError: a transform, forward-mode differentiation or a mode is under way.
+        ORTModuleIOError: a tensor of another layout, or of a class of its own.
+    """
     if torch._C._are_functorch_transforms_active():
         raise CaptureError(
             "the module is called inside a torch.func transform",
             todo="the module runs in PyTorch; call it outside of vmap, grad, jvp and their like",
+        )
+    if forward_ad._current_level >= 0:
+        raise CaptureError(
+            "the module is called under forward-mode differentiation, which a graph does not carry",
+            todo="the module runs in PyTorch; call it outside of torch.autograd.forward_ad.dual_level()",
+        )
+    modes = [type(mode).__qualname__ for mode in (*_function_modes(), *_get_current_dispatch_mode_stack())]
+    if modes:
+        raise CaptureError(
+            "a mode is on that is to see each of the module's operators: a graph has others",
+            got=_some(modes),
+            todo="the module runs in PyTorch; leave the mode to have it captured",
         )
     for number, tensor in enumerate(tensors):
         if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided or tensor.is_nested:
@@ -33,6 +54,11 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
                 got=f"{type(tensor).__qualname__} of {tensor.layout}",
                 todo="the module runs in PyTorch; convert the input",
             )
+
+
+def _function_modes() -> list[TorchFunctionMode]:
+    """The modes that are on, but for the default device, which a capture takes as it is."""
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 
 def refuse_module(module: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.utils._sympy import functions as torch_functions
 
+from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
@@ -29,7 +30,13 @@ def sizes_of(tensor: torch.Tensor) -> Sizes:
 
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:
-    """The element type and sizes of a (fake) tensor."""
+    """The element type and sizes of a (fake) tensor.
+
+    Raises:
+        UnsupportedOperatorError: ONNX has no such element type.
+    """
+    if tensor.dtype not in ONNX_DTYPES:
+        raise UnsupportedOperatorError("forward computes with an element type that ONNX lacks", got=str(tensor.dtype))
     return TensorType(ONNX_DTYPES[tensor.dtype], sizes_of(tensor))
 
 
@@ -50,6 +57,7 @@ def _functions() -> dict[Any, Any]:
         "Max": sympy.Max,
         "Min": sympy.Min,
         "Identity": lambda a: a,
+        "ToFloat": lambda a: a,
     }.items():
         found = getattr(torch_functions, name, None)
         if found is not None:

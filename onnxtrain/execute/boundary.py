@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from operator import is_not
 from typing import Any, Protocol
 
 import torch
 
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
+from onnxtrain.ops.python_surroundings import until_settled
 
 Flags = tuple[bool, ...]
 
@@ -24,6 +26,9 @@ class BackwardSource(Protocol):
     """Makes backward programs: (which results have a gradient, which inputs need one) -> program."""
 
     def __call__(self, given: Flags, needed: Flags) -> Backward: ...
+
+    def renew(self) -> None:
+        """The functions of PythonOps were found to give gradients for other inputs than was assumed."""
 
 
 class Backward:
@@ -36,6 +41,8 @@ class Backward:
         cotangents: positions, among the unit's results, of the cotangents that it reads.
         zeros: those of them that did not come and are made of zeros.
     """
+
+    __slots__ = ("cotangents", "kept", "program", "sizes", "zeros")
 
     def __init__(
         self,
@@ -51,6 +58,15 @@ class Backward:
         self.cotangents = tuple(cotangents)
         self.zeros = frozenset(zeros)
 
+    def arguments(
+        self, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], ctx: Any
+    ) -> Sequence[Any]:
+        """What the program takes, of the unit's kept tensors and of the cotangents that came."""
+        first = saved if self.kept == ctx.unit.all_kept else [saved[i] for i in self.kept]
+        if self.cotangents == ctx.unit.all_results and not self.zeros:
+            return (*first, *cotangents)
+        return (*first, *(_zeros(ctx, i) if i in self.zeros else cotangents[i] for i in self.cotangents))
+
 
 class Unit:
     """A compiled capture, ready to run.
@@ -64,6 +80,9 @@ class Unit:
             it besides, else "".
         random: whether the program draws random numbers.
         device_type: "cpu" or "cuda".
+        unsaved: positions of the inputs that are not among the kept tensors.
+        call: what `__call__` does, with as few Python calls on the way as there can be: it runs on every step.
+        contexts: positions, among the kept, of Python objects: save_for_backward takes tensors only.
     """
 
     def __init__(
@@ -77,6 +96,8 @@ class Unit:
         device_type: str,
         backward: BackwardSource | None,
         rerun: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        unsaved: Sequence[int] = (),
+        contexts: Sequence[int] = (),
     ) -> None:
         self.forward = forward
         self.results = results
@@ -86,17 +107,26 @@ class Unit:
         self.random = random
         self.device_type = device_type
         self.first_kept = results + len(self.mutations)
+        self.unsaved = tuple(unsaved)
+        self.all_kept = tuple(range(len(forward.part.outputs) - self.first_kept))
+        self.all_results = tuple(range(results))
+        self.none = (None,) * results
+        self.inference = torch.is_inference_mode_enabled()
         self.several = sum(differentiable) > 1  # then one of their cotangents may be missing
         self.fixed = tuple(i for i, d in enumerate(differentiable) if not d)
         self.rerun = rerun
+        self.contexts = tuple(contexts)
         self._make_backward = backward
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
         self._any_views = any(views)
+        self.call: Callable[[Sequence[torch.Tensor]], Sequence[Any]] = self
+        if backward is not None and not self._any_views:
+            self.call = lambda tensors: _APPLY(self, *tensors)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Runs forward on `tensors`; returns the results."""
+        """Runs forward on `tensors`, in the grad mode that the unit was made for; returns the results."""
         results: Sequence[Any]
-        if self._make_backward is not None and torch.is_grad_enabled():
+        if self._make_backward is not None:
             results = _APPLY(self, *tensors)
         else:
             with torch.no_grad():
@@ -140,12 +170,18 @@ class Unit:
         return result
 
     def backward(self, given: Flags, needed: Flags) -> Backward:
-        """The backward program for this pattern."""
+        """The backward program for this pattern. `needed` has a flag for the unit itself before those of its inputs."""
         known = self._backwards.get((given, needed))
         if known is None:
             assert self._make_backward is not None
-            known = self._backwards[given, needed] = self._make_backward(given, needed)
+            known = self._backwards[given, needed] = self._make_backward(given, needed[1:])
         return known
+
+    def renew_backwards(self) -> None:
+        """Backward programs are made again when they are asked for."""
+        assert self._make_backward is not None
+        self._backwards.clear()
+        self._make_backward.renew()
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -162,17 +198,22 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        ctx.set_materialize_grads(False)
+        if unit.results > 1:  # else a gradient comes for the one result, or backward does not run
+            ctx.set_materialize_grads(False)
         if unit.random:
             ctx.random_state = _random_state(tensors)
         found, ctx.sizes = unit.run(tensors)
-        ctx.save_for_backward(*found[unit.first_kept :])
+        kept = found[unit.first_kept :]
+        if unit.contexts:
+            ctx.contexts = [kept[i] for i in unit.contexts]
+            kept = tuple(None if i in unit.contexts else tensor for i, tensor in enumerate(kept))
+        ctx.save_for_backward(*kept)
         results = found[: unit.results]
         ctx.unit = unit
         # For create_graph, which runs the module again in PyTorch. Held beside the saved tensors, because eager does
         # not refuse a change of a tensor that its backward does not read.
         ctx.tensors = tensors
-        ctx.versions = None if torch.is_inference_mode_enabled() else [t._version for t in tensors]
+        ctx.versions = None if unit.inference else [tensors[i]._version for i in unit.unsaved]
         if unit.several:
             ctx.results = [(r.shape, r.dtype, r.device) for r in results]
         if unit.fixed:
@@ -182,22 +223,31 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         unit: Unit = ctx.unit
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return (None, *_differentiable_backward(ctx, cotangents, needed))
-        backward = unit.backward(tuple([c is not None for c in cotangents]), needed)
-        saved = ctx.saved_tensors
-        if backward.zeros:
-            cotangents = tuple(_zeros(ctx, i) if i in backward.zeros else c for i, c in enumerate(cotangents))
-        arguments = [saved[i] for i in backward.kept]
-        arguments += [cotangents[i] for i in backward.cotangents]
-        sizes = [ctx.sizes[i] for i in backward.sizes]
-        if torch._C._is_any_autocast_enabled():
-            with torch.autocast(unit.device_type, enabled=False):
-                gradients, _ = backward.program.run(arguments, sizes)
-        else:
+            return (None, *_differentiable_backward(ctx, cotangents, needed[1:]))
+        saved: Sequence[Any] = ctx.saved_tensors
+        if not unit.contexts:
+            return _backward(ctx, saved, cotangents, needed)
+        contexts = dict(zip(unit.contexts, ctx.contexts, strict=True))
+        kept = [contexts.get(i, tensor) for i, tensor in enumerate(saved)]
+        found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, kept, cotangents, needed), unit.renew_backwards)
+        return found
+
+
+def _backward(
+    ctx: Any, saved: Sequence[Any], cotangents: Sequence[torch.Tensor | None], needed: Flags
+) -> tuple[Any, ...]:
+    unit: Unit = ctx.unit
+    backward = unit.backward(tuple(map(is_not, cotangents, unit.none)), needed)
+    arguments = backward.arguments(saved, cotangents, ctx)
+    sizes = [ctx.sizes[i] for i in backward.sizes] if backward.sizes else ()
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(unit.device_type, enabled=False):
             gradients, _ = backward.program.run(arguments, sizes)
-        return (None, *gradients)
+    else:
+        gradients, _ = backward.program.run(arguments, sizes)
+    return (None, *gradients)
 
 
 # Function.apply without its Python part, which looks for torch.func's wrappers: none get here, and it costs as much as
@@ -220,8 +270,9 @@ def _differentiable_backward(
         "it is exact but not accelerated" + (", and dropout draws PyTorch's masks" if unit.random else ""),
         stacklevel=2,
     )
-    for index, (tensor, version) in enumerate(zip(ctx.tensors, ctx.versions or (), strict=False)):
-        if tensor._version != version and index not in unit.mutations:
+    _ = ctx.saved_tensors  # raises where one of them was changed
+    for index, version in zip(unit.unsaved, ctx.versions or (), strict=False):
+        if ctx.tensors[index]._version != version and index not in unit.mutations:
             raise KernelError(
                 "an input of the module was changed in place between forward and backward(create_graph=True)",
                 todo="change it after backward, or change a copy",

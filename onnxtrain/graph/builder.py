@@ -35,7 +35,7 @@ class Schema(Protocol):
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]: ...
 
-    def output_count(self, node_inputs: int, attributes: Mapping[str, Any]) -> int: ...
+    def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int: ...
 
 
 class Schemas(Protocol):
@@ -107,7 +107,7 @@ class Builder:
             op_type,
             inputs,
             ir.convenience.convert_attributes(attributes),
-            num_outputs=len(types) if types is not None else schema.output_count(len(inputs), attributes),
+            num_outputs=len(types) if types is not None else schema.output_count(inputs, attributes),
             metadata_props=dict(self.origin),
         )
         self.graph.append(node)
@@ -198,6 +198,8 @@ class Builder:
             result.name = f"size_{expr}"  # the same name in every graph made from one capture
             return result
         head = type(expr).__name__
+        if head == "floor" and any(part.is_Float for part in expr.atoms()):
+            return self.Cast(self.Floor(self._double(expr.args[0])), to=ir.DataType.INT64)  # type: ignore[no-any-return]
         if head == "floor":
             numerator, denominator = expr.args[0].together().as_numer_denom()
             return self.own.FloorDivide(self._operand(numerator), self._operand(denominator))  # type: ignore[no-any-return]
@@ -210,6 +212,17 @@ class Builder:
         total = operands[0]
         for operand in operands[1:]:
             total = fold(total, operand)
+        return total
+
+    def _double(self, expr: Any) -> ir.Value:
+        """A size times a scale that is no whole number, as a double: as PyTorch computes the sizes of interpolation."""
+        if expr.is_number:
+            return self.constant([float(expr)], ir.DataType.DOUBLE)
+        if not expr.is_Mul:
+            return self.Cast(self._operand(expr), to=ir.DataType.DOUBLE)  # type: ignore[no-any-return]
+        total, *rest = map(self._double, expr.args)
+        for factor in rest:
+            total = self.Mul(total, factor)
         return total
 
     def _operand(self, expr: Any) -> ir.Value:

@@ -28,6 +28,9 @@ class _PythonPrinter(StrPrinter):  # type: ignore[misc]  # sympy is untyped
         numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
         return f"(({self._print(numerator)})//({self._print(denominator)}))"
 
+    def _print_Float(self, expr: Any) -> str:  # noqa: N802  # sympy's dispatch by class name
+        return repr(float(expr))  # the very double: a scaled size is floor(scale * size) in doubles
+
     def _print_Mod(self, expr: Any) -> str:  # noqa: N802  # sympy's dispatch by class name
         left, right = expr.args
         return f"(({self._print(left)})%({self._print(right)}))"
@@ -77,6 +80,8 @@ def _from_ast(node: ast.expr) -> sympy.Expr:
     match node:
         case ast.Constant(value=int(number)):
             return sympy.Integer(number)
+        case ast.Constant(value=float(number)):
+            return sympy.Float(number)
         case ast.Name(id=name):
             return symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):

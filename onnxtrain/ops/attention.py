@@ -64,6 +64,31 @@ def _repeated(op: Builder, value: ir.Value, groups: Size) -> ir.Value:
     return result
 
 
+def _unrepeated(op: Builder, value: ir.Value) -> tuple[ir.Value, Size]:
+    """The heads [..., g, s, e] that `value` repeats in place, and how often; `value` and 1 where it repeats none.
+
+    Models write it as Expand and Reshape, then autocast as Cast. Its gradient would be summed in the narrow type.
+    """
+    source = _input_of(value, "Cast") or value
+    spread = _input_of(source, "Reshape")
+    spread = spread and (_input_of(spread, "Clone") or spread)
+    narrow = spread and _input_of(spread, "Expand")
+    if spread is None or narrow is None or rank_of(narrow) != rank_of(source) + 1 or rank_of(spread) < 4:
+        return value, 1
+    *batch, heads, groups, rows, columns = sizes.of(spread)
+    if sizes.of(narrow) != (*batch, heads, 1, rows, columns):
+        return value, 1
+    if sizes.of(source) != (*batch, sizes.multiply(heads, groups), rows, columns):
+        return value, 1
+    return cast(op, op.Squeeze(narrow, constant_axes(op, len(batch) + 1)), dtype_of(value)), groups
+
+
+def _input_of(value: ir.Value, op_type: str) -> ir.Value | None:
+    """The first input of the node that gives `value`, where it is one of this type."""
+    node = value.producer()
+    return node.inputs[0] if node is not None and node.op_type == op_type else None
+
+
 def _causal(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> ir.Value:
     """The additive mask [rows, columns] that lets a row see the columns up to its own number."""
     seen = op.Trilu(filled(op, [rows, columns], 1, ir.DataType.BOOL), upper=0)
@@ -151,11 +176,12 @@ def _math_path(
 ) -> ir.Value:
     """The nodes of aten._scaled_dot_product_attention_math: √scale on q and on k, half types computed in float."""
     wanted = dtype_of(q)
+    (k, groups_k), (v, groups_v) = ((k, groups), (v, groups)) if groups != 1 else (_unrepeated(op, x) for x in (k, v))
     inner = wanted if torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() else _accumulated(wanted)
     q, k, v = (cast(op, x, inner) for x in (q, k, v))
     root = _scale_of(op, q, scale, 0.5)
     positive = root if scale is None or scale >= 0 else op.scalar(math.sqrt(-scale), like=q)
-    k = _repeated(op, op.Mul(k, positive), groups)
+    k = _repeated(op, op.Mul(k, positive), groups_k)
     scores = op.ms.FusedMatMul(op.Mul(q, root), k, transB=1)
     if is_causal:
         mask = _causal(op, sizes.of(q)[-2], sizes.of(k)[-2], inner)
@@ -164,7 +190,7 @@ def _math_path(
     p = op.own.SafeSoftmax(scores, axis=-1)
     if dropout_p > 0:
         p, _ = dropped_out(op, p, dropout_p)
-    return cast(op, op.MatMul(p, _repeated(op, v, groups)), wanted)
+    return cast(op, op.MatMul(p, _repeated(op, v, groups_v)), wanted)
 
 
 # Types, axes and flops

@@ -163,7 +163,7 @@ def binary(
             native_ok=native_ok or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             stops=stops,
-            kernels=(Kernel(lower=lower, scalars=scalars or symbol is not None),),
+            kernels=(Kernel(lower=lower, scalars=scalars or symbol is not None, in_place=0 if symbol else None),),
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
@@ -174,18 +174,18 @@ def binary(
 
 
 def _on_host(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda n, a, b: elementwise_on_host(function, a, b)
+
+
+def elementwise_on_host(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """`function` on sizes: ints, or tuples of ints of one length or of length 1."""
-
-    def compute(n: NodeView, a: Any, b: Any) -> Any:
-        if not isinstance(a, tuple) and not isinstance(b, tuple):
-            return function(a, b)
-        left = a if isinstance(a, tuple) else (a,)
-        right = b if isinstance(b, tuple) else (b,)
-        length = max(len(left), len(right))
-        left, right = (v * length if len(v) == 1 else v for v in (left, right))
-        return tuple(function(x, y) for x, y in zip(left, right, strict=True))
-
-    return compute
+    if not isinstance(a, tuple) and not isinstance(b, tuple):
+        return function(a, b)
+    left = a if isinstance(a, tuple) else (a,)
+    right = b if isinstance(b, tuple) else (b,)
+    length = max(len(left), len(right))
+    left, right = (v * length if len(v) == 1 else v for v in (left, right))
+    return tuple(function(x, y) for x, y in zip(left, right, strict=True))
 
 
 def compared_dtype(op: Builder, a: ir.Value, b: Any) -> ir.DataType:
@@ -227,6 +227,7 @@ TORCH_DTYPES: dict[ir.DataType, torch.dtype] = {
     ir.DataType.INT16: torch.int16,
     ir.DataType.INT8: torch.int8,
     ir.DataType.UINT8: torch.uint8,
+    ir.DataType.UINT32: torch.uint32,  # words of bits: PyTorch computes little with them
     ir.DataType.BOOL: torch.bool,
     ir.DataType.COMPLEX64: torch.complex64,
     ir.DataType.COMPLEX128: torch.complex128,

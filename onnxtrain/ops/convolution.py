@@ -23,7 +23,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
@@ -66,39 +66,26 @@ def _same_geometry(n: NodeView) -> dict[str, Any]:
 def _convolve(
     op: Builder,
     x: ir.Value,
-    w: ir.Value,
-    b: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    more: Any = None,
-) -> Any:
-    """A Conv, or with `more` (output_padding) a ConvTranspose; x may be a single sample."""
-    count = rank_of(w) - 2
-    pads = as_list(padding, count)
-    how = {"strides": as_list(stride, count), "pads": pads * 2, "dilations": as_list(dilation, count), "group": groups}
-    single = rank_of(x) == count + 1
-    if single:
-        x = op.Unsqueeze(x, axes_constant(op, [0]))
-    if more is None:
-        y = op.Conv(x, w, b, **how)
-    else:
-        y = op.ConvTranspose(x, w, b, output_padding=as_list(more, count), **how)
-    return op.Squeeze(y, axes_constant(op, [0])) if single else y
-
-
-def _capture_conv(
-    op: Builder,
-    x: ir.Value,
     weight: ir.Value,
     bias: Any = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    more: Any = None,
 ) -> Any:
-    return _convolve(op, x, weight, bias, stride, padding, dilation, groups)
+    """A Conv, or with `more` (output_padding) a ConvTranspose; x may be a single sample."""
+    count = rank_of(weight) - 2
+    pads = as_list(padding, count)
+    how = {"strides": as_list(stride, count), "pads": pads * 2, "dilations": as_list(dilation, count), "group": groups}
+    single = rank_of(x) == count + 1
+    if single:
+        x = op.Unsqueeze(x, axes_constant(op, [0]))
+    if more is None:
+        y = op.Conv(x, weight, bias, **how)
+    else:
+        y = op.ConvTranspose(x, weight, bias, output_padding=as_list(more, count), **how)
+    return op.Squeeze(y, axes_constant(op, [0])) if single else y
 
 
 def _capture_named_padding(
@@ -117,7 +104,7 @@ def _capture_named_padding(
     count = rank_of(weight) - 2
     kernel = spatial(weight)
     if any(isinstance(k, str) for k in kernel):
-        raise UnsupportedOperatorError('padding="same" with a kernel whose size changes', got=str(kernel))
+        return NotImplemented  # a kernel whose size changes
     whole = [d * (int(k) - 1) for d, k in zip(as_list(dilation, count), kernel, strict=True)]
     if any(w % 2 for w in whole):
         longer = (sizes.add(size, w % 2) for size, w in zip(sizes.of(x)[-count:], whole, strict=True))
@@ -206,9 +193,9 @@ fused(
     attributes=_GEOMETRY,
     since=11,
     from_torch={
-        "aten.conv1d.default": _capture_conv,
-        "aten.conv2d.default": _capture_conv,
-        "aten.conv3d.default": _capture_conv,
+        "aten.conv1d.default": _convolve,
+        "aten.conv2d.default": _convolve,
+        "aten.conv3d.default": _convolve,
         "aten.conv1d.padding": _capture_named_padding,
         "aten.conv2d.padding": _capture_named_padding,
         "aten.conv3d.padding": _capture_named_padding,

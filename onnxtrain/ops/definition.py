@@ -30,7 +30,7 @@ class Effects(enum.Flag):
 
     NONE = 0
     RANDOM = enum.auto()  # draws from a generator: never merged, reordered or dropped under rng="torch"
-    PYTHON = enum.auto()  # runs the user's Python
+    PYTHON = enum.auto()  # runs the user's Python: it may keep its inputs, and give them out again
     COLLECTIVE = enum.auto()  # all ranks must run it
     HOST_SYNC = enum.auto()  # its output's sizes depend on data: a GPU must be waited for
 
@@ -69,6 +69,15 @@ class NotDifferentiable(enum.Enum):
 NOT_DIFFERENTIABLE = NotDifferentiable.NOT_DIFFERENTIABLE
 
 
+class ByBody(enum.Enum):
+    """Marks an op that is differentiated through its body."""
+
+    BY_BODY = enum.auto()
+
+
+BY_BODY = ByBody.BY_BODY
+
+
 class Call:
     """A call of a torch function: evaluated at once in tests, printed as a line of source in a program."""
 
@@ -101,6 +110,16 @@ class Method(Call):
     def __init__(self, name: str, receiver: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(lambda x, *a, **k: getattr(x, name)(*a, **k), receiver, *args, **kwargs)
         self.name = name
+
+
+class Property(Method):
+    """A property of a tensor, printed as `x.mT`."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, receiver: Any) -> None:
+        super().__init__(name, receiver)
+        self.function = lambda x: getattr(x, name)
 
 
 class Device(enum.Enum):
@@ -151,7 +170,7 @@ class NodeView:
         raise AttributeError(f"{definition.name} has no input, output or attribute {name}")
 
     def wants(self, name: str) -> bool:
-        """In a gradient rule: whether the gradient of this input is asked for."""
+        """In a gradient rule: whether the gradient of this input is asked for; `xs[2]` is a variadic input's third."""
         return self._wanted is None or name in self._wanted
 
 
@@ -225,7 +244,8 @@ class OpDef:
         shapes: from the node, the types of its outputs.
         body: its meaning in standard ops: STANDARD, a builder, or NoBody(reason).
         native_ok: from the node, whether stock onnxruntime's own kernel of this name computes the same.
-        gradient: one or more ways to differentiate, the first is the default; or NOT_DIFFERENTIABLE.
+        gradient: one or more ways to differentiate, the first is the default; or BY_BODY: where a gradient flows
+            through the node, its body takes its place; or NOT_DIFFERENTIABLE.
         stops: inputs that are never differentiated (indices, shapes, masks).
         detached: floating outputs that PyTorch gives no gradient (running statistics, log-sum-exp kept for backward).
         kernels: candidates, best first.
@@ -236,6 +256,7 @@ class OpDef:
         outputs_of: (inputs, attributes) -> number of outputs, where it varies.
         host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None: it cannot.
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
+        objects: outputs that are Python objects in a running program, and no tensors.
     """
 
     domain: str
@@ -248,7 +269,7 @@ class OpDef:
     shapes: Callable[[NodeView], Sequence[TensorType]]
     body: Body | Literal[Standard.STANDARD] | NoBody
     native_ok: Callable[[NodeView], bool]
-    gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE]
+    gradient: tuple[Gradient, ...] | Literal[ByBody.BY_BODY, NotDifferentiable.NOT_DIFFERENTIABLE]
     stops: frozenset[str]
     kernels: tuple[Kernel, ...]
     axes: Callable[[NodeView], str]
@@ -256,9 +277,10 @@ class OpDef:
     aliases: Mapping[int, int]
     flops: Callable[[NodeView], Size]
     host: Callable[..., Any] | None
-    outputs_of: Callable[[int, Mapping[str, Any]], int] | None = field(default=None)
+    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = field(default=None)
     shape_only: frozenset[str] = frozenset()
     detached: frozenset[str] = frozenset()
+    objects: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)
@@ -272,7 +294,7 @@ class OpDef:
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
         return self.shapes(self.view(node))
 
-    def output_count(self, inputs: int, attributes: Mapping[str, Any]) -> int:
+    def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
         return self.outputs_of(inputs, attributes) if self.outputs_of else len(self.outputs)
 
     @property

@@ -152,11 +152,11 @@ def _case(node: ir.Node, level: _Known) -> _Case:
 
 
 def _baked(value: ir.Value, level: _Known) -> ir.TensorProtocol | None:
-    """The constant that the body may look at: small integer ones, and single numbers of any type at NUMBERS."""
+    """The constant that the body may look at: small integer ones, and those of any type at NUMBERS."""
     tensor = value.const_value
     if tensor is None or tensor.size > _FEW:
         return None
-    return tensor if tensor.dtype == ir.DataType.INT64 or (level is _Known.NUMBERS and tensor.size <= 1) else None
+    return tensor if tensor.dtype == ir.DataType.INT64 or (level is _Known.NUMBERS) else None
 
 
 def _held(value: ir.Value) -> Sizes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -52,11 +53,18 @@ def fused(
     since: int = 1,
     host: frozenset[int] = frozenset(),
     kernels: tuple[Kernel, ...] = (),
+    atomic_on_gpu: bool = False,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
+    `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
+
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """
+    last = Kernel(lower=lower, host=host)
+    if atomic_on_gpu:
+        kernels = (*kernels, replace(last, applies=lambda node, device: device == "cpu"))
+        last = replace(last, deterministic=False)
     return define(
         OpDef(
             domain=domain,
@@ -71,7 +79,7 @@ def fused(
             native_ok=always if body is STANDARD else never,
             gradient=gradient,
             stops=stops,
-            kernels=(*kernels, Kernel(lower=lower, host=host)),
+            kernels=(*kernels, last),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
@@ -114,11 +122,11 @@ def flags(mask: Sequence[int]) -> list[bool]:
     return [bool(m) for m in mask]
 
 
-def another_call(op: Builder, overload: str, gives: TensorType, *arguments: Any) -> ir.Value:
+def another_call(op: Builder, overload: str, gives: TensorType, *arguments: Any, **named: Any) -> ir.Value:
     """Captures an ATen call that the one being captured is composed of; its result has the type `gives`."""
     before, op.out = op.out, (gives,)
     try:
-        result: ir.Value = FROM_TORCH[overload](op, *arguments)
+        result: ir.Value = FROM_TORCH[overload](op, *arguments, **named)
     finally:
         op.out = before
     return result

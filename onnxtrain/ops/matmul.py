@@ -22,6 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.composite import composite
 from onnxtrain.ops.constructors import always, as_value
 from onnxtrain.ops.definition import (
     STANDARD,
@@ -33,9 +34,11 @@ from onnxtrain.ops.definition import (
     Method,
     NodeView,
     OpDef,
+    Property,
     numel,
 )
 from onnxtrain.ops.registry import define
+from onnxtrain.ops.reshape.dims import inverse, transposed
 
 Grad = ir.Value | None
 
@@ -319,6 +322,16 @@ def _fused_shapes(n: NodeView) -> tuple[list[Size], list[Size]]:
     return found[0], found[1]
 
 
+def _seen_shape(value: ir.Value, trans: int) -> list[Size]:
+    shape = sizes.of(value)
+    return [shape[axis] for axis in _fused_perm(len(shape), trans, 0)]
+
+
+def transpose_matmul(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool, alpha: float) -> torch.Tensor:
+    product = torch.matmul(a.mT if trans_a else a, b.mT if trans_b else b)
+    return product if alpha == 1 else product.mul_(alpha)
+
+
 def _fused_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.a), _product_shape(*_fused_shapes(n))),)
 
@@ -339,18 +352,18 @@ def _fused_body(op: Builder, n: NodeView) -> ir.Value:
     return _scaled(op, op.MatMul(*operands), n.alpha)
 
 
-def _seen(argument: Any, rank: int, trans: int, trans_batch: int) -> Any:
+def _seen(argument: Any, trans: int, trans_batch: int) -> Any:
     """A view of an operand as it is multiplied."""
     if trans_batch:
         argument = Method("movedim", argument, 0, -2)
     if trans:
-        argument = Method("t", argument) if rank == 2 else Method("transpose", argument, -2, -1)
+        argument = Property("mT", argument)
     return argument
 
 
 def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
-    first = _seen(a, rank_of(n.a), n.transA, n.transBatchA)
-    second = _seen(b, rank_of(n.b), n.transB, n.transBatchB)
+    first = _seen(a, n.transA, n.transBatchA)
+    second = _seen(b, n.transB, n.transBatchB)
     function = _product_function(*_fused_shapes(n))
     if n.alpha == 1:
         return Call(function, first, second)
@@ -362,9 +375,15 @@ def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
 
 
 def _fused_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    if n.transBatchA or n.transBatchB:
-        raise GraphError("FusedMatMul with transBatchA or transBatchB is only made after differentiation")
-    return _product_gradient(op, n, n.a, n.b, dy, n.transA, n.transB, n.alpha)
+    perms = [_fused_perm(rank_of(v), 0, trans) for v, trans in ((n.a, n.transBatchA), (n.b, n.transBatchB))]
+    a, b = (transposed(op, v, perm) for v, perm in zip((n.a, n.b), perms, strict=True))
+    found = _product_gradient(op, n, a, b, dy, n.transA, n.transB, n.alpha)
+    # The batch axes of a gradient are those of y: more than the operand's, where it was broadcast.
+    da, db = (
+        None if g is None else transposed(op, g, inverse(_fused_perm(rank_of(g), 0, trans)))
+        for g, trans in zip(found, (n.transBatchA, n.transBatchB), strict=True)
+    )
+    return da, db
 
 
 FUSED_MATMUL = define(
@@ -389,6 +408,21 @@ FUSED_MATMUL = define(
         flops=lambda n: _product_flops(n.y, _fused_shapes(n)[0][-1]),
         host=None,
     )
+)
+
+
+composite(
+    "TransposeMatMul",  # FusedMatMul's first name
+    ("a", "b"),
+    lambda op, n: op.ms.FusedMatMul(n.a, n.b, alpha=n.alpha, transA=n.transA, transB=n.transB),
+    lambda n, a, b: Call(transpose_matmul, a, b, bool(n.transA), bool(n.transB), n.alpha),
+    domain=MICROSOFT,
+    attributes={"alpha": 1.0, "transA": 0, "transB": 0},
+    shapes=lambda n: (
+        TensorType(dtype_of(n.a), _product_shape(_seen_shape(n.a, n.transA), _seen_shape(n.b, n.transB))),
+    ),
+    axes=lambda n: f"... {'k m' if n.transA else 'm k'}, ... {'n k' if n.transB else 'k n'} -> ... m n",
+    flops=lambda n: _product_flops(n.y, _seen_shape(n.a, n.transA)[-1]),
 )
 
 
@@ -478,7 +512,7 @@ def _gemm_axes(n: NodeView) -> str:
 
 
 def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
-    first, second = _seen(a, 2, n.transA, 0), _seen(b, 2, n.transB, 0)
+    first, second = _seen(a, n.transA, 0), _seen(b, n.transB, 0)
     if c is None:
         if n.alpha == 1:
             return Call(torch.mm, first, second)

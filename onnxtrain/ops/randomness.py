@@ -39,7 +39,7 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.registry import define
 
-_DRAWS = 65536  # what 16 bits tell apart
+DRAWS = 65536  # what 16 bits tell apart
 _DEFAULT_RATIO = 0.5
 
 
@@ -56,26 +56,28 @@ def _number(value: ir.Value | None, default: Any) -> Any:
     return None if constant is None else constant.item()
 
 
-def _trains(n: NodeView) -> bool:
+def trains(n: NodeView) -> bool:
     """Whether the node is known to drop something, but not everything."""
     ratio = _number(n.ratio, _DEFAULT_RATIO)
     return ratio is not None and 0 < ratio < 1 and bool(_number(n.training_mode, False))
 
 
-def _draws_fast(n: NodeView) -> bool:
-    if n.node.metadata_props.get("rng") != "fast" or not _trains(n):
+def draws_fast(n: NodeView) -> bool:
+    """Whether the node draws, and with 16 bits an element."""
+    draws = Effects.RANDOM in n.definition.effects
+    if not draws or n.node.metadata_props.get("rng") != "fast" or not trains(n):
         return False
-    share = round(float(_number(n.ratio, _DEFAULT_RATIO)) * _DRAWS)
-    return 0 < share < _DRAWS
+    share = round(float(_number(n.ratio, _DEFAULT_RATIO)) * DRAWS)
+    return 0 < share < DRAWS
 
 
-def _ratio(n: NodeView) -> float:
+def ratio_of(n: NodeView) -> float:
     """The share of elements that the node drops."""
     ratio = float(_number(n.ratio, _DEFAULT_RATIO))
-    return round(ratio * _DRAWS) / _DRAWS if n.definition is DROPOUT and _draws_fast(n) else ratio
+    return round(ratio * DRAWS) / DRAWS if draws_fast(n) else ratio
 
 
-def _scale(ratio: float, dtype: torch.dtype) -> float:
+def scale_of(ratio: float, dtype: torch.dtype) -> float:
     """The factor 1 / (1 - ratio) as eager PyTorch rounds it: it divides a tensor of ones by 1 - ratio."""
     return float(torch.ones((), dtype=dtype).div_(1 - ratio).item())
 
@@ -105,10 +107,10 @@ def fast_dropout(x: torch.Tensor, dropped: int, scale: float) -> tuple[torch.Ten
     """Drops `dropped` of the 65536 numbers that an element can draw."""
     count = x.numel()
     if count < _FEW:
-        return dropout(x, 1 - dropped / _DRAWS, scale)
+        return dropout(x, 1 - dropped / DRAWS, scale)
     mask = torch.empty_like(x, dtype=torch.uint8)  # dense, whatever x is
     draws = torch.empty((count + 3) // 4, dtype=torch.int64, device=x.device).random_(-(2**63), None)
-    torch.ge(draws.view(torch.int16)[:count], dropped - _DRAWS // 2, out=mask.as_strided((count,), (1,)))
+    torch.ge(draws.view(torch.int16)[:count], dropped - DRAWS // 2, out=mask.as_strided((count,), (1,)))
     mask = mask.view(torch.bool)
     return _masked(x, mask, scale), mask
 
@@ -122,7 +124,7 @@ def dropout_of_any_ratio(
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if ratio == 1:
         return x * 0, torch.zeros_like(x, dtype=torch.bool)
-    return dropout(x, 1 - ratio, _scale(ratio, x.dtype))
+    return dropout(x, 1 - ratio, scale_of(ratio, x.dtype))
 
 
 def dropout_backward_of_any_ratio(
@@ -135,15 +137,15 @@ def dropout_backward_of_any_ratio(
     ratio = _DEFAULT_RATIO if ratio is None else float(ratio)
     if not training or ratio == 0:
         return dy.clone()
-    return _masked(dy, mask, 0.0 if ratio == 1 else _scale(ratio, dy.dtype))
+    return _masked(dy, mask, 0.0 if ratio == 1 else scale_of(ratio, dy.dtype))
 
 
 def _lower_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
-    return Call(dropout, x, 1 - _ratio(n), _scale(_ratio(n), TORCH_DTYPES[dtype_of(n.x)]))
+    return Call(dropout, x, 1 - ratio_of(n), scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.x)]))
 
 
 def _lower_fast_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
-    return Call(fast_dropout, x, round(_ratio(n) * _DRAWS), _scale(_ratio(n), TORCH_DTYPES[dtype_of(n.x)]))
+    return Call(fast_dropout, x, round(ratio_of(n) * DRAWS), scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.x)]))
 
 
 # Dropout
@@ -161,7 +163,7 @@ def _dropout_axes(n: NodeView) -> str:
 def _dropout_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dmask: ir.Value | None) -> list[ir.Value | None]:
     dx = None
     if dy is not None:
-        ratio = op.scalar(_ratio(n), ir.DataType.DOUBLE) if _trains(n) else n.ratio
+        ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
         dx = op.ms.DropoutGrad(dy, n.mask, ratio, n.training_mode)
     return [dx, None, None][: len(n.node.inputs)]
 
@@ -201,11 +203,11 @@ DROPOUT = define(
         stops=frozenset({"ratio", "training_mode"}),
         kernels=(
             Kernel(
-                lower=lambda n, x, ratio, training: Call(torch.native_dropout, x, _ratio(n), True),
-                applies=lambda n, device: device == "cuda" and _trains(n),
+                lower=lambda n, x, ratio, training: Call(torch.native_dropout, x, ratio_of(n), True),
+                applies=lambda n, device: device == "cuda" and trains(n),
             ),
-            Kernel(lower=_lower_fast_dropout, applies=lambda n, device: _draws_fast(n)),
-            Kernel(lower=_lower_dropout, applies=lambda n, device: _trains(n)),
+            Kernel(lower=_lower_fast_dropout, applies=lambda n, device: draws_fast(n)),
+            Kernel(lower=_lower_dropout, applies=lambda n, device: trains(n)),
             Kernel(lower=lambda n, *arguments: Call(dropout_of_any_ratio, *arguments), scalars=True),
         ),
         axes=_dropout_axes,
@@ -236,11 +238,11 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _lower_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:
-    return Call(_masked, dy, mask, _scale(_ratio(n), TORCH_DTYPES[dtype_of(n.dy)]))
+    return Call(_masked, dy, mask, scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.dy)]))
 
 
 def _lower_native_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:
-    return Call(torch.ops.aten.native_dropout_backward.default, dy, mask, 1 / (1 - _ratio(n)))
+    return Call(torch.ops.aten.native_dropout_backward.default, dy, mask, 1 / (1 - ratio_of(n)))
 
 
 def _grad_flops(n: NodeView) -> Size:
@@ -262,8 +264,8 @@ define(
         gradient=NOT_DIFFERENTIABLE,
         stops=frozenset(),
         kernels=(
-            Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and _trains(n)),
-            Kernel(lower=_lower_grad, applies=lambda n, device: _trains(n)),
+            Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and trains(n)),
+            Kernel(lower=_lower_grad, applies=lambda n, device: trains(n)),
             Kernel(lower=lambda n, *arguments: Call(dropout_backward_of_any_ratio, *arguments), scalars=True),
         ),
         axes=_grad_axes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
@@ -18,11 +20,16 @@ def define(op: OpDef) -> OpDef:
     if key in OPS:
         raise GraphError(f"{op.domain}::{op.name} is defined twice")
     OPS[key] = op
-    for overload, convert in op.from_torch.items():
-        if overload in FROM_TORCH:
-            raise GraphError(f"{overload} is captured twice, the second time by {op.name}")
-        FROM_TORCH[overload] = convert
+    compose(op.from_torch)
     return op
+
+
+def compose(from_torch: Mapping[str, FromTorch]) -> None:
+    """Adds captures of ATen overloads, such as become several ops. Raises GraphError where one is there already."""
+    twice = from_torch.keys() & FROM_TORCH.keys()
+    if twice:
+        raise GraphError(f"{', '.join(sorted(twice))} is captured twice")
+    FROM_TORCH.update(from_torch)
 
 
 def lookup(domain: str, name: str) -> OpDef:

@@ -48,13 +48,45 @@ def symmetric_pads(n: NodeView, count: int) -> list[int]:
     return pads[:count]
 
 
-def window_count(size: Size, kernel: Size, stride: int, pad: int, dilation: int, ceil: bool = False) -> Size:
-    """How many windows fit. With `ceil` the last may reach over the padding, but has to start before it."""
-    span = sizes.subtract(sizes.add(size, 2 * pad - 1), sizes.multiply(dilation, sizes.subtract(kernel, 1)))
+Padding = tuple[Size, Size]  # before and after an axis
+
+
+def paddings(n: NodeView, inner: Sequence[Size], kernel: Sequence[Size]) -> list[Padding]:
+    """The padding of each axis, of these sizes, with `auto_pad` worked out.
+
+    SAME_UPPER and SAME_LOWER give an axis of size s as many windows as strides fit: ceil(s / stride). What they need
+    beyond s is padding, half at each end; an odd place goes to the end, or with SAME_LOWER to the beginning.
+    """
+    count = len(inner)
+    if n.auto_pad == "NOTSET":
+        pads = per_axis(n, "pads", 2 * count, 0)
+        return list(zip(pads[:count], pads[count:], strict=True))
+    if n.auto_pad == "VALID":
+        return [(0, 0)] * count
+    strides, dilations = per_axis(n, "strides", count, 1), per_axis(n, "dilations", count, 1)
+    found: list[Padding] = []
+    for size, window, stride, dilation in zip(inner, kernel, strides, dilations, strict=True):
+        windows = sizes.floor_divide(sizes.add(size, stride - 1), stride)
+        lacking = sizes.maximum(0, sizes.subtract(covered(windows, window, stride, dilation), size))
+        less = sizes.floor_divide(lacking, 2)
+        more = sizes.subtract(lacking, less)
+        found.append((less, more) if n.auto_pad == "SAME_UPPER" else (more, less))
+    return found
+
+
+def window_count(
+    size: Size, kernel: Size, stride: int, pad: Size, dilation: int, ceil: bool = False, after: Size | None = None
+) -> Size:
+    """How many windows fit, with padding `pad` at both ends or `after` at the other.
+
+    With `ceil` the last may reach over the padding, but has to start before it.
+    """
+    both = sizes.multiply(2, pad) if after is None else sizes.add(pad, after)
+    span = sizes.subtract(sizes.add(size, both, -1), sizes.multiply(dilation, sizes.subtract(kernel, 1)))
     if not ceil:
         return sizes.add(sizes.floor_divide(span, stride), 1)
     fitting = sizes.add(sizes.floor_divide(sizes.add(span, stride - 1), stride), 1)
-    starting = sizes.floor_divide(sizes.add(size, pad + stride - 1), stride)
+    starting = sizes.floor_divide(sizes.add(size, pad, stride - 1), stride)
     return sizes.minimum(fitting, starting)
 
 

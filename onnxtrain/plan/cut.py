@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
 from onnxtrain.graph.host import host_values, is_root
-from onnxtrain.ops import definition_of
+from onnxtrain.ops import Effects, definition_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Cut:
     kept: tuple[ir.Value, ...]
     sizes: tuple[ir.Value, ...]
 
+    def unsaved(self) -> list[int]:
+        """The positions of the forward's inputs that are not kept."""
+        return [i for i, value in enumerate(self.forward.inputs) if value not in self.kept]
+
 
 def whole(model: ir.Model) -> Part:
     """A graph without gradients as one part."""
@@ -67,13 +71,14 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     given = {c for c in joint.cotangents if c is not None}
     earlier = _forward_nodes(joint, nodes, given)
     backward_nodes = [n for n in nodes if n not in earlier]
-    backward, reads = _needed(backward_nodes, [g for g in gradients if g is not None], host, nodes)
+    asked = [g for g in gradients if g is not None]
+    backward, reads = _needed(backward_nodes, asked, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
     kept = tuple(v for v in reads if v not in host and v not in given and v.const_value is None)
     crossing = tuple(v for v in reads if v in host)
 
     results = tuple(graph.outputs)[: joint.outputs]
     goals = [v for v in (*results, *kept, *crossing) if v.const_value is None]
-    forward, _ = _needed([n for n in nodes if n in earlier], goals, host, nodes, keep_effects=True)
+    forward, _ = _needed([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
     inputs = tuple(v for v in graph.inputs if v not in given)
     return Cut(
         Part(forward, inputs, (), (*results, *kept), crossing, host),
@@ -106,19 +111,19 @@ def _needed(
     goals: Sequence[ir.Value],
     host: frozenset[ir.Value],
     nodes: Sequence[ir.Node],
-    keep_effects: bool = False,
+    effects: Effects,
 ) -> tuple[tuple[ir.Node, ...], list[ir.Value]]:
     """The nodes that compute `goals`, and the values they read from elsewhere, in graph order.
 
-    Nodes come from `candidates`, and size arithmetic from all nodes.
+    Nodes come from `candidates`, and size arithmetic from all nodes. Candidates that have some of these `effects` are
+    needed in any case.
     """
     own = set(candidates)
     open_values, done, used = list(goals), set(goals), set[ir.Node]()
-    if keep_effects:
-        for node in candidates:
-            if definition_of(node).effects:
-                used.add(node)
-                _push(node, open_values, done)
+    for node in candidates:
+        if definition_of(node).effects & effects:
+            used.add(node)
+            _push(node, open_values, done)
     outside: dict[ir.Value, Any] = {}
     while open_values:
         value = open_values.pop()

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onnxtrain.capture.decisions import Decisions, attempts
 from onnxtrain.capture.guards import Guards, compile_guards
+from onnxtrain.errors import CaptureError
 
 Forward = Callable[..., Any]
 Shapes = Sequence[tuple[int, ...]]
@@ -224,6 +225,44 @@ def test_explanations() -> None:
     assert "is 0" in fixed.explain(tensors_of([(0, 3)]))
     squeezed = guards_of(lambda x: x.squeeze(0), (4, 3))
     assert "squeeze" in squeezed.explain(tensors_of([(1, 3)]))
+
+
+# What only the elements tell.
+
+SELECTED: dict[str, Forward] = {
+    "rows": lambda x: x[x[:, 0] > 0] * 2,
+    "two of one mask": lambda x: (x[x[:, 0] > 0], x[x[:, 0] > 0].sum(0).expand(x[x[:, 0] > 0].shape[0], -1)),
+    "concatenated": lambda x: torch.cat([x[x[:, 0] > 0], x[x[:, 0] <= 0]]),
+    "product": lambda x: x[x[:, 0] > 0] @ x[x[:, 0] > 0].t(),
+    "reshaped": lambda x: x[x > 0].reshape(-1, 1),
+    "places": lambda x: ((x > 0).nonzero(), x[torch.where(x > 0)]),
+    "size as a number": lambda x: x * x[x > 0].shape[0],
+    "element as a size": lambda x: torch.ones((x > 0).sum().item()) * 2,
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_selected_elements_are_one_capture(name: str) -> None:
+    engine = Engine(SELECTED[name])
+    for shape in [(4, 3), (1, 3), (4, 1), (1, 1), (6, 5)]:
+        for count in (0, 1, shape[0]):  # rows
+            x = torch.where(torch.arange(shape[0])[:, None] < count, 1.0, -1.0).expand(shape).contiguous()
+            assert equal(engine(x), SELECTED[name](x)), (shape, count)
+    assert len(engine.captures) == 1
+
+
+ASSUMED: dict[str, Forward] = {
+    "two masks select as many": lambda x: x[x[:, 0] > 0] + x[x[:, 1] > 0],
+    "as many as another size": lambda x: x[x[:, 0] > 0][:, 0] + x[0],
+    "no more than another size": lambda x: x[x[:, 0] > 0] + torch.ones_like(x)[: x[x[:, 0] > 0].shape[0]],
+    "not 1": lambda x: x[x[:, 0] > 0].squeeze(0) * 2,
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_what_is_assumed_of_the_number_of_selected_elements_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="some numbers of selected elements"):
+        export(ASSUMED[name], [torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [-1, -1, -1]])])
 
 
 def test_places_that_stay_open() -> None:

@@ -263,7 +263,28 @@ COPIES = [
     one("Detach", torch.detach, domain=OWN),
 ]
 
+
+SIGNED_ZEROS = Spec(
+    "b s h", make=lambda s, d, g: torch.tensor([0.0, -0.0, 1.5, -2.0, 3.0])[torch.randint(5, s, generator=g)].to(d)
+)
+SPECIAL = [
+    one("Erfc", torch.erfc, domain=OWN),
+    one("Sinc", torch.sinc, domain=OWN),
+    OpCase(OWN, "Sinc", (Spec("b s", make=lambda s, d, g: torch.zeros(s, dtype=d)),), torch.sinc, label="zero"),
+    one("Entr", torch.special.entr, low=0.1, domain=OWN),
+    two("XLogY", torch.xlogy, OWN, b=Spec("s h", low=0.1)),
+    two("XLogY", torch.xlogy, OWN, a=SIGNED_ZEROS, b=Spec("b s h", low=0.1), label="zeros"),
+    two("XLog1PY", torch.special.xlog1py, OWN, b=Spec("b s h", low=-0.9)),
+    two("Hypot", torch.hypot, OWN, specials=False),
+    two("CopySign", torch.copysign, OWN, b=SIGNED_ZEROS),
+    two("FMax", torch.fmax, OWN),
+    two("FMax", torch.fmax, OWN, a=SIGNED_ZEROS, b=SIGNED_ZEROS, label="ties"),
+    two("FMin", torch.fmin, OWN),
+    OpCase("", "Pow", (Spec("b s", low=0.2), Spec("s", "int64", 0, 4)), lambda a, b: a**b, label="int-exponent"),
+]
+
 CASES = [
+    *SPECIAL,
     *ARITHMETIC,
     *POWERS,
     *TRIGONOMETRY,

@@ -70,6 +70,89 @@ def full(value: Any, dtype: ir.DataType) -> ir.TensorProtocol:
     return ir.tensor(np.array([value], dtype=dtype.numpy()))
 
 
+# Indices below 0, as ONNX has them, and of other integer types
+
+
+def from_end(rows: Any, size: int) -> Any:
+    return rows.long() % size
+
+
+INT32 = Spec("b s h", torch.int32, low=-7, high=7)
+NEGATIVE = [
+    OpCase("", "Gather", (Spec("b 7 h"), places("s", 7, -7)), lambda x, i: x[:, i], {"axis": 1}, label="negative"),
+    OpCase("", "Gather", (Spec("7 h"), places("b s", 7, -7)), lambda x, i: x[i], label="negative-table"),
+    OpCase(
+        "", "Gather", (Spec("b 7 h"), ints(-1, 0, -7)), lambda x, i: x[:, i], {"axis": 1}, label="negative-constant"
+    ),
+    OpCase(
+        "",
+        "GatherElements",
+        (Spec("b 7 h"), INT32),
+        lambda x, i: x.gather(1, from_end(i, 7)),
+        {"axis": 1},
+        label="negative",
+        sizes=[{"b": 3, "s": 5, "h": 2}, {"b": 1, "s": 1, "h": 1}],
+    ),
+    OpCase(
+        "",
+        "ScatterElements",
+        (Spec("b 7 h"), INT32, Spec("b s h")),
+        lambda x, i, u: x.scatter_add(1, from_end(i, 7), u),
+        {"axis": 1, "reduction": "add"},
+        label="negative",
+        sizes=[{"b": 3, "s": 5, "h": 2}, {"b": 1, "s": 1, "h": 1}],
+    ),
+    OpCase(
+        "",
+        "OneHot",
+        (Spec("b s", "int64", low=-7, high=9), number(5), Spec("2", torch.float32, value=[-1.5, 2.5])),
+        lambda i, *_: torch.where((torch.where(i < 0, i + 5, i)[:, None] == torch.arange(5)[:, None]), 2.5, -1.5),
+        {"axis": 1},
+        label="values",
+    ),
+]
+
+
+# Reductions. Coordinates meet, and zeros stand among the factors.
+
+
+def factors(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def scatter_nd(how: str) -> Any:
+    def reference(x: Any, at: Any, u: Any) -> Any:
+        rows = (at[..., 0] % 4) * 3 + at[..., 1] % 3
+        wide = rows.reshape(-1, 1).expand(-1, x.shape[2])
+        flat = x.reshape(12, x.shape[2])
+        return flat.scatter_reduce(0, wide, u.reshape(wide.shape), how).reshape(x.shape)
+
+    return reference
+
+
+CORNERS = Spec("s 2", "int64", make=lambda s, d, g: torch.randint(-3, 3, s, generator=g))
+REDUCTIONS = [
+    *(
+        OpCase(
+            "",
+            "ScatterND",
+            (Spec("4 3 h", make=factors), CORNERS, Spec("s h", make=factors)),
+            scatter_nd(how),
+            {"reduction": name},
+            label=name,
+        )
+        for name, how in (("mul", "prod"), ("max", "amax"), ("min", "amin"))
+    ),
+    OpCase(
+        "",
+        "ScatterElements",
+        (Spec("b 3 h", make=factors), Spec("b s h", "int64", low=0, high=3), Spec("b s h", make=factors)),
+        lambda x, i, u: x.scatter_reduce(1, i, u, "prod"),
+        {"axis": 1, "reduction": "mul"},
+        label="mul",
+    ),
+]
+
 CASES = [
     # From numbers
     OpCase("", "ConstantOfShape", (SizesOf("2 3"),), torch.zeros),
@@ -345,4 +428,6 @@ CASES = [
     ),
     OpCase(OWN, "Sort", (Spec("b s", "int64", low=-3, high=3),), lambda x: x.sort(stable=True), label="ints"),
     OpCase("", "OneHot", (places("b s", 5), number(5), ints(0, 1)), lambda i, *_: F.one_hot(i, 5)),
+    *NEGATIVE,
+    *REDUCTIONS,
 ]

@@ -188,4 +188,16 @@ VARIANCE = [
     )
 ]
 
-CASES = [*SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE]
+LP_NORMS = [
+    OpCase(
+        "onnxtrain",
+        "ReduceLp",
+        (Spec("b s h"), Spec("1", "int64", value=[1])),
+        lambda x, _, p=p: torch.linalg.vector_norm(x, p, 1),
+        {"p": p, "keepdims": 0},
+        label=str(p),
+    )
+    for p in (3.0, 1.5, 0.5, 0.0)
+]
+
+CASES = [*LP_NORMS, *SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE]

@@ -101,6 +101,15 @@ CASES = [
     OpCase("", "Concat", (Spec("b"), Spec("3")), lambda *xs: torch.cat(xs, -1), {"axis": -1}, label="vectors"),
     OpCase("", "Concat", (Spec("b s"),), lambda x: x, {"axis": 0}, label="one"),
     OpCase("", "Split", (Spec("b 6 s"),), lambda x: x.split(2, 1), {"axis": 1, "num_outputs": 3}),
+    OpCase("", "Split", (Spec("b 7 s"),), lambda x: x.split(3, 1), {"axis": 1, "num_outputs": 3}, label="uneven"),
+    OpCase(
+        "",
+        "Split",
+        (Spec("b 7 s"), Spec("3", "int64", value=[2, 4, 1])),
+        lambda x, _: x.split([2, 4, 1], 1),
+        {"axis": 1},
+        label="lengths",
+    ),
     OpCase(
         "",
         "Split",

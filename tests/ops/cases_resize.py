@@ -1,7 +1,10 @@
-"""Interpolation against torch.nn.functional."""
+"""Interpolation against torch.nn.functional; ONNX's Resize against that and against ONNX's own reference."""
 
+import functools
 from typing import Any
 
+import numpy as np
+import onnx
 import torch
 import torch.nn.functional as F
 
@@ -47,7 +50,151 @@ def by_autograd(forward: Any) -> Any:
     return reference
 
 
+# Resize in both dtypes without body, and in float32 with it: onnxruntime's takes no double. ONNX's reference computes
+# cubic weights in float32: [1:] leaves the first out.
+
+
+def antialiased(x: Any, size: Any) -> Any:
+    return F.interpolate(x, tuple(size), mode="bicubic", antialias=True)
+
+
+@functools.cache
+def matrix(size: int, out: int, scale: float | None, region: tuple[float, float], how: tuple[Any, ...]) -> Any:
+    """The weights [out, size] of one axis: ONNX's reference of the unit matrix."""
+    from onnx.reference import ReferenceEvaluator
+
+    attributes = dict(how) | {"axes": [0], "extrapolation_value": 0.0}
+    names = ["x", "roi", "scales" if scale else "", "" if scale else "sizes"]
+    node = onnx.helper.make_node("Resize", names, ["y"], **attributes)
+    feeds: dict[str, Any] = {"x": np.eye(size), "roi": np.array(region, np.float64)}
+    feeds |= {"scales": np.array([scale], np.float32)} if scale else {"sizes": np.array([out])}
+    return torch.from_numpy(np.asarray(ReferenceEvaluator(node).run(None, feeds)[0]).astype(np.float64))
+
+
+def by_matrices(scales: Any = None, region: Any = None, outside: float = 0.0, **how: Any) -> Any:
+    """Resizes the last two axes, by ONNX's reference."""
+    key = tuple(sorted(how.items()))
+
+    def reference(x: Any, *others: Any) -> Any:
+        y, wanted = x, others[-1] if scales is None else None
+        for i, axis in enumerate((x.ndim - 2, x.ndim - 1)):
+            size, scale = x.shape[axis], None if scales is None else scales[i]
+            out = int(wanted[axis]) if scale is None else int(size * scale)
+            span = (0.0, 1.0) if region is None else (region[i], region[i + 2])
+            weights = matrix(size, out, scale, span, key).to(x.dtype)
+            y = (y.movedim(axis, -1) @ weights.T).movedim(-1, axis)
+            if outside:  # rows of no weights lie outside
+                beyond = (weights == 0).all(1).view([-1 if k == axis else 1 for k in range(x.ndim)])
+                y = torch.where(beyond, torch.full((), outside, dtype=x.dtype), y)
+        return y
+
+    return reference
+
+
+def resize(label: str, size: str, **how: Any) -> list[OpCase]:
+    reference = by_matrices(**how)
+    return [
+        OpCase(
+            "",
+            "Resize",
+            (Spec("n c p q", dtype), None, None, SizesOf(f"n c {size}")),
+            lambda x, _, __, wanted: reference(x, wanted),
+            how,
+            sizes=sizes(2),
+            bodies=dtype != "float",
+            label=f"{label}-{size}-{dtype}",
+        )
+        for dtype in ("float", torch.float32)
+    ]
+
+
+def scaled(label: str, *scales: float, **how: Any) -> list[OpCase]:
+    reference = by_matrices(scales, **how)
+    given = Spec("4", torch.float32, value=[1.0, 1.0, *scales])
+    return [
+        OpCase(
+            "",
+            "Resize",
+            (Spec("n c p q", dtype), None, given),
+            lambda x, *_: reference(x),
+            how,
+            sizes=sizes(2)[:1],
+            bodies=dtype != "float",
+            label=f"{label}-{dtype}",
+        )
+        for dtype in ("float", torch.float32)
+    ]
+
+
+REGION = [0.0, 0.0, 0.125, 0.25, 1.0, 1.0, 0.75, 1.25]
+CROP = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear"}
+DOWN = {"mode": "cubic", "antialias": 1, "cubic_coeff_a": -0.5, "exclude_outside": 1}
+LARGER = {"keep_aspect_ratio_policy": "not_smaller", "mode": "linear"}
+
+RESIZES = [
+    *resize("nearest", "2*p 3"),
+    *resize("floor", "2*p 3*q", nearest_mode="floor", coordinate_transformation_mode="asymmetric"),
+    *resize("linear", "7 3*q", mode="linear"),
+    *resize("corners", "7 3*q", mode="linear", coordinate_transformation_mode="align_corners"),
+    *resize("cubic", "7 3*q", mode="cubic", cubic_coeff_a=-0.5, exclude_outside=1)[1:],
+    *resize("antialias", "2 3*q", mode="linear", antialias=1),
+    *scaled("scaled", 1.5, 2.25, mode="linear"),
+    *scaled("symmetric", 1.5, 0.75, mode="cubic", coordinate_transformation_mode="half_pixel_symmetric")[1:],
+    *scaled("shrunken", 0.5, 0.75, mode="cubic", antialias=1)[1:],
+    *(
+        OpCase(
+            "",
+            "Resize",
+            (Spec("n c 6 5", dtype), None, None, SizesOf("n c 2 3")),
+            lambda x, _, __, size: antialiased(x, size[2:]),
+            DOWN,
+            sizes=[{"n": 2, "c": 3}, {"n": 1, "c": 1}],
+            bodies=dtype != "float",
+            label=f"antialias-cubic-{dtype}",
+        )
+        for dtype in ("float", torch.float32)
+    ),
+    OpCase(
+        "",
+        "Resize",
+        (Spec("n c p q"), None, None, SizesOf("2*p 3*q")),
+        lambda x, _, __, size: F.interpolate(x, size, mode="bilinear"),
+        {"mode": "linear", "axes": [2, 3]},
+        sizes=sizes(2),
+        bodies=False,
+        label="axes",
+    ),
+    OpCase(
+        "",
+        "Resize",
+        (Spec("n c 4 8", torch.float32), Spec("8", torch.float32, value=REGION), None, SizesOf("n c 3 5")),
+        lambda x, roi, _, size: by_matrices(None, (0.125, 0.25, 0.75, 1.25), 9.0, **CROP)(x, size),
+        {**CROP, "extrapolation_value": 9.0},
+        sizes=[{"n": 2, "c": 3}],
+        label="crop",
+    ),
+    OpCase(
+        "",
+        "Resize",
+        (Spec("n 4 8", torch.float32), None, None, Spec("2", "int64", value=[7, 10])),
+        lambda x, *_: F.interpolate(x[None], (7, 14), mode="bilinear")[0],
+        {**LARGER, "axes": [1, 2]},
+        sizes=[{"n": 2}],
+        label="ratio",
+    ),
+    OpCase(
+        "com.microsoft",
+        "ResizeGrad",
+        (Spec("n c 2 3"), SizesOf("n c 6 5"), None, None, SizesOf("n c 2 3")),
+        lambda dy, shape, *_: by_autograd(antialiased)(dy, shape),
+        DOWN,
+        sizes=[{"n": 2, "c": 3}, {"n": 1, "c": 1}],
+        bodies=False,
+    ),
+]
+
 CASES = [
+    *RESIZES,
     *(case(mode, 2, size) for mode in ("nearest", "nearest-exact") for size in ("2*p 3*q", "7 6", "3 2")),
     *(case(mode, 2, size, align) for mode in ("linear", "cubic") for size in ("2*p 3*q", "3 1") for align in (0, 1)),
     *(case(mode, 1, "11") for mode in ("nearest", "nearest-exact", "linear")),

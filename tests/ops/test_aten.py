@@ -1,7 +1,10 @@
-"""Operators without a definition stay ATen nodes: exact, with PyTorch's own gradient, at all sizes on one capture."""
+"""Operators without a definition: PyTorch's own, exact, with PyTorch's gradient, at all sizes on one capture."""
 
 import copy
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,52 +12,181 @@ from torch import nn
 
 from onnxtrain import ORTModule
 
-CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "fft": lambda x: torch.fft.rfft(x).abs(),
-    "complex": lambda x: torch.view_as_real(torch.fft.fft(x) * torch.fft.fft(x).conj()),
-    "svd": torch.linalg.svdvals,
-    "solve": lambda x: torch.linalg.solve(x.t() @ x + torch.eye(6), x.t()),
-    "several results": lambda x: torch.linalg.qr(x).R.abs(),
-    "a string among the arguments": lambda x: nn.functional.pad(x[None], (1, 1), mode="circular"),
-    "cdist": lambda x: torch.cdist(x, x.flip(0) + 1),
-    "random": lambda x: x * torch.randn_like(x),
-}
+Call = Callable[[torch.Tensor], Any]
 
 
 class Calls(nn.Module):
-    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.call = call
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.call(self.linear(x))
 
 
-def aten_operators(module: ORTModule) -> list[str]:
-    entries = module.__dict__["_engine"]._entries
-    graph = next(iter(entries.values()))[0].compiled.captured.model.graph
+def operators(module: ORTModule) -> list[str]:
+    """The ATen operators of the forward graph."""
+    graph = module.__dict__["_engine"].newest().captured.model.graph
     return [node.attributes["operator"].as_string() for node in graph if node.op_type == "ATen"]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_equals_eager(name: str) -> None:
-    eager = Calls(CALLS[name]).double()
+def backward_ops(module: ORTModule) -> list[str]:
+    """The ops of the backward programs."""
+    backwards = module.__dict__["_engine"].newest().unit._backwards.values()
+    return [node.op_type for backward in backwards for node in backward.program.part.nodes]
+
+
+def is_traced(module: ORTModule) -> bool:
+    return "ATenGrad" not in backward_ops(module)
+
+
+def compare(eager: nn.Module, batches: list[torch.Tensor]) -> ORTModule:
+    """Outputs, gradients and the state of the generator are eager's, for all batches on one capture."""
     ours = ORTModule(copy.deepcopy(eager), rng="torch")
-    for rows in (7, 9, 8):
-        x = torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
-        results = []
+    for x in batches:
+        found = []
         for module in (ours, eager):
-            torch.manual_seed(rows)
-            output = module(x)
-            output.backward(torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)))
-            results.append((output.detach(), torch.get_rng_state()))
-        torch.testing.assert_close(*(r[0] for r in results))
-        assert torch.equal(*(r[1] for r in results))
+            torch.manual_seed(len(x))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*runs in PyTorch")
+                result = module(x)
+            outputs = result if isinstance(result, tuple) else (result,)
+            generator = torch.Generator().manual_seed(1)
+            cotangents = [torch.randn(o.shape, dtype=o.dtype, generator=generator) for o in outputs]
+            pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+            torch.autograd.backward([o for o, _ in pairs], [c for _, c in pairs])
+            found.append((outputs, torch.get_rng_state()))
+        for mine, theirs in zip(*(outputs for outputs, _ in found), strict=True):
+            torch.testing.assert_close(mine, theirs)
+            assert mine.requires_grad == theirs.requires_grad
+        assert torch.equal(found[0][1], found[1][1])
+    for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p.grad.layout == q.grad.layout
+        torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), msg=lambda text, name=name: f"{name}: {text}")
+    assert ours.__dict__["_engine"].captures == 1
+    return ours
+
+
+def rows(*counts: int) -> list[torch.Tensor]:
+    return [torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in counts]
+
+
+# The operators of PyTorch
+
+
+TRACED: dict[str, Call] = {
+    "fft": lambda x: torch.fft.rfft(x).abs(),
+    "complex": lambda x: torch.view_as_real(torch.fft.fft(x) * torch.fft.fft(x).conj()),
+    "solve": lambda x: torch.linalg.solve(x.t() @ x + torch.eye(6, dtype=x.dtype), x.t()),
+    "several results": lambda x: torch.linalg.eigh(x.t() @ x).eigenvalues,
+    "one of several results": lambda x: torch.linalg.svd(x.t() @ x)[1],
+    "indices among the results": lambda x: torch.kthvalue(x, 2, dim=1).values,
+    "a result that the derivative uses": lambda x: torch.erfinv(x.tanh()),
+    "in place": lambda x: x.tanh().clone().erfinv_(),
+    "cdist": lambda x: torch.cdist(x, x.flip(0) + 1),
+    "random": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "random without gradient": lambda x: (x * torch.randn_like(x), torch.randint_like(x, 5)),
+}
+AT_RUN_TIME: dict[str, Call] = {
+    "a formula for tall matrices and one for wide ones": lambda x: torch.linalg.svd(x, full_matrices=False)[1],
+    "random numbers drawn inside": lambda x: nn.functional.rrelu(x, training=True),
+    "a size that the formula fixes": lambda x: torch.cumprod(x, 0),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_the_gradient_is_traced(name: str) -> None:
+    ours = compare(Calls(TRACED[name]).double(), rows(7, 9, 8))
+    assert operators(ours), "nothing stayed an ATen node: the test shows nothing"
+    assert is_traced(ours)
+
+
+@pytest.mark.parametrize("name", AT_RUN_TIME)
+def test_the_gradient_is_taken_at_run_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="onnxtrain"):
+        ours = compare(Calls(AT_RUN_TIME[name]).double(), rows(7, 9, 4))
+    assert operators(ours)
+    assert not is_traced(ours)
+    assert "cannot be traced" in caplog.text  # with the reason
+
+
+def test_forward_is_not_computed_again() -> None:
+    ours = compare(Calls(lambda x: torch.erfinv(x.tanh())).double(), rows(5, 6))
+    assert operators(ours) == ["aten::erfinv"]
+    assert "ATen" not in backward_ops(ours)  # d erfinv/dx reads erfinv(x)
+
+
+def test_sizes_of_one() -> None:
+    """A trace is made for larger sizes, and holds at 1."""
+    ours = compare(Calls(lambda x: torch.cdist(x, x * 2)).double(), rows(4, 1, 3))
+    assert is_traced(ours)
+
+
+def test_cotangents_of_any_strides() -> None:
+    """An operator of the backward pass may count on contiguous tensors: a sum's gradient has strides of zero."""
+    eager = Calls(lambda x: torch.view_as_real(torch.fft.fft(x)))
+    ours = ORTModule(copy.deepcopy(eager))
+    for module in (ours, eager):
+        module(torch.ones(5, 6)).sum().backward()
     for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    assert aten_operators(ours), "nothing stayed an ATen node: the test shows nothing"
-    assert ours.__dict__["_engine"].captures == 1
+
+
+def test_as_strided_of_what_is_contiguous() -> None:
+    ours = compare(Calls(lambda x: torch.as_strided(x * 2, (3, 2), (2, 1), 1)).double(), rows(4, 6))
+    assert operators(ours) == ["aten::as_strided"]
+
+
+def test_as_strided_of_other_strides_is_refused() -> None:
+    """PyTorch and the graph lay the product out in their own ways."""
+    ours = ORTModule(Calls(lambda x: torch.as_strided(x.t() * 2, (3, 2), (2, 1))))
+    with pytest.warns(UserWarning, match="as_strided reads memory by strides"):
+        ours(torch.ones(4, 6))
+
+
+def test_composite_operators_are_taken_apart() -> None:
+    ours = compare(Calls(lambda x: torch.trapezoid(x, dim=1)).double(), rows(4, 6))
+    assert not operators(ours)
+
+
+def test_a_singular_matrix_is_an_error() -> None:
+    ours = ORTModule(Calls(torch.linalg.inv))
+    ours(torch.randn(6, 6))
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        ours(torch.ones(6, 6))
+
+
+def test_complex_parameters() -> None:
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z = torch.fft.fft(x) * torch.view_as_complex(torch.stack([x, x], -1))
+            y = (z @ self.weight.t()).conj()
+            return y.abs() + y.real  # two contributions to one complex gradient
+
+    ours = compare(Filter(), [x.float() for x in rows(5, 3)])
+    assert is_traced(ours)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_sparse_gradients_stay_sparse(uses: int) -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(11, 4, sparse=True, mode="sum")
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return sum((self.bag(ids.roll(shift, 0)) * (shift + 1) for shift in range(uses)), torch.zeros(()))
+
+    batches = [torch.randint(11, (n, 3), generator=torch.Generator().manual_seed(n)) for n in (5, 4)]
+    ours = compare(Bags(), batches)
+    assert all(p.grad is not None and p.grad.is_sparse for p in ours.parameters())
 
 
 def test_recurrent_layers_and_embedding_bags() -> None:
@@ -70,13 +202,93 @@ def test_recurrent_layers_and_embedding_bags() -> None:
             second, last = self.gru(first)
             return second.sum() + last.square().sum()
 
-    eager = Recurrent()
-    ours = ORTModule(copy.deepcopy(eager), rng="torch")
-    for rows in (4, 2):
-        ids = torch.randint(11, (rows, 12), generator=torch.Generator().manual_seed(rows))
-        for module in (ours, eager):
-            torch.manual_seed(5)
-            module(ids).backward()
-    for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
-    assert aten_operators(ours)
+    batches = [torch.randint(11, (n, 12), generator=torch.Generator().manual_seed(n)) for n in (4, 2)]
+    assert operators(compare(Recurrent(), batches))
+
+
+# Operators of the user
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    with torch.library._scoped_library("onnxtrain_tests", "FRAGMENT") as library:
+        yield library
+
+
+def keep_first(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def test_a_custom_operator_with_its_own_gradient(library: torch.library.Library) -> None:
+    library.define("sine(Tensor x, float scale) -> Tensor")
+    library.impl("sine", lambda x, scale: torch.from_numpy(x.detach().numpy().copy()).sin() * scale, "CPU")
+    torch.library.register_fake("onnxtrain_tests::sine", lambda x, scale: torch.empty_like(x), lib=library)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep_first(ctx, inputs, output)
+        ctx.scale = inputs[1]
+
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return 3 * dy * ctx.saved_tensors[0].cos() * ctx.scale, None  # three times the derivative: not to be guessed
+
+    torch.library.register_autograd("onnxtrain_tests::sine", backward, setup_context=setup, lib=library)
+    ours = compare(Calls(lambda x: torch.ops.onnxtrain_tests.sine(x, 2.0)).double(), rows(4, 6, 1))
+    assert operators(ours) == ["onnxtrain_tests::sine"]
+    assert "Cos" in backward_ops(ours)  # the formula's operators are nodes like any others
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lists_optional_tensors_and_nested_results(library: torch.library.Library, weighted: bool) -> None:
+    library.define("parts(Tensor[] xs, Tensor? w) -> (Tensor, Tensor[])")
+
+    def parts(xs: list[torch.Tensor], w: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        total = torch.stack(xs).sum(0)
+        return total if w is None else total * w, [x * 3 for x in xs]
+
+    library.impl("parts", parts, "CompositeExplicitAutograd")
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        xs, w = inputs
+        ctx.save_for_backward(*xs, *([] if w is None else [w]))
+        ctx.count = len(xs)
+
+    def backward(ctx: Any, dy: torch.Tensor, dys: list[torch.Tensor]) -> tuple[Any, ...]:
+        xs, w = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        shared = dy * w[0] if w else dy
+        return [shared + 3 * d for d in dys], dy * torch.stack(xs).sum(0) if w else None
+
+    torch.library.register_autograd("onnxtrain_tests::parts", backward, setup_context=setup, lib=library)
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total, each = torch.ops.onnxtrain_tests.parts([x, x * 2], x.sin() if weighted else None)
+        return total, each[1]
+
+    ours = compare(Calls(call).double(), rows(4, 6))
+    assert operators(ours) == ["onnxtrain_tests::parts"]
+    assert is_traced(ours)
+
+
+def test_a_custom_operator_that_writes_to_its_argument(library: torch.library.Library) -> None:
+    library.define("scale_(Tensor(a!) x, float factor) -> ()")
+    library.impl("scale_", _scale, "CPU")
+    torch.library.register_fake("onnxtrain_tests::scale_", lambda x, factor: None, lib=library)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        copied = x.detach().clone()
+        torch.ops.onnxtrain_tests.scale_(copied, 3.0)
+        return copied * x
+
+    ours = compare(Calls(call).double(), rows(4, 6))
+    assert operators(ours) == ["onnxtrain_tests::scale_"]
+
+
+def _scale(x: torch.Tensor, factor: float) -> None:
+    x.mul_(factor)
+
+
+def test_a_custom_operator_without_fake_implementation(library: torch.library.Library) -> None:
+    library.define("unknown(Tensor x) -> Tensor")
+    library.impl("unknown", lambda x: x * 2, "CPU")
+    ours = ORTModule(Calls(torch.ops.onnxtrain_tests.unknown))
+    with pytest.warns(UserWarning, match=r'torch\.library\.register_fake\("onnxtrain_tests::unknown"\)'):
+        ours(torch.ones(2, 6))

@@ -45,6 +45,32 @@ def test_captured(dtype):
     check_capture(_several, *TOKENS, dtype=dtype, sizes=SIZES)
 
 
+def test_gradients_of_repeated_heads_in_half_type_are_summed_in_float():
+    """As with enable_gqa: transformers writes the one or the other, depending on whether it is traced."""
+
+    def repeat(x):
+        x = heads(x, 2)[:, :, None]
+        return x.expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, WIDTH)
+
+    def repeated(q, k, v):
+        return sdpa(heads(q, 4), repeat(k), repeat(v), dropout_p=0.5)
+
+    def shared(q, k, v):
+        return sdpa(heads(q, 4), heads(k, 2), heads(v, 2), dropout_p=0.5, enable_gqa=True)
+
+    ours = ORTModule(OfTensors(repeated), rng="torch")
+    for batch, length in ((2, 5), (1, 1), (3, 4)):
+        tensors = [torch.randn(batch, length, WIDTH * n).bfloat16() for n in (4, 2, 2)]
+        found = []
+        for run in (ours, shared):
+            torch.manual_seed(0)
+            leaves = [t.clone().requires_grad_() for t in tensors]
+            y = run(*leaves)
+            found.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine, theirs)
+
+
 def test_captured_with_masks():
     def masked(q, k, v, seen, bias):
         return (
@@ -69,7 +95,7 @@ def test_captured_with_other_shapes():
 
 
 def _types(ours: ORTModule) -> list[str]:
-    return [node.op_type for node in ours.__dict__["_engine"]._newest.captured.model.graph]
+    return [node.op_type for node in ours.__dict__["_engine"].newest().captured.model.graph]
 
 
 def _step(module, tensors):

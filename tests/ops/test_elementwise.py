@@ -19,7 +19,30 @@ SMALL = Spec("b s h", torch.uint8, 0, 200)
 TRUTH = Spec("b s h", "bool")
 ANY = Spec("b s h")
 
+UNIT = Spec("b s h", low=0.05, high=0.95)
+
 FUNCTIONS = {
+    "deg2rad": (torch.deg2rad, ANY),
+    "deg2rad-int": (torch.deg2rad, WHOLE),
+    "rad2deg": (torch.rad2deg, ANY),
+    "frac": (torch.frac, ANY),
+    "logit": (torch.logit, UNIT),
+    "logit-eps": (lambda a: torch.logit(a, 0.2), UNIT),
+    "logaddexp2": (torch.logaddexp2, ANY, ANY),
+    "round-decimals": (lambda a: torch.round(a, decimals=1) * a, ANY),
+    "round-tens": (lambda a: torch.round(a, decimals=-1) * a, Spec("b s h", low=-50, high=50)),
+    "erfc": (torch.erfc, ANY),
+    "sinc": (torch.sinc, ANY),
+    "entr": (torch.special.entr, POSITIVE),
+    "xlogy": (torch.xlogy, ANY, POSITIVE),
+    "xlogy-scalar": (lambda b: torch.xlogy(2.5, b), POSITIVE),
+    "xlog1py": (torch.special.xlog1py, ANY, POSITIVE),
+    "xlog1py-scalar": (lambda a: torch.special.xlog1py(a, 1.5), ANY),
+    "hypot": (torch.hypot, ANY, POSITIVE),
+    "copysign": (torch.copysign, ANY, ANY),
+    "copysign-scalar": (lambda a: torch.copysign(a, -1.0), ANY),
+    "fmax": (torch.fmax, ANY, ROW),
+    "fmin": (torch.fmin, ANY, ROW),
     "add": (lambda a, b: a + b, ANY, ROW),
     "add-alpha": (lambda a, b: torch.add(a, b, alpha=0.3), ANY, ROW),
     "add-scalar": (lambda a: a + 1.7, ANY),

@@ -118,7 +118,32 @@ WITH_PLACES: dict[str, tuple[Function, tuple[Spec, ...]]] = {
         lambda x, i: x.index_put((torch.arange(x.size(0)), i), x[:, 0] * 2, accumulate=True),
         (Spec("b 6 h"), places("b", 5, low=-6)),
     ),
+    **{
+        f"scatter-{how}{'' if itself else '-others'}": (
+            lambda x, i, how=how, itself=itself: x.scatter_reduce(2, i, x * 2, how, include_self=itself),
+            (Spec("b s 6"), places("b s 6", 5)),
+        )
+        for how in ("sum", "prod", "mean", "amax", "amin")
+        for itself in (True, False)
+    },
+    **{
+        f"index-{how}{'' if itself else '-others'}": (
+            lambda x, i, how=how, itself=itself: x.index_reduce(1, i, x[:, :4] * 2, how, include_self=itself),
+            (Spec("b 6 h"), places("4", 5)),
+        )
+        for how in ("prod", "mean", "amax", "amin")
+        for itself in (True, False)
+    },
+    "scatter-multiply": (
+        lambda x, i: x.detach().scatter(2, i, x.detach(), reduce="multiply") + x,
+        (Spec("b s 6"), places("b s 6", 5)),
+    ),
+    "take": (lambda x, i: x.take(i), (Spec("b s 6"), places("h 2", 6, low=-6))),
     "index-fill": (lambda x, i: x.index_fill(2, i, 3.0), (Spec("b s 6"), places("3", 5))),
+    "index-fill-value": (
+        lambda x, i: x.index_fill(2, torch.cat([i, i]), x.sum()),
+        (Spec("b s 6"), places("3", 5)),
+    ),
     "one-hot": (lambda i: F.one_hot(i, 7), (places("b s", 6),)),
 }
 
@@ -140,12 +165,26 @@ MASKED: dict[str, Function] = {
 }
 
 
-@pytest.mark.xfail(
-    strict=False, reason="right numbers, but a second capture: the guards cannot prove data-dependent sizes"
-)
 @pytest.mark.parametrize("name", MASKED)
 def test_function_of_a_mask(name: str) -> None:
     check_capture(MASKED[name], Spec("b s h"), Spec("b s", "bool"))
+
+
+# How many elements the mask selects, in turn: the sizes that depend on it are 0, 1 and more on one capture.
+COUNTS = {"5, 0, 1, 3, 0, 1": (5, 0, 1, 3, 0, 1), "0 first": (0, 7, 1, 1, 0, 2), "1 first": (1, 7, 0, 0, 1, 2)}
+SIZES_OF_COUNTS = (*[{"b": 3, "s": 4, "h": 6}] * 3, *[{"b": 1, "s": 7, "h": 6}] * 3)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("name", MASKED)
+def test_function_of_a_mask_that_selects_any_number(name: str, counts: str) -> None:
+    rest = iter(COUNTS[counts])
+
+    def selects(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        places = torch.randperm(shape[0] * shape[1], generator=generator)
+        return (places < next(rest)).reshape(shape)
+
+    check_capture(MASKED[name], Spec("b s h"), Spec("b s", "bool", make=selects), sizes=SIZES_OF_COUNTS)
 
 
 def test_take_along_dim_fixes_sizes() -> None:
@@ -158,8 +197,11 @@ def test_writes_to_rows() -> None:
     check_capture(write_rows, Spec("b s h"), Spec("b 2 h"))
 
 
-def test_stays_aten() -> None:
-    check_capture(lambda x, i: x.scatter_reduce(2, i, x, "mean"), Spec("b s 6"), places("b s 6", 5), aten=True)
+def test_trace_and_cross() -> None:
+    check_capture(lambda x: x[0].trace() * x, Spec("b s h"))
+    check_capture(lambda x, d: x.diagonal_scatter(d, 0, 1, 2), Spec("b 4 4"), Spec("b 4"))
+    check_capture(lambda x, d: x.diagonal_scatter(d, -1, 2, 0), Spec("5 b 3"), Spec("b 2"))
+    check_capture(lambda x, y: torch.linalg.cross(x, y, dim=1), Spec("b 3 h"), Spec("1 3 h"))
 
 
 def test_sparse_embeddings_are_refused() -> None:

@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from onnxtrain import ORTModule
+from onnxtrain.testing import Spec
+from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -156,3 +158,10 @@ def test_weight_norm(dtype, dim):
 def test_weight_norm_of_a_convolution():
     check_module(weight_norm(nn.Conv2d(6, 4, 3)), *images(4, 2))
     check_module(weight_norm(nn.Conv2d(6, 4, 3), dim=1), *images(4, 2))
+
+
+def test_statistics_of_a_group_norm_are_differentiable():
+    def normalize(x, weight, bias):
+        return torch.native_group_norm(x, weight, bias, x.shape[0], 6, x.shape[2], 3, 1e-5)
+
+    check_capture(normalize, Spec("b 6 s"), Spec("6"), Spec("6"), sizes=[{"b": 2, "s": 5}, {"b": 3, "s": 4}])

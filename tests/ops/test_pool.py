@@ -127,3 +127,13 @@ def test_pools_keep_no_input():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         ours(x.requires_grad_())
     assert saved == [torch.Size([3, 4, 4, 4])]
+
+
+def unpool(x):
+    y, places = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(y * 2, places, 2)
+
+
+def test_max_unpool():
+    sizes = [{"n": 2, "c": 3, "h": 4, "w": 6}, {"n": 1, "c": 2, "h": 8, "w": 2}]
+    check_capture(unpool, Spec("n c h w"), sizes=sizes)

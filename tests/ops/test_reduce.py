@@ -17,6 +17,11 @@ TIED = Spec("b s h", make=ties)
 MASKED = Spec("b s h", make=rows_of_minus_inf)
 
 FUNCTIONS = {
+    "norm-3": (lambda x: x.norm(3), ANY),
+    "norm-half": (lambda x: torch.linalg.vector_norm(x, 0.5, -1), ANY),
+    "norm-0": (lambda x: torch.linalg.vector_norm(x, 0, -1) + x.sum(-1), ANY),
+    "normalize-p": (lambda x: torch.nn.functional.normalize(x, 3.5, -1), ANY),
+    "dist": (lambda x: torch.dist(x, x.roll(1, 0).detach() + 1, 3), ANY),
     "sum": (lambda x: x.sum(), ANY),
     "sum-dim": (lambda x: x.sum(-1), ANY),
     "sum-dims": (lambda x: x.sum((0, 2), keepdim=True), ANY),

@@ -62,7 +62,6 @@ def _to(
     target: Any = None,
     non_blocking: bool = False,
     copy: bool = False,
-    *,
     memory_format: torch.memory_format | None = None,
     **_: Any,
 ) -> Any:

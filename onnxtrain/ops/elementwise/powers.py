@@ -12,8 +12,8 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN
-from onnxtrain.ops.constructors import binary, promoted, unary
+from onnxtrain.graph.values import OWN, dtype_of
+from onnxtrain.ops.constructors import binary, cast, promoted, unary
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of, zeros_like
 
@@ -49,9 +49,10 @@ def _pow_slope(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     if exponent is not None:
         less = n.a if exponent == 2 else op.Pow(n.a, op.scalar(exponent - 1, like=n.a))
         return op.Mul(dy, op.Mul(less, op.scalar(exponent, like=n.a)))  # type: ignore[no-any-return]
-    zero, one = op.scalar(0.0, like=n.b), op.scalar(1.0, like=n.b)
-    slope = op.Mul(dy, op.Mul(n.b, op.Pow(n.a, op.Sub(n.b, one))))
-    return op.Where(op.Equal(n.b, zero), zero, slope)  # type: ignore[no-any-return]
+    b = cast(op, n.b, dtype_of(n.a))  # ONNX lets them differ
+    zero, one = op.scalar(0.0, like=b), op.scalar(1.0, like=b)
+    slope = op.Mul(dy, op.Mul(b, op.Pow(n.a, op.Sub(b, one))))
+    return op.Where(op.Equal(b, zero), zero, slope)  # type: ignore[no-any-return]
 
 
 def _exponent_slope(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:

@@ -1,7 +1,7 @@
 """Choosing among values: Where, extremes of two tensors, clamping, replacing NaN.
 
 Where(condition, a, b)
-Max(a, b), Min(a, b)      NaN if either is; a tie gives each half of the gradient
+Max(terms...), Min(terms...)    NaN if one is; a tie of two gives each half of the gradient
 Clip(x, min?, max?)       0-dimensional bounds, not differentiated; the bounds themselves pass the gradient
 Clamp(x, min?, max?)      bounds that are tensors, and differentiable
 NanToNum(x)               NaN, inf and -inf replaced
@@ -9,6 +9,8 @@ NanToNum(x)               NaN, inf and -inf replaced
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +25,8 @@ from onnxtrain.ops.constructors import (
     TORCH_DTYPES,
     always,
     as_value,
-    binary,
     elementwise_flops,
+    elementwise_on_host,
     never,
     promoted,
     same_as,
@@ -101,15 +103,30 @@ WHERE = define(
 # Max, Min
 
 
-def _extreme_gradient(name: str) -> Any:
-    """To the chosen operand; half to each where they are equal; all to both where one is NaN."""
+def _loser(name: str, op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Where a is not chosen."""
+    result: ir.Value = op.Less(a, b) if name == "Max" else op.Greater(a, b)
+    return result
 
-    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-        zero, two = _zero(op, dy), op.scalar(2.0, like=dy)
-        shared = op.Where(op.Equal(n.a, n.b), op.Div(dy, two), dy)
-        loses = op.Less if name == "Max" else op.Greater
-        da = op.Where(loses(n.a, n.b), zero, shared) if n.wants("a") else None
-        return da, op.Where(loses(n.b, n.a), zero, shared) if n.wants("b") else None
+
+def _between_two(name: str, op: Builder, dy: ir.Value, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """To the chosen operand; half to each where they are equal; all to both where one is NaN."""
+    zero, two = _zero(op, dy), op.scalar(2.0, like=dy)
+    shared = op.Where(op.Equal(a, b), op.Div(dy, two), dy)
+    da, db = (op.Where(_loser(name, op, x, y), zero, shared) for x, y in ((a, b), (b, a)))
+    return da, db
+
+
+def _extreme_gradient(name: str) -> Any:
+    """Of several terms: one after the other, as PyTorch's maximum(maximum(a, b), c)."""
+
+    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[Grad]:
+        so_far = list(itertools.accumulate(n.terms, op.op("", name)))
+        found: list[Grad] = []
+        for best, term in zip(reversed(so_far[:-1]), reversed(n.terms[1:]), strict=True):
+            dy, dterm = _between_two(name, op, dy, best, term)
+            found.append(dterm)
+        return [*reversed([*found, dy])]
 
     return gradient
 
@@ -134,14 +151,41 @@ def _host_extreme(name: str) -> Callable[[Any, Any], Any]:
     return choose
 
 
+def _terms_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.of, n.terms))),)
+
+
+def _on_host(name: str) -> Callable[..., Any]:
+    return lambda n, *terms: functools.reduce(lambda a, b: elementwise_on_host(_host_extreme(name), a, b), terms)
+
+
 def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any]) -> OpDef:
-    return binary(
-        name,
-        dict.fromkeys((f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)),
-        kernel,
-        _extreme_gradient(name),
-        since=13,
-        host=_host_extreme(name),
+    def lower(n: NodeView, terms: Sequence[Any]) -> Call:
+        return functools.reduce(lambda a, b: Call(kernel, a, b), terms) if len(terms) > 1 else Call(torch.clone, *terms)
+
+    return define(
+        OpDef(
+            domain="",
+            name=name,
+            inputs=("terms...",),
+            outputs=("y",),
+            attributes={},
+            since=13,
+            from_torch=dict.fromkeys(
+                (f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)
+            ),
+            shapes=_terms_type,
+            body=STANDARD,
+            native_ok=always,
+            gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
+            stops=frozenset(),
+            kernels=(Kernel(lower=lower),),
+            axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
+            effects=Effects.NONE,
+            aliases={},
+            flops=elementwise_flops,
+            host=_on_host(name),
+        )
     )
 
 

@@ -3,24 +3,27 @@
     GatherElements(x, places) -> y                  y[i, j, k] = x[places[i, j, k], j, k]                     for axis 0
     ScatterElements(x, places, updates) -> y        y = x, then y[places[i, j, k], j, k] = updates[i, j, k]
 
-`reduction` says how an update meets what is there: none (it replaces it), add, mul, max, min. Places are in [0, size):
-PyTorch's own kernels raise on others.
+`reduction` says how an update meets what is there: none (it replaces it), add, mul, max, min. Places below 0 count from
+the end. PyTorch's kernels raise on them: what is captured from PyTorch has none.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GradientError, UnsupportedOperatorError
+from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
-from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import as_value, cast, same_as
-from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, is_float, rank_of
+from onnxtrain.ops.constructors import TORCH_DTYPES, as_value, cast, same_as
+from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
+from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
+from onnxtrain.ops.index.scatter import Places, scatter_gradient
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import zeros
@@ -54,7 +57,7 @@ def _capture_gather(op: Builder, x: ir.Value, dim: int, index: ir.Value, *, spar
         raise UnsupportedOperatorError("gather with sparse gradients", todo="set sparse_grad=False")
     x, index = _scalars_as_vectors(op, x, index)
     axis = in_rank(dim, rank_of(x), "the axis of gather")
-    return reshaped(op, op.GatherElements(x, index, axis=axis), op.out[0].shape)
+    return reshaped(op, non_negative(op.GatherElements(x, index, axis=axis)), op.out[0].shape)
 
 
 def _capture_take_along(op: Builder, x: ir.Value, indices: ir.Value, dim: int | None = None) -> ir.Value:
@@ -70,11 +73,18 @@ def _capture_take_along(op: Builder, x: ir.Value, indices: ir.Value, dim: int | 
     return result
 
 
+def _places(n: NodeView, places: Any, x: Any) -> Any:
+    """As PyTorch wants them: int64, and not negative."""
+    if dtype_of(n.places) != ir.DataType.INT64:
+        places = Method("long", places)
+    return places if never_negative(n, n.places) else Call(from_the_end, places, x, axis_of(n, n.node.outputs[0]))
+
+
 GATHER_ELEMENTS = movement(
     "GatherElements",
     ("x", "places"),
     lambda n: (TensorType(dtype_of(n.x), sizes.of(n.places)),),
-    lambda n, x, places: Call(torch.gather, x, axis_of(n, n.x), places),
+    lambda n, x, places: Call(torch.gather, x, axis_of(n, n.x), _places(n, places, x)),
     lambda op, n, dy: (op.ms.GatherElementsGrad(dy, op.shape_of(n.x), n.places, axis=axis_of(n, n.x)), None),
     reads=("places",),
     attributes={"axis": 0},
@@ -93,7 +103,11 @@ def _scatter_add(dy: torch.Tensor, shape: tuple[int, ...], axis: int, places: to
 
 
 def _lower_gather_grad(n: NodeView, dy: Any, shape: Any, places: Any) -> Call:
-    return Call(_scatter_add, dy, shape, axis_of(n, n.dy), places)
+    axis = axis_of(n, n.dy)
+    if dtype_of(n.places) != ir.DataType.INT64:
+        places = Method("long", places)
+    places = places if never_negative(n, n.places) else Call(from_size, places, shape[axis])
+    return Call(_scatter_add, dy, shape, axis, places)
 
 
 def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -135,6 +149,7 @@ _ONNX_REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 def _lower_scatter(n: NodeView, x: Any, places: Any, updates: Any) -> Call:
     axis = axis_of(n, n.x)
+    places = _places(n, places, x)
     if n.reduction == "none":
         return Call(torch.scatter, x, axis, places, updates)
     if n.reduction == "add":
@@ -144,25 +159,11 @@ def _lower_scatter(n: NodeView, x: Any, places: Any, updates: Any) -> Call:
 
 def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
     axis = axis_of(n, n.x)
-    if n.reduction in ("max", "min"):
-        return _extreme_gradient(op, n, dy, axis)
-    if n.reduction == "mul":
-        raise GradientError("ScatterElements with reduction mul has no gradient rule")
-    dx: ir.Value | None = dy
-    if n.reduction == "none" and n.wants("x"):
-        nothing = op.Expand(op.scalar(0, like=dy), op.shape_of(n.places))
-        dx = op.ScatterElements(dy, n.places, nothing, axis=axis)
-    return dx, None, op.GatherElements(dy, n.places, axis=axis) if n.wants("updates") else None
-
-
-def _extreme_gradient(op: Builder, n: NodeView, dy: ir.Value, axis: int) -> tuple[ir.Value, None, ir.Value]:
-    """Elements that are equal to the result share its gradient evenly, as PyTorch does it."""
-    one, zero = op.scalar(1, like=dy), op.scalar(0, like=dy)
-    kept = op.Where(op.Equal(n.x, n.y), one, zero)
-    chosen = op.Where(op.Equal(n.updates, op.GatherElements(n.y, n.places, axis=axis)), one, zero)
-    sharers = op.ScatterElements(kept, n.places, chosen, axis=axis, reduction="add")
-    share = op.Div(dy, sharers)
-    return op.Mul(kept, share), None, op.Mul(chosen, op.GatherElements(share, n.places, axis=axis))
+    places = Places(
+        lambda x: op.GatherElements(x, n.places, axis=axis),
+        lambda x, updates, reduction: op.ScatterElements(x, n.places, updates, axis=axis, reduction=reduction),
+    )
+    return scatter_gradient(op, n, dy, places)
 
 
 def _scatter_axes(n: NodeView) -> str:
@@ -180,7 +181,7 @@ def _scattered(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any,
     else:
         updates = expanded(op, as_value(op, source, dtype_of(x)), sizes.of(index))
     axis = in_rank(dim, rank_of(x), "the axis of scatter")
-    return reshaped(op, op.ScatterElements(x, index, updates, axis=axis, reduction=reduction), shape)
+    return reshaped(op, non_negative(op.ScatterElements(x, index, updates, axis=axis, reduction=reduction)), shape)
 
 
 def _first(op: Builder, source: ir.Value, wanted: Sizes) -> ir.Value:
@@ -201,18 +202,39 @@ def _capture_scatter_add(op: Builder, x: ir.Value, dim: int, index: ir.Value, so
     return _scattered(op, x, dim, index, source, "add")
 
 
+def _neutral(reduction: str, dtype: ir.DataType) -> Any:
+    """What leaves the other operand of a reduction as it is."""
+    if reduction in ("sum", "mean", "prod"):
+        return 1 if reduction == "prod" else 0
+    limits = torch.finfo(TORCH_DTYPES[dtype]) if is_float(dtype) else torch.iinfo(TORCH_DTYPES[dtype])
+    lowest, highest = (-math.inf, math.inf) if is_float(dtype) else (limits.min, limits.max)
+    return lowest if reduction == "amax" else highest
+
+
 def _capture_scatter_reduce(
     op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
 ) -> Any:
-    if not include_self or reduce not in ("sum", "amax", "amin"):
-        return NotImplemented
+    if reduce == "mean":
+        return _scattered_mean(op, x, dim, index, source, include_self)
+    if not include_self:
+        x = _scattered(op, x, dim, index, _neutral(reduce, dtype_of(x)))
     return _scattered(op, x, dim, index, source, _ONNX_REDUCTIONS[reduce])
 
 
-def _capture_scatter_named(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, *, reduce: str) -> Any:
-    if reduce != "add":
+def _scattered_mean(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, include_self: bool) -> Any:
+    """The sum by the count; where nothing came, what was there."""
+    if not is_float(dtype_of(x)):
         return NotImplemented
-    return _scattered(op, x, dim, index, source, "add")
+    one = op.scalar(1, like=x)
+    start = x if include_self else _scattered(op, x, dim, index, 0)
+    summed = _scattered(op, start, dim, index, source, "add")
+    ones = op.Expand(one, op.shape_of(x))
+    count = _scattered(op, ones if include_self else _scattered(op, ones, dim, index, 0), dim, index, 1, "add")
+    return op.Div(summed, count)
+
+
+def _capture_scatter_named(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, *, reduce: str) -> Any:
+    return _scattered(op, x, dim, index, source, {"add": "add", "multiply": "mul"}[reduce])
 
 
 SCATTER_ELEMENTS = movement(

@@ -3,7 +3,7 @@
     Gather(x[.., v, ..], rows[i..]) -> y[.., i.., ..]          y[.., i.., ..] = x[.., rows[i..], ..]
     GatherGrad(shape, rows, dy) -> dx                          dx[.., v, ..] = sum of dy[.., i.., ..] over rows[i..] = v
 
-Row numbers are in [0, v): PyTorch's own kernels raise on others, negative ones too.
+Row numbers below 0 count from the end. PyTorch's kernels raise on them: what is captured from PyTorch has none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
+from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped
@@ -50,6 +51,7 @@ def _gather(x: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
 
 def _lower_gather(n: NodeView, x: Any, rows: Any) -> Call:
     axis = axis_of(n, n.x)
+    rows = rows if never_negative(n, n.rows) else Call(from_the_end, rows, x, axis)
     if rank_of(n.rows) == 1:
         return Call(torch.index_select, x, axis, rows)
     if axis == 0 and rank_of(n.x) == 2:
@@ -74,8 +76,7 @@ def _capture_index_select(op: Builder, x: ir.Value, dim: int, index: ir.Value) -
         return x  # the one index there can be is 0
     axis = in_rank(dim, rank_of(x), "the axis of index_select")
     rows = reshaped(op, index, (1,)) if not rank_of(index) else index  # PyTorch keeps the axis
-    result: ir.Value = op.Gather(x, rows, axis=axis)
-    return result
+    return non_negative(op.Gather(x, rows, axis=axis))
 
 
 def _capture_embedding(
@@ -93,7 +94,7 @@ def _capture_embedding(
     if isinstance(padding_idx, str):
         return NotImplemented
     if padding_idx < 0 and not scale_grad_by_freq:
-        return op.Gather(weight, indices, axis=0)
+        return non_negative(op.Gather(weight, indices, axis=0))
     return op.own.Embedding(weight, indices, padding_idx=padding_idx, scale_grad_by_freq=int(scale_grad_by_freq))
 
 
@@ -140,6 +141,14 @@ def _select_grad(shape: tuple[int, ...], axis: int, row: int, dy: torch.Tensor) 
     return dx
 
 
+def _lower_add(n: NodeView, function: Any, shape: Any, rows: Any, dy: Any) -> Call:
+    return Call(function, shape, _gather_grad_axis(n), _rows_of_grad(n, shape, rows), dy)
+
+
+def _rows_of_grad(n: NodeView, shape: Any, rows: Any) -> Any:
+    return rows if never_negative(n, n.rows) else Call(from_size, rows, shape[_gather_grad_axis(n)])
+
+
 def _index_add(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     if rows.dim() != 1:
         dy = dy.reshape(*dy.shape[:axis], rows.numel(), *dy.shape[axis + rows.dim() :])
@@ -154,6 +163,7 @@ def _index_put(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.
 
 def _lower_embedding_grad(n: NodeView, shape: Any, rows: Any, dy: Any) -> Call:
     padding, by_frequency = getattr(n, "padding_idx", -1), bool(getattr(n, "scale_grad_by_freq", 0))
+    rows = _rows_of_grad(n, shape, rows) if n.definition.name == "GatherGrad" else rows
     return Call(torch.ops.aten.embedding_dense_backward.default, dy, rows, shape[0], padding, by_frequency)
 
 
@@ -169,17 +179,17 @@ _GATHER_GRAD_KERNELS = (
         applies=lambda n, device: _gather_grad_axis(n) == 0 and len(sizes.of(n.dx)) == 2,
     ),
     Kernel(
-        lower=lambda n, shape, rows, dy: Call(_index_add, shape, _gather_grad_axis(n), rows, dy),
+        lower=lambda n, shape, rows, dy: _lower_add(n, _index_add, shape, rows, dy),
         host=frozenset({0}),
         applies=lambda n, device: device == "cpu",
     ),
     Kernel(
-        lower=lambda n, shape, rows, dy: Call(_index_add, shape, _gather_grad_axis(n), rows, dy),
+        lower=lambda n, shape, rows, dy: _lower_add(n, _index_add, shape, rows, dy),
         host=frozenset({0}),
         deterministic=False,  # atomic additions
     ),
     Kernel(
-        lower=lambda n, shape, rows, dy: Call(_index_put, shape, _gather_grad_axis(n), rows, dy),
+        lower=lambda n, shape, rows, dy: _lower_add(n, _index_put, shape, rows, dy),
         host=frozenset({0}),
     ),
 )

@@ -21,6 +21,8 @@ from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast, same_as
 from onnxtrain.ops.definition import Call, Kernel, NodeView
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
+from onnxtrain.ops.index.negative import from_size
+from onnxtrain.ops.index.scatter import Places, scatter_gradient
 from onnxtrain.ops.reshape.movement import axis_map, movement, names
 from onnxtrain.ops.reshape.rows import along, counting, zeros
 from onnxtrain.ops.symbolic import needed_sizes
@@ -141,7 +143,9 @@ GATHER_ND_GRAD = movement(
 )
 
 
-# The reductions of ScatterND here: none and add.
+# ScatterND: an update replaces what is there, or is reduced with it.
+
+_REDUCE = {"mul": "prod", "max": "amax", "min": "amin"}
 
 
 def _scatter_nd(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
@@ -152,18 +156,32 @@ def _scatter_nd_add(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor
     return add_in_order(x, range(places.size(-1)), places.unbind(-1), updates)
 
 
+def _scatter_nd_reduce(x: torch.Tensor, places: torch.Tensor, updates: torch.Tensor, how: str) -> torch.Tensor:
+    """The indexed axes as one, whose places count through all of them."""
+    depth = places.size(-1)
+    indexed, rest = x.shape[:depth], x.shape[depth:]
+    flat = torch.zeros(places.shape[:-1], dtype=torch.int64, device=x.device)
+    for size, place in zip(indexed, places.unbind(-1), strict=True):
+        flat = flat * size + from_size(place, size)
+    rows = flat.reshape(-1, 1).expand(-1, rest.numel())
+    result = x.reshape(indexed.numel(), rest.numel()).scatter_reduce(0, rows, updates.reshape(rows.shape), how)
+    return result.view(x.shape)
+
+
 def _lower_scatter_nd(n: NodeView, x: Any, places: Any, updates: Any) -> Call:
+    if n.reduction in _REDUCE:
+        return Call(_scatter_nd_reduce, x, places, updates, _REDUCE[n.reduction])
     if n.reduction not in ("none", "add") or _depth(n.places) == 0:
-        raise GraphError("ScatterND replaces or adds, at one or more coordinates", got=n.reduction)
+        raise GraphError("ScatterND does not know the reduction", "none, add, mul, max, min", n.reduction)
     return Call(_scatter_nd if n.reduction == "none" else _scatter_nd_add, x, places, updates)
 
 
 def _scatter_nd_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
-    dx: ir.Value | None = dy
-    if n.reduction == "none" and n.wants("x"):
-        nothing = op.Expand(op.scalar(0, like=dy), op.shape_of(n.updates))
-        dx = op.ScatterND(dy, n.places, nothing)
-    return dx, None, op.GatherND(dy, n.places) if n.wants("updates") else None
+    places = Places(
+        lambda x: op.GatherND(x, n.places),
+        lambda x, updates, reduction: op.ScatterND(x, n.places, updates, reduction=reduction),
+    )
+    return scatter_gradient(op, n, dy, places)
 
 
 def _scatter_nd_axes(n: NodeView) -> str:
@@ -179,11 +197,11 @@ SCATTER_ND = movement(
     ("x", "places", "updates"),
     same_as("x"),
     (
-        Kernel(lower=_lower_scatter_nd, applies=lambda n, device: device == "cpu" or n.reduction == "add"),
+        Kernel(lower=_lower_scatter_nd, applies=lambda n, device: device == "cpu" or n.reduction != "none"),
         Kernel(lower=_lower_scatter_nd, deterministic=False),  # the last of several updates of one place wins by chance
     ),
     _scatter_nd_gradient,
-    reads=("places",),
+    reads=("x", "places", "updates", "y"),
     attributes={"reduction": "none"},
     since=18,
     axes=_scatter_nd_axes,

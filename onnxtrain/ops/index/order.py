@@ -14,13 +14,13 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, constant_of, dtype_of, is_float, rank_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.index.negative import from_size, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic import needed_sizes
@@ -149,8 +149,8 @@ SORT = movement(
 )
 
 
-# OneHot(places, depth, values, axis): values[1] at the place, values[0] elsewhere. PyTorch's are 0 and 1, last axis,
-# and its kernel raises where a place is outside [0, depth).
+# OneHot(places, depth, values, axis): values[1] at the place, values[0] elsewhere. PyTorch's are 0 and 1, on the last
+# axis; its kernel raises where a place is outside [0, depth), and so do nodes that are captured from it.
 
 
 def _one_hot_type(n: NodeView) -> Sequence[TensorType]:
@@ -165,11 +165,18 @@ def _one_hot(hot: torch.Tensor, depth: Any, axis: int, dtype: torch.dtype) -> to
     return torch.nn.functional.one_hot(hot.long(), classes).movedim(-1, axis).to(dtype)
 
 
+def hot_of_any_place(hot: torch.Tensor, depth: Any, values: torch.Tensor, axis: int) -> torch.Tensor:
+    """Places below 0 count from the end; at others outside [0, depth) nothing is hot."""
+    classes = depth if isinstance(depth, int) else depth[0]
+    places = from_size(hot.long(), classes).unsqueeze(-1) == torch.arange(classes, device=hot.device)
+    return torch.where(places, values[1], values[0]).movedim(-1, axis)
+
+
 def _lower_one_hot(n: NodeView, hot: Any, depth: Any, values: Any) -> Call:
     known = constant_of(n.values)
-    if known is None or known.reshape(-1).tolist() != [0, 1]:
-        raise GraphError("OneHot has the values 0 and 1", got="others" if known is None else str(known))
-    return Call(_one_hot, hot, depth, n.axis, TORCH_DTYPES[dtype_of(n.values)])
+    if known is not None and known.reshape(-1).tolist() == [0, 1] and never_negative(n, n.hot):
+        return Call(_one_hot, hot, depth, n.axis, TORCH_DTYPES[dtype_of(n.values)])
+    return Call(hot_of_any_place, hot, depth, values, n.axis)
 
 
 def _one_hot_axes(n: NodeView) -> str:
@@ -182,8 +189,7 @@ def _one_hot_axes(n: NodeView) -> str:
 def _capture_one_hot(op: Builder, x: ir.Value, num_classes: Size = -1) -> Any:
     if num_classes == -1:
         return NotImplemented  # as many classes as the largest label: only the run can tell
-    result: ir.Value = op.OneHot(x, op.size(num_classes), vector(op, [0, 1]), axis=-1)
-    return result
+    return non_negative(op.OneHot(x, op.size(num_classes), vector(op, [0, 1]), axis=-1))
 
 
 ONE_HOT = movement(

@@ -102,6 +102,12 @@ def _capture_fill(op: Builder, x: ir.Value, dim: int, index: ir.Value, number: A
     shape, rows = sizes.of(x) or (1,), sizes.of(index) or (1,)
     axis = in_rank(dim, len(shape), "the axis of index_fill")
     written: Sizes = (*shape[:axis], *rows, *shape[axis + 1 :])
+    if isinstance(number, ir.Value):  # its gradient is that of each place once, however often the row is named
+        truth = ir.DataType.BOOL
+        nowhere = expanded(op, op.scalar(False, truth), sizes.of(x))
+        places = _put(op, "IndexCopy", nowhere, dim, index, expanded(op, op.scalar(True, truth), written))
+        chosen: ir.Value = op.Where(places, cast(op, number, dtype_of(x)), x)
+        return chosen
     return _put(op, "IndexCopy", x, dim, index, expanded(op, as_value(op, number, dtype_of(x)), written))
 
 

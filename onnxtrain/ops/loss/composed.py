@@ -10,15 +10,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.errors import GraphError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import promoted
-from onnxtrain.ops.definition import FromTorch
 from onnxtrain.ops.fused import another_call, plus, times
 from onnxtrain.ops.loss.pointwise import is_plain
 from onnxtrain.ops.loss.reduction import REDUCTIONS
-from onnxtrain.ops.registry import FROM_TORCH
+from onnxtrain.ops.registry import compose
 
 
 def _of_one_type(*values: ir.Value) -> bool:
@@ -164,17 +162,15 @@ def _cosine_embedding_loss(
     return _reduced(op, op.Add(near, far), reduction)
 
 
-_COMPOSED: dict[str, FromTorch] = {
-    "aten.l1_loss.default": _l1_loss,
-    "aten.hinge_embedding_loss.default": _hinge_embedding_loss,
-    "aten.margin_ranking_loss.default": _margin_ranking_loss,
-    "aten.pairwise_distance.default": _pairwise_distance,
-    "aten.triplet_margin_loss.default": _triplet_margin_loss,
-    "aten.poisson_nll_loss.default": _poisson_nll_loss,
-    "aten.cosine_similarity.default": _cosine_similarity,
-    "aten.cosine_embedding_loss.default": _cosine_embedding_loss,
-}
-_twice = _COMPOSED.keys() & FROM_TORCH.keys()
-if _twice:
-    raise GraphError(f"{', '.join(sorted(_twice))} is captured twice")
-FROM_TORCH.update(_COMPOSED)
+compose(
+    {
+        "aten.l1_loss.default": _l1_loss,
+        "aten.hinge_embedding_loss.default": _hinge_embedding_loss,
+        "aten.margin_ranking_loss.default": _margin_ranking_loss,
+        "aten.pairwise_distance.default": _pairwise_distance,
+        "aten.triplet_margin_loss.default": _triplet_margin_loss,
+        "aten.poisson_nll_loss.default": _poisson_nll_loss,
+        "aten.cosine_similarity.default": _cosine_similarity,
+        "aten.cosine_embedding_loss.default": _cosine_embedding_loss,
+    }
+)

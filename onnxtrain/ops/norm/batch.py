@@ -29,7 +29,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView, numel
+from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import (
     average,
     count_over,
@@ -256,30 +256,29 @@ def _with_channels(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db:
     return cast(op, dx, dtype_of(n.x)), *sums
 
 
-fused(
-    MICROSOFT,
-    "BatchNormalizationGrad",
-    ("dy", "x", "scale?", "mean", "inv_std"),
-    ("dx", "dscale", "db"),
-    attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
-    shapes=_grad_types,
-    body=_batch_norm_grad_body,
-    lower=lambda n, dy, x, scale, mean, inv_std: Call(
-        aten.native_batch_norm_backward.default,
-        dy,
-        x,
-        scale,
-        None,
-        None,
-        mean,
-        inv_std,
-        True,
-        n.epsilon,
-        flags(n.output_mask),
-    ),
-    axes=_channel_axes("X X C C C -> X C C"),
-    flops=lambda n: sizes.multiply(12, numel(n.x)),
-)
+def _define_grad(domain: str, name: str, mean: str, deviation: str, body: Body, *, batch: bool, flops: int) -> None:
+    """A backward op that reads the statistics `mean` and `deviation`: of the batch, or the running ones."""
+
+    def lower(n: NodeView, dy: Any, x: Any, scale: Any, *read: Any) -> Call:
+        statistics = (None, None, *read) if batch else (*read, None, None)
+        rest = (batch, n.epsilon, flags(n.output_mask))
+        return Call(aten.native_batch_norm_backward.default, dy, x, scale, *statistics, *rest)
+
+    fused(
+        domain,
+        name,
+        ("dy", "x", "scale?", mean, deviation),
+        ("dx", "dscale", "db"),
+        attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
+        shapes=_grad_types,
+        body=body,
+        lower=lower,
+        axes=_channel_axes("X X C C C -> X C C"),
+        flops=lambda n: sizes.multiply(flops, numel(n.x)),
+    )
+
+
+_define_grad(MICROSOFT, "BatchNormalizationGrad", "mean", "inv_std", _batch_norm_grad_body, batch=True, flops=12)
 
 
 # BatchNormalization with the running statistics, which get no gradient
@@ -348,27 +347,6 @@ def _inference_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return _with_channels(op, n, op.Mul(dy, inv_std), dscale, total(op, dy, others))
 
 
-fused(
-    OWN,
-    "BatchNormalizationInferenceGrad",
-    ("dy", "x", "scale?", "input_mean", "input_var"),
-    ("dx", "dscale", "db"),
-    attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
-    shapes=_grad_types,
-    body=_inference_grad_body,
-    lower=lambda n, dy, x, scale, mean, var: Call(
-        aten.native_batch_norm_backward.default,
-        dy,
-        x,
-        scale,
-        mean,
-        var,
-        None,
-        None,
-        False,
-        n.epsilon,
-        flags(n.output_mask),
-    ),
-    axes=_channel_axes("X X C C C -> X C C"),
-    flops=lambda n: sizes.multiply(6, numel(n.x)),
+_define_grad(
+    OWN, "BatchNormalizationInferenceGrad", "input_mean", "input_var", _inference_grad_body, batch=False, flops=6
 )

@@ -26,6 +26,7 @@ from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import (
     average,
+    axes_constant,
     flags,
     fused,
     masked,
@@ -146,9 +147,17 @@ def _capture(
 def _capture_native(
     op: Builder, x: ir.Value, weight: Any, bias: Any, n: Size, c: Size, inner: Size, group: int, eps: float
 ) -> Any:
-    found = op.own.GroupNormalization(x, weight, bias, num_groups=group, epsilon=eps)
-    # On a CPU PyTorch's statistics may have x's half type. They are for backward, which is ours: nobody reads those.
-    return [v if dtype_of(v) == t.dtype else None for v, t in zip(found, op.out, strict=True)]
+    y = op.own.GroupNormalization(x, weight, bias, num_groups=group, epsilon=eps)[0]
+    # The op's statistics are for its own backward, PyTorch's are differentiable: whoever reads them gets others.
+    batch, channels, *rest = sizes.of(x)
+    dtype = statistics_type(dtype_of(x))
+    each = sizes.multiply(sizes.floor_divide(channels, group), *rest)
+    rows = reshaped(op, cast(op, x, dtype), [batch, group, each])
+    axis = axes_constant(op, [2])
+    variance = op.own.ReduceVar(rows, axis, keepdims=0, correction=0.0)
+    inv_std = op.own.Rsqrt(plus(op, variance, eps))
+    statistics = (op.ReduceMean(rows, axis, keepdims=0), inv_std)
+    return y, *(cast(op, v, t.dtype) for v, t in zip(statistics, op.out[1:], strict=True))
 
 
 fused(

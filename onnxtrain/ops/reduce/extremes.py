@@ -161,6 +161,21 @@ def _capture_place(name: str) -> FromTorch:
     return capture
 
 
+def last_place(x: torch.Tensor, function: Any, axis: int, keepdim: bool) -> torch.Tensor:
+    """The last of equals: the first from the end."""
+    last: torch.Tensor = x.size(axis) - 1 - function(x.flip(axis), axis, keepdim)
+    return last
+
+
+def _place_call(function: Any) -> Callable[..., Call]:
+    def lower(n: NodeView, x: Any) -> Call:
+        if n.definition.domain == ONNX and n.select_last_index:
+            return Call(last_place, x, function, n.axis, bool(n.keepdims))
+        return Call(function, x, n.axis, bool(n.keepdims))
+
+    return lower
+
+
 def _place_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
     def body(op: Builder, n: NodeView) -> ir.Value:
         """The first NaN, where there is one; without NaN, ai.onnx's own."""
@@ -182,7 +197,7 @@ def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, F
             name=name,
             inputs=("x",),
             outputs=("y",),
-            attributes={"axis": 0, "keepdims": 1, "select_last_index": 0},
+            attributes={"axis": 0, "keepdims": 1, **({"select_last_index": 0} if domain == ONNX else {})},
             since=13 if domain == ONNX else 1,
             from_torch=captured,
             shapes=_place_type,
@@ -190,7 +205,7 @@ def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, F
             native_ok=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
             stops=frozenset(),
-            kernels=(Kernel(lower=lambda n, x: Call(function, x, n.axis, bool(n.keepdims))),),
+            kernels=(Kernel(lower=_place_call(function)),),
             axes=lambda n: reduction_axes(n, _one_axis(n), bool(n.keepdims)),
             effects=Effects.NONE,
             aliases={},

@@ -1,6 +1,7 @@
 """Vector norms and the logarithm of a sum of exponentials, over axes.
 
 ReduceL1 ReduceL2 ReduceLogSumExp      as in ONNX; the norm 0 has the gradient 0
+ReduceLp                               of any other order p: (sum of |x|^p)^(1/p); of order 0 the number of nonzeros
 """
 
 from __future__ import annotations
@@ -13,16 +14,14 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import rank_of
+from onnxtrain.graph.values import OWN, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import Call, FromTorch, NodeView
+from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, NodeView
 from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, dims_of, kernel_call, reduction, restored
 
 
 def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> Any:
     """The vector norm of this order, in the type of PyTorch's output."""
-    if order not in (1, 2, math.inf, -math.inf):
-        return NotImplemented
     x = cast(op, x, op.out[0].dtype)
     axes = axes_input(op, dims_of(x, dim))
     if order == 2:
@@ -31,7 +30,9 @@ def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> A
         return op.ReduceL1(x, axes, keepdims=int(keepdim))
     if order == math.inf:
         return op.own.ReduceMax(op.Abs(x), axes, keepdims=int(keepdim))
-    return op.own.ReduceMin(op.Abs(x), axes, keepdims=int(keepdim))
+    if order == -math.inf:
+        return op.own.ReduceMin(op.Abs(x), axes, keepdims=int(keepdim))
+    return op.own.ReduceLp(x, axes, p=float(order), keepdims=int(keepdim))
 
 
 def _capture_vector_norm(
@@ -44,6 +45,11 @@ def _capture_norm(
     op: Builder, x: ir.Value, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     return _norm(op, x, 2 if p is None else p, dim, keepdim)
+
+
+def _capture_dist(op: Builder, a: ir.Value, b: ir.Value, p: float = 2) -> Any:
+    dtype = op.out[0].dtype
+    return _norm(op, op.Sub(cast(op, a, dtype), cast(op, b, dtype)), p, None, False)
 
 
 def _capture_linalg_norm(
@@ -78,6 +84,7 @@ REDUCE_L2 = reduction(
     {
         "aten.linalg_vector_norm.default": _capture_vector_norm,
         "aten.linalg_norm.default": _capture_linalg_norm,
+        "aten.dist.default": _capture_dist,
         **dict.fromkeys(
             (
                 "aten.norm.Scalar",
@@ -92,6 +99,47 @@ REDUCE_L2 = reduction(
     _l2_gradient,
     reads=("x", "y"),
     since=18,
+)
+
+
+# ReduceLp
+
+
+def _lp_call(n: NodeView, x: Any, axes: Any) -> Call:
+    return Call(torch.linalg.vector_norm, x, n.p, list(axes_of(n)), bool(n.keepdims))
+
+
+def _lp_body(op: Builder, n: NodeView) -> ir.Value:
+    axes, size = axes_input(op, axes_of(n)), op.Abs(n.x)
+    if n.p == 0:
+        nonzero = op.Cast(op.own.NotEqual(n.x, op.scalar(0, like=n.x)), to=dtype_of(n.x))
+        return op.ReduceSum(nonzero, axes, keepdims=n.keepdims)  # type: ignore[no-any-return]
+    summed = op.ReduceSum(op.Pow(size, op.scalar(n.p, like=n.x)), axes, keepdims=n.keepdims)
+    return op.Pow(summed, op.scalar(1 / n.p, like=n.x))  # type: ignore[no-any-return]
+
+
+def _lp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """sign(x) |x|^(p-1) dy / y^(p-1), and 0 where the norm, or for p < 1 the element, is 0; as PyTorch."""
+    zero = op.scalar(0, like=n.x)
+    if n.p == 0:
+        return op.Mul(restored(op, n, dy), op.Mul(n.x, zero))  # type: ignore[no-any-return]
+    norm, power = restored(op, n, n.y), op.scalar(n.p - 1, like=n.x)
+    direction = op.Mul(op.Sign(n.x), op.Pow(op.Abs(n.x), power))
+    if n.p < 1:
+        direction = op.Where(op.Equal(n.x, zero), zero, direction)
+    scale = op.Div(restored(op, n, dy), op.Pow(norm, power))
+    return op.Mul(direction, op.Where(op.Equal(norm, zero), zero, scale))  # type: ignore[no-any-return]
+
+
+REDUCE_LP = reduction(
+    "ReduceLp",
+    {},
+    _lp_call,
+    _lp_gradient,
+    reads=("x", "y"),
+    domain=OWN,
+    body=_lp_body,
+    attributes={"p": REQUIRED},
 )
 
 

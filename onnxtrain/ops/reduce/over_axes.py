@@ -103,9 +103,11 @@ def kernel_call(function: Callable[..., Any]) -> Callable[..., Call]:
         dims = list(axes_of(n))
         if not dims and n.noop_with_empty_axes:  # PyTorch takes an empty list for all axes
             return Method("clone", x)
+        over: Any = dims[0] if len(dims) == 1 else dims  # a list costs 0.3 us of 2.1
+        rest = (True,) if n.keepdims else ()
         if is_float(dtype_of(n.x)):
-            return Call(function, x, dims, bool(n.keepdims))
-        return Call(function, x, dims, bool(n.keepdims), dtype=TORCH_DTYPES[dtype_of(n.x)])
+            return Call(function, x, over, *rest)
+        return Call(function, x, over, *rest, dtype=TORCH_DTYPES[dtype_of(n.x)])
 
     return lower
 

@@ -254,16 +254,26 @@ def _axis_of(n: NodeView) -> int:
 
 
 def _cumsum_call(n: NodeView, x: Any, axis: Any) -> Call:
-    dim, dtype = _axis_of(n), TORCH_DTYPES[dtype_of(n.x)]
+    dim = _axis_of(n)
+    call = Call(torch.flip, x, [dim]) if n.reverse else x
     if n.exclusive:
-        raise GraphError("CumSum is defined without exclusive=1 only")
-    if not n.reverse:
-        return Call(torch.cumsum, x, dim, dtype=dtype)
-    return Call(torch.flip, Call(torch.cumsum, Call(torch.flip, x, [dim]), dim, dtype=dtype), [dim])
+        call = Call(cumsum_before, call, dim)
+    else:
+        call = Call(torch.cumsum, call, dim, dtype=TORCH_DTYPES[dtype_of(n.x)])
+    return Call(torch.flip, call, [dim]) if n.reverse else call
+
+
+def cumsum_before(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """For each place the sum of what stands before it."""
+    count = x.size(dim)
+    if not count:
+        return x.clone()
+    sums = x.narrow(dim, 0, count - 1).cumsum(dim, dtype=x.dtype)
+    return torch.cat([torch.zeros_like(x.narrow(dim, 0, 1)), sums], dim)
 
 
 def _cumsum_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, None]:
-    return op.CumSum(dy, n.axis, reverse=1 - n.reverse), None
+    return op.CumSum(dy, n.axis, exclusive=n.exclusive, reverse=1 - n.reverse), None
 
 
 def _cumsum_axes(n: NodeView) -> str:

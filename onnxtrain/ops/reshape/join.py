@@ -152,14 +152,16 @@ def _split_types(n: NodeView) -> Sequence[TensorType]:
     return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
 
 
-def _split_count(inputs: int, attributes: Mapping[str, Any]) -> int:
-    count = attributes.get("num_outputs")
-    if count is None:
-        raise GraphError(
-            "Split with lengths has as many outputs as lengths",
-            todo="build it with onnxtrain.ops.reshape.join.split",
-        )
-    return int(count)
+def split_count(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
+    """How many pieces there are: as many as lengths."""
+    if len(inputs) > 1 and inputs[1] is not None:
+        count = sizes.of(inputs[1])[0]
+        if not isinstance(count, int):
+            raise GraphError("Split cuts a known number of pieces", got=f"{inputs[1].name} with {count} lengths")
+        return count
+    if attributes.get("num_outputs") is None:
+        raise GraphError("Split needs the lengths of its pieces, or their number", todo="set num_outputs")
+    return int(attributes["num_outputs"])
 
 
 def _split_evenly(x: torch.Tensor, count: int, axis: int) -> Sequence[torch.Tensor]:
@@ -246,5 +248,5 @@ SPLIT = movement(
     axes=_split_axes,
     view=True,
     stops=frozenset({"split"}),
-    outputs_of=_split_count,
+    outputs_of=split_count,
 )

@@ -50,7 +50,7 @@ def movement(
     effects: Effects = Effects.NONE,
     host: Callable[..., Any] | None = None,
     shape_only: frozenset[str] = frozenset(),
-    outputs_of: Callable[[int, Mapping[str, Any]], int] | None = None,
+    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
     """Defines an op that moves elements.
 

@@ -4,7 +4,8 @@
     PadGrad(dy, shape, pads, axes?) -> dx         each element gets the sum over its copies
 
 Modes: constant (`value`, 0 where absent; a negative pad cuts off), reflect (mirrored at the border, which is not
-repeated) and edge (the border repeated). PyTorch's kernels pad the last axes, which limits the last two modes.
+repeated), edge (the border repeated) and wrap (from the other end). PyTorch's kernels for the last three pad one to
+three last axes; others are padded row by row.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, rank_of
-from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import counting
 from onnxtrain.ops.symbolic import needed_sizes
 
-_TORCH_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
+_TORCH_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 _ONNX_MODES = {torch_mode: mode for mode, torch_mode in _TORCH_MODES.items()}
 _BACKWARD = {
     ("reflect", 1): torch.ops.aten.reflection_pad1d_backward.default,
@@ -67,17 +68,54 @@ def _pairs(n: NodeView, rank: int, pads: Any) -> list[Any]:
 def _lower_pad(n: NodeView, x: Any, pads: Any, value: Any, axes: Any) -> Call:
     pairs = _pairs(n, rank_of(n.x), pads)
     if n.mode == "constant":
-        return Call(torch.constant_pad_nd, x, pairs, _filler(n))
-    return Call(torch.nn.functional.pad, x, pairs, _TORCH_MODES[n.mode])
+        return Call(torch.constant_pad_nd, x, pairs, _filler(n, value))
+    if _has_kernel(n, n.x):
+        return Call(torch.nn.functional.pad, x, pairs, _TORCH_MODES[n.mode])
+    return Call(pad_rows, x, [axis for axis, _, _ in _pads(n, rank_of(n.x))], pads, n.mode)
 
 
-def _filler(n: NodeView) -> Any:
+def _has_kernel(n: NodeView, x: ir.Value) -> bool:
+    """Whether PyTorch pads these axes in this mode in one kernel: last ones, and others before them."""
+    rank = rank_of(x)
+    first = min((axis for axis, before, after in _pads(n, rank) if (before, after) != (0, 0)), default=rank - 1)
+    return (n.mode, rank - first) in _BACKWARD and rank - first < rank <= rank - first + 2
+
+
+def _sources(size: int, before: int, after: int, mode: str) -> list[int]:
+    """Where each element of a padded axis comes from."""
+    places = range(-before, size + after)
+    if mode == "wrap":
+        return [p % size for p in places]
+    if mode == "edge":
+        return [min(max(p, 0), size - 1) for p in places]
+    period = max(2 * (size - 1), 1)
+    return [min(p % period, period - p % period) if size > 1 else 0 for p in places]
+
+
+def pad_rows(x: torch.Tensor, axes: Sequence[int], pads: Sequence[int], mode: str) -> torch.Tensor:
+    """Pads any axes: each row is a copy of one."""
+    for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
+        rows = torch.tensor(_sources(x.size(axis), before, after, mode), dtype=torch.int64, device=x.device)
+        x = x.index_select(axis, rows)
+    return x
+
+
+def pad_rows_backward(
+    dy: torch.Tensor, shape: Sequence[int], axes: Sequence[int], pads: Sequence[int], mode: str
+) -> torch.Tensor:
+    for axis, before, after in reversed(list(zip(axes, pads, pads[len(axes) :], strict=False))):
+        rows = torch.tensor(_sources(shape[axis], before, after, mode), dtype=torch.int64, device=dy.device)
+        start = dy.new_zeros([shape[axis] if i == axis else size for i, size in enumerate(dy.shape)])
+        dy = start.index_add_(axis, rows, dy)
+    return dy
+
+
+def _filler(n: NodeView, value: Any) -> Any:
+    """The number to pad with, unrounded where the graph's maker gave a Python number."""
     if n.value is None:
         return 0
     known = constant_of(n.value)
-    if known is None:
-        raise GraphError("the number that Pad pads with must be constant", got=f"{n.value.name}, which is computed")
-    return n.value.meta.get("scalar", known.item())
+    return Method("item", value) if known is None else n.value.meta.get("scalar", known.item())
 
 
 def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
@@ -120,6 +158,8 @@ def _capture_pad(
 ) -> Any:
     if mode not in _ONNX_MODES:
         return NotImplemented
+    if mode == "circular" and any(isinstance(p, int) and p < 0 for p in pad):
+        return NotImplemented  # PyTorch takes what it pads from the rest, ONNX from the whole
     return _padded(op, x, pad, _ONNX_MODES[mode], 0 if value is None else value)
 
 
@@ -157,6 +197,8 @@ def _pad_grad(dy: torch.Tensor, shape: Any, pairs: list[int], kernel: Any) -> to
 
 
 def _lower_pad_grad(n: NodeView, dy: Any, shape: Any, pads: Any, axes: Any) -> Call:
+    if not _has_kernel(n, n.dy):
+        return Call(pad_rows_backward, dy, shape, [axis for axis, _, _ in _pads(n, rank_of(n.dy))], pads, n.mode)
     pairs = _pairs(n, rank_of(n.dy), pads)
     return Call(_pad_grad, dy, shape, pairs, _BACKWARD[n.mode, len(pairs) // 2])
 

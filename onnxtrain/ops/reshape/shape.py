@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from onnxtrain.errors import GraphError, UnsupportedOperatorError
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
@@ -45,6 +47,29 @@ SHAPE = movement(
     attributes={"start": 0, "end": None},
     since=15,
     host=lambda n, x: tuple(x.size(i) for i in _slice_of_axes(n)),
+    shape_only=frozenset({"x"}),
+)
+
+
+# Size(x) -> the number of x's elements
+
+
+def _numel_on_host(n: NodeView, x: Any) -> Any:
+    return functools.reduce(operator.mul, (x.size(i) for i in range(rank_of(n.x))), 1)
+
+
+def _numel(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(x.numel(), device=x.device)
+
+
+SIZE = movement(
+    "Size",
+    ("x",),
+    lambda n: (TensorType(ir.DataType.INT64, ()),),
+    lambda n, x: Call(_numel, x),
+    None,
+    since=13,
+    host=_numel_on_host,
     shape_only=frozenset({"x"}),
 )
 
@@ -164,16 +189,7 @@ def _to_output_sizes(op: Builder, x: ir.Value, *arguments: Any) -> ir.Value:
     return reshaped(op, x, op.out[0].shape)
 
 
-def _refuse_strides(op: Builder, x: ir.Value, *arguments: Any) -> ir.Value:
-    raise UnsupportedOperatorError(
-        "as_strided reads memory by strides, which differ between PyTorch and the graph",
-        todo="write it with view, expand, unfold or indexing",
-    )
-
-
 _RESHAPES: dict[str, FromTorch] = {
-    **dict.fromkeys(("aten.as_strided.default", "aten.as_strided_copy.default"), _refuse_strides),
-    "aten.as_strided_scatter.default": _refuse_strides,
     **dict.fromkeys(
         (
             "aten._reshape_alias.default",

@@ -1,0 +1,201 @@
+"""Composite operators under autocast.
+
+    einsum(a, b)  ──autocast──>  bmm(cast(a), cast(b))        so does eager PyTorch
+
+Autocast casts the inputs of the operators on its list. A composite operator that is not on it may call some that are:
+eager PyTorch then casts inside it, and its result may have another element type. Functionalization does not see that.
+So such an operator is taken apart with autocast on; one that stays whole runs under autocast when the graph runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.export.exported_program import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onnxtrain.capture import source_line
+from onnxtrain.errors import CaptureError, UnsupportedOperatorError
+from onnxtrain.ops.aten import AutocastState as State
+from onnxtrain.ops.aten import ambient, is_composite
+
+_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+def casting_composites(program: ExportedProgram) -> set[Any]:
+    """The composite operators of an export inside which autocast casts.
+
+    Raises:
+        CaptureError: such an operator is called where forward itself has switched autocast on or off.
+    """
+    now = ambient()
+    calls = list(_composite_calls(program.graph_module, now))
+    states = {state for _, state in calls if state} | ({now} if now else set())
+    known: dict[Any, bool] = {}
+    casting: set[Any] = set()
+    for node, _ in calls:
+        for state in states:
+            values = pytree.tree_leaves(map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
+            key = (node.target, state, *(v.dtype for v in values if isinstance(v, torch.Tensor)))
+            if key not in known:
+                known[key] = _casts_inside(node, state)
+            if known[key]:
+                casting.add(node.target)
+    for node, state in calls:
+        if node.target in casting and state != now:
+            raise CaptureError(
+                f"forward switches autocast around {node.target}, inside which autocast casts",
+                where=source_line.in_text(node.stack_trace),
+                todo="the module runs in PyTorch; call it where autocast is as around the whole module",
+            )
+    return casting
+
+
+def refuse_hidden_casts(program: ExportedProgram, defined: Container[str]) -> None:
+    """Raises UnsupportedOperatorError where a functional graph still holds an operator inside which autocast casts.
+
+    One that is not `defined` may stay: it runs under autocast. PyTorch calls such operators in the parts of others.
+    """
+    casts = casting_composites(program) if ambient() else set()
+    for node in program.graph.nodes:
+        if node.target in casts and str(node.target) in defined:
+            raise UnsupportedOperatorError(
+                f"autocast casts inside {node.target}, which the graph cannot say",
+                where=source_line.in_text(node.stack_trace),
+                todo="the module runs in PyTorch; write it with torch.matmul, or call it with autocast switched off",
+            )
+
+
+def state_types(program: ExportedProgram, whole: set[Any]) -> None:
+    """Casts the results of operators that stay whole to the types that they have under autocast.
+
+    Functionalization would go on with the types that they have without it. When the graph runs, nothing is to be cast.
+    """
+    now = ambient()
+    for node, _ in list(_composite_calls(program.graph_module, now)):
+        if node.target not in whole:
+            continue
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        for index, dtype in enumerate(_dtypes_under(node, now)):
+            for result in [u for u in node.users if u.args[1] == index] if several else [node]:
+                with node.graph.inserting_after(result):
+                    cast = node.graph.call_function(torch.ops.aten._to_copy.default, (result,), {"dtype": dtype})
+                cast.meta = dict(result.meta)
+                result.replace_all_uses_with(cast, delete_user_cb=partial(operator.is_not, cast))
+        if node.graph.owning_module is not None:
+            node.graph.owning_module.recompile()
+
+
+def _dtypes_under(node: Node, state: State) -> list[torch.dtype]:
+    """The types of a call's results with autocast in this state, on zeros: not all kernels take fake tensors."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: pytree.tree_map(_zeros, n.meta.get("val")))
+    cuda = [torch.cuda.current_device()] if "cuda" in dict(state) else []
+    with torch.random.fork_rng(cuda), torch.no_grad(), ExitStack() as stack:
+        for device, dtype in state:
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+        return _dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
+
+
+def _zeros(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return value.node.hint
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros(tuple(map(_zeros, value.shape)), dtype=value.dtype, device=value.device)
+
+
+def casting(target: Any, parts: Callable[..., Any]) -> Callable[..., Any]:
+    """`parts`, which take the composite operator `target` apart, with autocast on inside as it is now."""
+    devices = [device for device, _ in _unlisted(target, ambient())]
+
+    def cast_parts(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:  # functionalization has switched it off at this depth
+            for device in devices:
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(_KEYS[device], False))
+                stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEYS[device]))
+            return parts(*args, **kwargs)
+
+    return cast_parts if devices else parts
+
+
+def _composite_calls(module: GraphModule, state: State) -> Iterator[tuple[Node, State]]:
+    """The calls of composite operators, and the state of autocast around each."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        inner = state
+        if getattr(node.target, "__name__", "") == "wrap_with_autocast":
+            device, dtype, enabled = node.args[:3]
+            inner = frozenset(s for s in state if s[0] != device)
+            if enabled:
+                inner |= {(device, dtype or torch.get_autocast_dtype(device))}
+        for argument in node.all_input_nodes:  # the bodies of such regions
+            body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
+            if isinstance(body, GraphModule):
+                yield from _composite_calls(body, inner)
+        if isinstance(node.target, torch._ops.OpOverload) and is_composite(node.target):
+            yield node, state
+
+
+def _unlisted(target: Any, state: State) -> State:
+    """Of a state, what is not on autocast's own list for this operator: there it casts before, and not inside."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(s for s in state if not has(target.name(), f"Autocast{s[0].upper()}"))
+
+
+class _Names(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _casts_inside(node: Node, state: State) -> bool:
+    """Whether autocast changes what a call does inside. Taken to be so where fake tensors do not tell."""
+    state = _unlisted(node.target, state)
+    if not state:
+        return False
+    called: list[list[str]] = []
+    for around in (state, frozenset()):
+        try:
+            with _on_fakes(node, around) as (args, kwargs), _Names() as names:
+                node.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
+        except Exception:  # noqa: BLE001  # an operator may raise anything
+            return True
+        called.append(names.called)
+    return called[0] != called[1]
+
+
+@contextmanager
+def _on_fakes(node: Node, state: State) -> Iterator[tuple[Any, Any]]:
+    """The fake arguments of a call, with autocast in this state, and no trace left in the record of sizes."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    modes = [v.fake_mode for v in pytree.tree_leaves((args, kwargs)) if hasattr(v, "fake_mode")]
+    on = dict(state)
+    with ExitStack() as stack:
+        for device in _KEYS:
+            if device in on or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, on.get(device), enabled=device in on, cache_enabled=False))
+        for mode in modes[:1]:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield args, kwargs
+
+
+def _dtypes(results: Any) -> list[torch.dtype]:
+    return [r.dtype for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]

@@ -1,0 +1,130 @@
+"""ONNX's activations that PyTorch has under another name, or writes as several ops.
+
+Celu              max(0, x) + min(0, alpha * (exp(x / alpha) - 1))               https://arxiv.org/abs/1704.07483
+Softsign          x / (1 + |x|)
+Swish             x * sigmoid(alpha * x)
+ThresholdedRelu   x where x > alpha, 0 elsewhere
+Shrink            x + bias below -lambd, x - bias above lambd, 0 between
+Hardmax           1 at the first largest element along an axis, 0 elsewhere: a step, through which no gradient flows
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import normalize_axis, rank_of
+from onnxtrain.ops.activation.pairs import not_double
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.definition import Call, Infix, NodeView, numel
+from onnxtrain.ops.fused import plus
+
+
+def _swish_call(n: NodeView, x: Any) -> Call:
+    if n.alpha == 1:
+        return Call(torch.nn.functional.silu, x)
+    return Infix("*", torch.mul, x, Call(torch.sigmoid, Infix("*", torch.mul, x, n.alpha)))
+
+
+composite(
+    "Celu",
+    ("x",),
+    lambda op, n: op.own.Celu(n.x, alpha=n.alpha),
+    lambda n, x: Call(torch.celu, x, n.alpha),
+    attributes={"alpha": 1.0},
+    since=12,
+)
+composite(
+    "Softsign",
+    ("x",),
+    lambda op, n: op.Div(n.x, plus(op, op.Abs(n.x), 1)),
+    lambda n, x: Call(torch.nn.functional.softsign, x),
+)
+composite(
+    "Swish",
+    ("x",),
+    lambda op, n: op.ms.QuickGelu(n.x, alpha=n.alpha),
+    _swish_call,
+    attributes={"alpha": 1.0},
+    since=24,
+    native_ok=lambda n: False,  # graphs are of an earlier opset
+)
+composite(
+    "ThresholdedRelu",
+    ("x",),
+    lambda op, n: op.own.Threshold(n.x, threshold=n.alpha, value=0.0),
+    lambda n, x: Call(torch.nn.functional.threshold, x, n.alpha, 0.0),
+    attributes={"alpha": 1.0},
+    since=10,
+    native_ok=not_double,
+)
+
+
+# Shrink
+
+
+def _shrink_body(op: Builder, n: NodeView) -> ir.Value:
+    zero = op.scalar(0, like=n.x)
+    above = op.Where(op.Greater(n.x, op.scalar(n.lambd, like=n.x)), plus(op, n.x, -n.bias), zero)
+    below = op.Less(n.x, op.scalar(-n.lambd, like=n.x))
+    result: ir.Value = op.Where(below, plus(op, n.x, n.bias), above)
+    return result
+
+
+def shrink(x: torch.Tensor, bias: float, lambd: float) -> torch.Tensor:
+    """ONNX's Shrink; with bias = lambd it is PyTorch's softshrink, with 0 hardshrink."""
+    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0.0))
+
+
+composite(
+    "Shrink",
+    ("x",),
+    _shrink_body,
+    lambda n, x: Call(shrink, x, n.bias, n.lambd),
+    attributes={"bias": 0.0, "lambd": 0.5},
+    since=9,
+    native_ok=not_double,
+    flops=lambda n: sizes.multiply(3, numel(n.x)),
+)
+
+
+# Hardmax
+
+
+def _row_axes(n: NodeView) -> str:
+    rank = rank_of(n.x)
+    whole = normalize_axis(n.axis, rank)
+    words = " ".join(f"[a{i}]" if i == whole else f"a{i}" for i in range(rank))
+    return f"{words} -> {words}"
+
+
+def _hardmax_body(op: Builder, n: NodeView) -> ir.Value:
+    axis = normalize_axis(n.axis, rank_of(n.x))
+    places = op.own.ArgMax(n.x, axis=axis, keepdims=1)
+    result: ir.Value = op.ScatterElements(
+        op.Expand(op.scalar(0, like=n.x), op.shape_of(n.x)),
+        places,
+        op.Expand(op.scalar(1, like=n.x), op.shape_of(places)),
+        axis=axis,
+    )
+    return result
+
+
+def hardmax(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return torch.zeros_like(x).scatter_(axis, x.argmax(axis, keepdim=True), 1) if x.numel() else torch.zeros_like(x)
+
+
+composite(
+    "Hardmax",
+    ("x",),
+    _hardmax_body,
+    lambda n, x: Call(hardmax, x, n.axis),
+    attributes={"axis": -1},
+    since=13,
+    axes=_row_axes,
+    differentiable=False,
+)

@@ -1,0 +1,173 @@
+"""Softmax with a bias before and dropout after, and softmax over several axes together.
+
+    BiasSoftmax(x, bias) -> y = softmax(x + bias)               over all axes from `axis` on, as one
+    BiasSoftmaxDropout(x, bias, ratio) -> y, mask, probabilities            y = dropout(softmax(x + bias))
+    SoftmaxDropoutGrad(dy, mask, probabilities, ratio) -> dx    for `axis` alone
+    SoftmaxGrad, LogSoftmaxGrad(dy, y) -> dx                    over all axes from `axis` on, as ONNX before opset 13
+
+`is_inner_broadcast` tells ONNX Runtime's kernel which axes of bias are of size 1; broadcasting shows it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
+from onnxtrain.ops.fused import fused
+from onnxtrain.ops.randomness import dropout_backward_of_any_ratio, dropout_of_any_ratio
+from onnxtrain.ops.reshape.shape import reshaped
+
+Tensor = torch.Tensor
+
+
+def _axis(n: NodeView, value: ir.Value) -> int:
+    return normalize_axis(n.axis, rank_of(value))
+
+
+def _row_axes(n: NodeView, value: ir.Value) -> str:
+    axis = _axis(n, value)
+    return " ".join(f"[a{i}]" if i >= axis else f"a{i}" for i in range(rank_of(value)))
+
+
+def _over_the_rest(op: Builder, softmax: Callable[..., ir.Value], axis: int, *operands: ir.Value) -> ir.Value:
+    """A softmax of all axes from `axis` on, as one."""
+    shape = sizes.of(operands[0])
+    if axis == len(shape) - 1:
+        return softmax(*operands, axis=axis)
+    rows = (sizes.multiply(1, *shape[:axis]), sizes.multiply(1, *shape[axis:]))
+    return reshaped(op, softmax(*(reshaped(op, v, rows) for v in operands), axis=1), shape)
+
+
+def _shifted_axes(n: NodeView) -> str:
+    words = _row_axes(n, n.x)
+    rank = rank_of(n.bias)
+    bias = " ".join(words.split()[rank_of(n.x) - rank :])
+    rest = ", -" * (len(n.node.inputs) - 2)
+    return f"{words}, {bias}{rest} -> {', '.join([words] * len(n.node.outputs))}"
+
+
+def _flops(n: NodeView) -> sizes.Size:
+    return sizes.multiply(6, numel(n.x))
+
+
+# BiasSoftmax, BiasSoftmaxDropout
+
+
+def _bias_softmax_body(op: Builder, n: NodeView) -> ir.Value:
+    return _over_the_rest(op, op.Softmax, _axis(n, n.x), op.Add(n.x, n.bias))
+
+
+def bias_softmax(x: Tensor, bias: Tensor, axis: int) -> Tensor:
+    shifted = x + bias
+    return torch.softmax(shifted.flatten(axis), axis).view(shifted.shape)
+
+
+composite(
+    "BiasSoftmax",
+    ("x", "bias"),
+    _bias_softmax_body,
+    lambda n, x, bias: Call(bias_softmax, x, bias, _axis(n, n.x)),
+    domain=MICROSOFT,
+    attributes={"axis": 1, "is_inner_broadcast": REQUIRED},
+    shapes=lambda n: (type_of(n.x),),
+    axes=_shifted_axes,
+    flops=_flops,
+)
+
+
+def _dropped_types(n: NodeView) -> Sequence[TensorType]:
+    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.of(n.x)), type_of(n.x)
+
+
+def _dropped_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    probabilities = op.ms.BiasSoftmax(n.x, n.bias, axis=n.axis, is_inner_broadcast=n.is_inner_broadcast)
+    y, mask = op.Dropout(probabilities, n.ratio, op.scalar(True, ir.DataType.BOOL), seed=n.seed)
+    return y, mask, probabilities
+
+
+def bias_softmax_dropout(x: Tensor, bias: Tensor, axis: int, ratio: Any) -> tuple[Tensor, Tensor, Tensor]:
+    probabilities = bias_softmax(x, bias, axis)
+    return *dropout_of_any_ratio(probabilities, ratio, True), probabilities
+
+
+composite(
+    "BiasSoftmaxDropout",
+    ("x", "bias", "ratio?"),
+    _dropped_body,
+    lambda n, x, bias, ratio: Call(bias_softmax_dropout, x, bias, _axis(n, n.x), ratio),
+    domain=MICROSOFT,
+    outputs=("y", "mask", "probabilities"),
+    attributes={"axis": 1, "is_inner_broadcast": REQUIRED, "seed": None},
+    shapes=_dropped_types,
+    axes=_shifted_axes,
+    stops=frozenset({"ratio"}),
+    effects=Effects.RANDOM,
+    flops=_flops,
+)
+
+
+# Gradients
+
+
+def _dropout_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    dy = op.ms.DropoutGrad(n.dy, n.mask, n.ratio, op.scalar(True, ir.DataType.BOOL))
+    return op.ms.SoftmaxGrad_13(dy, n.probabilities, axis=n.axis)  # type: ignore[no-any-return]
+
+
+def softmax_dropout_backward(dy: Tensor, mask: Tensor, probabilities: Tensor, ratio: Any, axis: int) -> Tensor:
+    dy = dropout_backward_of_any_ratio(dy, mask, ratio, True)
+    return torch._softmax_backward_data(dy, probabilities, axis, probabilities.dtype)
+
+
+def _dropout_grad_axes(n: NodeView) -> str:
+    whole = _axis(n, n.dy)
+    words = " ".join(f"[a{i}]" if i == whole else f"a{i}" for i in range(rank_of(n.dy)))
+    return f"{words}, {words}, {words}{', -' * (len(n.node.inputs) - 3)} -> {words}"
+
+
+fused(
+    MICROSOFT,
+    "SoftmaxDropoutGrad",
+    ("dy", "mask", "probabilities", "ratio?"),
+    ("dx",),
+    attributes={"axis": REQUIRED},
+    shapes=lambda n: (type_of(n.dy),),
+    body=_dropout_grad_body,
+    lower=lambda n, dy, mask, probabilities, ratio: Call(
+        softmax_dropout_backward, dy, mask, probabilities, ratio, _axis(n, n.dy)
+    ),
+    axes=_dropout_grad_axes,
+    flops=lambda n: sizes.multiply(7, numel(n.dy)),
+)
+
+
+def softmax_backward(dy: Tensor, y: Tensor, axis: int, kernel: Callable[..., Tensor]) -> Tensor:
+    """Of a softmax of all axes from `axis` on, as one."""
+    return kernel(dy.flatten(axis), y.flatten(axis), axis, y.dtype).view(y.shape)
+
+
+def _old_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
+    fused(
+        MICROSOFT,
+        name,
+        ("dy", "y"),
+        ("dx",),
+        attributes={"axis": 1},
+        shapes=lambda n: (TensorType(dtype_of(n.dy), sizes.of(n.dy)),),
+        body=lambda op, n: _over_the_rest(op, op.op(MICROSOFT, f"{name}_13"), _axis(n, n.dy), n.dy, n.y),
+        lower=lambda n, dy, y: Call(softmax_backward, dy, y, _axis(n, n.dy), kernel),
+        axes=lambda n: f"{_row_axes(n, n.dy)}, {_row_axes(n, n.dy)} -> {_row_axes(n, n.dy)}",
+        flops=lambda n: sizes.multiply(5, numel(n.dy)),
+    )
+
+
+_old_gradient("SoftmaxGrad", torch._softmax_backward_data)
+_old_gradient("LogSoftmaxGrad", torch._log_softmax_backward_data)

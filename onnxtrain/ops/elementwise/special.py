@@ -1,0 +1,236 @@
+"""Special functions that PyTorch has and ONNX composes.
+
+Erfc(x)                1 - erf(x), precise for large x too, where the difference is not
+Sinc(x)                sin(pi x) / (pi x), and 1 at 0
+Entr(x)                -x log x, 0 at 0 and -inf below
+XLogY(a, b)            a log b, and 0 where a is 0
+XLog1PY(a, b)          a log(1 + b), and 0 where a is 0
+Hypot(a, b)            sqrt(a^2 + b^2)
+CopySign(a, b)         |a| with the sign of b
+FMax(a, b), FMin       the larger and smaller, of a number and NaN the number; of equals a gets the gradient
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, dtype_of, is_float
+from onnxtrain.ops.constructors import binary, cast, promoted, unary
+from onnxtrain.ops.definition import FromTorch, NodeView
+from onnxtrain.ops.fused import plus, times
+from onnxtrain.ops.registry import compose
+
+Grad = ir.Value | None
+
+
+def _zero(op: Builder, like: ir.Value) -> ir.Value:
+    return op.scalar(0, like=like)
+
+
+# Of one operand
+
+
+def _erfc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    bell = op.Exp(op.Neg(op.Mul(n.x, n.x)))
+    return op.Mul(times(op, bell, -2 / math.sqrt(math.pi)), dy)  # type: ignore[no-any-return]
+
+
+def _erfc_body(op: Builder, n: NodeView) -> ir.Value:
+    return op.Sub(op.scalar(1, like=n.x), op.Erf(n.x))  # type: ignore[no-any-return]
+
+
+def _sinc_body(op: Builder, n: NodeView) -> ir.Value:
+    angle, one = times(op, n.x, math.pi), op.scalar(1, like=n.x)
+    at_zero = op.Equal(n.x, _zero(op, n.x))
+    return op.Where(at_zero, one, op.Div(op.Sin(angle), op.Where(at_zero, one, angle)))  # type: ignore[no-any-return]
+
+
+def _sinc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """(pi x cos(pi x) - sin(pi x)) / (pi x^2), and 0 at 0."""
+    angle, at_zero = times(op, n.x, math.pi), op.Equal(n.x, _zero(op, n.x))
+    rise = op.Sub(op.Mul(angle, op.Cos(angle)), op.Sin(angle))
+    slope = op.Div(rise, op.Mul(angle, n.x))
+    return op.Mul(dy, op.Where(at_zero, _zero(op, n.x), slope))  # type: ignore[no-any-return]
+
+
+def _entr_body(op: Builder, n: NodeView) -> ir.Value:
+    zero = _zero(op, n.x)
+    inner = op.Where(op.Equal(n.x, zero), zero, op.Mul(op.Neg(n.x), op.Log(n.x)))
+    return op.Where(op.Less(n.x, zero), op.scalar(-math.inf, like=n.x), inner)  # type: ignore[no-any-return]
+
+
+def _entr_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    return op.Mul(dy, op.Neg(plus(op, op.Log(n.x), 1)))  # type: ignore[no-any-return]
+
+
+unary(
+    "Erfc", ("aten.erfc.default", "aten.special_erfc.default"), torch.erfc, _erfc_gradient, domain=OWN, body=_erfc_body
+)
+unary(
+    "Sinc", ("aten.sinc.default", "aten.special_sinc.default"), torch.sinc, _sinc_gradient, domain=OWN, body=_sinc_body
+)
+unary("Entr", "aten.special_entr.default", torch.special.entr, _entr_gradient, domain=OWN, body=_entr_body)
+
+
+# Of two operands
+
+
+def _captured(name: str) -> FromTorch:
+    def capture(op: Builder, a: Any, b: Any) -> Any:
+        return op.op(OWN, name)(*promoted(op, a, b)) if is_float(op.out[0].dtype) else NotImplemented
+
+    return capture
+
+
+def _overloads(name: str, *overloads: str) -> dict[str, FromTorch]:
+    return dict.fromkeys((f"aten.{overload}" for overload in overloads), _captured(name))
+
+
+_XLOG = ("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other")
+_SPECIAL = ("default", "self_scalar", "other_scalar")
+
+
+def _x_log(log: Callable[[Builder, ir.Value], ir.Value], divisor: Callable[[Builder, ir.Value], ir.Value]) -> Any:
+    """The body and the gradient of a * log(b)."""
+
+    def body(op: Builder, n: NodeView) -> ir.Value:
+        product = op.Mul(n.a, log(op, n.b))
+        skipped = op.And(op.Equal(n.a, _zero(op, n.a)), op.Not(op.IsNaN(n.b)))
+        return op.Where(skipped, _zero(op, n.a), product)  # type: ignore[no-any-return]
+
+    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+        flat = op.And(op.Equal(n.a, _zero(op, n.a)), op.LessOrEqual(divisor(op, n.b), _zero(op, n.b)))
+        da = op.Mul(dy, op.Where(flat, _zero(op, n.a), log(op, n.b))) if n.wants("a") else None
+        return da, op.Div(op.Mul(dy, n.a), divisor(op, n.b)) if n.wants("b") else None
+
+    return body, gradient
+
+
+_XLOGY, _XLOGY_GRADIENT = _x_log(lambda op, b: op.Log(b), lambda op, b: b)
+_XLOG1PY, _XLOG1PY_GRADIENT = _x_log(lambda op, b: op.own.Log1p(b), lambda op, b: plus(op, b, 1))
+binary("XLogY", _overloads("XLogY", *_XLOG), torch.xlogy, _XLOGY_GRADIENT, domain=OWN, body=_XLOGY)
+binary(
+    "XLog1PY",
+    _overloads("XLog1PY", *(f"special_xlog1py.{kind}" for kind in _SPECIAL)),
+    torch.special.xlog1py,
+    _XLOG1PY_GRADIENT,
+    domain=OWN,
+    body=_XLOG1PY,
+)
+
+
+def _hypot_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    found = [op.Mul(dy, op.Div(getattr(n, side), n.y)) if n.wants(side) else None for side in ("a", "b")]
+    return found[0], found[1]
+
+
+binary(
+    "Hypot",
+    _overloads("Hypot", "hypot.default"),
+    torch.hypot,
+    _hypot_gradient,
+    reads=("a", "b", "y"),
+    domain=OWN,
+    body=lambda op, n: op.Sqrt(op.Add(op.Mul(n.a, n.a), op.Mul(n.b, n.b))),
+)
+
+
+def _copysign_body(op: Builder, n: NodeView) -> ir.Value:
+    """The sign of -0.0 shows in its reciprocal."""
+    zero, size = _zero(op, n.b), op.Abs(n.a)
+    minus_zero = op.And(op.Equal(n.b, zero), op.Less(op.Reciprocal(n.b), zero))
+    return op.Where(op.Or(op.Less(n.b, zero), minus_zero), op.Neg(size), size)  # type: ignore[no-any-return]
+
+
+def _copysign_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    zero = _zero(op, n.a)
+    ratio = op.Where(op.Equal(n.a, zero), zero, op.Div(n.y, n.a))
+    return op.Mul(dy, ratio), times(op, dy, 0) if n.wants("b") else None
+
+
+binary(
+    "CopySign",
+    _overloads("CopySign", "copysign.Tensor", "copysign.Scalar"),
+    torch.copysign,
+    _copysign_gradient,
+    reads=("a", "y"),
+    domain=OWN,
+    body=_copysign_body,
+)
+
+
+def _numeric(name: str, plain: str, torch_name: str, kernel: Any) -> None:
+    """Defines FMax or FMin."""
+
+    def chosen(op: Builder, n: NodeView) -> ir.Value:
+        """Whether a is the result."""
+        wins = op.GreaterOrEqual(n.a, n.b) if plain == "Max" else op.LessOrEqual(n.a, n.b)
+        return op.Or(wins, op.IsNaN(n.b))  # type: ignore[no-any-return]
+
+    def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+        first, zero = chosen(op, n), _zero(op, dy)
+        da = op.Where(first, dy, zero) if n.wants("a") else None
+        return da, op.Where(first, zero, dy) if n.wants("b") else None
+
+    def body(op: Builder, n: NodeView) -> ir.Value:
+        return op.Where(chosen(op, n), n.a, n.b)  # type: ignore[no-any-return]
+
+    binary(name, _overloads(name, f"{torch_name}.default"), kernel, gradient, domain=OWN, body=body)
+
+
+_numeric("FMax", "Max", "fmax", torch.fmax)
+_numeric("FMin", "Min", "fmin", torch.fmin)
+
+
+# Written as several ops
+
+
+def _logit(op: Builder, x: ir.Value, eps: float | None = None) -> Any:
+    """log(x / (1 - x)), x clipped to [eps, 1 - eps]."""
+    x = cast(op, x, op.out[0].dtype)
+    if eps is not None:
+        x = op.Clip(x, op.scalar(eps, like=x), op.scalar(1 - eps, like=x))
+    return op.Log(op.Div(x, op.Sub(op.scalar(1, like=x), x)))
+
+
+def _round_decimals(op: Builder, x: ir.Value, *, decimals: int) -> Any:
+    if not is_float(dtype_of(x)):
+        return NotImplemented
+    factor = 10.0 ** abs(decimals)
+    if decimals < 0:
+        return times(op, op.Round(op.Div(x, op.scalar(factor, like=x))), factor)
+    return op.Div(op.Round(times(op, x, factor)), op.scalar(factor, like=x))
+
+
+def _in_other_units(factor: float) -> FromTorch:
+    """`deg2rad`, `rad2deg`."""
+    return lambda op, x: times(op, cast(op, x, op.out[0].dtype), factor)
+
+
+def _frac(op: Builder, x: ir.Value) -> Any:
+    return op.Sub(x, op.own.Trunc(x))
+
+
+def _logaddexp2(op: Builder, a: ir.Value, b: ir.Value) -> Any:
+    """log2(2^a + 2^b), by the natural logarithm."""
+    a, b = (times(op, v, math.log(2)) for v in promoted(op, a, b))
+    return times(op, op.own.LogAddExp(a, b), 1 / math.log(2))
+
+
+compose(
+    {
+        "aten.deg2rad.default": _in_other_units(math.pi / 180),
+        "aten.rad2deg.default": _in_other_units(180 / math.pi),
+        "aten.frac.default": _frac,
+        "aten.logaddexp2.default": _logaddexp2,
+        "aten.logit.default": _logit,
+        "aten.special_logit.default": _logit,
+        "aten.round.decimals": _round_decimals,
+    }
+)

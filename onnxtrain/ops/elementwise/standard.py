@@ -1,0 +1,85 @@
+"""Elementwise ops of ONNX that PyTorch writes otherwise.
+
+Mean(terms...)          the sum of the terms by their number
+CastLike(x, target)     x in the element type of target
+BitShift(a, b)          a shifted by b bits, "LEFT" or "RIGHT"
+Scale(x, scale)         x * scale, or x / scale                     (com.microsoft)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.constructors import TORCH_DTYPES, binary, cast
+from onnxtrain.ops.definition import REQUIRED, Call, Infix, Method, NodeView
+from onnxtrain.ops.fused import reshaped
+
+# Mean
+
+
+def _mean_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.of, n.terms))),)
+
+
+def _mean_body(op: Builder, n: NodeView) -> ir.Value:
+    result: ir.Value = op.Div(op.Sum(*n.terms), op.scalar(len(n.terms), like=n.terms[0]))
+    return result
+
+
+def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:
+    total = terms[0]
+    for term in terms[1:]:
+        total = Infix("+", operator.add, total, term)
+    return Infix("/", operator.truediv, total, len(terms))
+
+
+composite("Mean", ("terms...",), _mean_body, _mean_call, since=13, shapes=_mean_type)
+
+
+# CastLike, BitShift, Scale
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor, down: bool) -> torch.Tensor:
+    scale = scale.reshape(()).to(x.dtype)
+    return x / scale if down else x * scale
+
+
+composite(
+    "CastLike",
+    ("x", "target"),
+    lambda op, n: cast(op, n.x, dtype_of(n.target)) if dtype_of(n.x) != dtype_of(n.target) else op.Identity(n.x),
+    lambda n, x, target: Method("to", Method("clone", x), TORCH_DTYPES[dtype_of(n.target)]),
+    attributes={"saturate": 1},
+    since=19,
+    shapes=lambda n: (TensorType(dtype_of(n.target), sizes.of(n.x)),),
+    axes=lambda n: "..., - -> ...",
+    stops=frozenset({"target"}),
+)
+binary(
+    "BitShift",
+    {},
+    torch.bitwise_left_shift,
+    None,
+    attributes={"direction": REQUIRED},
+    since=11,
+    lower=lambda n, a, b: Call(torch.bitwise_left_shift if n.direction == "LEFT" else torch.bitwise_right_shift, a, b),
+)
+composite(
+    "Scale",
+    ("x", "scale"),
+    lambda op, n: (op.Div if n.scale_down else op.Mul)(n.x, cast(op, reshaped(op, n.scale, ()), dtype_of(n.x))),
+    lambda n, x, scale: Call(_scaled, x, scale, bool(n.scale_down)),
+    domain=MICROSOFT,
+    attributes={"scale_down": 0},
+    axes=lambda n: "..., - -> ...",
+    stops=frozenset({"scale"}),
+)

@@ -1,0 +1,93 @@
+"""A node of an imported ONNX model that this package does not know: it goes through as it is.
+
+    Foreign(inputs...) -> outputs...        node: the node as bytes of a NodeProto
+
+Custom ops, and standard ops without a definition, may stand wherever no gradient is asked for: in front of the trained
+part, or behind it. `device/from_onnx` makes these nodes, and `unwrap` puts the originals back before a file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import KernelError
+from onnxtrain.graph.axes import NO_AXES
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, type_of
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Kernel, NoBody, NodeView, OpDef, numel
+from onnxtrain.ops.registry import define
+
+NAME = "Foreign"
+
+
+def wrap(op: Builder, node: ir.Node, inputs: Sequence[ir.Value | None], types: Sequence[TensorType]) -> ir.Node:
+    """Appends a Foreign node for `node`, whose outputs have these types."""
+    proto = ir.to_proto(node)
+    content = np.frombuffer(proto.SerializeToString(), np.uint8)
+    return op.node(OWN, NAME, inputs, {"node": ir.Tensor(content)}, types=types)
+
+
+def original(node: ir.Node) -> ir.Node:
+    """The node that a Foreign node stands for, reading the same values; its outputs are new."""
+    proto = onnx.NodeProto.FromString(node.attributes["node"].as_tensor().tobytes())
+    kept = ir.from_proto(proto)
+    return ir.Node(
+        kept.domain,
+        kept.op_type,
+        node.inputs,
+        list(kept.attributes.values()),
+        num_outputs=len(node.outputs),
+        name=node.name,
+        doc_string=kept.doc_string,
+        metadata_props=dict(node.metadata_props),
+    )
+
+
+def unwrap(graph: ir.Graph) -> None:
+    """Puts the original of each Foreign node in its place."""
+    for node in list(graph):
+        if (node.domain, node.op_type) != (OWN, NAME):
+            continue
+        kept = original(node)
+        for old, new in zip(node.outputs, kept.outputs, strict=True):
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+        graph.insert_before(node, kept)
+        graph.remove(node, safe=True)
+        graph.opset_imports.setdefault(kept.domain, 1)
+
+
+def _no_kernel(n: NodeView, *inputs: object) -> Call:
+    raise KernelError(f"{original(n.node).op_type} is known to onnxruntime only", where=n.node.name)
+
+
+def _outputs(n: NodeView) -> Sequence[TensorType]:
+    return [type_of(value) for value in n.node.outputs]
+
+
+define(
+    OpDef(
+        domain=OWN,
+        name=NAME,
+        inputs=("inputs...",),
+        outputs=("outputs...",),
+        attributes={"node": REQUIRED},
+        since=1,
+        from_torch={},
+        shapes=_outputs,
+        body=NoBody("an op of another maker, which onnxtrain does not know"),
+        native_ok=lambda n: True,
+        gradient=NOT_DIFFERENTIABLE,
+        stops=frozenset(),
+        kernels=(Kernel(lower=_no_kernel),),
+        axes=lambda n: NO_AXES,
+        effects=Effects.HOST_SYNC,  # it is not folded or merged: what it does is not known
+        aliases={},
+        flops=lambda n: numel(n.node.outputs[0]),
+        host=None,
+    )
+)

@@ -1,0 +1,105 @@
+"""Reads and writes at places that are several ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import rank_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.fused import another_call, total
+from onnxtrain.ops.registry import compose
+from onnxtrain.ops.reshape.dims import expanded
+from onnxtrain.ops.reshape.movement import in_rank
+from onnxtrain.ops.reshape.rows import along
+from onnxtrain.ops.reshape.shape import reshaped
+
+
+def _flat(op: Builder, x: ir.Value) -> ir.Value:
+    return reshaped(op, x, (sizes.multiply(1, *sizes.of(x)),))
+
+
+def _take(op: Builder, x: ir.Value, index: ir.Value) -> Any:
+    """Elements by their number in the flat tensor."""
+    return op.Gather(_flat(op, x), index, axis=0)
+
+
+def _index_reduce(
+    op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
+) -> Any:
+    """A scatter whose places are the same along all other axes."""
+    if not rank_of(x) or not rank_of(index):
+        return NotImplemented
+    axis = in_rank(dim, rank_of(x), "the axis of index_reduce")
+    places = expanded(op, along(op, index, axis, rank_of(x)), sizes.of(source))
+    how = {"include_self": include_self}
+    return _call(op, "aten.scatter_reduce.two", x, axis, places, source, reduce, **how)
+
+
+def _call(op: Builder, overload: str, *arguments: Any, **named: Any) -> Any:
+    """Another capture, whose result has the type of this one."""
+    return another_call(op, overload, op.out[0], *arguments, **named)
+
+
+def _trace(op: Builder, x: ir.Value) -> Any:
+    dtype = op.out[0].dtype
+    return total(op, cast(op, op.own.Diagonal(x, offset=0, row_axis=0, column_axis=1), dtype), (0,), keepdims=False)
+
+
+def _cross(op: Builder, a: ir.Value, b: ir.Value, *, dim: int = -1) -> Any:
+    """a[i + 1] b[i + 2] - a[i + 2] b[i + 1], the three places taken around."""
+    shape = op.out[0].shape
+    a, b = (expanded(op, cast(op, v, op.out[0].dtype), shape) for v in (a, b))
+    axis = in_rank(dim, len(shape), "the axis of cross")
+
+    def shifted(x: ir.Value, steps: int) -> ir.Value:
+        result: ir.Value = op.own.Roll(x, shifts=[-steps], along=[axis])
+        return result
+
+    return op.Sub(op.Mul(shifted(a, 1), shifted(b, 2)), op.Mul(shifted(a, 2), shifted(b, 1)))
+
+
+def _diagonal_scatter(op: Builder, x: ir.Value, source: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    rank = rank_of(x)
+    how = {
+        "offset": offset,
+        "row_axis": in_rank(dim1, rank, "an axis of diagonal_scatter"),
+        "column_axis": in_rank(dim2, rank, "an axis of diagonal_scatter"),
+    }
+    shape = op.shape_of(x)
+    on_it = expanded(op, op.scalar(True, ir.DataType.BOOL), sizes.of(source))
+    return op.Where(op.own.DiagonalEmbed(on_it, shape, **how), op.own.DiagonalEmbed(source, shape, **how), x)
+
+
+def _max_unpool(count: int) -> Any:
+    """PyTorch's places count within a plane, ONNX's through the whole tensor."""
+
+    def capture(op: Builder, x: ir.Value, indices: ir.Value, output_size: Sequence[Size], *how: Any) -> Any:
+        if rank_of(x) != count + 2:
+            return NotImplemented
+        batch, channels = sizes.of(x)[:2]
+        plane = sizes.multiply(1, *output_size)
+        planes = op.Range(op.size(0), op.size(sizes.multiply(batch, channels)), op.size(1))
+        first = reshaped(op, op.Mul(planes, op.size(plane)), (batch, channels, *[1] * count))
+        shape = op.sizes([batch, channels, *output_size])
+        return op.MaxUnpool(x, op.Add(indices, first), shape, kernel_shape=[1] * count)
+
+    return capture
+
+
+compose(
+    {
+        "aten.diagonal_scatter.default": _diagonal_scatter,
+        "aten.take.default": _take,
+        "aten.index_reduce.default": _index_reduce,
+        "aten.trace.default": _trace,
+        "aten.linalg_cross.default": _cross,
+        "aten.max_unpool2d.default": _max_unpool(2),
+        "aten.max_unpool3d.default": _max_unpool(3),
+    }
+)

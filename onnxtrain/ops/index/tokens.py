@@ -1,0 +1,149 @@
+"""Rows that matter, taken out of a padded batch and put back: what removing padding is made of.
+
+    ShrunkenGather(x, rows) -> y                        Gather of fewer rows than there are
+    FlattenAndUnpad(x[b, s, ..], rows[n]) -> y[n, ..], dims[2]       rows of x under [b*s, ..]; dims is (b, s)
+    PadAndUnflatten(x[n, ..], rows[n], dims[2]) -> y[b, s, ..]       each row at its place, zeros elsewhere
+
+The last two are each other's gradient. Rows are numbers in [0, b*s), each at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names
+from onnxtrain.ops.reshape.rows import scatter_rows, zeros
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+# ShrunkenGather
+
+
+def _gathered_type(n: NodeView) -> Sequence[TensorType]:
+    axis, shape = axis_of(n, n.x), sizes.of(n.x)
+    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.of(n.rows), *shape[axis + 1 :])),)
+
+
+def _gathered_axes(n: NodeView) -> str:
+    axis = axis_of(n, n.x)
+    words = names("a", rank_of(n.x))
+    return axis_map([words, ["i"]], [*words[:axis], "i", *words[axis + 1 :]])
+
+
+composite(
+    "ShrunkenGather",
+    ("x", "rows"),
+    lambda op, n: op.Gather(n.x, n.rows, axis=n.axis),
+    lambda n, x, rows: Call(torch.index_select, x, axis_of(n, n.x), rows),
+    domain=MICROSOFT,
+    attributes={"axis": 0},
+    shapes=_gathered_type,
+    axes=_gathered_axes,
+    stops=frozenset({"rows"}),
+    flops=lambda n: 0,
+)
+
+
+# FlattenAndUnpad
+
+
+def _two_and_rest(x: ir.Value) -> tuple[Size, Size, tuple[Size, ...]]:
+    if rank_of(x) < 2:
+        raise GraphError("FlattenAndUnpad takes rows of a batch of sequences", got=f"{rank_of(x)} axes")
+    batch, steps, *rest = sizes.of(x)
+    return batch, steps, tuple(rest)
+
+
+def _unpadded_types(n: NodeView) -> Sequence[TensorType]:
+    rest = _two_and_rest(n.x)[2]
+    return TensorType(dtype_of(n.x), (*sizes.of(n.rows), *rest)), TensorType(ir.DataType.INT64, (2,))
+
+
+def _unpad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    batch, steps, rest = _two_and_rest(n.x)
+    flat = reshaped(op, n.x, (sizes.multiply(batch, steps), *rest))
+    # A copy: the sizes may be a constant, which a graph cannot give out.
+    return op.Gather(flat, n.rows, axis=0), op.Identity(op.sizes([batch, steps]))
+
+
+def flatten_and_unpad(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = torch.tensor(x.shape[:2], device=x.device)
+    return x.reshape(x.shape[:2].numel(), *x.shape[2:]).index_select(0, rows), dims
+
+
+def _unpad_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> tuple[ir.Value | None, None]:
+    batch, steps = _two_and_rest(n.x)[:2]
+    return (None if dy is None else op.ms.PadAndUnflatten(dy, n.rows, op.sizes([batch, steps]))), None
+
+
+def _unpad_axes(n: NodeView) -> str:
+    rest = names("a", rank_of(n.x) - 2)
+    return axis_map([["[b]", "[s]", *rest], ["i"]], ["i", *rest], ["[two]"])
+
+
+FLATTEN_AND_UNPAD = movement(
+    "FlattenAndUnpad",
+    ("x", "rows"),
+    _unpadded_types,
+    lambda n, x, rows: Call(flatten_and_unpad, x, rows),
+    _unpad_gradient,
+    reads=("rows",),
+    domain=MICROSOFT,
+    outputs=("y", "dims"),
+    body=_unpad_body,
+    axes=_unpad_axes,
+    stops=frozenset({"rows"}),
+)
+
+
+# PadAndUnflatten
+
+
+def _padded_type(n: NodeView) -> Sequence[TensorType]:
+    dims = needed_sizes(n.dims, "the sizes that PadAndUnflatten gives")
+    return (TensorType(dtype_of(n.x), (*dims, *sizes.of(n.x)[1:])),)
+
+
+def _pad_body(op: Builder, n: NodeView) -> ir.Value:
+    ((dtype, (batch, steps, *rest)),) = _padded_type(n)
+    nothing = zeros(op, (sizes.multiply(batch, steps), *rest), dtype)
+    return reshaped(op, scatter_rows(op, nothing, n.rows, n.x, 0), (batch, steps, *rest))
+
+
+def pad_and_unflatten(x: torch.Tensor, rows: torch.Tensor, dims: tuple[int, int]) -> torch.Tensor:
+    flat = x.new_zeros(dims[0] * dims[1], *x.shape[1:])
+    return flat.index_copy_(0, rows.long(), x).view(*dims, *x.shape[1:])
+
+
+def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, None, None]:
+    return op.ms.FlattenAndUnpad(dy, n.rows)[0], None, None
+
+
+def _pad_axes(n: NodeView) -> str:
+    rest = names("a", rank_of(n.x) - 1)
+    return axis_map([["[i]", *rest], ["[i]"], None], ["[b]", "[s]", *rest])
+
+
+PAD_AND_UNFLATTEN = movement(
+    "PadAndUnflatten",
+    ("x", "rows", "dims"),
+    _padded_type,
+    lambda n, x, rows, dims: Call(pad_and_unflatten, x, rows, dims),
+    _pad_gradient,
+    reads=("rows",),
+    takes_ints=frozenset({2}),
+    domain=MICROSOFT,
+    body=_pad_body,
+    axes=_pad_axes,
+    stops=frozenset({"rows", "dims"}),
+)

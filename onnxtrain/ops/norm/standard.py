@@ -1,0 +1,219 @@
+"""Norms as ONNX writes them, which give no statistics: in terms of ours, which do, for backward.
+
+    InstanceNormalization(x[n, c, d], scale[c], b[c])        over d, for each sample and channel
+    GroupNormalization(x[n, c, d], scale[c], b[c])           over d and the channels of a group
+    RMSNormalization(x, scale)                               x / sqrt(mean(x^2) + epsilon) * scale, from `axis` on
+    MeanVarianceNormalization(x)                             (x - mean) / (std + 1e-9) over `axes`
+    LpNormalization(x)                                       x / norm(x) along `axis`; x where the norm is 0
+    LRN(x[n, c, d])         x / (bias + alpha / size * sum of x^2 over `size` channels around)^beta
+
+Source of LRN: Krizhevsky et al. 2012, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import dtype_of, normalize_axes, normalize_axis, rank_of
+from onnxtrain.ops.activation.pairs import not_double
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
+from onnxtrain.ops.fused import average, axes_constant, plus, reshaped, times
+
+
+def _flops(per_element: int) -> Any:
+    return lambda n: sizes.multiply(per_element, numel(n.x))
+
+
+def _axes(n: NodeView, words: Sequence[str]) -> str:
+    """Axes of x by name; those of its parameters do not pass."""
+    text = " ".join(words)
+    parameters = [" ".join(f"[p{i}]" for i in range(rank_of(v))) for v in n.node.inputs[1:] if v is not None]
+    return f"{', '.join([text, *parameters])} -> {text}"
+
+
+def _after_samples(n: NodeView) -> str:
+    return _axes(n, ["n", *(f"[d{i}]" for i in range(1, rank_of(n.x)))])
+
+
+# InstanceNormalization, GroupNormalization
+
+
+def _channels(n: NodeView) -> int:
+    channels = sizes.of(n.x)[1]
+    if not isinstance(channels, int):
+        raise GraphError("InstanceNormalization needs to know the number of channels", got=channels)
+    return channels
+
+
+def instance_norm(x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """As groups of one channel: PyTorch's own instance norm refuses a single place."""
+    return torch.group_norm(x, x.shape[1], scale, b, epsilon)
+
+
+composite(
+    "InstanceNormalization",
+    ("x", "scale", "b"),
+    lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=_channels(n), epsilon=n.epsilon)[0],
+    lambda n, x, scale, b: Call(instance_norm, x, scale, b, n.epsilon),
+    attributes={"epsilon": 1e-5},
+    since=6,
+    axes=_after_samples,
+    flops=_flops(8),
+    native_ok=not_double,
+)
+composite(
+    "GroupNormalization",
+    ("x", "scale", "b"),
+    lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=n.num_groups, epsilon=n.epsilon)[0],
+    lambda n, x, scale, b: Call(torch.group_norm, x, n.num_groups, scale, b, n.epsilon),
+    attributes={"num_groups": REQUIRED, "epsilon": 1e-5, "stash_type": 1},
+    since=21,
+    axes=_after_samples,
+    flops=_flops(8),
+    native_ok=not_double,
+)
+
+
+# RMSNormalization
+
+
+def _rms_body(op: Builder, n: NodeView) -> ir.Value:
+    axis = normalize_axis(n.axis, rank_of(n.x))
+    if sizes.of(n.scale) == sizes.of(n.x)[axis:]:
+        y, _ = op.ms.SimplifiedLayerNormalization(n.x, n.scale, axis=axis, epsilon=n.epsilon)
+        return y  # type: ignore[no-any-return]
+    y, _ = op.ms.SimplifiedLayerNormalization(n.x, axis=axis, epsilon=n.epsilon)
+    return op.Mul(y, n.scale)  # type: ignore[no-any-return]  # the scale broadcasts
+
+
+def _rms_axes(n: NodeView) -> str:
+    axis = normalize_axis(n.axis, rank_of(n.x))
+    return _axes(n, [f"r{i}" if i < axis else f"[h{i}]" for i in range(rank_of(n.x))])
+
+
+def rms_norm(x: torch.Tensor, scale: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
+    return torch.rms_norm(x, x.shape[axis:], None, epsilon) * scale
+
+
+composite(
+    "RMSNormalization",
+    ("x", "scale"),
+    _rms_body,
+    lambda n, x, scale: Call(rms_norm, x, scale, normalize_axis(n.axis, rank_of(n.x)), n.epsilon),
+    attributes={"axis": -1, "epsilon": 1e-5, "stash_type": 1},
+    since=23,
+    axes=_rms_axes,
+    flops=_flops(4),
+    native_ok=not_double,
+)
+
+
+# MeanVarianceNormalization, LpNormalization
+
+_TINY = 1e-9  # ONNX's, added to the standard deviation
+
+
+def _whole(n: NodeView, axes: Sequence[int]) -> str:
+    return _axes(n, [f"[a{i}]" if i in axes else f"a{i}" for i in range(rank_of(n.x))])
+
+
+def _mvn_body(op: Builder, n: NodeView) -> ir.Value:
+    axes = normalize_axes(n.axes, rank_of(n.x))
+    centred = op.Sub(n.x, average(op, n.x, axes))
+    deviation = op.Sqrt(average(op, op.Mul(centred, centred), axes))
+    result: ir.Value = op.Div(centred, plus(op, deviation, _TINY))
+    return result
+
+
+def mean_variance_norm(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    variance, mean = torch.var_mean(x, list(axes), correction=0, keepdim=True)
+    return (x - mean) / (variance.sqrt() + _TINY)
+
+
+composite(
+    "MeanVarianceNormalization",
+    ("x",),
+    _mvn_body,
+    lambda n, x: Call(mean_variance_norm, x, n.axes),
+    attributes={"axes": (0, 2, 3)},
+    since=13,
+    axes=lambda n: _whole(n, normalize_axes(n.axes, rank_of(n.x))),
+    flops=_flops(6),
+)
+
+
+def _lp_body(op: Builder, n: NodeView) -> ir.Value:
+    over = axes_constant(op, [normalize_axis(n.axis, rank_of(n.x))])
+    norm = op.op("", f"ReduceL{_order(n)}")(n.x, over, keepdims=1)
+    one = op.scalar(1, like=norm)
+    result: ir.Value = op.Div(n.x, op.Where(op.Equal(norm, op.scalar(0, like=norm)), one, norm))
+    return result
+
+
+def _order(n: NodeView) -> int:
+    if n.p not in (1, 2):
+        raise GraphError("LpNormalization knows the orders 1 and 2", got=n.p)
+    return int(n.p)
+
+
+def lp_normalize(x: torch.Tensor, axis: int, order: int) -> torch.Tensor:
+    norm = torch.linalg.vector_norm(x, order, axis, keepdim=True)
+    return x / torch.where(norm == 0, 1.0, norm)
+
+
+composite(
+    "LpNormalization",
+    ("x",),
+    _lp_body,
+    lambda n, x: Call(lp_normalize, x, n.axis, _order(n)),
+    attributes={"axis": -1, "p": 2},
+    axes=lambda n: _whole(n, [normalize_axis(n.axis, rank_of(n.x))]),
+    flops=_flops(4),
+)
+
+
+# LRN
+
+
+def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
+    """Sums over channels as a pool of planes [c, d] with windows [size, 1]."""
+    batch, channels, *inner = sizes.of(n.x)
+    plane: Size = sizes.multiply(1, *inner)
+    before = (n.size - 1) // 2
+    squares = reshaped(op, op.Mul(n.x, n.x), [batch, 1, channels, plane])
+    amounts = axes_constant(op, [before, n.size - 1 - before])
+    padded = op.Pad(squares, amounts, op.scalar(0, like=n.x), axes_constant(op, [2]))
+    mean = op.AveragePool(padded, kernel_shape=[n.size, 1])
+    divisor = op.Pow(plus(op, times(op, mean, n.alpha), n.bias), op.scalar(n.beta, like=n.x))
+    result: ir.Value = op.Div(n.x, reshaped(op, divisor, sizes.of(n.x)))
+    return result
+
+
+def local_response_norm(x: torch.Tensor, size: int, alpha: float, beta: float, bias: float) -> torch.Tensor:
+    """ONNX's window: of an even size, one channel more after than before; PyTorch's has it before."""
+    before = (size - 1) // 2
+    squares = torch.constant_pad_nd(x.square().flatten(2), [0, 0, before, size - 1 - before])
+    mean = squares.unfold(1, size, 1).mean(-1).reshape(x.shape)
+    return x / (mean * alpha + bias) ** beta
+
+
+composite(
+    "LRN",
+    ("x",),
+    _lrn_body,
+    lambda n, x: Call(local_response_norm, x, n.size, n.alpha, n.beta, n.bias),
+    attributes={"size": REQUIRED, "alpha": 1e-4, "beta": 0.75, "bias": 1.0},
+    since=13,
+    axes=lambda n: _axes(n, ["n", "[c]", *(f"d{i}" for i in range(rank_of(n.x) - 2))]),
+    flops=lambda n: sizes.multiply(n.size + 6, numel(n.x)),
+    native_ok=lambda n: dtype_of(n.x) == ir.DataType.FLOAT and n.size % 2 == 1,  # onnxruntime refuses even ones
+)

@@ -1,0 +1,226 @@
+"""Dropout whose mask is packed, 32 elements in a word; and dropout of a sum.
+
+    BitmaskDropout(x, ratio, training_mode) -> y, mask       mask: uint32 [ceil(elements / 32)], bit i of word w is
+                                                             element 32 w + i; kept where it is 1
+    BitmaskDropoutGrad(dy, mask, ratio, training_mode) -> dx
+    BiasDropout(x, bias, residual, ratio, training_mode) -> y, mask           residual + dropout(x + bias)
+    BitmaskBiasDropout                                                        the same, with a packed mask
+
+A packed mask is an eighth of Dropout's. How a node draws stands in `randomness.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.axes import NO_AXES
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
+from onnxtrain.ops.composite import composite, elementwise_axes, no_axes
+from onnxtrain.ops.constructors import TORCH_DTYPES, elementwise_flops, never
+from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.fused import axes_constant, fused, reshaped
+from onnxtrain.ops.randomness import (
+    DRAWS,
+    draws_fast,
+    dropout,
+    dropout_backward_of_any_ratio,
+    dropout_of_any_ratio,
+    fast_dropout,
+    ratio_of,
+    scale_of,
+    trains,
+)
+from onnxtrain.ops.registry import define
+
+Tensor = torch.Tensor
+INT64 = ir.DataType.INT64
+_WORD = 32
+
+
+def _words(n: NodeView, value: ir.Value) -> TensorType:
+    return TensorType(ir.DataType.UINT32, (sizes.floor_divide(sizes.add(numel(value), _WORD - 1), _WORD),))
+
+
+# Packing. PyTorch has hardly an op for uint32: words are seen as the bytes that they are made of, lowest first.
+
+
+def _weights(device: torch.device) -> Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Bits for truth values: uint32 [ceil(elements / 32)]."""
+    count = mask.numel()
+    whole = torch.zeros(-(-count // _WORD) * _WORD, dtype=torch.uint8, device=mask.device)
+    whole[:count] = mask.reshape(-1)
+    return whole.view(-1, 8).mul_(_weights(mask.device)).sum(1, dtype=torch.uint8).view(torch.uint32)
+
+
+def unpacked(words: Tensor, shape: Sequence[int]) -> Tensor:
+    """Truth values for bits."""
+    bits = words.view(torch.uint8).unsqueeze(1).bitwise_and(_weights(words.device)).ne(0)
+    return bits.view(-1)[: torch.Size(shape).numel()].view(shape)
+
+
+def _powers(op: Builder) -> ir.Value:
+    return op.constant([2**i for i in range(_WORD)], INT64)
+
+
+def _packed(op: Builder, n: NodeView, mask: ir.Value) -> ir.Value:
+    ((_, (words,)),) = (_words(n, n.x),)
+    count = numel(n.x)
+    bits = reshaped(op, op.Cast(mask, to=INT64), [count])
+    missing = sizes.subtract(sizes.multiply(words, _WORD), count)
+    padded = TensorType(INT64, (sizes.multiply(words, _WORD),))
+    bits = op.node("", "Pad", (bits, op.sizes([0, missing])), {}, types=[padded]).outputs[0]
+    weighted = op.Mul(reshaped(op, bits, [words, _WORD]), _powers(op))
+    result: ir.Value = op.Cast(op.ReduceSum(weighted, axes_constant(op, [1]), keepdims=0), to=ir.DataType.UINT32)
+    return result
+
+
+def _unpacked(op: Builder, n: NodeView) -> ir.Value:
+    (words,), count = sizes.of(n.mask), numel(n.dy)
+    columns = op.Div(reshaped(op, op.Cast(n.mask, to=INT64), [words, 1]), _powers(op))
+    bits = reshaped(op, op.Mod(columns, op.scalar(2, INT64)), [sizes.multiply(words, _WORD)])
+    cut = (bits, op.sizes([0]), op.sizes([count]), op.sizes([0]))
+    bits = op.node("", "Slice", cut, {}, types=[TensorType(INT64, (count,))]).outputs[0]
+    return op.Cast(reshaped(op, bits, sizes.of(n.dy)), to=ir.DataType.BOOL)  # type: ignore[no-any-return]
+
+
+# BitmaskDropout
+
+
+def packed_dropout(x: Tensor, keep: float, scale: float) -> tuple[Tensor, Tensor]:
+    y, mask = dropout(x, keep, scale)
+    return y, packed(mask)
+
+
+def fast_packed_dropout(x: Tensor, dropped: int, scale: float) -> tuple[Tensor, Tensor]:
+    y, mask = fast_dropout(x, dropped, scale)
+    return y, packed(mask)
+
+
+def packed_dropout_of_any_ratio(x: Tensor, ratio: Any, training: Any) -> tuple[Tensor, Tensor]:
+    y, mask = dropout_of_any_ratio(x, ratio, training)
+    return y, packed(mask)
+
+
+def _bitmask_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    y, mask = op.Dropout(n.x, n.ratio, n.training_mode, seed=n.seed)
+    return y, _packed(op, n, mask)
+
+
+def _bitmask_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> list[ir.Value | None]:
+    ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
+    dx = None if dy is None else op.ms.BitmaskDropoutGrad(dy, n.mask, ratio, n.training_mode)
+    return [dx, None, None][: len(n.node.inputs)]
+
+
+def _scale(n: NodeView, value: ir.Value) -> float:
+    return scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(value)])
+
+
+define(
+    OpDef(
+        domain=MICROSOFT,
+        name="BitmaskDropout",
+        inputs=("x", "ratio?", "training_mode?"),
+        outputs=("y", "mask"),
+        attributes={"seed": None},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (type_of(n.x), _words(n, n.x)),
+        body=_bitmask_body,
+        native_ok=never,
+        gradient=(Gradient(_bitmask_gradient, reads=("mask",)),),
+        stops=frozenset({"ratio", "training_mode"}),
+        kernels=(
+            Kernel(
+                lower=lambda n, x, *_: Call(fast_packed_dropout, x, round(ratio_of(n) * DRAWS), _scale(n, n.x)),
+                applies=lambda n, device: draws_fast(n),
+            ),
+            Kernel(
+                lower=lambda n, x, *_: Call(packed_dropout, x, 1 - ratio_of(n), _scale(n, n.x)),
+                applies=lambda n, device: trains(n),
+            ),
+            Kernel(lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments), scalars=True),
+        ),
+        axes=lambda n: NO_AXES,  # a word belongs to many rows
+        effects=Effects.RANDOM,
+        aliases={},
+        flops=elementwise_flops,
+        host=None,
+    )
+)
+
+
+def packed_dropout_backward(dy: Tensor, mask: Tensor, ratio: Any, training: Any) -> Tensor:
+    return dropout_backward_of_any_ratio(dy, unpacked(mask, dy.shape), ratio, training)
+
+
+fused(
+    MICROSOFT,
+    "BitmaskDropoutGrad",
+    ("dy", "mask", "ratio?", "training_mode?"),
+    ("dx",),
+    shapes=lambda n: (type_of(n.dy),),
+    body=lambda op, n: op.ms.DropoutGrad(n.dy, _unpacked(op, n), n.ratio, n.training_mode),
+    lower=lambda n, *arguments: Call(packed_dropout_backward, *arguments),
+    axes=no_axes,
+    flops=lambda n: sizes.multiply(3, numel(n.dy)),
+)
+
+
+# BiasDropout, BitmaskBiasDropout
+
+
+def _bias_body(name: str) -> Any:
+    def body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+        domain = MICROSOFT if name == "BitmaskDropout" else ""
+        y, mask = op.op(domain, name)(op.Add(n.x, n.bias), n.ratio, n.training_mode, seed=n.seed)
+        return (y if n.residual is None else op.Add(y, n.residual)), mask
+
+    return body
+
+
+def bias_dropout(x: Tensor, bias: Tensor, residual: Tensor | None, ratio: Any, training: Any) -> tuple[Tensor, Tensor]:
+    y, mask = dropout_of_any_ratio(x + bias, ratio, training)
+    return (y if residual is None else y + residual), mask
+
+
+def packed_bias_dropout(
+    x: Tensor, bias: Tensor, residual: Tensor | None, ratio: Any, training: Any
+) -> tuple[Tensor, Tensor]:
+    y, mask = bias_dropout(x, bias, residual, ratio, training)
+    return y, packed(mask)
+
+
+def _bias_dropout(name: str, inner: str, kernel: Any, mask: Any, axes: Any) -> None:
+    composite(
+        name,
+        ("x", "bias", "residual?", "ratio?", "training_mode?"),
+        _bias_body(inner),
+        lambda n, *arguments: Call(kernel, *arguments),
+        domain=MICROSOFT,
+        outputs=("y", "mask"),
+        attributes={"seed": None},
+        shapes=lambda n: (type_of(n.x), mask(n)),
+        axes=axes,
+        stops=frozenset({"ratio", "training_mode"}),
+        effects=Effects.RANDOM,
+        flops=lambda n: sizes.multiply(3, numel(n.x)),
+    )
+
+
+def _unpacked_mask(n: NodeView) -> TensorType:
+    return TensorType(ir.DataType.BOOL, sizes.of(n.x))
+
+
+_bias_dropout("BiasDropout", "Dropout", bias_dropout, _unpacked_mask, elementwise_axes)
+_bias_dropout("BitmaskBiasDropout", "BitmaskDropout", packed_bias_dropout, lambda n: _words(n, n.x), no_axes)

@@ -1,0 +1,292 @@
+"""A user's `torch.autograd.Function` as a node, with its own forward and backward.
+
+    PythonOp(tensors..., sizes?) -> context, outputs...          func_name, input_convention, ...
+    PythonOpGrad(context, cotangents...) -> gradients...
+
+The attributes are those of ONNX Runtime Training and tell a reader what is called; what runs is the node's
+`PythonCall` (`node.meta["call"]`; copies of a node share it, and what was `Learned` of its backward). The context is a
+Python object while a program runs. While a module is captured, the call stands in PyTorch's graph as the operator
+`onnxtrain::python_op`, which finds the PythonCall by its key.
+
+Differences from ONNX Runtime Training: sizes may be arguments (convention "s"); arguments in containers that hold
+tensors or sizes count one by one; addresses of Python objects are not written (`input_pointer_scalar_positions` says
+which they are); bookkeeping is always on (`safe_run_mode`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import onnx_ir as ir
+import torch
+from torch.fx.node import has_side_effect
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
+from onnxtrain.ops.constructors import never
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    REQUIRED,
+    Call,
+    Effects,
+    Gradient,
+    Kernel,
+    NoBody,
+    NodeView,
+    OpDef,
+)
+from onnxtrain.ops.python_call import Learned, PythonCall
+from onnxtrain.ops.python_template import Slot, parts, slots
+from onnxtrain.ops.registry import define
+
+_NO_BODY = NoBody("it runs the user's Python")
+
+# The operator that stands for a call while PyTorch captures
+
+_CALLS: WeakValueDictionary[str, PythonCall] = WeakValueDictionary()
+_SERIAL = itertools.count()
+
+_LIBRARY = torch.library.Library("onnxtrain", "FRAGMENT")
+_LIBRARY.define("python_op(Tensor[] tensors, SymInt[] sizes, str key) -> Tensor[]")
+TORCH_OP = torch.ops.onnxtrain.python_op.default
+has_side_effect(TORCH_OP)  # the user's Python may do anything: the export drops no call
+
+
+def register(call: PythonCall) -> str:
+    """The key under which the operator finds `call` for as long as someone holds it."""
+    key = f"{call.name}#{next(_SERIAL)}"
+    _CALLS[key] = call
+    return key
+
+
+def _on_fakes(tensors: list[torch.Tensor], sizes: list[Any], key: str) -> list[torch.Tensor]:
+    return _CALLS[key].on_fakes(tensors, sizes)
+
+
+torch.library.register_fake("onnxtrain::python_op", _on_fakes, lib=_LIBRARY)
+
+
+# PythonOp
+
+
+def _from_torch(op: Builder, tensors: Sequence[ir.Value], sizes: Sequence[Size], key: str) -> list[ir.Value]:
+    call = _CALLS[str(key)]
+    wanted = list(sizes)
+    if call.rule is not None:  # then forward's outputs are checked against these
+        wanted += [size for known in op.out[: len(call.outputs)] for size in known.shape]
+    inputs = [*tensors, op.sizes(wanted)] if wanted else list(tensors)
+    attributes = {**describe(call), **_types("input_tensor", [type_of(v) for v in tensors])}
+    node = op.node(
+        MICROSOFT,
+        "PythonOp",
+        inputs,
+        {**attributes, **_types("output_tensor", op.out)},
+        types=[TensorType(ir.DataType.INT64, ()), *op.out],
+    )
+    node.meta["call"], node.meta["learned"] = call, Learned()
+    return list(node.outputs)[1:]
+
+
+def describe(call: PythonCall) -> dict[str, Any]:
+    """The attributes that say what is called; None for one that is left out."""
+    leaves = [leaf for argument in (call.arguments, call.keywords) for leaf in _leaves(argument)]
+    flags = [int(known.requires_grad) for known in call.inputs]
+    reuse = [known.alias for known in call.outputs]
+    return {
+        "func_name": call.name,
+        "input_convention": "".join(map(_convention, leaves)),
+        "input_requires_grads": flags or None,
+        "tensor_reuse_map": reuse or None,
+        "training_mode": int(call.recorded),
+        "comment": _comment(leaves),
+        **_constants(leaves),
+    }
+
+
+def _leaves(argument: Any) -> list[Any]:
+    """The arguments one by one; a container without tensors and sizes is one."""
+    if isinstance(argument, Slot) or (next(slots(argument), None) is None and not isinstance(argument, Mapping)):
+        return [argument]
+    return [leaf for part in parts(argument) for leaf in _leaves(part)]
+
+
+def _convention(leaf: Any) -> str:
+    return {"tensor": "d", "size": "s", "number": "s"}[leaf.kind] if isinstance(leaf, Slot) else "c"
+
+
+_SCALARS = {bool: "bool", int: "int", float: "float"}  # bool before int: True is an int
+
+
+def _constants(leaves: Sequence[Any]) -> dict[str, Any]:
+    """Numbers, and tuples of numbers of one type, in attributes of their types; the places of all other objects."""
+    found: dict[str, list[Any]] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Slot):
+            continue
+        kind = _SCALARS.get(type(leaf))
+        kinds = {_SCALARS.get(type(part)) for part in leaf} if isinstance(leaf, tuple) else set()
+        if kind:
+            found.setdefault(f"input_{kind}_scalars", []).append(_written(leaf))
+            found.setdefault(f"input_{kind}_scalar_positions", []).append(position)
+        elif len(kinds) == 1 and None not in kinds:
+            name = f"input_{kinds.pop()}_tuple"
+            found.setdefault(f"{name}_begins", []).append(len(found.get(f"{name}s", ())))
+            found.setdefault(f"{name}s", []).extend(map(_written, leaf))
+            found.setdefault(f"{name}_positions", []).append(position)
+        else:
+            found.setdefault("input_pointer_scalar_positions", []).append(position)
+    return found
+
+
+def _comment(leaves: Sequence[Any]) -> str | None:
+    """What no attribute can hold, in words."""
+    words = [
+        f"{position}: {leaf!r}" if isinstance(leaf, (str, type(None))) else f"{position}: a {type(leaf).__qualname__}"
+        for position, leaf in enumerate(leaves)
+        if not isinstance(leaf, (Slot, *_SCALARS))
+    ]
+    return "; ".join(words) or None
+
+
+def _written(number: Any) -> Any:
+    """A number as an attribute holds it: 64 bits at most."""
+    return number if isinstance(number, float) else max(-(2**63), min(int(number), 2**63 - 1))
+
+
+def _types(prefix: str, types: Sequence[TensorType]) -> dict[str, Any]:
+    return {
+        f"{prefix}_types": [int(t.dtype) for t in types] or None,
+        f"{prefix}_ranks": [len(t.shape) for t in types] or None,
+    }
+
+
+def call_of(node: ir.Node) -> PythonCall:
+    """What a PythonOp or PythonOpGrad node runs.
+
+    Raises:
+        GraphError: the node was read from a file, which holds no Python.
+    """
+    call: PythonCall | None = node.meta.get("call")
+    if call is None:
+        raise GraphError(f"{node.op_type} {node.name} does not know its Python function", todo="capture the module")
+    return call
+
+
+def _lower(n: NodeView, tensors: tuple[Any, ...]) -> Call:
+    call = call_of(n.node)
+    count = len(call.inputs)
+    return Call(call.forward, tensors[:count], tensors[count] if len(tensors) > count else ())
+
+
+def _gradient(op: Builder, n: NodeView, _context: None, *cotangents: ir.Value | None) -> list[ir.Value | None]:
+    call = call_of(n.node)
+    found: list[ir.Value | None] = [None] * len(n.node.inputs)
+    lacking = n.node.meta["learned"].lacking
+    tracked = [i for i, known in enumerate(call.inputs) if known.requires_grad and known.argument >= 0]
+    wanted = [i for i in tracked if i not in lacking and n.wants(f"inputs[{i}]")]
+    sources = [n.inputs[i] for i in wanted]
+    node = op.node(
+        MICROSOFT,
+        "PythonOpGrad",
+        [n.context, *cotangents[: len(call.outputs)]],
+        {
+            "func_name": call.name,
+            "output_convention": "".join("d" if k.argument >= 0 else "c" for k in call.inputs),
+            "output_tensor_requires_grads": [int(i in wanted) for i in range(len(call.inputs))],
+            "tensor_reuse_map": list(call.backward_reuse) or None,
+            **_types("output_tensor", [type_of(v) for v in sources]),
+        },
+        types=[type_of(v) for v in sources],
+    )
+    node.meta["call"], node.meta["learned"] = call, n.node.meta["learned"]
+    for index, gradient in zip(wanted, node.outputs, strict=True):
+        found[index] = gradient
+    return found
+
+
+def _known_types(n: NodeView) -> list[TensorType]:
+    return [type_of(v) for v in n.node.outputs]
+
+
+_OPTIONAL = (
+    "input_requires_grads", "input_tensor_types", "input_tensor_ranks", "output_tensor_types", "output_tensor_ranks",
+    *(f"input_{kind}_{what}" for kind in ("bool", "int", "float") for what in (
+        "scalars", "scalar_positions", "tuples", "tuple_positions", "tuple_begins",
+    )),
+    "input_pointer_scalar_positions", "tensor_reuse_map", "comment",
+)  # fmt: skip
+
+define(
+    OpDef(
+        domain=MICROSOFT,
+        name="PythonOp",
+        inputs=("inputs...",),
+        outputs=("context", "outputs..."),
+        attributes={
+            "func_name": REQUIRED,
+            "input_convention": REQUIRED,
+            "training_mode": 0,
+            **dict.fromkeys(_OPTIONAL),
+        },
+        since=1,
+        from_torch={"onnxtrain.python_op.default": _from_torch},
+        shapes=_known_types,
+        body=_NO_BODY,
+        native_ok=never,
+        gradient=(Gradient(_gradient, reads=("context",)),),
+        stops=frozenset(),
+        kernels=(Kernel(lower=_lower, host_if_known=True),),
+        axes=lambda n: "",
+        effects=Effects.PYTHON | Effects.RANDOM,
+        aliases={},  # an output may lie in an input's memory, but is no view of it for autograd
+        flops=lambda n: 0,
+        host=None,
+        outputs_of=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
+        objects=frozenset({"context"}),
+    )
+)
+
+
+# PythonOpGrad
+
+
+def _lower_gradient(n: NodeView, context: Any, cotangents: tuple[Any, ...]) -> Call:
+    # A gradient that no node reads leaves the program: eager's may be None, and so may this.
+    free = tuple(not gradient.uses() for gradient in n.node.outputs)
+    wanted = tuple(i for i, flag in enumerate(n.output_tensor_requires_grads) if flag)
+    return Call(call_of(n.node).backward, n.node.meta["learned"], wanted, free, context, cotangents)
+
+
+define(
+    OpDef(
+        domain=MICROSOFT,
+        name="PythonOpGrad",
+        inputs=("context", "cotangents..."),
+        outputs=("gradients...",),
+        attributes={
+            "func_name": REQUIRED,
+            "output_convention": REQUIRED,
+            "output_tensor_requires_grads": REQUIRED,
+            **dict.fromkeys(("output_tensor_types", "output_tensor_ranks", "tensor_reuse_map", "comment")),
+        },
+        since=1,
+        from_torch={},
+        shapes=_known_types,
+        body=_NO_BODY,
+        native_ok=never,
+        gradient=NOT_DIFFERENTIABLE,
+        stops=frozenset(),
+        kernels=(Kernel(lower=_lower_gradient),),
+        axes=lambda n: "",
+        effects=Effects.PYTHON | Effects.RANDOM,
+        aliases={},
+        flops=lambda n: 0,
+        host=None,
+        outputs_of=lambda inputs, attributes: sum(attributes["output_tensor_requires_grads"]),
+    )
+)

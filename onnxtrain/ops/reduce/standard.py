@@ -1,0 +1,153 @@
+"""Reductions that are two ops in PyTorch.
+
+ReduceLogSum(x, axes)          the logarithm of the sum
+ReduceSumSquare(x, axes)       the sum of squares
+ReduceSumTraining(x, axes)     ReduceSum, under the name of ONNX Runtime Training
+ReduceAllL2(xs...)             the norm of all elements of all tensors together
+IsAllFinite(xs...)             whether no element is NaN or infinite
+All(x)                         whether every element is true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.ops.composite import composite, no_axes
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, Method, NodeView, numel
+from onnxtrain.ops.fused import statistics_type, total
+from onnxtrain.ops.reduce.over_axes import axes_input, axes_of, passing_axes, reduced
+
+
+def _summed(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """ONNX leaves x as it is where noop_with_empty_axes says so; what is computed of each element still is."""
+    axes = axes_of(n)
+    result: ir.Value = op.ReduceSum(x, axes_input(op, axes), keepdims=n.keepdims) if axes else x
+    return result
+
+
+def _reduction(
+    name: str, body: Callable[[Builder, NodeView], ir.Value], function: Callable[..., Any], domain: str, since: int
+) -> None:
+    composite(
+        name,
+        ("x", "axes?"),
+        body,
+        lambda n, x, axes: Call(function, x, list(axes_of(n)), bool(n.keepdims)),
+        domain=domain,
+        attributes={"keepdims": 1, "noop_with_empty_axes": 0},
+        since=since,
+        shapes=reduced,
+        axes=passing_axes,
+        stops=frozenset({"axes"}),
+        flops=lambda n: numel(n.x),
+    )
+
+
+def sum_over(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
+    """As torch.sum, but over no axes x itself; integers keep their type."""
+    return x.sum(list(axes), keepdim, dtype=x.dtype) if axes else x.clone()
+
+
+def log_sum(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
+    return sum_over(x, axes, keepdim).log_()
+
+
+def sum_square(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
+    return sum_over(x.square(), axes, keepdim)
+
+
+_reduction("ReduceLogSum", lambda op, n: op.Log(_summed(op, n, n.x)), log_sum, "", 18)
+_reduction("ReduceSumSquare", lambda op, n: _summed(op, n, op.Mul(n.x, n.x)), sum_square, "", 18)
+_reduction(
+    "ReduceSumTraining",
+    lambda op, n: (
+        op.ReduceSum(n.x, axes_input(op, axes_of(n)), keepdims=n.keepdims) if axes_of(n) else op.Identity(n.x)
+    ),
+    sum_over,
+    MICROSOFT,
+    1,
+)
+
+
+# Over all elements of several tensors
+
+
+def _every(op: Builder, x: ir.Value) -> ir.Value:
+    return total(op, x, range(rank_of(x)), keepdims=False)
+
+
+def _norm_body(op: Builder, n: NodeView) -> ir.Value:
+    dtype = statistics_type(dtype_of(n.xs[0]))
+    squares = [_every(op, op.Mul(wide, wide)) for wide in (cast(op, x, dtype) for x in n.xs)]
+    result: ir.Value = op.Sqrt(op.Sum(*squares))
+    return result
+
+
+def norm_of_all(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32 at least, as ONNX Runtime Training sums half-precision gradients."""
+    wide = [x if x.dtype == torch.float64 else x.float() for x in xs]
+    result: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in wide]))
+    return result
+
+
+composite(
+    "ReduceAllL2",
+    ("xs...",),
+    _norm_body,
+    lambda n, xs: Call(norm_of_all, xs),
+    domain=MICROSOFT,
+    shapes=lambda n: (TensorType(statistics_type(dtype_of(n.xs[0])), ()),),
+    axes=no_axes,
+    differentiable=False,
+)
+
+
+def _faulty(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    infinite, nan = op.IsInf(x), op.IsNaN(x)
+    found = infinite if n.isinf_only else nan if n.isnan_only else op.Or(infinite, nan)
+    result: ir.Value = op.own.ReduceAny(found, keepdims=0)
+    return result
+
+
+def _finite_body(op: Builder, n: NodeView) -> ir.Value:
+    found = _faulty(op, n, n.xs[0])
+    for x in n.xs[1:]:
+        found = op.Or(found, _faulty(op, n, x))
+    result: ir.Value = op.Not(found)
+    return result
+
+
+def all_finite(xs: Sequence[torch.Tensor], infinite: bool, nan: bool) -> torch.Tensor:
+    """Whether no element is infinite, or NaN, as asked."""
+    fine = [~((x.isinf() if infinite else False) | (x.isnan() if nan else False)).any() for x in xs]  # type: ignore[union-attr]  # one of both is asked
+    return torch.stack(fine).all()
+
+
+composite(
+    "IsAllFinite",
+    ("xs...",),
+    _finite_body,
+    lambda n, xs: Call(all_finite, xs, not n.isnan_only, not n.isinf_only),
+    domain=MICROSOFT,
+    attributes={"isinf_only": 0, "isnan_only": 0},
+    shapes=lambda n: (TensorType(ir.DataType.BOOL, ()),),
+    axes=no_axes,
+    differentiable=False,
+)
+composite(
+    "All",
+    ("x",),
+    lambda op, n: op.own.ReduceAll(n.x, keepdims=0),
+    lambda n, x: Method("all", x),
+    domain=MICROSOFT,
+    shapes=lambda n: (TensorType(ir.DataType.BOOL, ()),),
+    axes=no_axes,
+    differentiable=False,
+)

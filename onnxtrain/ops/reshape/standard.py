@@ -1,0 +1,339 @@
+"""Movements that ONNX has as one op and PyTorch writes as several.
+
+Flatten(x)                        [a, b, c, d] -> [a*b, c*d] at `axis`
+DepthToSpace, SpaceToDepth(x)     [n, c*k*k, h, w] <-> [n, c, h*k, w*k]
+ReverseSequence(x, lengths)       the first lengths[i] elements of sequence i in reverse
+CenterCropPad(x, shape)           cropped, or padded with zeros, around the middle
+Col2Im(x, image, block)           windows added up to an image: PyTorch's fold
+Compress(x, condition)            the rows where the condition is true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
+from onnxtrain.ops.composite import composite, no_axes
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import REQUIRED, Call, Effects, Method, NodeView
+from onnxtrain.ops.reshape.dims import expanded, transposed
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, constant_ints, in_rank, names, vector
+from onnxtrain.ops.reshape.rows import along, counting
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.symbolic import needed_sizes
+
+
+def _no_flops(n: NodeView) -> Size:
+    return 0
+
+
+# Flatten
+
+
+def _flat_sizes(n: NodeView) -> Sizes:
+    shape = sizes.of(n.x)
+    axis = len(shape) if n.axis == len(shape) else normalize_axis(n.axis, len(shape))
+    return sizes.multiply(1, *shape[:axis]), sizes.multiply(1, *shape[axis:])
+
+
+def _flattened(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel())
+
+
+composite(
+    "Flatten",
+    ("x",),
+    lambda op, n: reshaped(op, n.x, _flat_sizes(n)),
+    lambda n, x: Call(_flattened, x, n.axis),
+    attributes={"axis": 1},
+    since=13,
+    shapes=lambda n: (TensorType(dtype_of(n.x), _flat_sizes(n)),),
+    aliases={0: 0},
+    axes=no_axes,
+    flops=_no_flops,
+)
+
+
+# DepthToSpace, SpaceToDepth
+
+
+def _depth_to_space_sizes(n: NodeView) -> Sizes:
+    batch, channels, height, width = sizes.of(n.x)
+    block = n.blocksize
+    return (
+        batch,
+        sizes.floor_divide(channels, block * block),
+        sizes.multiply(height, block),
+        sizes.multiply(width, block),
+    )
+
+
+def _depth_to_space_body(op: Builder, n: NodeView) -> ir.Value:
+    """DCR: the block's places are the outer part of the channels; CRD: the inner, as in PyTorch's pixel_shuffle."""
+    batch, _, height, width = sizes.of(n.x)
+    result, block = _depth_to_space_sizes(n), n.blocksize
+    inner = n.mode == "CRD"
+    channels = (result[1], block, block) if inner else (block, block, result[1])
+    order = [0, 1, 4, 2, 5, 3] if inner else [0, 3, 4, 1, 5, 2]
+    parts = reshaped(op, n.x, (batch, *channels, height, width))
+    return reshaped(op, transposed(op, parts, order), result)
+
+
+def depth_to_space(x: torch.Tensor, block: int) -> torch.Tensor:
+    batch, channels, height, width = x.shape
+    parts = x.reshape(batch, block, block, channels // block**2, height, width).permute(0, 3, 4, 1, 5, 2)
+    return parts.reshape(batch, channels // block**2, height * block, width * block)
+
+
+def space_to_depth(x: torch.Tensor, block: int) -> torch.Tensor:
+    batch, channels, height, width = x.shape
+    parts = x.reshape(batch, channels, height // block, block, width // block, block).permute(0, 3, 5, 1, 2, 4)
+    return parts.reshape(batch, channels * block**2, height // block, width // block)
+
+
+def _lower_depth_to_space(n: NodeView, x: Any) -> Call:
+    return Call(torch.pixel_shuffle if n.mode == "CRD" else depth_to_space, x, n.blocksize)
+
+
+def _space_to_depth_sizes(n: NodeView) -> Sizes:
+    batch, channels, height, width = sizes.of(n.x)
+    block = n.blocksize
+    return (
+        batch,
+        sizes.multiply(channels, block * block),
+        sizes.floor_divide(height, block),
+        sizes.floor_divide(width, block),
+    )
+
+
+def _space_to_depth_body(op: Builder, n: NodeView) -> ir.Value:
+    batch, channels, _, _ = sizes.of(n.x)
+    result, block = _space_to_depth_sizes(n), n.blocksize
+    parts = reshaped(op, n.x, (batch, channels, result[2], block, result[3], block))
+    return reshaped(op, transposed(op, parts, [0, 3, 5, 1, 2, 4]), result)
+
+
+def _samples(n: NodeView) -> str:
+    return "n [c] [h] [w] -> n [d] [i] [j]"
+
+
+composite(
+    "DepthToSpace",
+    ("x",),
+    _depth_to_space_body,
+    _lower_depth_to_space,
+    attributes={"blocksize": REQUIRED, "mode": "DCR"},
+    since=13,
+    shapes=lambda n: (TensorType(dtype_of(n.x), _depth_to_space_sizes(n)),),
+    aliases={0: 0},
+    axes=_samples,
+    flops=_no_flops,
+)
+composite(
+    "SpaceToDepth",
+    ("x",),
+    _space_to_depth_body,
+    lambda n, x: Call(space_to_depth, x, n.blocksize),
+    attributes={"blocksize": REQUIRED},
+    since=13,
+    shapes=lambda n: (TensorType(dtype_of(n.x), _space_to_depth_sizes(n)),),
+    aliases={0: 0},
+    axes=_samples,
+    flops=_no_flops,
+)
+
+
+# ReverseSequence
+
+
+def _reverse_body(op: Builder, n: NodeView) -> ir.Value:
+    """Place t of sequence i is read from lengths[i] - 1 - t where that is not negative, else from t."""
+    rank = rank_of(n.x)
+    times = along(op, counting(op, sizes.of(n.x)[n.time_axis]), n.time_axis, rank)
+    lengths = along(op, cast(op, n.lengths, ir.DataType.INT64), n.batch_axis, rank)
+    mirrored = op.Sub(op.Sub(lengths, op.scalar(1, ir.DataType.INT64)), times)
+    places = op.Where(op.Less(times, lengths), mirrored, times)
+    result: ir.Value = op.GatherElements(n.x, expanded(op, places, sizes.of(n.x)), axis=n.time_axis)
+    return result
+
+
+def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, time_axis: int, batch_axis: int) -> torch.Tensor:
+    steps = torch.arange(x.shape[time_axis], device=x.device)
+    order = [time_axis, batch_axis]
+    places = torch.where(steps[:, None] < lengths, lengths - 1 - steps[:, None], steps[:, None])
+    places = places if order == [0, 1] else places.T
+    return x.gather(time_axis, places.reshape(*places.shape, *[1] * (x.ndim - 2)).expand(x.shape))
+
+
+def _reverse_axes(n: NodeView) -> str:
+    words = names("a", rank_of(n.x))
+    words[n.time_axis] = f"[a{n.time_axis}]"
+    return axis_map([words, [words[n.batch_axis]]], words)
+
+
+composite(
+    "ReverseSequence",
+    ("x", "lengths"),
+    _reverse_body,
+    lambda n, x, lengths: Call(reverse_sequence, x, lengths, n.time_axis, n.batch_axis),
+    attributes={"batch_axis": 1, "time_axis": 0},
+    since=10,
+    axes=_reverse_axes,
+    stops=frozenset({"lengths"}),
+    flops=_no_flops,
+)
+
+
+# CenterCropPad
+
+
+def _cropped(n: NodeView) -> list[tuple[int, Size]]:
+    """(axis, target) of each axis that changes."""
+    rank = rank_of(n.x)
+    axes = range(rank) if n.axes is None else [in_rank(a, rank, "an axis of CenterCropPad") for a in n.axes]
+    return list(zip(axes, needed_sizes(n.shape, "the shape of CenterCropPad"), strict=True))
+
+
+def _cropped_type(n: NodeView) -> Sequence[TensorType]:
+    shape = list(sizes.of(n.x))
+    for axis, target in _cropped(n):
+        shape[axis] = target
+    return (TensorType(dtype_of(n.x), tuple(shape)),)
+
+
+def _crop_body(op: Builder, n: NodeView) -> ir.Value:
+    x, shape = n.x, list(sizes.of(n.x))
+    for axis, target in _cropped(n):
+        size, over = vector(op, [axis]), vector(op, [axis])
+        surplus = sizes.maximum(0, sizes.subtract(shape[axis], target))
+        lacking = sizes.maximum(0, sizes.subtract(target, shape[axis]))
+        kept = sizes.minimum(shape[axis], target)
+        start, before = sizes.floor_divide(surplus, 2), sizes.floor_divide(lacking, 2)
+        shape[axis] = kept
+        cut = (x, op.sizes([start]), op.sizes([sizes.add(start, kept)]), over)
+        x = op.node("", "Slice", cut, {}, types=[TensorType(dtype_of(x), tuple(shape))]).outputs[0]
+        shape[axis] = target
+        pads = op.sizes([before, sizes.subtract(lacking, before)])
+        padding = (x, pads, op.scalar(0, like=x), size)
+        x = op.node("", "Pad", padding, {}, types=[TensorType(dtype_of(x), tuple(shape))]).outputs[0]
+    return x  # type: ignore[no-any-return]
+
+
+def center_crop_pad(x: torch.Tensor, targets: Sequence[int], axes: Sequence[int]) -> torch.Tensor:
+    for axis, target in zip(axes, targets, strict=True):
+        surplus, lacking = max(0, x.shape[axis] - target), max(0, target - x.shape[axis])
+        x = x.narrow(axis, surplus // 2, min(x.shape[axis], target))
+        pads = [0] * (2 * (x.ndim - 1 - axis)) + [lacking // 2, lacking - lacking // 2]
+        x = torch.constant_pad_nd(x, pads)
+    return x
+
+
+composite(
+    "CenterCropPad",
+    ("x", "shape"),
+    _crop_body,
+    lambda n, x, shape: Call(center_crop_pad, x, shape, [axis for axis, _ in _cropped(n)]),
+    attributes={"axes": None},
+    since=18,
+    shapes=_cropped_type,
+    axes=no_axes,
+    stops=frozenset({"shape"}),
+    flops=_no_flops,
+    host=frozenset({1}),
+)
+
+
+# Col2Im
+
+
+def _folded_type(n: NodeView) -> Sequence[TensorType]:
+    block = constant_ints(n.block, "the block of Col2Im")
+    image = needed_sizes(n.image, "the image of Col2Im")
+    if len(block) != 2:
+        raise GraphError("Col2Im adds up images of two axes", got=f"{len(block)} axes")
+    batch, channels, _ = sizes.of(n.x)
+    return (TensorType(dtype_of(n.x), (batch, sizes.floor_divide(channels, block[0] * block[1]), *image)),)
+
+
+def _fold_geometry(n: NodeView) -> dict[str, tuple[int, ...]]:
+    pads = n.pads or (0, 0, 0, 0)
+    if pads[:2] != pads[2:]:
+        raise GraphError("Col2Im takes the same padding at both ends of an axis", got=str(pads))
+    return {
+        "kernel_shape": constant_ints(n.block, "the block of Col2Im"),
+        "strides": n.strides or (1, 1),
+        "pads": pads,
+        "dilations": n.dilations or (1, 1),
+    }
+
+
+def _lower_fold(n: NodeView, x: Any, image: Any, block: Any) -> Call:
+    how = _fold_geometry(n)
+    return Call(
+        torch.nn.functional.fold, x, image, how["kernel_shape"], how["dilations"], how["pads"][:2], how["strides"]
+    )
+
+
+composite(
+    "Col2Im",
+    ("x", "image", "block"),
+    lambda op, n: op.own.Col2Im(n.x, n.image, **_fold_geometry(n)),
+    _lower_fold,
+    attributes={"dilations": None, "pads": None, "strides": None},
+    since=18,
+    shapes=_folded_type,
+    axes=no_axes,
+    stops=frozenset({"image", "block"}),
+    host=frozenset({1, 2}),
+)
+
+
+# Compress
+
+
+def _compressed_type(n: NodeView) -> Sequence[TensorType]:
+    name = "".join(c if c.isalnum() else "_" for c in n.condition.name or "value")
+    count = f"count_{name}"  # as NonZero names it
+    if n.axis is None:
+        return (TensorType(dtype_of(n.x), (count,)),)
+    axis, shape = axis_of(n, n.x), sizes.of(n.x)
+    return (TensorType(dtype_of(n.x), (*shape[:axis], count, *shape[axis + 1 :])),)
+
+
+def _compress_body(op: Builder, n: NodeView) -> ir.Value:
+    x, axis = n.x, n.axis
+    if axis is None:
+        x, axis = reshaped(op, x, (sizes.multiply(1, *sizes.of(x)),)), 0
+    rows = op.Squeeze(op.NonZero(n.condition), vector(op, [0]))
+    result: ir.Value = op.Gather(x, rows, axis=axis)
+    return result
+
+
+def _lower_compress(n: NodeView, x: Any, condition: Any) -> Call:
+    rows = Method("flatten", Call(torch.nonzero, condition))
+    if n.axis is None:
+        return Call(torch.index_select, Method("flatten", x), 0, rows)
+    return Call(torch.index_select, x, axis_of(n, n.x), rows)
+
+
+composite(
+    "Compress",
+    ("x", "condition"),
+    _compress_body,
+    _lower_compress,
+    attributes={"axis": None},
+    since=11,
+    shapes=_compressed_type,
+    axes=no_axes,
+    stops=frozenset({"condition"}),
+    flops=_no_flops,
+    effects=Effects.HOST_SYNC,
+)

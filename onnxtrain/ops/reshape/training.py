@@ -1,0 +1,123 @@
+"""ONNX Runtime Training's own names for joining and cutting tensors.
+
+ConcatTraining(xs...) -> y, lengths[k]        Concat, and the length of each tensor along the axis
+SplitTraining(x, split) -> ys...              Split with its lengths as an input
+Trilu(x, k)                                   ONNX's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.definition import REQUIRED, Call, NodeView
+from onnxtrain.ops.reshape.join import concatenated, split, split_count
+from onnxtrain.ops.reshape.movement import axis_map, axis_of, names
+from onnxtrain.ops.symbolic import needed_sizes
+
+
+def _lengths(n: NodeView) -> list[sizes.Size]:
+    axis = axis_of(n, n.xs[0])
+    return [sizes.of(x)[axis] for x in n.xs]
+
+
+def _joined_types(n: NodeView) -> Sequence[TensorType]:
+    axis, shape = axis_of(n, n.xs[0]), sizes.of(n.xs[0])
+    joined = (*shape[:axis], sizes.add(*_lengths(n)), *shape[axis + 1 :])
+    types = TensorType(dtype_of(n.xs[0]), joined), TensorType(ir.DataType.INT64, (len(n.xs),))
+    return types[: len(n.node.outputs)]
+
+
+def _joined_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    y = op.Identity(concatenated(op, n.xs, n.axis))
+    return (y, op.Identity(op.sizes(_lengths(n))))[: len(n.node.outputs)]
+
+
+def join_with_lengths(xs: Sequence[torch.Tensor], axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat(list(xs), axis), torch.tensor([x.size(axis) for x in xs], device=xs[0].device)
+
+
+def _joined_call(n: NodeView, xs: Any) -> Call:
+    axis = axis_of(n, n.xs[0])
+    return Call(join_with_lengths, xs, axis) if len(n.node.outputs) > 1 else Call(torch.cat, xs, axis)
+
+
+def _joined_axes(n: NodeView) -> str:
+    axis = axis_of(n, n.xs[0])
+    words = names("a", rank_of(n.xs[0]))
+    inputs = [[f"x{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.xs))]
+    return axis_map(inputs, words, *[["[count]"]] * (len(n.node.outputs) - 1))
+
+
+composite(
+    "ConcatTraining",
+    ("xs...",),
+    _joined_body,
+    _joined_call,
+    domain=MICROSOFT,
+    outputs=("y", "lengths?"),
+    attributes={"axis": REQUIRED},
+    shapes=_joined_types,
+    axes=_joined_axes,
+    flops=lambda n: 0,
+)
+
+
+def _pieces(n: NodeView) -> Sequence[TensorType]:
+    axis, shape = axis_of(n, n.x), sizes.of(n.x)
+    lengths = needed_sizes(n.split, "the lengths that SplitTraining cuts")
+    return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
+
+
+def _pieces_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    lengths = needed_sizes(n.split, "the lengths that SplitTraining cuts")
+    return [op.Identity(piece) for piece in split(op, n.x, lengths, axis_of(n, n.x))]
+
+
+def _pieces_axes(n: NodeView) -> str:
+    axis, words = axis_of(n, n.x), names("a", rank_of(n.x))
+    outputs = [[f"y{i}" if k == axis else w for k, w in enumerate(words)] for i in range(len(n.node.outputs))]
+    return axis_map([words, None], *outputs)
+
+
+composite(
+    "SplitTraining",
+    ("x", "split"),
+    _pieces_body,
+    lambda n, x, split: Call(torch.split_with_sizes_copy, x, split, axis_of(n, n.x)),
+    domain=MICROSOFT,
+    outputs=("ys...",),
+    attributes={"axis": 0},
+    shapes=_pieces,
+    axes=_pieces_axes,
+    stops=frozenset({"split"}),
+    flops=lambda n: 0,
+    host=frozenset({1}),
+    outputs_of=split_count,
+)
+
+
+def _triangle(x: torch.Tensor, k: torch.Tensor | None, upper: bool) -> torch.Tensor:
+    offset = 0 if k is None else int(k)
+    return x.triu(offset) if upper else x.tril(offset)
+
+
+composite(
+    "Trilu",
+    ("x", "k?"),
+    lambda op, n: op.Trilu(n.x, n.k, upper=n.upper),
+    lambda n, x, k: Call(_triangle, x, k, bool(n.upper)),
+    domain=MICROSOFT,
+    attributes={"upper": 1},
+    shapes=lambda n: (type_of(n.x),),
+    axes=lambda n: f"... [i] [j]{', -' * (len(n.node.inputs) - 1)} -> ... [i] [j]",
+    stops=frozenset({"k"}),
+    flops=lambda n: 0,
+)

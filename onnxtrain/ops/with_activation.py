@@ -1,0 +1,169 @@
+"""Products and convolutions with an activation behind, as ONNX Runtime fuses them for inference.
+
+    FusedGemm(a, b, c) -> activation(alpha * a @ b + beta * c)
+    FusedConv(x, w, b, z) -> activation(conv(x, w, b) + z)
+
+`activation` is the name of an op of ONNX, with its attributes as numbers beside it: activation_alpha, activation_beta,
+or activation_params, in the order in which the op has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.ops.composite import composite, no_axes
+from onnxtrain.ops.constructors import elementwise_flops
+from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.spatial import per_axis, spatial, symmetric_pads, window_count
+
+# For each activation its attributes in order, with ONNX's defaults, and PyTorch's function of x and these.
+_ACTIVATIONS: dict[str, tuple[dict[str, float], Any]] = {
+    "": ({}, torch.clone),
+    "Relu": ({}, torch.relu),
+    "Tanh": ({}, torch.tanh),
+    "Sigmoid": ({}, torch.sigmoid),
+    "LeakyRelu": ({"alpha": 0.01}, torch.nn.functional.leaky_relu),
+    "ThresholdedRelu": ({"alpha": 1.0}, lambda x, alpha: torch.nn.functional.threshold(x, alpha, 0.0)),
+    "HardSigmoid": ({"alpha": 0.2, "beta": 0.5}, lambda x, alpha, beta: (x * alpha + beta).clamp_(0, 1)),
+    "Clip": ({"min": -3.4e38, "max": 3.4e38}, torch.clamp),
+}
+
+
+def _activation(n: NodeView, given: Sequence[float | None]) -> tuple[str, dict[str, float]]:
+    """The activation's name and attributes, as the node has them or else ONNX's."""
+    name = n.activation or ""
+    if name not in _ACTIVATIONS:
+        raise GraphError(f"{n.definition.name} does not know the activation", ", ".join(_ACTIVATIONS), name)
+    defaults = _ACTIVATIONS[name][0]
+    numbers = [*given, *[None] * len(defaults)]
+    return name, {k: d if v is None else v for (k, d), v in zip(defaults.items(), numbers, strict=False)}
+
+
+def _of_gemm(n: NodeView) -> tuple[str, dict[str, float]]:
+    return _activation(n, (n.activation_alpha, n.activation_beta))
+
+
+def _of_conv(n: NodeView) -> tuple[str, dict[str, float]]:
+    return _activation(n, n.activation_params or ())
+
+
+def _activated(op: Builder, x: ir.Value, name: str, attributes: dict[str, float]) -> ir.Value:
+    if not name:
+        return x
+    if name == "Clip":
+        return op.Clip(x, *(op.scalar(v, like=x) for v in attributes.values()))  # type: ignore[no-any-return]
+    return op.op("", name)(x, **attributes)  # type: ignore[no-any-return]
+
+
+# FusedGemm
+
+
+def _gemm_type(n: NodeView) -> Sequence[TensorType]:
+    rows, columns = sizes.of(n.a)[1 if n.transA else 0], sizes.of(n.b)[0 if n.transB else 1]
+    return (TensorType(dtype_of(n.a), (rows, columns)),)
+
+
+def _gemm_body(op: Builder, n: NodeView) -> ir.Value:
+    product = op.Gemm(n.a, n.b, n.c, alpha=n.alpha, beta=n.beta, transA=n.transA, transB=n.transB)
+    return _activated(op, product, *_of_gemm(n))
+
+
+def gemm_and(
+    a: torch.Tensor, b: torch.Tensor, c: Any, alpha: float, beta: float, function: Any, *how: float
+) -> torch.Tensor:
+    product = torch.mm(a, b).mul_(alpha) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
+    return function(product, *how)  # type: ignore[no-any-return]
+
+
+def _lower_gemm(n: NodeView, a: Any, b: Any, c: Any) -> Call:
+    name, attributes = _of_gemm(n)
+    a, b = (Call(torch.t, v) if trans else v for v, trans in ((a, n.transA), (b, n.transB)))
+    return Call(gemm_and, a, b, c, n.alpha, n.beta, _ACTIVATIONS[name][1], *attributes.values())
+
+
+composite(
+    "FusedGemm",
+    ("a", "b", "c?"),
+    _gemm_body,
+    _lower_gemm,
+    domain=MICROSOFT,
+    attributes={
+        "alpha": 1.0,
+        "beta": 1.0,
+        "transA": 0,
+        "transB": 0,
+        "activation": None,
+        "activation_alpha": None,
+        "activation_beta": None,
+        "activation_gamma": None,
+    },
+    shapes=_gemm_type,
+    axes=no_axes,
+    flops=lambda n: sizes.multiply(2, *sizes.of(n.a), sizes.of(n.y)[1]),
+)
+
+
+# FusedConv
+
+
+def _conv_how(n: NodeView) -> tuple[list[int], list[int], list[int]]:
+    count = rank_of(n.x) - 2
+    if n.auto_pad not in ("NOTSET", "VALID"):
+        raise GraphError("FusedConv takes its padding as numbers", got=n.auto_pad)
+    return per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
+
+
+def _conv_type(n: NodeView) -> Sequence[TensorType]:
+    axes = zip(spatial(n.x), spatial(n.w), *_conv_how(n), strict=True)
+    inner = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
+    return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], sizes.of(n.w)[0], *inner)),)
+
+
+def _conv_body(op: Builder, n: NodeView) -> ir.Value:
+    strides, pads, dilations = _conv_how(n)
+    y = op.Conv(n.x, n.w, n.b, strides=strides, pads=pads * 2, dilations=dilations, group=n.group)
+    return _activated(op, y if n.z is None else op.Add(y, n.z), *_of_conv(n))
+
+
+def conv_and(
+    x: torch.Tensor, w: torch.Tensor, b: Any, z: Any, how: Any, function: Any, *numbers: float
+) -> torch.Tensor:
+    y = torch.convolution(x, w, b, *how)
+    return function(y if z is None else y + z, *numbers)  # type: ignore[no-any-return]
+
+
+def _lower_conv(n: NodeView, x: Any, w: Any, b: Any, z: Any) -> Call:
+    strides, pads, dilations = _conv_how(n)
+    name, attributes = _of_conv(n)
+    how = (strides, pads, dilations, False, [0] * len(pads), n.group)
+    return Call(conv_and, x, w, b, z, how, _ACTIVATIONS[name][1], *attributes.values())
+
+
+composite(
+    "FusedConv",
+    ("x", "w", "b?", "z?"),
+    _conv_body,
+    _lower_conv,
+    domain=MICROSOFT,
+    attributes={
+        "auto_pad": "NOTSET",
+        "dilations": None,
+        "group": 1,
+        "kernel_shape": None,
+        "pads": None,
+        "strides": None,
+        "activation": None,
+        "activation_params": None,
+    },
+    shapes=_conv_type,
+    axes=no_axes,
+    flops=lambda n: sizes.multiply(2, elementwise_flops(n), *sizes.of(n.w)[1:]),
+)

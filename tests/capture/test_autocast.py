@@ -1,0 +1,113 @@
+"""What autocast casts inside a composite operator, the graph casts too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain import ORTModule
+from onnxtrain.testing import assert_no_worse_than_eager
+
+WIDTH = 6
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.cell = torch.nn.GRUCell(WIDTH, WIDTH)
+        options: Any = {"num_layers": 2, "dropout": 0.5, "batch_first": True}
+        self.rnn = torch.nn.RNN(WIDTH, WIDTH, **options)
+        self.lstm = torch.nn.LSTM(WIDTH, WIDTH, **options)
+        self.gru = torch.nn.GRU(WIDTH, WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def plain_einsum(layers: Layers, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return torch.einsum("bsh,bth->bst", x, x)
+
+
+def cast_einsum(layers: Layers, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.einsum("bsh,bth->bst", x, x)
+
+
+def train(run: Any, module: Layers, x: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
+    """The output, then the gradients of x and of the parameters."""
+    module.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        y = run(x)
+    y.to(torch.promote_types(y.dtype, torch.float32)).square().sum().backward()
+    return [y.detach(), *(t.grad for t in (x, *module.parameters()) if t.grad is not None)]
+
+
+def check(run: Callable[[Any, torch.Tensor], torch.Tensor], autocast: bool = True, captured: bool = True) -> None:
+    torch.manual_seed(0)
+    module = Layers(run)
+    ours = ORTModule(module, rng="torch")
+    exact = Layers(run).double()
+    exact.load_state_dict(module.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (3, 1, 4):
+            x = torch.randn(batch, 5, WIDTH)
+            sides = train(ours, module, x, autocast), train(module, module, x, autocast)
+            for mine, theirs, right in zip(*sides, train(exact, exact, x.double(), False), strict=True):
+                assert_no_worse_than_eager("result", mine, theirs, right)
+    texts = [str(w.message) for w in caught if "runs in PyTorch" in str(w.message)]
+    assert len(texts) == (0 if captured else 1), texts
+    assert captured or "autocast" in texts[0]
+
+
+# Each gives bfloat16, or computes in it, only because of what it calls.
+CAST_INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "einsum": lambda m, x: torch.einsum("bsh,bth->bst", x, x),
+    "einsum and what follows": lambda m, x: torch.einsum("bsh,bth->bst", x, m.linear(x)) @ x,
+    "tensordot": lambda m, x: torch.tensordot(x, m.linear.weight, 1) * x,
+    "matrix power": lambda m, x: torch.linalg.matrix_power(m.linear.weight, 3) + x.sum(),
+    "product of several": lambda m, x: torch.linalg.multi_dot([x[0], x[0].t(), x[0]]),
+    "cell": lambda m, x: m.cell(x[:, 0], x[:, 1]),
+    "rnn": lambda m, x: m.rnn(x)[0] * x,
+    "lstm": lambda m, x: m.lstm(x)[0] * x,
+    "lstm's states": lambda m, x: m.lstm(x)[1][1],
+    "gru": lambda m, x: m.gru(x)[0] * x,
+    "not cast": lambda m, x: F.layer_norm(m.linear(x), (WIDTH,)) + F.softmax(x, -1),
+}
+
+
+@pytest.mark.parametrize("name", CAST_INSIDE)
+def test_composites_cast_as_in_eager(name: str) -> None:
+    check(CAST_INSIDE[name])
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "cell"])
+def test_without_autocast_nothing_is_cast(name: str) -> None:
+    check(CAST_INSIDE[name], autocast=False)
+
+
+NOT_HELD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "in the parts of another": lambda m, x: torch.inner(x, x[0]),
+    "where forward switched it off": plain_einsum,
+}
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
+def test_what_the_graph_cannot_cast_runs_in_pytorch(name: str) -> None:
+    check(NOT_HELD[name], captured=False)
+
+
+def test_autocast_that_forward_switches_on() -> None:
+    check(cast_einsum, autocast=False, captured=False)
+    check(cast_einsum, autocast=True)

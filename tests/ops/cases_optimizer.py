@@ -1,0 +1,43 @@
+"""Steps of optimizers, against PyTorch's own optimizers and against formulas."""
+
+from typing import Any
+
+import torch
+
+from onnxtrain.graph.values import OWN
+from onnxtrain.testing import OpCase, Spec
+
+BETAS = (0.875, 0.75)
+HOW = {"beta1": BETAS[0], "beta2": BETAS[1]}
+TENSOR, SECOND, SCALAR = Spec("n h"), Spec("n h", low=0.0), Spec("", low=0.1, high=1.0)
+
+
+def adamw(last: bool) -> Any:
+    """The paper's algorithm 2, without its corrections of bias."""
+
+    def step(weight: Any, gradient: Any, m: Any, v: Any, size: Any, epsilon: Any, decay: Any = 1.0) -> Any:
+        m = BETAS[0] * m + (1 - BETAS[0]) * gradient
+        v = BETAS[1] * v + (1 - BETAS[1]) * gradient**2
+        update = size * m / (torch.sqrt(v) + epsilon)
+        return (decay * (weight - update) if last else decay * weight - update), m, v
+
+    return step
+
+
+def sgd(weight: Any, gradient: Any, buffer: Any, rate: Any) -> Any:
+    """torch.optim.SGD after its first step, when there is a buffer."""
+    parameter = torch.nn.Parameter(weight.detach().clone())
+    optimizer = torch.optim.SGD([parameter], lr=float(rate), momentum=0.5)
+    optimizer.state[parameter]["momentum_buffer"] = buffer.detach().clone()
+    parameter.grad = gradient.detach().clone()
+    optimizer.step()
+    return parameter.detach(), optimizer.state[parameter]["momentum_buffer"]
+
+
+STATE = (TENSOR, TENSOR, TENSOR, SECOND, SCALAR, SCALAR)
+CASES = [
+    OpCase(OWN, "AdamWStep", STATE, adamw(last=False), HOW),
+    OpCase(OWN, "AdamWStep", (*STATE, SCALAR), adamw(last=False), HOW, label="decay"),
+    OpCase(OWN, "AdamWStep", (*STATE, SCALAR), adamw(last=True), {**HOW, "decay_last": 1}, label="decay-last"),
+    OpCase(OWN, "SGDStep", (TENSOR, TENSOR, TENSOR, SCALAR), sgd, {"momentum": 0.5}),
+]

@@ -1,0 +1,27 @@
+"""Sampling of images, as PyTorch writes it."""
+
+import pytest
+import torch.nn.functional as F
+
+from onnxtrain.testing import Spec
+from tests.ops.captures import check_capture
+
+SIZES = [{"n": 2, "h": 5, "w": 4, "p": 3}, {"n": 1, "h": 7, "w": 6, "p": 5}]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_grid_sample(mode: str, padding: str) -> None:
+    def sample(x, grid):
+        return F.grid_sample(x, grid, mode, padding, align_corners=False)
+
+    check_capture(sample, Spec("n 3 h w"), Spec("n p 4 2", low=-1.5, high=1.5), sizes=SIZES)
+
+
+def test_spatial_transformer() -> None:
+    """An image moved by matrices that are learned."""
+
+    def transform(x, theta):
+        return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
+
+    check_capture(transform, Spec("2 3 h w"), Spec("2 2 3"), sizes=[{"h": 5, "w": 4}])

@@ -1,0 +1,31 @@
+"""Stock onnxruntime's own kernels, where a definition says that they compute the same (`native_ok`)."""
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain.graph.values import ONNX
+from onnxtrain.ops import definition_of, view
+from onnxtrain.testing import CaseCheck, OpCase, run_model
+from tests.ops.cases_onnx_models import CASES
+
+
+def natively(model: ir.Model, name: str) -> bool:
+    nodes = [node for node in model.graph if node.op_type == name and node.domain == ONNX]
+    return bool(nodes) and all(definition_of(node).native_ok(view(node)) for node in nodes)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.domain == ONNX], ids=str)
+def test_native_kernel_computes_the_same(case: OpCase) -> None:
+    check = CaseCheck(case, torch.float32)
+    if not natively(check.model, case.name):
+        pytest.skip("written out for onnxruntime")
+    for known in case.size_sets():
+        tensors = check.tensors(known)
+        try:
+            eager = check.reference(tensors, known, torch.float32)
+            exact = check.reference(tensors, known, torch.float64)
+        except (RuntimeError, IndexError, ValueError):
+            continue
+        got = run_model(check.model, tensors)
+        check._compare(f"{case} {dict(known)} native", got, eager.outputs, exact.outputs)
