@@ -18,10 +18,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 demo: .venv/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
-test: lint
+test: lint .venv/.browser
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
-test-all: lint
+test-all: lint .venv/.browser
 	$(BIN)/pytest -n $(JOBS) --slow $(ARGS)
 
 bench: .venv/.dev
@@ -46,6 +46,13 @@ clean:
 .venv/.torch:
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
+	touch $@
+
+# The page of examples/web is tested in Node and Chromium. Its tests say so and are skipped where one is missing and
+# cannot be installed.
+.venv/.browser: examples/web/package.json .venv/.torch
+	-command -v npm >/dev/null && npm install --prefix examples/web --no-audit --no-fund --loglevel=error
+	-command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 	touch $@
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml .venv/.torch

@@ -1,0 +1,1 @@
+"""A page that trains in the browser tab: it learns the digits that a person draws."""

@@ -1,0 +1,135 @@
+// Uses the page in headless Chromium as a person does: draws, labels, trains, downloads. Prints what it saw as JSON.
+//
+//   node examples/web/node/drive.js http://localhost:8000/ [--steps 60] [--backend wasm|webgpu] [--screens FOLDER]
+//        [--out my-digits.onnx] [--phone] [--dark]
+
+import { mkdirSync, readFileSync } from "node:fs";
+import { join } from "node:path";
+import { parseArgs } from "node:util";
+
+import { launch } from "./browser.js";
+
+// Digits, and two triangles that it shall read as fives, which it cannot know. Points from 0 to 100.
+const DRAWINGS = [
+  [5, [[50, 12], [85, 85], [15, 85], [50, 12]]],
+  [5, [[46, 15], [80, 80], [18, 88], [46, 15]]],
+  [7, [[20, 15], [80, 15], [45, 90]], [[35, 52], [70, 50]]],
+  [7, [[24, 20], [78, 14], [40, 88]], [[30, 55], [68, 50]]],
+  [1, [[35, 35], [58, 12], [58, 90]]],
+  [0, [[50, 10], [28, 22], [22, 50], [30, 80], [50, 90], [70, 80], [78, 50], [72, 22], [50, 10]]],
+  [4, [[55, 10], [22, 62], [80, 62]], [[62, 40], [62, 92]]],
+  [3, [[25, 15], [70, 15], [45, 44], [70, 60], [68, 82], [45, 90], [22, 82]]],
+];
+
+const { values: options, positionals } = parseArgs({
+  allowPositionals: true,
+  options: {
+    steps: { type: "string", default: "60" },
+    backend: { type: "string", default: "wasm" },
+    screens: { type: "string" },
+    out: { type: "string" },
+    phone: { type: "boolean", default: false },
+    dark: { type: "boolean", default: false },
+    chromium: { type: "string", default: "/usr/bin/chromium" },
+  },
+});
+const browser = await launch(options.chromium, options.backend);
+const size = options.phone ? { width: 390, height: 844 } : { width: 1280, height: 860 };
+const page = await browser.newPage({
+  viewport: size,
+  deviceScaleFactor: options.phone ? 3 : 1,
+  hasTouch: options.phone,
+  colorScheme: options.dark ? "dark" : "light",
+});
+const problems = [];
+page.on("pageerror", (error) => problems.push(String(error)));
+page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
+
+const screen = async (name) => {
+  if (!options.screens) return;
+  mkdirSync(options.screens, { recursive: true });
+  await page.screenshot({ path: join(options.screens, `${name}.png`), fullPage: true });
+};
+// Megabytes of the process that runs the page and its worker.
+const memory = async () => {
+  const session = await browser.newBrowserCDPSession();
+  const { processInfo } = await session.send("SystemInfo.getProcessInfo");
+  await session.detach();
+  const sizes = processInfo
+    .filter(({ type }) => type === "renderer")
+    .map(({ id }) => Number(readFileSync(`/proc/${id}/statm`, "utf8").split(" ")[1]) * 4096);
+  return Math.round(Math.max(...sizes) / 1e6);
+};
+const text = (id) => page.locator(`#${id}`).textContent();
+
+async function draw(strokes) {
+  const pad = page.locator("#pad");
+  await pad.scrollIntoViewIfNeeded();
+  const box = await pad.boundingBox();
+  const at = ([x, y]) => [box.x + (x / 100) * box.width, box.y + (y / 100) * box.height];
+  for (const [first, ...rest] of strokes) {
+    await page.mouse.move(...at(first));
+    await page.mouse.down();
+    for (const point of rest) await page.mouse.move(...at(point), { steps: 6 });
+    await page.mouse.up();
+  }
+}
+
+/** With the keyboard alone: a straight line downwards, which is a one. */
+async function drawByKeyboard() {
+  await page.locator("#pad").focus();
+  await page.keyboard.press("Space");
+  for (let step = 0; step < 14; step++) await page.keyboard.press("ArrowDown");
+  await page.keyboard.press("Space");
+  await page.keyboard.press("1");
+}
+
+try {
+  await page.goto(`${positionals[0]}#${options.backend}`);
+  await page.waitForSelector(`body[data-ready=${options.backend}]`, { timeout: 120_000 });
+  await screen("1-ready");
+  const testBefore = await text("test");
+
+  for (const [label, ...strokes] of DRAWINGS) {
+    await draw(strokes);
+    await page.waitForFunction(() => document.getElementById("reading").textContent.includes("sure"));
+    if (label === 3) await screen("2-drawing");
+    await page.locator("#keys button").nth(label).click();
+  }
+  await drawByKeyboard();
+  const judged = (count) => document.querySelectorAll("#gallery li[class]").length === count;
+  await page.waitForFunction(judged, DRAWINGS.length + 1);
+  const ownBefore = await text("own");
+
+  await page.locator("#train").click();
+  const trained = (steps) => Number(document.getElementById("steps").textContent) >= steps;
+  const megabytes = [];
+  for (let steps = 100; steps <= Number(options.steps); steps += 100) {
+    await page.waitForFunction(trained, steps, { timeout: 280_000 });
+    megabytes.push(await memory());
+  }
+  await page.waitForFunction(trained, Number(options.steps), { timeout: 280_000 });
+  await page.locator("#train").click();
+  await page.waitForFunction(() => document.getElementById("train").textContent === "Train");
+  await screen("3-trained");
+
+  const download = page.waitForEvent("download");
+  await page.locator("#download").click();
+  if (options.out) await (await download).saveAs(options.out);
+  const seen = {
+    backend: await page.locator("body").getAttribute("data-ready"),
+    steps: Number(await text("steps")),
+    loss: Number(await text("loss")),
+    own: [ownBefore, await text("own")],
+    test: [testBefore, await text("test")],
+    speed: await text("speed"),
+    megabytes, // after each 100 steps
+    overflow: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
+    problem: (await page.locator("#problem").isVisible()) ? await text("problem") : null,
+    problems,
+  };
+  console.log(JSON.stringify(seen));
+} finally {
+  if (problems.length) console.error(problems.join("\n"));
+  await browser.close();
+}

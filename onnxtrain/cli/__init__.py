@@ -1,0 +1,74 @@
+"""The command line: `onnxtrain <command>`, or `python -m onnxtrain <command>`.
+
+A command is a module of this package with
+
+    def arguments(parser: argparse.ArgumentParser) -> None      adds its arguments
+    def run(options: argparse.Namespace) -> int                 runs it; gives the exit code
+
+and a line in COMMANDS. It is imported only when it is asked for: `--help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Console
+
+from onnxtrain.errors import OnnxTrainError
+
+# The command and what it does. Its module has the same name, with _ for -.
+COMMANDS: Mapping[str, str] = {
+    "artifacts": "make the files that train an ONNX model on a device",
+    "ops": "list all operators: kernels, body, gradient, axes, effects",
+}
+
+FAILED = 1
+USAGE = 2  # as argparse: the command line itself is wrong
+
+
+class Command(Protocol):
+    """What a command's module defines."""
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(["commands:", *lines, "", "`onnxtrain <command> --help` says more about one."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments after the program's name; those of the process where None.
+
+    Returns:
+        The exit code: 0, or FAILED where the command raised an error of this package. Where there is no such command
+        the process ends with USAGE.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="onnxtrain",
+        description="Trains PyTorch models as ONNX graphs.",
+        epilog=_overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="onnxtrain <command> [options]",
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="see below")
+    name = parser.parse_args(given[:1]).command
+    command: Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    own = argparse.ArgumentParser(prog=f"onnxtrain {name}", description=f"{COMMANDS[name].capitalize()}.")
+    command.arguments(own)
+    try:
+        return command.run(own.parse_args(given[1:]))
+    except OnnxTrainError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False)
+        return FAILED

@@ -1,0 +1,109 @@
+"""`onnxtrain artifacts model.onnx --train 'fc.*' -o out/`: what trains a model on a device."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from onnxtrain.artifacts import LossType, generate_artifacts
+from onnxtrain.device.light_model import hold_out
+from onnxtrain.errors import ArtifactError
+from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
+
+_LOSSES: Mapping[str, LossType | None] = {
+    "cross-entropy": LossType.CrossEntropyLoss,
+    "mse": LossType.MSELoss,
+    "bce": LossType.BCEWithLogitsLoss,
+    "l1": LossType.L1Loss,
+    "none": None,
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("model", type=Path, help="an ONNX model of any exporter")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(), help="the folder for the files (default: this one)"
+    )
+    parser.add_argument("--loss", choices=_LOSSES, default="cross-entropy", help="none: the first output is the loss")
+    parser.add_argument(
+        "--loss-input", action="append", metavar="NAME", help="the output that the loss is computed from"
+    )
+    parser.add_argument("--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="as PyTorch has them")
+    parser.add_argument("--weight-decay", type=float, default=0.0, metavar="SHARE")
+    parser.add_argument("--momentum", type=float, default=0.0, metavar="SHARE", help="of sgd")
+    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="clip the gradients to this norm")
+    parser.add_argument(
+        "--train",
+        action="append",
+        metavar="PATTERN",
+        help="parameters to train, with * and ?; may be given several times (default: all that are floating)",
+    )
+    parser.add_argument(
+        "--freeze", action="append", metavar="PATTERN", help="parameters to keep in the checkpoint only"
+    )
+    parser.add_argument("--also-output", action="append", metavar="NAME", help="outputs to give besides the loss")
+    parser.add_argument("--prefix", default="", help="of the files' names")
+    parser.add_argument("--portable", action="store_true", help="keep to what also runs on WebGPU")
+    parser.add_argument("--nominal", action="store_true", help="write a checkpoint without values too")
+    parser.add_argument("--custom-ops", type=Path, metavar="LIBRARY", help="the library of the model's custom ops")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the artifacts and lists what is trained."""
+    floating = _floating(options.model)
+    frozen = _matching(floating, options.freeze or (), options.model)
+    trained = [name for name in _matching(floating, options.train or ("*",), options.model) if name not in frozen]
+    generate_artifacts(
+        options.model,
+        requires_grad=trained,
+        frozen_params=frozen,
+        loss=_LOSSES[options.loss],
+        optimizer=_optimizer(options),
+        artifact_directory=options.output,
+        prefix=options.prefix,
+        custom_op_library=options.custom_ops,
+        additional_output_names=options.also_output,
+        nominal_checkpoint=options.nominal,
+        loss_input_names=options.loss_input,
+        portable=options.portable,
+    )
+    count = sum(floating[name] for name in trained)
+    console = Console(soft_wrap=True)
+    console.print(f"{count:,} numbers in {len(trained)} parameters are trained: {', '.join(trained)}", markup=False)
+    console.print(f"Wrote the artifacts to {options.output.resolve()}", markup=False)
+    return 0
+
+
+def _floating(path: Path) -> dict[str, int]:
+    """The floating initializers that have a dimension, with how many elements they have."""
+    light, _ = hold_out(path)
+    found: dict[str, int] = {}
+    for tensor in light.graph.initializer:
+        if tensor.data_type in (1, 10, 11, 16) and tensor.dims:  # float32, float16, float64, bfloat16
+            count = 1
+            for size in tensor.dims:
+                count *= size
+            found[tensor.name] = count
+    return found
+
+
+def _matching(names: Mapping[str, int], patterns: Sequence[str], model: Path) -> list[str]:
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            shown = ", ".join(list(names)[:30])
+            raise ArtifactError("No parameter has a name like this.", str(model), f"some of {shown}", pattern)
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _optimizer(options: argparse.Namespace) -> AdamW | SGD | None:
+    clip = None if options.clip_norm is None else ClipGradNorm(options.clip_norm)
+    if options.optimizer == "adamw":
+        return AdamW(eps=1e-8, weight_decay=options.weight_decay, clip_grad=clip, mode="torch")
+    if options.optimizer == "sgd":
+        return SGD(clip, momentum=options.momentum, weight_decay=options.weight_decay)
+    return None

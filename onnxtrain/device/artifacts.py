@@ -1,0 +1,280 @@
+"""generate_artifacts: from a model to the files that train it on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain import onnx_file
+from onnxtrain.device import checkpoint, losses, optimizers
+from onnxtrain.device.block import Base, Block, extending, names_of
+from onnxtrain.device.block import custom_op_library as in_library
+from onnxtrain.device.blocks import PassThrough
+from onnxtrain.device.checkpoint_data import Checkpoint
+from onnxtrain.device.light_model import hold_out
+from onnxtrain.device.training_block import Choice, Extended, TrainingBlock
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph.values import TensorType
+
+_LOG = logging.getLogger(__name__)
+_LARGEST = 2**31  # bytes of a protobuf message
+
+
+class LossType(enum.IntEnum):
+    """The losses that `generate_artifacts` knows by name."""
+
+    MSELoss = 1
+    CrossEntropyLoss = 2
+    BCEWithLogitsLoss = 3
+    L1Loss = 4
+
+
+class OptimType(enum.IntEnum):
+    """The optimizers that `generate_artifacts` knows by name, with onnxruntime-training's settings."""
+
+    AdamW = 1
+    SGD = 2
+
+
+_LOSSES: Mapping[LossType, type[Block]] = {
+    LossType.MSELoss: losses.MSELoss,
+    LossType.CrossEntropyLoss: losses.CrossEntropyLoss,
+    LossType.BCEWithLogitsLoss: losses.BCEWithLogitsLoss,
+    LossType.L1Loss: losses.L1Loss,
+}
+_OPTIMIZERS: Mapping[OptimType, type[optimizers.AdamW | optimizers.SGD]] = {
+    OptimType.AdamW: optimizers.AdamW,
+    OptimType.SGD: optimizers.SGD,
+}
+
+
+def generate_artifacts(
+    model: onnx.ModelProto | ir.Model | str | os.PathLike[str] | Any,
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    loss: LossType | Block | None = None,
+    optimizer: OptimType | optimizers.Optimizer | None = None,
+    artifact_directory: str | os.PathLike[str] | None = None,
+    prefix: str = "",
+    ort_format: bool = False,
+    custom_op_library: str | os.PathLike[str] | None = None,
+    additional_output_names: list[str] | None = None,
+    nominal_checkpoint: bool = False,
+    loss_input_names: list[str] | None = None,
+    *,
+    portable: bool = False,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> None:
+    """Writes what trains a model on any stock onnxruntime; docs/on-device-training.md says what each file holds.
+
+    Args:
+        model: an ONNX model of any exporter, its path (needed where it is larger than 2 GB), or a torch module.
+        requires_grad: names of the parameters to train. Of a torch module None means: those that require a gradient.
+        frozen_params: names of those that are not trained, but stand in the checkpoint. All else stays inside the
+            graphs. Of a torch module None means: those that require no gradient.
+        loss: a `LossType`, or a block that appends the loss; None where the model's first output is the loss.
+        optimizer: an `OptimType` or a block of `onnxblock.optim`; None writes no optimizer graph.
+        artifact_directory: where the files go; the working folder where None. It is made where it is missing.
+        prefix: of all files' names.
+        ort_format: refused: ORT-format files are made by the device's own onnxruntime; the error says how.
+        custom_op_library: the shared library of the model's custom ops.
+        additional_output_names: outputs of the model that the graphs give besides the loss.
+        nominal_checkpoint: whether to write also `<prefix>nominal_checkpoint`, with names and shapes only.
+        loss_input_names: the values that `loss` is called with; None: all outputs of the model.
+        portable: whether the graphs are held to the ops and types that also run on WebGPU.
+        example_args: a torch module's positional arguments in an example call.
+        example_kwargs: its keyword arguments.
+        output_names: names for the tensors that it returns.
+
+    Raises:
+        ArtifactError: a RuntimeError; the model or an argument cannot be used, with what and why.
+        TypeError: `optimizer` is neither an OptimType nor a block.
+    """
+    block = _loss_block(loss)
+    step = _optimizer(optimizer)
+    _check_arguments(requires_grad, frozen_params, additional_output_names, ort_format)
+    sources = _Sources(model, example_args, example_kwargs or {}, output_names)
+    choice = sources.choice(requires_grad, frozen_params)
+    with contextlib.nullcontext() if custom_op_library is None else in_library(custom_op_library):
+        training, evaluation = (
+            _extended(base, block, loss is not None, additional_output_names or [], loss_input_names)
+            for base in (sources.training, sources.evaluation)
+        )
+    graphs = _graphs(training, evaluation, choice, step, portable=portable)
+    folder = Path.cwd() if artifact_directory is None else Path(artifact_directory)
+    _write(graphs, folder, prefix)
+    for name in ("checkpoint", "nominal_checkpoint")[: 1 + nominal_checkpoint]:
+        _write_checkpoint(training, choice, folder / f"{prefix}{name}", nominal=name != "checkpoint")
+
+
+def _graphs(
+    training: Extended, evaluation: Extended, choice: Choice, step: optimizers.Optimizer | None, *, portable: bool
+) -> dict[str, ir.Model]:
+    """The graphs by the names of their files."""
+    graphs = {
+        "training_model": training.training(choice, portable=portable),
+        "eval_model": evaluation.evaluation(choice, portable=portable),
+    }
+    if step is not None:
+        tensors = training.parameters()
+        types = [(name, _type(tensors[name])) for name in training.ordered(choice)[0]]
+        graphs["optimizer_model"] = step.model(types, portable=portable)
+    return graphs
+
+
+def _type(tensor: ir.TensorProtocol) -> TensorType:
+    return TensorType(tensor.dtype, tuple(int(size) for size in tensor.shape.numpy()))
+
+
+def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, graph in graphs.items():
+        path = folder / f"{prefix}{name}.onnx"
+        onnx_file.place(graph, path)
+        _LOG.info("wrote %s", path)
+
+
+def _write_checkpoint(training: Extended, choice: Choice, path: Path, *, nominal: bool) -> None:
+    tensors = training.parameters()
+    trainable, frozen, buffers = training.ordered(choice)
+    arrays = {name: tensors[name].numpy() for name in (*trainable, *frozen, *buffers)}
+    checkpoint.save(Checkpoint(arrays, frozenset(trainable), nominal=nominal), path)
+
+
+# Arguments
+
+
+def _loss_block(loss: object) -> Block:
+    if loss is None:
+        _LOG.info("no loss is given: the model's first output is taken for it")
+        return PassThrough()
+    if isinstance(loss, Block):
+        return loss
+    if isinstance(loss, LossType):
+        return _LOSSES[loss]()
+    raise ArtifactError("Unknown loss.", expected="a LossType or an onnxblock.Block", got=type(loss).__name__)
+
+
+def _optimizer(optimizer: object) -> optimizers.Optimizer | None:
+    if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
+        return optimizer
+    if isinstance(optimizer, OptimType):
+        return _OPTIMIZERS[optimizer]()
+    what = f"Unknown optimizer: an OptimType or a block of onnxblock.optim is expected, got {type(optimizer).__name__}"
+    raise TypeError(what)
+
+
+def _check_arguments(
+    requires_grad: Sequence[str] | None, frozen_params: Sequence[str] | None, additional: object, ort_format: bool
+) -> None:
+    both = set(requires_grad or ()) & set(frozen_params or ())
+    if both:
+        raise ArtifactError("A parameter cannot be trained and frozen.", got=", ".join(sorted(both)))
+    if additional is not None and not isinstance(additional, list):
+        raise ArtifactError("additional_output_names is a list of names.", got=type(additional).__name__)
+    if ort_format:
+        todo = "python -m onnxruntime.tools.convert_onnx_models_to_ort <folder>, on the device's own onnxruntime"
+        raise ArtifactError("ORT-format files hold for one version of onnxruntime, which makes them.", todo=todo)
+
+
+class _Sources:
+    """The forward graphs, for training and for evaluation, and which parameters a torch module trains."""
+
+    def __init__(
+        self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
+    ) -> None:
+        self._trainable: Sequence[str] | None = None
+        self._frozen: Sequence[str] | None = None
+        if isinstance(model, onnx.ModelProto):
+            _refuse_large(model)
+        if isinstance(model, onnx.ModelProto | ir.Model | str | os.PathLike):
+            self.training = Base(*hold_out(model))
+            self.evaluation = Base(onnx.ModelProto(), self.training.tensors)
+            self.evaluation.model.CopyFrom(self.training.model)
+            return
+        self._capture(model, args, kwargs, output_names)
+
+    def _capture(
+        self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
+    ) -> None:
+        import torch  # noqa: PLC0415  artifacts of an ONNX model need no module
+
+        from onnxtrain.device.from_torch import from_torch  # noqa: PLC0415  as above
+
+        if not isinstance(model, torch.nn.Module):
+            expected = "an onnx.ModelProto, the path of a model, or a torch.nn.Module"
+            raise ArtifactError("Unknown kind of model.", expected=expected, got=type(model).__name__)
+        if not args and not kwargs:
+            raise ArtifactError("A torch module is captured by an example call.", expected="example_args=(...)")
+        captured = from_torch(model, args, kwargs, output_names)
+        self.training, self.evaluation = captured.training, captured.evaluation
+        self._trainable, self._frozen = captured.trainable, captured.frozen
+
+    def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> Choice:
+        """The parameters to train and to freeze."""
+        if requires_grad is None:
+            requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
+        if frozen is None:
+            known = [*(self._trainable or ()), *(self._frozen or ())]
+            frozen = [name for name in known if name not in requires_grad]
+        if not requires_grad:
+            floating = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
+            names = [t.name for t in self.training.model.graph.initializer if t.data_type in floating and t.dims]
+            shown = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
+            raise ArtifactError(
+                "No parameter is to be trained.", expected=f"requires_grad=[...] with some of {shown}", got="none"
+            )
+        return Choice(list(requires_grad), list(frozen))
+
+
+def _refuse_large(model: onnx.ModelProto) -> None:
+    try:
+        size = model.ByteSize()
+    except Exception:  # noqa: BLE001  protobuf raises its own where a message is too large to count
+        size = _LARGEST
+    if size >= _LARGEST:
+        todo = "save it with external data (onnx.save(..., save_as_external_data=True)) and give the path"
+        raise ArtifactError("A model of 2 GB and more has no form in memory.", got=f"{size} bytes", todo=todo)
+
+
+class _WithLoss(TrainingBlock):
+    """The loss, then what is asked for besides."""
+
+    def __init__(self, loss: Block, additional: Sequence[str]) -> None:
+        super().__init__()
+        self._loss = loss
+        self._additional = additional
+
+    def build(self, *names: str) -> list[str]:
+        return [*names_of(self._loss(*names)), *self._additional]
+
+
+def _extended(
+    base: Base, loss: Block, has_loss: bool, additional: Sequence[str], loss_inputs: Sequence[str] | None
+) -> Extended:
+    outputs = [v.name for v in base.model.graph.output]
+    if loss_inputs is None:
+        if type(loss) in _LOSSES.values() and len(outputs) > 1:
+            raise ArtifactError(
+                f"The model has {len(outputs)} outputs, and the loss is computed from one.",
+                got=", ".join(outputs),
+                todo="name it: loss_input_names=[...]",
+            )
+        loss_inputs = outputs if has_loss else outputs[:1]
+    unknown = [name for name in additional if name not in outputs]
+    if unknown:
+        raise ArtifactError("The model has no such outputs.", expected=", ".join(outputs), got=", ".join(unknown))
+    with extending(base):
+        block = _WithLoss(loss, additional)
+        block(*loss_inputs)
+    return block.extended

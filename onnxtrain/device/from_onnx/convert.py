@@ -1,0 +1,282 @@
+"""The walk over an imported model: each node becomes nodes of ours.
+
+An op that `converters` knows is written in PyTorch's terms; one that has a definition under its own name is taken as it
+is; any other stays what it is (`ops/foreign.py`), which is refused later where a gradient would have to pass it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.device.from_onnx.converters import CONVERTERS, Source
+from onnxtrain.device.from_onnx.prepare import constant_number
+from onnxtrain.errors import ArtifactError, OnnxTrainError
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of, set_type
+from onnxtrain.ops import OPS, builder, definition_of, foreign
+from onnxtrain.ops.bodies import close
+from onnxtrain.ops.definition import OPSET, OpDef
+from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.passes.fold_constants import evaluate
+
+_FEW = 4096  # elements of a constant that is computed at once
+_RESERVED = frozenset({"max", "min", "abs"})  # functions of size expressions
+
+
+def convert(
+    model: ir.Model, outputs: Sequence[str], parameters: Collection[str], updates: Mapping[str, str], *, training: bool
+) -> ir.Model:
+    """Converts a prepared model.
+
+    Args:
+        model: see `prepare`. It stays as it is.
+        outputs: the names of the values that become outputs.
+        parameters: the initializers that become inputs of the graph, after those of the model.
+        updates: for buffers among them the names of the values that training gives them. Those of BatchNormalization
+            are known.
+        training: whether Dropout drops and BatchNormalization uses its batch, where the model has them so; else both
+            are as in inference.
+
+    Returns:
+        A typed graph. In training its outputs are `outputs`, then `<b>.out` for each updated buffer b.
+
+    Raises:
+        ArtifactError: an op, a type or a shape that a training graph cannot hold.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={ONNX: OPSET}, name=model.graph.name or "model")
+    walk = _Walk(builder(graph), training, str(model.producer_name or ""))
+    walk.inputs(model.graph, parameters)
+    for node in model.graph:
+        walk.visit(node)
+    updated = {buffer: walk.named(value) for buffer, value in updates.items()} | walk.updates
+    order = [name for name in model.graph.initializers if name in updated]
+    values = [*map(walk.named, outputs), *(updated[name] for name in order)]
+    close(graph, values, [*outputs, *(f"{name}.out" for name in order)])
+    traversal.name_uniquely(graph)
+    graph.opset_imports.update({node.domain: 1 for node in graph if node.domain})
+    return ir.Model(graph, ir_version=10, producer_name="onnxtrain")
+
+
+class _Walk:
+    def __init__(self, op: Builder, training: bool, producer: str) -> None:
+        self.updates: dict[str, ir.Value] = {}
+        self._op = op
+        self._training = training
+        self._producer = producer
+        self._values: dict[ir.Value, ir.Value] = {}
+        self._symbols: dict[str, str] = {}
+        self._unnamed = 0
+
+    def inputs(self, graph: ir.Graph, parameters: Collection[str]) -> None:
+        """Declares inputs, parameters and constants."""
+        for value in graph.inputs:
+            if value.name not in graph.initializers:
+                self._declare(value, self._type(value, "the input"))
+        missing = [name for name in parameters if name not in graph.initializers]
+        if missing:
+            raise ArtifactError("The model has no such parameters.", expected=_some(graph.initializers), got=missing)
+        for name, value in graph.initializers.items():
+            if name in parameters:
+                self._declare(value, _held_type(value))
+            else:
+                self._constant(value)
+
+    def _declare(self, value: ir.Value, tensor_type: TensorType) -> None:
+        declared = ir.Value(name=value.name)
+        set_type(declared, tensor_type)
+        self._op.graph.inputs.append(declared)
+        self._values[value] = declared
+
+    def _constant(self, value: ir.Value) -> None:
+        kept = ir.Value(name=value.name, const_value=value.const_value)
+        set_type(kept, _held_type(value))
+        self._op.graph.register_initializer(kept)
+        self._values[value] = kept
+
+    def value(self, old: ir.Value) -> ir.Value:
+        """What became of a value of the imported graph."""
+        if old not in self._values:
+            raise ArtifactError(f"The model reads {old.name!r}, which nothing in it makes.")
+        return self._values[old]
+
+    def named(self, name: str) -> ir.Value:
+        """What became of the value of this name."""
+        for old, new in self._values.items():
+            if old.name == name:
+                return new
+        raise ArtifactError("The model has no value of this name.", got=name)
+
+    # Types
+
+    def _type(self, value: ir.Value, role: str) -> TensorType:
+        if value.dtype is None or value.shape is None or not isinstance(value.type, ir.TensorType):
+            raise ArtifactError(
+                f"The type or rank of {role} {value.name!r} is not known, or it is no tensor.",
+                got=str(value.type),
+                todo="export the model with shapes (a batch size may stay open), or declare them by onnx's tools",
+            )
+        return TensorType(value.dtype, tuple(self._size(dim, value, i) for i, dim in enumerate(value.shape)))
+
+    def _size(self, dim: int | ir.SymbolicDim, value: ir.Value, axis: int) -> Size:
+        if isinstance(dim, int):
+            return dim
+        name = str(dim.value) if dim.value is not None else f"{value.name}_size_{axis}"
+        if name not in self._symbols:
+            plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+            plain = plain if plain[:1].isalpha() and plain not in _RESERVED else f"d_{plain}"
+            while plain in self._symbols.values():
+                plain += "_"
+            self._symbols[name] = plain
+        return self._symbols[name]
+
+    # Nodes
+
+    def visit(self, node: ir.Node) -> None:
+        if (node.domain, node.op_type) == (ONNX, "If"):
+            self._branch(node)
+            return
+        inputs = [None if v is None or v.name == "" else self.value(v) for v in node.inputs]
+        source = Source(self._op, node, inputs, self._training, self._producer, self.updates)
+        before = len(self._op.graph)
+        try:
+            with self._op.at(_origin(node)):
+                results = [self._known(value) for value in self._convert(source)]
+        except ArtifactError:
+            raise
+        except (OnnxTrainError, ValueError, TypeError, AttributeError) as error:
+            what = error.what if isinstance(error, OnnxTrainError) else str(error)
+            raise ArtifactError(
+                f"{traversal.describe(node)} cannot stand in a training graph: {what}",
+                where=traversal.origin(node),
+                got=getattr(error, "got", None),
+                todo="replace the op before the export, or cut the model in front of it and train what follows",
+            ) from error
+        self._name(node, results, before)
+
+    def _known(self, value: ir.Value | None) -> ir.Value | None:
+        """A value that follows from constants as a constant, and one that holds sizes with what it holds noted.
+
+        Shapes must be known from the sizes of the inputs, and exporters compute them in many steps.
+        """
+        producer = None if value is None else value.producer()
+        if value is None or producer is None:
+            return value
+        if all(v is None or v.const_value is not None for v in producer.inputs) and len(producer.outputs) == 1:
+            return self._folded(value, producer)
+        if value.dtype != ir.DataType.INT64 or rank_of(value) > 1:
+            return value
+        held = held_sizes(value)
+        if held is not None and all(isinstance(size, int) for size in held):
+            return self._op.constant(held if rank_of(value) else held[0], ir.DataType.INT64)
+        if held is not None and rank_of(value):
+            value.meta["sizes"] = held
+        return value
+
+    def _folded(self, value: ir.Value, producer: ir.Node) -> ir.Value:
+        definition = definition_of(producer)
+        count = sizes.multiply(1, *sizes.of(value))
+        if definition.effects or isinstance(count, str) or count > _FEW or not producer.inputs:
+            return value
+        (result,) = evaluate(producer, definition)
+        array = result.float().numpy() if value.dtype == ir.DataType.BFLOAT16 else result.numpy()
+        return self._op.constant(array, dtype_of(value))
+
+    def _name(self, node: ir.Node, results: Sequence[ir.Value | None], before: int) -> None:
+        added = list(self._op.graph)[before:] if len(self._op.graph) - before < 64 else []
+        for old, new in zip(node.outputs, results, strict=False):
+            if new is None:
+                continue
+            self._values[old] = new
+            if new.producer() in added and old.name:
+                new.name = old.name
+        for number, made in enumerate(added):
+            made.name = str(node.name) if len(added) == 1 else f"{node.name}/{made.op_type}_{number}"
+
+    def _convert(self, source: Source) -> Sequence[ir.Value | None]:
+        node = source.node
+        convert = CONVERTERS.get(node.op_type) if node.domain == ONNX else None
+        if convert is not None:
+            return convert(source)
+        definition = OPS.get((node.domain, node.op_type))
+        attributes = None if definition is None else _attributes(node, definition)
+        if definition is None or attributes is None or _too_many(node, definition):
+            return self._foreign(source)
+        return self._op.node(node.domain, node.op_type, source.inputs, attributes).outputs
+
+    def _foreign(self, source: Source) -> Sequence[ir.Value | None]:
+        node = source.node
+        if any(traversal.subgraphs(node)):
+            raise ArtifactError(
+                f"{traversal.describe(node)} holds graphs of its own, and no gradient passes loops and branches.",
+                where=traversal.origin(node),
+                todo="export the model without them: with fixed sizes, loops unrolled, in training mode",
+            )
+        types = [self._type(value, "the output") for value in node.outputs]
+        return foreign.wrap(self._op, node, source.inputs, types).outputs
+
+    def _branch(self, node: ir.Node) -> None:
+        """An If whose condition is known: its branch takes its place."""
+        condition = None if node.inputs[0] is None else constant_number(self.value(node.inputs[0]))
+        if condition is None:
+            raise ArtifactError(
+                f"{traversal.describe(node)} chooses a branch by what the data are; no gradient passes it.",
+                where=traversal.origin(node),
+                todo="export the model without the condition, or write it as Where",
+            )
+        branch = node.attributes["then_branch" if condition else "else_branch"].as_graph()
+        for value in branch.initializers.values():
+            self._constant(value)
+        for inner in branch:
+            self.visit(inner)
+        for old, new in zip(node.outputs, branch.outputs, strict=True):
+            self._values[old] = self.value(new)
+
+
+def _held_type(value: ir.Value) -> TensorType:
+    tensor = value.const_value
+    if tensor is None:
+        raise ArtifactError(f"The initializer {value.name!r} has no elements.")
+    return TensorType(tensor.dtype, tuple(int(size) for size in tensor.shape.numpy()))
+
+
+def _origin(node: ir.Node) -> dict[str, str]:
+    return {"module": str(node.name)} if node.name else {}
+
+
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:20])
+    return shown if len(names) <= 20 else f"{shown}, … ({len(names)} in all)"
+
+
+def _attributes(node: ir.Node, definition: OpDef) -> dict[str, Any] | None:
+    """The attributes for the definition; None where the node has one that it lacks, with another value than ONNX's."""
+    known = {name: a.value for name, a in node.attributes.items() if name in definition.attributes}
+    if node.domain != ONNX:
+        return known if len(known) == len(node.attributes) else None
+    schema = onnx.defs.get_schema(node.op_type, OPSET, ONNX)
+    for name, attribute in node.attributes.items():
+        if name in known:
+            continue
+        declared = schema.attributes.get(name)
+        default = None if declared is None else onnx.helper.get_attribute_value(declared.default_value)
+        given = attribute.value.encode() if isinstance(attribute.value, str) else attribute.value
+        if given != default:
+            return None
+    return known
+
+
+def _too_many(node: ir.Node, definition: OpDef) -> bool:
+    """Whether the node has inputs, or used outputs, that the definition does not have."""
+    variadic = (names and names[-1].endswith("...") for names in (definition.inputs, definition.outputs))
+    more_inputs, more_outputs = (bool(v) for v in variadic)
+    used = [i for i, v in enumerate(node.outputs) if traversal.is_used(v)]
+    return (len(node.inputs) > len(definition.inputs) and not more_inputs) or (
+        bool(used) and used[-1] >= len(definition.outputs) and not more_outputs
+    )

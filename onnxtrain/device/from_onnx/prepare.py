@@ -1,0 +1,75 @@
+"""An imported model in one form, whatever wrote it: no functions, typed values, ai.onnx at the opset used inside."""
+
+from __future__ import annotations
+
+import re
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnxtrain.errors import ArtifactError, OptionError
+from onnxtrain.graph import traversal
+from onnxtrain.graph.opset import convert_opset
+from onnxtrain.graph.values import ONNX, constant_of
+from onnxtrain.ops.definition import OPSET
+
+_TRAINING_CALL = re.compile(r"aten\._native_batch_norm_legit_functional\.default\]\(args = \(.*, True, [^,]+, [^,]+\)")
+_AI_ONNX = "ai.onnx"  # the domain's other name
+
+
+def prepare(model: ir.Model) -> ir.Model:
+    """A copy of the model in this form. Large tensors are shared, not copied.
+
+    Raises:
+        ArtifactError: the model holds an op that has no form in this opset, or ONNX cannot make sense of it.
+    """
+    order = list(model.graph.initializers)
+    model = traversal.with_graph(model, traversal.clone(model.graph)[0])
+    for node in model.graph.all_nodes():
+        if node.domain == _AI_ONNX:
+            node.domain = ONNX
+    opset = model.graph.opset_imports.setdefault(ONNX, model.graph.opset_imports.pop(_AI_ONNX, OPSET))
+    common.InlinePass()(model)
+    traversal.sort(model.graph)
+    traversal.name_uniquely(model.graph)
+    try:
+        model = common.ShapeInferencePass(data_prop=True)(model).model
+        convert_opset(model.graph, OPSET)
+    except OptionError as error:
+        todo = "export the model with a newer opset, 18 to 23 are best, or without this op"
+        raise ArtifactError(f"The model has opset {opset}. {error.what}", error.where, todo=todo) from error
+    except (RuntimeError, onnx.shape_inference.InferenceError) as error:
+        raise ArtifactError("ONNX finds a fault in the model.", model.graph.name, got=str(error)) from error
+    traversal.name_uniquely(model.graph)
+    held = model.graph.initializers
+    for name in [n for n in order if n in held] + [n for n in held if n not in order]:
+        held.add(held.pop(name))  # ONNX's tools bring them out of order, which is that of the parameters
+    return model
+
+
+def trains(node: ir.Node) -> bool:
+    """Whether a BatchNormalization uses and updates the statistics of its batch."""
+    flag = node.attributes.get("training_mode")
+    if flag is not None and flag.as_int():
+        return True
+    # PyTorch's exporter (2.11 to 2.13) writes inference mode for a module in training mode; the call that the node
+    # comes from, which it writes beside it, tells.
+    return bool(_TRAINING_CALL.search(node.metadata_props.get("pkg.torch.onnx.fx_node", "")))
+
+
+def statistics(model: ir.Model) -> list[str]:
+    """The initializers that training updates besides parameters: the running statistics of BatchNormalization."""
+    found: dict[str, None] = {}
+    for node in model.graph:
+        if (node.domain, node.op_type) == (ONNX, "BatchNormalization") and trains(node):
+            for value in node.inputs[3:5]:
+                if value is not None and value.name in model.graph.initializers:
+                    found[str(value.name)] = None
+    return list(found)
+
+
+def constant_number(value: ir.Value | None) -> float | int | bool | None:
+    """The single number that a value holds; None where it is computed or absent."""
+    array = constant_of(value)
+    return None if array is None or array.size != 1 else array.reshape(()).item()

@@ -1,0 +1,184 @@
+"""From a torch module to a base that blocks extend: captured as ORTModule captures it, in training and in eval mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.capture.export import Captured, capture
+from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.refusals import refuse_call, refuse_module
+from onnxtrain.capture.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.structure import flatten_call
+from onnxtrain.device.block import Base
+from onnxtrain.device.light_model import hold_out
+from onnxtrain.device.training_graph import UPDATED
+from onnxtrain.errors import ArtifactError, OnnxTrainError
+from onnxtrain.graph import traversal
+from onnxtrain.ops import NoBody, definition_of
+from onnxtrain.ops.bodies import close
+from onnxtrain.ops.constructors import ONNX_DTYPES
+
+
+@dataclass(frozen=True)
+class FromTorch:
+    """A captured module.
+
+    Attributes:
+        training, evaluation: the forward graphs in both modes; parameters and buffers are initializers.
+        trainable, frozen: its parameters, by requires_grad.
+    """
+
+    training: Base
+    evaluation: Base
+    trainable: Sequence[str]
+    frozen: Sequence[str]
+
+
+def from_torch(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
+) -> FromTorch:
+    """Captures a module, which stays as it is.
+
+    Args:
+        module: its own training flags count for the training graph where it is in training mode; else it is put there.
+        args: positional arguments of an example call. Sizes stay open where forward allows it.
+        kwargs: its keyword arguments.
+        output_names: for the tensors that forward returns, in order.
+
+    Raises:
+        ArtifactError: forward cannot be captured, or returns more or fewer tensors than there are names.
+    """
+    try:
+        with _mode(module, training=True):
+            training = _base(module, args, kwargs, output_names)
+        with _mode(module, training=False):
+            evaluation = _base(module, args, kwargs, output_names)
+        _share_buffers(training, evaluation)
+    except ArtifactError:
+        raise
+    except OnnxTrainError as error:
+        raise ArtifactError(error.what, error.where, error.expected, error.got, error.todo) from error
+    parameters = dict(module.named_parameters())
+    known = {t.name for t in training.model.graph.initializer}
+    named = [(name, p) for name, p in parameters.items() if name in known]
+    return FromTorch(
+        training,
+        evaluation,
+        [name for name, p in named if p.requires_grad],
+        [name for name, p in named if not p.requires_grad],
+    )
+
+
+@contextlib.contextmanager
+def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Puts a module in training or eval mode for a while. One that trains keeps what it set for its parts."""
+    flags = [(part, part.training) for part in module.modules()]
+    if module.training != training:
+        module.train(training)
+    try:
+        yield
+    finally:
+        for part, flag in flags:
+            part.training = flag
+
+
+def _base(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
+) -> Base:
+    tensors, structure = flatten_call(tuple(args), dict(kwargs))
+    refuse_module(module)
+    refuse_call(tensors)
+    with CAPTURE_LOCK, torch.enable_grad():
+        watch = SideEffects(module)
+        try:
+            captured = capture(module, structure, tensors, watch)
+        except SideEffectError:
+            watch.settle()  # what forward does once only (a cache that it fills) is done now
+            captured = capture(module, structure, tensors, SideEffects(module))
+    _refuse_no_form(captured)
+    updates = _name(captured, output_names)
+    _hold_parameters(module, captured)
+    light, held = hold_out(captured.model)
+    return Base(light, held, list(updates), updates)
+
+
+def _refuse_no_form(captured: Captured) -> None:
+    """Refuses what only PyTorch can run."""
+    for node in captured.model.graph:
+        body = definition_of(node).body
+        if isinstance(body, NoBody):
+            operator = node.attributes.get_string("operator", node.op_type)
+            raise ArtifactError(
+                f"{operator} has no form in standard ONNX ops: {body.reason}.",
+                where=traversal.origin(node),
+                todo="write it with other operators in forward",
+            )
+
+
+def _share_buffers(training: Base, evaluation: Base) -> None:
+    """What training updates, evaluation reads from the same place."""
+    known = {tensor.name for tensor in evaluation.model.graph.initializer}
+    evaluation.buffers = [name for name in training.buffers if name in known]
+
+
+def _name(captured: Captured, output_names: Sequence[str] | None) -> dict[str, str]:
+    """Names the outputs; gives for each buffer that forward changes the name of its new value."""
+    graph, results = captured.model.graph, captured.results
+    names = list(output_names or (["output"] if results == 1 else [f"output_{i}" for i in range(results)]))
+    if len(names) != results:
+        raise ArtifactError("forward returns another number of tensors.", expected=len(names), got=results)
+    updates: dict[str, str] = {}
+    changed: list[ir.Value] = []
+    for mutation in captured.mutations:
+        source = captured.sources[mutation.target]
+        if source.kind != "buffer":
+            raise ArtifactError(
+                "forward changes its input in place, which a training graph does not give back.",
+                where=source.name or f"input {source.index}",
+                todo="change a copy in forward",
+            )
+        if not _only_counts(graph, graph.inputs[mutation.target], graph.outputs[mutation.output]):
+            updates[source.name] = f"{source.name}{UPDATED}"
+            changed.append(graph.outputs[mutation.output])
+    values = [*graph.outputs[:results], *changed]
+    graph.outputs.clear()
+    close(graph, values, [*names, *updates.values()])
+    del graph.outputs[results:]  # the new values of buffers are asked for by name
+    return updates
+
+
+def _only_counts(graph: ir.Graph, buffer: ir.Value, updated: ir.Value) -> bool:
+    """Whether an integer buffer leads to nothing but itself, as num_batches_tracked: exporters leave it out too."""
+    reached = {buffer}
+    for node in graph:
+        if any(value in reached for value in node.inputs):
+            reached.update(node.outputs)
+    integer = buffer.dtype is not None and not buffer.dtype.is_floating_point()
+    return integer and all(value is updated for value in graph.outputs if value in reached)
+
+
+def _hold_parameters(module: torch.nn.Module, captured: Captured) -> None:
+    """Makes parameters and buffers initializers of the captured graph. Their memory is shared with the module."""
+    graph = captured.model.graph
+    for value, source in list(zip(graph.inputs, captured.sources, strict=True)):
+        if source.kind == "input":
+            continue
+        tensor = _tensor(module, source.name).detach().cpu().contiguous()
+        value.name = source.name
+        value.const_value = ir.tensor(tensor, dtype=ONNX_DTYPES[tensor.dtype], name=source.name)
+        graph.inputs.remove(value)
+        graph.register_initializer(value)
+
+
+def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert isinstance(found, torch.Tensor)
+    return found

@@ -1,0 +1,124 @@
+"""Proves that outputs may be bound onto the memory of inputs: `w.out` onto `w`.
+
+onnxruntime accepts any such binding and orders nodes as it likes. Where the node that writes `w.out` may run before
+one that reads `w`, training goes on with wrong numbers and no error. It is safe where every node that reads `w` either
+must run before the writer, because the writer needs its result, or is the writer itself and reads each element before
+it writes that element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph import traversal
+from onnxtrain.graph.values import ONNX
+from onnxtrain.ops.registry import OPS
+
+# Ops whose output may be a view of their first input's memory: who reads it reads that memory.
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Cast", "Expand"})
+
+
+def verify_updates(model: ir.Model, updates: Mapping[str, str]) -> None:
+    """Checks a model as it is written: its functions are inlined first, as onnxruntime does.
+
+    Args:
+        model: it stays as it is.
+        updates: output name to the name of the input onto whose memory it shall be bound.
+
+    Raises:
+        ArtifactError: a pair that is not there, whose types differ, or that is not safe; says which nodes clash.
+    """
+    plain = traversal.with_graph(model, traversal.clone(model.graph)[0])
+    common.InlinePass()(plain)
+    graph = plain.graph
+    inputs = {v.name: v for v in graph.inputs}
+    outputs = {v.name: v for v in graph.outputs}
+    targets = list(updates.values())
+    if len(set(targets)) != len(targets):
+        raise ArtifactError("Two outputs are to be bound onto one input.", got=", ".join(targets))
+    for output, name in updates.items():
+        if output not in outputs or name not in inputs:
+            raise ArtifactError("A graph lacks an output or input that is to be bound in place.", got=(output, name))
+        written, read = outputs[output], inputs[name]
+        if (written.dtype, written.shape) != (read.dtype, read.shape):
+            got = f"{written.dtype} {written.shape}"
+            raise ArtifactError(
+                f"{output} and {name} have not one type.", expected=f"{read.dtype} {read.shape}", got=got
+            )
+        clash = _clash(written, [read], graph)
+        if clash is not None:
+            raise ArtifactError(
+                f"{output} cannot be written onto the memory of {name}: the node that reads it may run later.",
+                where=traversal.describe(clash),
+                expected=f"every node that reads {name} is needed for {output}",
+                todo="read the value once, in the computation of its update",
+            )
+
+
+def _clash(written: ir.Value, memory: Sequence[ir.Value], graph: ir.Graph | Sequence[ir.Node]) -> ir.Node | None:
+    """A node that may read `memory` after `written` was written over it; None where there is none."""
+    writer = written.producer()
+    if writer is None:
+        return None  # an input handed out as it is: nothing is written
+    shared = _views(memory, graph)
+    before = _ancestors(writer)
+    for node in graph:
+        if not any(value in shared for value in traversal.reads(node)):
+            continue
+        if node is writer:
+            if not _writes_after_reading(node, written, shared):
+                return node
+        elif node not in before:
+            return node
+    return None
+
+
+def _views(memory: Iterable[ir.Value], graph: Iterable[ir.Node]) -> set[ir.Value]:
+    """The values that may lie in this memory. Identity and the like are followed, whether they copy or not."""
+    shared = set(memory)
+    for node in graph:
+        if node.domain == ONNX and node.op_type in _VIEWS and node.inputs[0] in shared:
+            shared.update(v for v in node.outputs if not v.is_graph_output())
+    return shared
+
+
+def _ancestors(node: ir.Node) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    waiting = [node]
+    while waiting:
+        for value in traversal.reads(waiting.pop()):
+            producer = value.producer()
+            if producer is not None and producer not in found:
+                found.add(producer)
+                waiting.append(producer)
+    return found
+
+
+def _writes_after_reading(node: ir.Node, written: ir.Value, shared: set[ir.Value]) -> bool:
+    """Whether the node reads each element of `shared` before it writes that element of `written`."""
+    if (node.domain, node.op_type) == (ONNX, "If"):
+        if node.inputs[0] in shared:
+            return False
+        index = node.outputs.index(written)
+        return all(_branch_is_safe(branch, index, shared) for branch in traversal.subgraphs(node))
+    return _is_elementwise(node) and all(v.shape == written.shape for v in node.inputs if v is not None and v in shared)
+
+
+def _branch_is_safe(branch: ir.Graph, index: int, shared: set[ir.Value]) -> bool:
+    return _clash(branch.outputs[index], list(shared), branch) is None
+
+
+def _is_elementwise(node: ir.Node) -> bool:
+    definition = OPS.get((node.domain, node.op_type))
+    if definition is None:
+        return False
+    sides = definition.axes(definition.view(node)).split("->")
+    return all(word in ("...", "-") for side in sides for word in _words(side))
+
+
+def _words(side: str) -> Iterator[str]:
+    return (word.strip() for word in side.split(","))

@@ -1,0 +1,121 @@
+"""Losses as blocks: each adds the input for its targets where the graph has none of that name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxtrain.device.block import Block, current_base
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph.values import OWN
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class _Loss(Block):
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        if reduction not in _REDUCTIONS:
+            raise ArtifactError("There is no such reduction.", expected=", ".join(_REDUCTIONS), got=reduction)
+        self._reduction = reduction
+
+    def _reduced(self, name: str) -> str:
+        if self._reduction == "none":
+            return name
+        op_type = "ReduceMean" if self._reduction == "mean" else "ReduceSum"
+        return current_base().append(op_type, [name], "loss", keepdims=0)
+
+    def _target(self, loss_input: str, name: str) -> str:
+        base = current_base()
+        return base.add_input(name, *base.type_of(loss_input)) if not _is_value(name) else name
+
+
+def _is_value(name: str) -> bool:
+    return any(name in node.output for node in current_base().model.graph.node)
+
+
+class MSELoss(_Loss):
+    """The mean squared error.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+    """
+
+    def build(self, loss_input_name: str, target_name: str = "target") -> str:
+        """The loss of float[...] against a target of the same type and shape."""
+        inputs = [loss_input_name, self._target(loss_input_name, target_name)]
+        return current_base().append("MseLoss", inputs, "loss", OWN, reduction=self._reduction)
+
+
+class L1Loss(_Loss):
+    """The mean absolute error.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+    """
+
+    def build(self, loss_input_name: str, target_name: str = "target") -> str:
+        """The loss of float[...] against a target of the same type and shape."""
+        base = current_base()
+        difference = base.append("Sub", [loss_input_name, self._target(loss_input_name, target_name)])
+        return self._reduced(base.append("Abs", [difference]))
+
+
+class CrossEntropyLoss(_Loss):
+    """Softmax and negative log likelihood, as torch.nn.CrossEntropyLoss with class indices.
+
+    Args:
+        weight: a number for each class.
+        reduction: "mean" (over the weights of the labels that count), "sum" or "none".
+        ignore_index: the label that says that there is nothing to learn.
+    """
+
+    def __init__(self, weight: Any = None, reduction: str = "mean", ignore_index: int | None = None) -> None:
+        super().__init__(reduction)
+        self._weight = weight
+        self._ignore_index = ignore_index
+
+    def build(self, scores_input_name: str, labels_name: str = "labels") -> str:
+        """The loss of scores[n, c, ...] against labels int64[n, ...]."""
+        base = current_base()
+        if not _is_value(labels_name):
+            _, shape = base.type_of(scores_input_name)
+            base.add_input(labels_name, onnx.TensorProto.INT64, [*shape[:1], *shape[2:]])
+        inputs = [scores_input_name, labels_name]
+        if self._weight is not None:
+            inputs.append(base.constant(np.asarray(self._weight, np.float32), "class_weights"))
+        how: dict[str, Any] = {"reduction": self._reduction}
+        if self._ignore_index is not None:
+            how["ignore_index"] = self._ignore_index
+        return base.append("SoftmaxCrossEntropyLoss", inputs, "loss", **how)
+
+
+class BCEWithLogitsLoss(_Loss):
+    """Sigmoid and binary cross entropy, as torch.nn.BCEWithLogitsLoss.
+
+    Args:
+        weight: broadcasts over the loss of each element.
+        reduction: "mean", "sum" or "none".
+        pos_weight: how much a target of 1 weighs, for each class.
+    """
+
+    def __init__(self, weight: Any = None, reduction: str = "mean", pos_weight: Any = None) -> None:
+        super().__init__(reduction)
+        self._weights = (weight, pos_weight)
+
+    def build(self, loss_input_name: str, target_name: str = "target") -> str:
+        """The loss of logits float[...] against a target of the same type and shape."""
+        base = current_base()
+        weights = [
+            "" if given is None else base.constant(np.asarray(given, np.float32), stem)
+            for given, stem in zip(self._weights, ("weight", "pos_weight"), strict=True)
+        ]
+        inputs = [loss_input_name, self._target(loss_input_name, target_name), *weights]
+        while not inputs[-1]:
+            inputs.pop()
+        return base.append("BinaryCrossEntropyWithLogits", inputs, "loss", OWN, reduction=self._reduction)
+
+
+__all__ = ["BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "MSELoss"]

@@ -1,0 +1,214 @@
+"""The portable profile: graphs that also train on onnxruntime's WebGPU and in wasm, in float32 and standard ops only.
+
+Every op of ours is written out, constants are folded, and the gradient of MaxPool is found without its indices, which
+WebGPU does not give. What is then left must be in PORTABLE_OPS.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops import NodeView, builder, definition_of, foreign
+from onnxtrain.ops.bodies import inline_bodies
+from onnxtrain.ops.fused import axes_constant, reshaped
+from onnxtrain.ops.reshape.movement import constant_ints
+from onnxtrain.ops.spatial import covered, cut_out, extended, per_axis, spatial, symmetric_pads
+from onnxtrain.passes import JOINT, optimize
+
+# Ops of which one node each ran in wasm and in a WebGPU session of onnxruntime-web 1.30 (Chromium, SwiftShader), with
+# the same numbers to 1e-5, sines and cosines to 2e-4. What WebGPU has no kernel for ran on the CPU there.
+PORTABLE_OPS = frozenset(
+    {
+        *("Abs", "Acos", "Acosh", "Add", "And", "ArgMax", "ArgMin", "Asin", "Asinh", "Atan", "Atanh"),
+        *("AveragePool", "BatchNormalization", "Cast", "Ceil", "Celu", "Clip", "Concat", "Constant"),
+        *("ConstantOfShape", "Conv", "ConvTranspose", "Cos", "Cosh", "CumSum", "Div", "Einsum", "Elu", "Equal"),
+        *("Erf", "Exp", "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm"),
+        *("GlobalAveragePool", "Greater", "GreaterOrEqual", "GroupNormalization", "HardSigmoid", "HardSwish"),
+        *("Identity", "If", "InstanceNormalization", "IsInf", "IsNaN", "LayerNormalization", "LeakyRelu"),
+        *("Less", "LessOrEqual", "Log", "LogSoftmax", "MatMul", "Max", "MaxPool", "Min", "Mish", "Mod", "Mul"),
+        *("Neg", "NonZero", "Not", "OneHot", "Or", "PRelu", "Pad", "Pow", "Range", "Reciprocal", "ReduceL1"),
+        *("ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
+        *("Relu", "Reshape", "Resize", "Round", "ScatterElements", "ScatterND", "Selu", "Shape", "Sigmoid"),
+        *("Sign", "Sin", "Sinh", "Size", "Slice", "Softmax", "Softplus", "Softsign", "Split", "Sqrt"),
+        *("Squeeze", "Sub", "Sum", "Tan", "Tanh", "ThresholdedRelu", "Tile", "TopK", "Transpose", "Trilu"),
+        *("Unsqueeze", "Where", "Xor"),
+    }
+)
+PORTABLE_TYPES = frozenset(
+    {ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.UINT8}
+)
+
+
+def make_portable(model: ir.Model) -> ir.Model:
+    """A copy of the model in portable ops.
+
+    Raises:
+        ArtifactError: an op, or an element type, that is not portable; says the reason and the alternative.
+    """
+    model = traversal.with_graph(model, traversal.clone(model.graph)[0])
+    _refuse_foreign(model.graph)
+    _pool_without_indices(model.graph)
+    model = inline_bodies(model)
+    _pad_all_axes(model.graph)
+    optimize(model, JOINT)
+    drop_unused_outputs(model.graph)
+    for node in model.graph:
+        _check(node)
+    return model
+
+
+def _refuse_foreign(graph: ir.Graph) -> None:
+    for node in graph:
+        if (node.domain, node.op_type) == (OWN, foreign.NAME):
+            raise ArtifactError(
+                f"{traversal.describe(foreign.original(node))} is not portable: onnxtrain does not know it.",
+                where=traversal.origin(node),
+                todo="compute it in front of the model, or make the artifacts without portable=True",
+            )
+
+
+def drop_unused_outputs(graph: ir.Graph) -> None:
+    """Takes the last outputs off standard nodes where nothing reads them: MaxPool's indices cost time and kernels."""
+    for node in graph:
+        if node.domain != ONNX or len(node.outputs) < 2 or definition_of(node).outputs[-1].endswith("..."):
+            continue
+        used = [index for index, value in enumerate(node.outputs) if traversal.is_used(value)]
+        node.resize_outputs(max(used, default=0) + 1)
+
+
+def _check(node: ir.Node) -> None:
+    reason = None
+    if node.domain != ONNX or node.op_type not in PORTABLE_OPS:
+        reason = "has no kernel in the runtimes that a portable graph is for"
+    elif node.op_type == "MaxPool" and len(node.outputs) > 1:
+        reason = "gives indices, which WebGPU does not compute"
+    else:
+        wrong = {dtype_of(v) for v in (*node.inputs, *node.outputs) if v is not None} - PORTABLE_TYPES
+        if wrong:
+            reason = f"computes in {', '.join(sorted(t.name.lower() for t in wrong))}"
+    if reason is not None:
+        where = traversal.origin(node) or node.metadata_props.get("gradient_of")
+        way_out = "convert the model to float32" if "computes in" in reason else "replace the op in the model"
+        todo = f"{way_out}, or make the artifacts without portable=True"
+        raise ArtifactError(
+            f"{traversal.describe(node)} is not portable: it {reason}.", where, "ops of the portable profile", todo=todo
+        )
+
+
+# Pad, which onnxruntime-web 1.30 takes without axes only
+
+
+def _pad_all_axes(graph: ir.Graph) -> None:
+    """Gives each Pad of some axes a width for all: 0 at the others. The widths may be computed."""
+    op = builder(graph)
+    for node in [n for n in graph if (n.domain, n.op_type) == (ONNX, "Pad") and len(n.inputs) > 3]:
+        n = definition_of(node).view(node)
+        if n.axes is None:
+            continue
+        rank, axes = rank_of(n.x), constant_ints(n.axes, "the axes of Pad")
+        places = [2 * len(axes)] * (2 * rank)  # of each width in pads and a 0 after them
+        for place, axis in enumerate(axes):
+            places[axis % rank], places[axis % rank + rank] = place, place + len(axes)
+        with op.at(node.metadata_props):
+            widths = op.Concat(n.pads, op.constant([0], ir.DataType.INT64), axis=0)
+            widths = op.Gather(widths, op.constant(places, ir.DataType.INT64), axis=0)
+            inputs, how = (n.x, widths, n.value), {"mode": n.mode}
+            padded = op.node(ONNX, "Pad", inputs, how, types=[type_of(node.outputs[0])]).outputs[0]
+        traversal.replace(graph, node.outputs[0], padded)
+        graph.remove(node, safe=True)
+    traversal.sort(graph)
+    traversal.name_uniquely(graph)
+
+
+# MaxPool's gradient without indices
+
+
+def _pool_without_indices(graph: ir.Graph) -> None:
+    """Replaces MaxPoolGrad, which reads indices, by nodes that find the largest places again from x and y."""
+    op = builder(graph)
+    for node in [n for n in graph if (n.domain, n.op_type) == (MICROSOFT, "MaxPoolGrad")]:
+        pool = _pool_of(node)
+        with op.at(node.metadata_props):
+            dx = _gradient(op, definition_of(pool).view(pool), node)
+        traversal.replace(graph, node.outputs[0], dx)
+        graph.remove(node, safe=True)
+    traversal.sort(graph)
+    traversal.name_uniquely(graph)
+
+
+def _pool_of(node: ir.Node) -> ir.Node:
+    """The MaxPool whose indices the node reads: as they are, or those of ONNX's MaxPool within a plane."""
+    value = node.inputs[1]
+    producer = None if value is None else value.producer()
+    if producer is not None and producer.op_type == "Mod" and producer.inputs[0] is not None:
+        producer = producer.inputs[0].producer()
+    if producer is None or producer.op_type != "MaxPool" or producer.domain not in (ONNX, OWN):
+        raise ArtifactError(
+            f"{traversal.describe(node)} is not portable: its indices are computed, and WebGPU gives none.",
+            where=traversal.origin(node),
+            todo="use MaxPool without return_indices, or make the artifacts without portable=True",
+        )
+    return producer
+
+
+def _gradient(op: Builder, n: NodeView, node: ir.Node) -> ir.Value:
+    """Dy goes to the first place of each window that equals y. Places of windows become x's by a ConvTranspose."""
+    x, y, dy = n.x, n.y, node.inputs[0]
+    assert dy is not None
+    count = len(spatial(x))
+    kernel, strides = [int(k) for k in n.kernel_shape], per_axis(n, "strides", count, 1)
+    pads, dilations = symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
+    reach = [covered(e, k, s, d) for e, k, s, d in zip(spatial(y), kernel, strides, dilations, strict=True)]
+    padded = _padded(op, x, pads, reach)
+    free, shares = None, []
+    for offset in itertools.product(*map(range, kernel)):
+        starts = [o * d for o, d in zip(offset, dilations, strict=True)]
+        there = _every(op, padded, starts, strides, spatial(y))
+        share = op.Cast(op.Equal(there, y), to=dtype_of(x))
+        if free is not None:
+            share = op.Mul(share, free)
+        taken = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
+        free = taken
+        shares.append(op.Unsqueeze(op.Mul(share, dy), axes_constant(op, [2])))
+    planes, windows = sizes.multiply(*sizes.of(x)[:2]), len(shares)
+    stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial(y)])
+    places = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
+    spread = op.ConvTranspose(stacked, places, strides=strides, dilations=dilations)
+    missing = [
+        sizes.maximum(0, sizes.subtract(sizes.add(s, p), r)) for s, p, r in zip(spatial(x), pads, reach, strict=True)
+    ]
+    inner = cut_out(op, extended(op, spread, missing), pads, spatial(x))
+    return reshaped(op, inner, sizes.of(x))
+
+
+def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.Value:
+    """The input with a number below all others around it, as far as windows reach."""
+    after = [
+        sizes.maximum(0, sizes.subtract(r, sizes.add(s, p))) for r, s, p in zip(reach, spatial(x), pads, strict=True)
+    ]
+    if not any(pads) and all(more == 0 for more in after):
+        return x
+    longer = [sizes.add(s, p, more) for s, p, more in zip(spatial(x), pads, after, strict=True)]
+    inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), axes_constant(op, range(2, 2 + len(pads))))
+    whole = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
+    result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
+    return result
+
+
+def _every(op: Builder, x: ir.Value, starts: list[int], steps: list[int], count: sizes.Sizes) -> ir.Value:
+    """`count` places of x along each axis after the channels, `steps` apart."""
+    spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
+    ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
+    axes = axes_constant(op, range(2, 2 + len(starts)))
+    inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
+    taken = TensorType(type_of(x).dtype, (*sizes.of(x)[:2], *count))
+    result: ir.Value = op.node(ONNX, "Slice", inputs, {}, types=[taken]).outputs[0]
+    return result

@@ -1,0 +1,213 @@
+"""Reads and writes safetensors files (huggingface.co/docs/safetensors) strictly, with numpy alone.
+
+Strictly: offsets leave no gap and do not overlap, the file ends where the last tensor ends, and a checksum in the
+metadata, where there is one, holds for every byte. Nothing in a file is executed, and no more memory is asked for than
+the file is long.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.device.atomic_file import replacing
+from onnxtrain.device.checkpoint_data import damaged
+from onnxtrain.device.values import Array, dtype_named
+from onnxtrain.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+CHECKSUM = "onnxtrain.crc32"
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+_CODES = {name: code for code, name in _DTYPES.items()}
+DTYPE_NAMES = frozenset(_CODES)
+
+
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes the tensors under their names, whole or not at all, with a checksum of every byte in the metadata.
+
+    Raises:
+        CheckpointError: a tensor has a type that the format lacks.
+        OSError: the file cannot be written; an old one stays as it was.
+    """
+    # The widest first, as the format's own writer does: then each tensor lies on a multiple of its width.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    arrays = {name: _little_endian(name, array) for name, array in ordered}
+    header: dict[str, object] = {}
+    offset = 0
+    for name, array in arrays.items():
+        end = offset + array.nbytes
+        header[name] = {"dtype": _CODES[array.dtype.name], "shape": [*array.shape], "data_offsets": [offset, end]}
+        offset = end
+    header["__metadata__"] = dict(metadata or {})
+    checksum = _checksum(header, arrays.values())
+    header["__metadata__"] = {**(metadata or {}), CHECKSUM: f"{checksum:08x}"}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors lie on whole words
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for array in arrays.values():
+            file.write(_bytes(array))
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
+    """Returns the tensors, each in memory of its own, and the metadata without the checksum.
+
+    Raises:
+        CheckpointError: the file is damaged, truncated or no safetensors file.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    with open(path, "rb") as file:
+        header = _read_header(file, path)
+        metadata = _metadata(header, path)
+        arrays = {slot.name: slot.read(file, path) for slot in _slots(header, file, path)}
+    expected = metadata.pop(CHECKSUM, None)
+    if expected is not None:
+        _verify(expected, header | {"__metadata__": metadata}, arrays, path)
+    return arrays, metadata
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor lies in the data part of a file."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def read(self, file: io.BufferedReader, path: Path) -> Array:
+        array = np.empty(self.end - self.start, np.uint8)
+        if file.readinto(array.data) != array.nbytes:
+            raise damaged(path, f"{array.nbytes} bytes for {self.name!r}", "the end of the file")
+        try:
+            typed = array.view(self.dtype.newbyteorder("<")).reshape(self.shape)
+        except ValueError as error:  # an empty tensor with sizes beyond what numpy can count
+            raise damaged(path, f"a possible shape for {self.name!r}", self.shape) from error
+        return typed.astype(self.dtype, copy=False)
+
+
+def _read_header(file: io.BufferedReader, path: Path) -> dict[str, Any]:
+    prefix = file.read(8)
+    rest = os.fstat(file.fileno()).st_size - 8
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(rest, MAX_HEADER_BYTES):
+        raise damaged(path, f"a header of at most {min(max(rest, 0), MAX_HEADER_BYTES)} bytes", f"{length} bytes")
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, "a header of JSON in UTF-8 with unique names", error) from error
+    if not isinstance(header, dict):
+        raise damaged(path, "a JSON object as header", type(header).__name__)
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice")
+    return result
+
+
+def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise damaged(path, "metadata that maps names to texts", repr(metadata)[:80])
+    return dict(metadata)
+
+
+def _slots(header: Mapping[str, Any], file: io.BufferedReader, path: Path) -> list[_Slot]:
+    """The tensors in the order of their bytes, checked before any memory is asked for."""
+    slots = [_slot(name, entry, path) for name, entry in header.items() if name != "__metadata__"]
+    slots.sort(key=lambda slot: (slot.start, slot.end))
+    edges = [0, *(edge for slot in slots for edge in (slot.start, slot.end))]
+    size = os.fstat(file.fileno()).st_size - file.tell()
+    if any(slot.start != before for slot, before in zip(slots, edges[::2], strict=False)):
+        raise damaged(path, "tensors that follow each other without gap or overlap", _first_jump(slots))
+    if edges[-1] != size:
+        raise damaged(path, f"{edges[-1]} bytes of tensors", f"{size} bytes")
+    return slots
+
+
+def _first_jump(slots: list[_Slot]) -> str:
+    jumps = (b for a, b in pairwise(slots) if a.end != b.start)
+    slot = next(jumps, slots[0])
+    return f"{slot.name!r} at {slot.start}"
+
+
+def _slot(name: str, entry: Any, path: Path) -> _Slot:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise damaged(path, f"dtype, shape and data_offsets for {name!r}", repr(entry)[:80])
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise damaged(path, f"a type for {name!r} of " + ", ".join(_DTYPES), repr(code)[:80])
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise damaged(path, f"sizes and two offsets for {name!r}", repr(entry)[:80])
+    dtype = dtype_named(_DTYPES[code])
+    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise damaged(path, f"{math.prod(shape) * dtype.itemsize} bytes for {name!r}", f"offsets {offsets}")
+    return _Slot(name, dtype, tuple(shape), *offsets)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def _little_endian(name: str, array: Array) -> Array:
+    if array.dtype.name not in _CODES:
+        expected = ", ".join(_CODES)
+        raise CheckpointError("A tensor has a type that safetensors lacks.", repr(name), expected, array.dtype)
+    # Not ascontiguousarray, which turns a scalar into a vector.
+    return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _checksum(header: Mapping[str, object], arrays: Iterable[Array]) -> int:
+    value = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    for array in arrays:
+        value = zlib.crc32(_bytes(array), value)
+    return value
+
+
+def _verify(expected: str, header: Mapping[str, object], arrays: Mapping[str, Array], path: Path) -> None:
+    stored = arrays if sys.byteorder == "little" else {n: _little_endian(n, a) for n, a in arrays.items()}
+    found = f"{_checksum(header, stored.values()):08x}"
+    if found != expected:
+        error = damaged(path, f"the checksum {expected}", found)
+        error.todo = f"Use another copy. If another tool changed the file, remove {CHECKSUM!r} from its metadata."
+        raise error

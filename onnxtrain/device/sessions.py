@@ -1,0 +1,301 @@
+"""Opens training graphs on a stock onnxruntime, and runs them on memory that they share.
+
+All sessions of a process take their temporary memory on the CPU from one arena, so that train, eval and optimizer step
+use the same bytes in turn. Parameters, gradients and optimizer state are bound once: a step copies none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from onnxruntime import OrtValue
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from onnxtrain.device.values import Array, copied_to_ort, dtype_name, is_text, numpy_name, to_numpy, to_ort, write
+from onnxtrain.errors import TrainingError
+
+METADATA = "onnxtrain"
+VERSION = 1
+_PREPACKING = "session.disable_prepacking"
+_SHARED_ALLOCATORS = "session.use_env_allocators"
+_ORT_ERRORS = (
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+    RuntimeError,
+    ValueError,
+)
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where graphs run and parameters lie: `cpu`, `cuda` or `cuda:1`."""
+
+    kind: str = "cpu"
+    index: int = 0
+
+    @classmethod
+    def named(cls, name: str) -> Device:
+        """Reads the name.
+
+        Raises:
+            TrainingError: there is no such device, or this onnxruntime has no execution provider for it.
+        """
+        kind, colon, index = name.partition(":")
+        if kind not in _PROVIDERS or (colon and not index.isdecimal()):
+            raise TrainingError("There is no such device.", "device=", "'cpu', 'cuda' or 'cuda:<number>'", repr(name))
+        available = ort.get_available_providers()
+        if _PROVIDERS[kind] not in available:
+            todo = "Install onnxruntime-gpu in place of onnxruntime, or use device='cpu'."
+            what = f"This onnxruntime cannot run on {name!r}."
+            raise TrainingError(what, "device=", _PROVIDERS[kind], ", ".join(available), todo)
+        return cls(kind, int(index or 0))
+
+    @property
+    def providers(self) -> list[str | tuple[str, dict[str, str]]]:
+        """The execution providers in the order of preference; the CPU runs what the others cannot."""
+        if self.kind == "cpu":
+            return [_PROVIDERS["cpu"]]
+        return [(_PROVIDERS[self.kind], {"device_id": str(self.index)}), _PROVIDERS["cpu"]]
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+class Buffer:
+    """A tensor that training changes in place. Every session that reads or writes it is bound to the same memory."""
+
+    def __init__(self, array: Array, device: Device) -> None:
+        self.dtype = dtype_name(array)
+        self.shape = array.shape
+        self._array = _own(array) if device.kind == "cpu" else None
+        self.value: Any  # what sessions are bound to: an OrtValue, or for texts, the array
+        if self._array is None:
+            self.value = _on_device(array, device)
+        else:
+            self.value = self._array if is_text(array) else to_ort(self._array)
+
+    def numpy(self) -> Array:
+        """On the CPU the live memory: what is written into it changes the model. From elsewhere a copy."""
+        return self._array if self._array is not None else to_numpy(self.value)
+
+    def fill(self, array: Array) -> None:
+        """Copies values into the memory.
+
+        Raises:
+            TrainingError: the array has another shape or dtype.
+        """
+        if (dtype_name(array), array.shape) != (self.dtype, self.shape):
+            got = f"{dtype_name(array)} {array.shape}"
+            raise TrainingError("The values have another shape or dtype.", None, self, got, "Convert them first.")
+        if self._array is not None:
+            self._array[...] = array
+        else:
+            write(array, self.value)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+def _own(array: Array) -> Array:
+    """The array itself where training may write into it, else a copy."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.writeable and flags.aligned else np.array(array, order="C")
+
+
+def _on_device(array: Array, device: Device) -> OrtValue:
+    if is_text(array):
+        raise TrainingError("Texts stay on the CPU.", "device=", "cpu", str(device))
+    return copied_to_ort(array, device.kind, device.index)
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What an artifact says about itself, as JSON in its metadata."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
+    updates: Mapping[str, str] = field(default_factory=dict)
+    draws: bool = False
+    state: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All of them, in the graph's order."""
+        return (*self.trainable, *self.frozen, *self.buffers)
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """What an input of a graph takes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+    def takes(self, dtype: str, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this type and shape can be fed."""
+        return (
+            dtype == self.dtype
+            and len(shape) == len(self.shape)
+            and all(size == given for size, given in zip(self.shape, shape, strict=True) if isinstance(size, int))
+        )
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({', '.join('any' if size is None else str(size) for size in self.shape)})"
+
+
+class Graph:
+    """A session of one artifact, with the memory that it works on bound to it."""
+
+    def __init__(self, path: str | os.PathLike[str], kind: str, device: Device, options: ort.SessionOptions) -> None:
+        self.path = Path(path)
+        self._session = _open(self.path, device, options)
+        self.facts = _facts(self._session, self.path, kind)
+        self.types = {arg.name: _type(arg) for arg in self._session.get_inputs()}
+        self.outputs = [name for name in self.facts.outputs if name not in self.facts.updates]
+        self._texts = any(arg.dtype == "object" for arg in self.types.values())
+        self._binding = self._session.io_binding()
+        self._bound: dict[str, Buffer] = {}
+        self._reset_outputs()  # first of all, so that they are the first results
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> None:
+        """Binds the inputs of these names, and the outputs that update them, to the same memory."""
+        self._bound |= {name: buffer for name, buffer in buffers.items() if name in self.types}
+        if self._texts:
+            return
+        for name, buffer in self._bound.items():
+            self._binding.bind_ortvalue_input(name, buffer.value)
+        for output, name in self.facts.updates.items():
+            if name in self._bound:
+                self._binding.bind_ortvalue_output(output, self._bound[name].value)
+
+    def run(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
+        """Runs the graph once, updates what is bound in place, and returns `outputs` in new memory on the CPU.
+
+        Args:
+            feeds: the inputs that are not bound. Arrays are read where they lie.
+
+        Raises:
+            TrainingError: onnxruntime failed. What is bound may be updated in part.
+        """
+        try:
+            return self._run_on_arrays(feeds) if self._texts else self._run_bound(feeds)
+        except _ORT_ERRORS as error:
+            raise TrainingError("onnxruntime could not run the graph.", str(self.path), got=error) from error
+
+    def check(self, feeds: Mapping[str, Array | OrtValue]) -> None:
+        """Raises TrainingError where a feed has the wrong type or shape, or two do not fit together."""
+        sizes: dict[str, tuple[int, str]] = {}
+        for name, feed in feeds.items():
+            dtype, shape = _dtype_and_shape(feed)
+            expected = self.types[name]
+            if not expected.takes(dtype, shape):
+                what = f"The input {name!r} has the wrong type or shape."
+                raise TrainingError(what, str(self.path), expected, f"{dtype} {shape}", "Convert it first.")
+            for symbol, size in zip(expected.shape, shape, strict=True):
+                known, of = sizes.setdefault(symbol, (size, name)) if isinstance(symbol, str) else (size, name)
+                if known != size:
+                    what = f"The inputs {of!r} and {name!r} do not fit together."
+                    raise TrainingError(what, str(self.path), f"one size for {symbol!r}", f"{known} and {size}")
+
+    def _reset_outputs(self) -> None:
+        """Asks for new memory: else onnxruntime would write into the results of the last run."""
+        for name in self.outputs:
+            self._binding.bind_output(name, "cpu")
+
+    def _run_bound(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
+        values = {name: feed if isinstance(feed, OrtValue) else to_ort(feed) for name, feed in feeds.items()}
+        for name, value in values.items():
+            self._binding.bind_ortvalue_input(name, value)
+        self._reset_outputs()
+        self._session.run_with_iobinding(self._binding)
+        results = self._binding.get_outputs_as_ortvaluevector()
+        return [OrtValue(results[index]) for index in range(len(self.outputs))]
+
+    def _run_on_arrays(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
+        """For graphs that take texts, of which onnxruntime makes no OrtValue in Python: updates are copied."""
+        updates = [output for output, name in self.facts.updates.items() if name in self._bound]
+        bound = {name: buffer.value for name, buffer in self._bound.items()}
+        results = self._session.run([*self.outputs, *updates], {**bound, **feeds})
+        for output, array in zip(updates, results[len(self.outputs) :], strict=True):
+            self._bound[self.facts.updates[output]].fill(array)
+        return list(results[: len(self.outputs)])
+
+
+def _open(path: Path, device: Device, options: ort.SessionOptions) -> ort.InferenceSession:
+    _configure(options, _SHARED_ALLOCATORS, "1")
+    if _configure(options, _PREPACKING, "1") != "1":
+        # A packed copy of a weight would not follow its updates.
+        what = "Prepacking is not supported for training."
+        raise TrainingError(what, f"session_options, {_PREPACKING}", "'1', or not set", "'0'", "Leave it out.")
+    _register_allocator()
+    try:
+        return ort.InferenceSession(path, options, providers=device.providers)
+    except _ORT_ERRORS as error:
+        raise TrainingError("onnxruntime cannot load the graph.", str(path), got=error) from error
+
+
+def _configure(options: ort.SessionOptions, key: str, value: str) -> str:
+    """Sets an entry that is not set yet, and returns what holds."""
+    try:
+        return str(options.get_session_config_entry(key))
+    except RuntimeError:  # onnxruntime's way to say that there is none
+        options.add_session_config_entry(key, value)
+        return value
+
+
+@functools.cache
+def _register_allocator() -> None:
+    """One arena for the CPU memory of all sessions of the process that ask for it."""
+    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    ort.create_and_register_allocator(memory, None)
+
+
+def _facts(session: ort.InferenceSession, path: Path, kind: str) -> GraphFacts:
+    text = session.get_modelmeta().custom_metadata_map.get(METADATA)
+    if text is None:
+        what = "The model is no training graph of onnxtrain."
+        todo = "Make the artifacts with onnxtrain.artifacts.generate_artifacts."
+        raise TrainingError(what, str(path), f"a metadata entry {METADATA!r}", "none", todo)
+    entry: dict[str, Any] = json.loads(text)
+    if entry["version"] != VERSION:
+        what = "The training graph is of another version."
+        raise TrainingError(what, str(path), VERSION, entry["version"], "Make the artifacts again.")
+    if entry["kind"] != kind:
+        raise TrainingError("This is another one of the artifacts.", str(path), f"the {kind} graph", entry["kind"])
+    names = {key: tuple(entry.get(key, ())) for key in ("inputs", "outputs", "trainable", "frozen", "buffers", "state")}
+    return GraphFacts(
+        kind=kind,
+        draws=bool(entry.get("draws")),
+        updates=entry.get("updates", {}),
+        **names,
+    )
+
+
+def _dtype_and_shape(feed: Array | OrtValue) -> tuple[str, tuple[int, ...]]:
+    if isinstance(feed, OrtValue):
+        return numpy_name(feed.data_type()), tuple(feed.shape())
+    return dtype_name(feed), feed.shape
+
+
+def _type(arg: Any) -> TensorType:
+    return TensorType(arg.name, numpy_name(arg.type), tuple(arg.shape))

@@ -1,0 +1,167 @@
+"""What a training works on, live in memory: parameters, gradients, optimizer state, counters and properties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from onnxtrain.device.checkpoint_data import Checkpoint
+from onnxtrain.device.sessions import Buffer, Device, GraphFacts, TensorType
+from onnxtrain.device.values import Array, dtype_named
+from onnxtrain.errors import CheckpointError, TrainingError, UnknownNameError
+
+GRADIENT_BUFFER = "{}_grad.accumulation.buffer"
+DEFAULT_LEARNING_RATE = 1e-3
+_OTHER_ARTIFACTS = "Give the graphs and the checkpoint of one call of generate_artifacts."
+
+
+class TrainingState:
+    """The memory that training, eval and optimizer graph share, and the numbers that belong to it.
+
+    Attributes:
+        names: of all parameters and buffers, in the checkpoint's order.
+        trainable: those that the optimizer changes.
+        nominal: whether the parameters still wait for their values.
+        gradients: what accumulates, by parameter; empty until a training graph is there.
+        reset_due: whether the next training call starts the gradients anew.
+        optimizer: the name of a state → parameter → memory.
+    """
+
+    def __init__(self, content: Checkpoint) -> None:
+        self.names = dict.fromkeys(content.parameters)
+        self.trainable = frozenset(content.trainable)
+        self.nominal = content.nominal
+        self.properties = dict(content.properties)
+        self.step = content.step
+        self.learning_rate = content.learning_rate
+        self.seed = content.seed
+        self.draws = content.draws
+        self.device = Device()
+        self._joined = False
+        parameters = {} if content.nominal else content.parameters
+        self._parameters = {name: Buffer(array, self.device) for name, array in parameters.items()}
+        self.gradients = {name: Buffer(array, self.device) for name, array in content.gradients.items()}
+        self.reset_due = not content.gradients
+        self.optimizer = {
+            state: {name: Buffer(array, self.device) for name, array in arrays.items()}
+            for state, arrays in content.optimizer.items()
+        }
+
+    def parameter(self, name: str) -> Buffer:
+        """The memory of a parameter.
+
+        Raises:
+            UnknownNameError: there is none of this name.
+            TrainingError: the state is nominal and has no values yet.
+        """
+        if name not in self.names:
+            raise UnknownNameError("There is no such parameter.", expected=", ".join(self.names), got=repr(name))
+        self.require_values()
+        return self._parameters[name]
+
+    def type_of(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype and shape of a parameter; a nominal state knows them too, once it has joined a graph."""
+        buffer = self._parameters[name]
+        return buffer.dtype, buffer.shape
+
+    def require_values(self) -> None:
+        """Raises TrainingError while a nominal state has no values."""
+        if self.nominal:
+            what = "The state is nominal: its parameters have no values yet."
+            todo = "Fill them with Module.copy_buffer_to_parameters(buffer, trainable_only=False)."
+            raise TrainingError(what, todo=todo)
+
+    def fill(self, values: Mapping[str, Array]) -> None:
+        """Copies values into parameters; with all of them, a nominal state is one no longer."""
+        for name, value in values.items():
+            self._parameters[name].fill(value)
+        self.nominal = self.nominal and values.keys() != set(self.names)
+
+    def join_graph(self, facts: GraphFacts, types: Mapping[str, TensorType], device: Device) -> dict[str, Buffer]:
+        """Gives the memory that a training or eval graph binds, gradients included.
+
+        Raises:
+            CheckpointError: the parameters are not those of the graph.
+            TrainingError: the state is in use on another device.
+        """
+        self._move_to(device)
+        self._check_names(facts)
+        if self.nominal:
+            for name in types.keys() & self.names.keys() - self._parameters.keys():
+                self._parameters[name] = self._zeros(types[name])
+        for name, buffer in self._parameters.items():
+            if name in types and not types[name].takes(buffer.dtype, buffer.shape):
+                what = "A parameter is not the graph's."
+                raise CheckpointError(what, repr(name), types[name], buffer, _OTHER_ARTIFACTS)
+        for name in facts.trainable:
+            if name not in self.gradients:
+                self.gradients[name] = self._zeros(types[GRADIENT_BUFFER.format(name)])
+        return self._parameters | {GRADIENT_BUFFER.format(name): buffer for name, buffer in self.gradients.items()}
+
+    def join_optimizer(self, facts: GraphFacts, types: Mapping[str, TensorType]) -> dict[str, Buffer]:
+        """Gives the memory that the optimizer graph binds: parameters, gradients and its own state.
+
+        Raises:
+            CheckpointError: the state in the checkpoint is that of another optimizer.
+        """
+        if self.optimizer and self.optimizer.keys() != set(facts.state):
+            what = "The checkpoint holds the state of another optimizer."
+            expected_names, names = ", ".join(facts.state) or "none", ", ".join(self.optimizer)
+            raise CheckpointError(what, None, expected_names, names, _OTHER_ARTIFACTS)
+        for state in facts.state:
+            own = self.optimizer.setdefault(state, {})
+            for name in facts.trainable:
+                expected = types[f"{name}.{state}"]
+                if name not in own:
+                    own[name] = self._zeros(expected)
+                elif not expected.takes(own[name].dtype, own[name].shape):
+                    what = "The optimizer's state is not the graph's."
+                    raise CheckpointError(what, f"{name}.{state}", expected, own[name], _OTHER_ARTIFACTS)
+        if self.learning_rate is None:
+            self.learning_rate = DEFAULT_LEARNING_RATE
+        return (
+            {name: self._parameters[name] for name in facts.trainable}
+            | {f"{name}_grad": self.gradients[name] for name in facts.trainable}
+            | {f"{name}.{state}": buffer for state, own in self.optimizer.items() for name, buffer in own.items()}
+        )
+
+    def content(self) -> Checkpoint:
+        """What a checkpoint of this moment holds. On the CPU its arrays are the live memory."""
+        self.require_values()
+        return Checkpoint(
+            parameters={name: self._parameters[name].numpy() for name in self.names},
+            trainable=self.trainable,
+            optimizer={s: {name: b.numpy() for name, b in own.items()} for s, own in self.optimizer.items()},
+            gradients={} if self.reset_due else {name: b.numpy() for name, b in self.gradients.items()},
+            step=self.step,
+            learning_rate=self.learning_rate,
+            seed=self.seed,
+            draws=self.draws,
+            properties=dict(self.properties),
+        )
+
+    def _move_to(self, device: Device) -> None:
+        if device != self.device:
+            if self._joined:
+                what = "The state is in use on another device."
+                raise TrainingError(what, "device=", self.device, device, "Load the checkpoint once more for it.")
+            self.device = device
+            for own in (self._parameters, self.gradients, *self.optimizer.values()):
+                own.update({name: Buffer(buffer.numpy(), device) for name, buffer in own.items()})
+        self._joined = True
+
+    def _check_names(self, facts: GraphFacts) -> None:
+        if missing := [name for name in facts.parameters if name not in self.names]:
+            what = "The checkpoint lacks parameters of the graph."
+            raise CheckpointError(what, None, ", ".join(missing), ", ".join(self.names), _OTHER_ARTIFACTS)
+        if facts.kind == "training" and self.trainable != set(facts.trainable):
+            what = "The checkpoint was made for other trainable parameters."
+            got = ", ".join(sorted(self.trainable))
+            raise CheckpointError(what, None, ", ".join(facts.trainable), got, _OTHER_ARTIFACTS)
+
+    def _zeros(self, kind: TensorType) -> Buffer:
+        shape = [size for size in kind.shape if isinstance(size, int)]
+        if len(shape) != len(kind.shape):
+            raise TrainingError("The graph leaves the size of a tensor open.", kind.name, "fixed sizes", kind)
+        return Buffer(np.zeros(shape, dtype_named(kind.dtype)), self.device)

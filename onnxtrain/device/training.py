@@ -1,0 +1,287 @@
+"""The training loop's parts on a stock onnxruntime: gradient step, evaluation, update, learning rate."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import onnxruntime as ort
+from onnxruntime import OrtValue
+
+from onnxtrain.device.checkpoint_state import CheckpointState
+from onnxtrain.device.inference_export import export_for_inferencing
+from onnxtrain.device.sessions import Device, Graph
+from onnxtrain.device.values import Array, copied_to_ort, dtype_name, to_numpy
+from onnxtrain.errors import TrainingError
+
+Value: TypeAlias = "Array | OrtValue"
+
+
+class Module:
+    """Computes the loss and its gradients, or in eval mode the loss alone.
+
+    Args:
+        train_model_uri: the path of `training_model.onnx`.
+        state: the checkpoint's state; its parameters are used where they lie.
+        eval_model_uri: the path of `eval_model.onnx`, for evaluation and export.
+        device: `cpu`, `cuda` or `cuda:<number>`; parameters move there.
+        session_options: for all sessions of this module and its optimizer. Prepacking is switched off in them, and
+            they take their memory from the arena that all training sessions share.
+
+    Attributes:
+        training: whether a call computes gradients.
+
+    Raises:
+        TrainingError: a graph cannot be loaded, or the device is not there.
+        CheckpointError: the state does not belong to the graph.
+    """
+
+    def __init__(
+        self,
+        train_model_uri: str | os.PathLike[str],
+        state: CheckpointState,
+        eval_model_uri: str | os.PathLike[str] | None = None,
+        device: str = "cpu",
+        session_options: ort.SessionOptions | None = None,
+    ) -> None:
+        self.training = True
+        self._device = Device.named(device)
+        self._options = session_options or ort.SessionOptions()
+        self._state = state.training_state
+        self._train = self._load(train_model_uri, "training")
+        self._eval = None if eval_model_uri is None else self._load(eval_model_uri, "eval")
+
+    def __call__(self, *user_inputs: Value) -> Value | tuple[Value, ...]:
+        """Runs one step: in training mode the gradients add to those of the calls since the last reset.
+
+        Args:
+            user_inputs: the model's inputs and the loss's, as `input_names` lists them, with exactly their dtypes.
+
+        Returns:
+            The outputs that `output_names` lists; a single one as it is. Arrays, or OrtValues where all inputs are.
+
+        Raises:
+            TrainingError: inputs of another number, type or shape; no eval graph; a nominal state without values.
+        """
+        graph = self._graph()
+        self._state.require_values()
+        feeds = dict(zip(graph.facts.inputs, self._checked(user_inputs, graph), strict=True))
+        graph.check(feeds)
+        results = self._step(graph, feeds) if self.training else graph.run(feeds)
+        if not all(isinstance(value, OrtValue) for value in user_inputs):
+            results = [to_numpy(value) if isinstance(value, OrtValue) else value for value in results]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def train(self, mode: bool = True) -> Module:
+        """Switches to training, or with `mode=False` to evaluation."""
+        self.training = mode
+        return self
+
+    def eval(self) -> Module:
+        """Switches to evaluation: calls leave parameters, running statistics and gradients as they are."""
+        return self.train(False)
+
+    def lazy_reset_grad(self) -> None:
+        """Makes the next training call start the gradients anew; until then they stay."""
+        self._state.reset_due = True
+
+    def get_contiguous_parameters(self, trainable_only: bool = False) -> OrtValue:
+        """A copy of all parameters in one flat buffer, in the graph's order.
+
+        Raises:
+            TrainingError: they have several dtypes, or a nominal state has no values yet.
+        """
+        arrays = [self._state.parameter(name).numpy() for name in self._names(trainable_only)]
+        self._require_one_dtype(trainable_only)
+        flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.empty(0, np.float32)
+        return copied_to_ort(flat)
+
+    def get_parameters_size(self, trainable_only: bool = True) -> int:
+        """The number of elements of all parameters."""
+        return sum(math.prod(self._shape(name)) for name in self._names(trainable_only))
+
+    def copy_buffer_to_parameters(self, buffer: Value, trainable_only: bool = True) -> None:
+        """Copies a flat buffer, as `get_contiguous_parameters` gives it, into the parameters.
+
+        A nominal state is filled by it, which takes all parameters.
+
+        Raises:
+            TrainingError: the buffer has another length or dtype, or it would fill a nominal state in part.
+        """
+        flat = to_numpy(buffer) if isinstance(buffer, OrtValue) else buffer
+        names, size = self._names(trainable_only), self.get_parameters_size(trainable_only)
+        dtype = self._require_one_dtype(trainable_only)
+        if flat.shape != (size,) or dtype_name(flat) != dtype:
+            what = "The buffer has the wrong length or dtype."
+            raise TrainingError(what, None, f"{dtype} ({size},)", f"{dtype_name(flat)} {flat.shape}")
+        if self._state.nominal and len(names) < len(self._names(trainable_only=False)):
+            what = "A nominal state can only be filled as a whole."
+            raise TrainingError(what, "trainable_only=", False, True, "Give all parameters in one buffer.")
+        ends = np.cumsum([math.prod(self._shape(name)) for name in names])
+        parts = np.split(flat, ends[:-1])
+        self._state.fill({name: part.reshape(self._shape(name)) for name, part in zip(names, parts, strict=True)})
+
+    def export_model_for_inferencing(
+        self, inference_model_uri: str | os.PathLike[str], graph_output_names: Sequence[str]
+    ) -> None:
+        """Writes the eval graph up to the named values as a model of its own, with the parameters in it.
+
+        It takes the package onnx-ir.
+
+        Raises:
+            TrainingError: there is no eval graph, or it has no value of such a name.
+        """
+        if self._eval is None:
+            what = "Without an eval graph there is nothing to export."
+            raise TrainingError(what, todo="Give eval_model_uri to Module.")
+        content = self._state.content()
+        export_for_inferencing(self._eval.path, content.parameters, inference_model_uri, graph_output_names)
+
+    def input_names(self) -> list[str]:
+        """What a call takes, in order, in the present mode."""
+        return list(self._graph().facts.inputs)
+
+    def output_names(self) -> list[str]:
+        """What a call returns, in order, in the present mode."""
+        return list(self._graph().outputs)
+
+    def _load(self, path: str | os.PathLike[str], kind: str) -> Graph:
+        graph = Graph(path, kind, self._device, self._options)
+        graph.bind(self._state.join_graph(graph.facts, graph.types, self._device))
+        return graph
+
+    def _graph(self) -> Graph:
+        if self.training:
+            return self._train
+        if self._eval is None:
+            raise TrainingError("There is no eval graph.", todo="Give eval_model_uri to Module, or call train().")
+        return self._eval
+
+    def _checked(self, user_inputs: Sequence[Value], graph: Graph) -> Sequence[Value]:
+        names = graph.facts.inputs
+        if len(user_inputs) != len(names):
+            what = "The call has the wrong number of inputs."
+            raise TrainingError(what, str(graph.path), ", ".join(names), f"{len(user_inputs)} inputs")
+        for name, value in zip(names, user_inputs, strict=True):
+            if not isinstance(value, np.ndarray | np.generic | OrtValue):
+                got = type(value).__name__
+                raise TypeError(f"the input {name!r} must be a numpy array or an OrtValue, not {got}: use np.asarray")
+        return [np.asarray(value) if isinstance(value, np.generic) else value for value in user_inputs]
+
+    def _step(self, graph: Graph, feeds: dict[str, Value]) -> list[Value]:
+        feeds["lazy_reset_grad"] = np.array([self._state.reset_due])
+        if graph.facts.draws:
+            feeds["random_seed"] = np.array([self._state.seed + self._state.draws], np.int64)
+        self._state.reset_due = True  # and stays so where the run fails half-way
+        results = graph.run(feeds)
+        self._state.reset_due = False
+        self._state.draws += 1
+        return results
+
+    def _names(self, trainable_only: bool) -> tuple[str, ...]:
+        return self._train.facts.trainable if trainable_only else self._train.facts.parameters
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._state.type_of(name)[1]
+
+    def _require_one_dtype(self, trainable_only: bool) -> str:
+        dtypes = {self._state.type_of(name)[0] for name in self._names(trainable_only)}
+        if len(dtypes) > 1:
+            what = "Parameters of several dtypes do not fit into one buffer."
+            raise TrainingError(what, None, "one dtype", ", ".join(sorted(dtypes)), "Use state.parameters by name.")
+        return dtypes.pop() if dtypes else "float32"
+
+
+class Optimizer:
+    """Changes the parameters along their gradients.
+
+    The learning rate is 1e-3 until it is set; a checkpoint with optimizer state brings its own.
+
+    Args:
+        optimizer_uri: the path of `optimizer_model.onnx`.
+        module: the module whose parameters it changes, on whose device it runs.
+
+    Raises:
+        TrainingError: the graph cannot be loaded.
+        CheckpointError: the state in the checkpoint belongs to another optimizer.
+    """
+
+    def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
+        self._state = module._state
+        self._graph = Graph(optimizer_uri, "optimizer", module._device, module._options)
+        self._graph.bind(self._state.join_optimizer(self._graph.facts, self._graph.types))
+
+    @property
+    def step_count(self) -> int:
+        """How many updates were made, those before a checkpoint included."""
+        return self._state.step
+
+    def step(self) -> None:
+        """Makes one update. The gradients stay: `Module.lazy_reset_grad` starts them anew.
+
+        Raises:
+            TrainingError: a nominal state has no values yet.
+        """
+        self._state.require_values()
+        rate = np.array([self.get_learning_rate()], np.float32)
+        self._graph.run({"learning_rate": rate, "step": np.array([self._state.step], np.int64)})
+        self._state.step += 1
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets it for the next updates.
+
+        Raises:
+            TrainingError: it is not finite.
+        """
+        if not math.isfinite(learning_rate):
+            raise TrainingError("The learning rate is no finite number.", got=learning_rate)
+        self._state.learning_rate = float(learning_rate)
+
+    def get_learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        rate = self._state.learning_rate
+        assert rate is not None  # join_optimizer has set it
+        return rate
+
+
+class LinearLRScheduler:
+    """Raises the learning rate linearly from 0, then lowers it linearly to 0.
+
+    At update t it is initial_lr · t / warmup during warm-up, then initial_lr · (total − t) / (total − warmup), and from
+    `total` on 0. It reads the optimizer's own count, so a resumed training goes on where it was.
+
+    Args:
+        optimizer: whose learning rate is set, at once and at each `step`.
+        warmup_step_count: updates of warm-up.
+        total_step_count: all updates, warm-up included.
+        initial_lr: the highest learning rate.
+
+    Raises:
+        TrainingError: a count is negative, or the warm-up longer than the whole.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float) -> None:
+        if not 0 <= warmup_step_count <= total_step_count:
+            expected = "0 <= warmup_step_count <= total_step_count"
+            got = f"{warmup_step_count} and {total_step_count}"
+            todo = "onnxruntime-training had the two the wrong way round: give them in the order of their names."
+            raise TrainingError("The scheduler's step counts do not fit.", None, expected, got, todo)
+        self._optimizer = optimizer
+        self._warmup = warmup_step_count
+        self._total = total_step_count
+        self._initial_lr = initial_lr
+        self.step()
+
+    def step(self) -> None:
+        """Sets the learning rate of the optimizer's next update."""
+        self._optimizer.set_learning_rate(self._initial_lr * self._factor(self._optimizer.step_count))
+
+    def _factor(self, update: int) -> float:
+        if update < self._warmup:
+            return update / self._warmup
+        if update >= self._total:
+            return 0.0
+        return (self._total - update) / (self._total - self._warmup)

@@ -1,0 +1,129 @@
+"""TrainingBlock: forward, loss and gradients of a model, from what its `build` appends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.device.block import Base, Block, current_base, names_of, parameters_of, set_outputs
+from onnxtrain.device.from_onnx import convert, prepare, statistics
+from onnxtrain.device.training_graph import Roles, eval_model, training_model
+from onnxtrain.errors import ArtifactError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which parameters train, by name; the others named are inputs of the graphs too, all else stays inside them."""
+
+    trainable: Sequence[str]
+    frozen: Sequence[str]
+
+
+class Extended:
+    """What a block made of a base: the forward graph with its loss.
+
+    Args:
+        base: it is not changed any more.
+        outputs: the names that the block returned; the loss first.
+        forward_outputs: the outputs that the model had before.
+    """
+
+    def __init__(self, base: Base, outputs: Sequence[str], forward_outputs: Sequence[str]) -> None:
+        self._model = prepare(base.whole())
+        self._outputs = list(outputs)
+        self._forward_outputs = [name for name in forward_outputs if name not in outputs]
+        self._updates = base.updates
+        self.buffers = dict.fromkeys((*base.buffers, *statistics(self._model)))
+
+    def parameters(self) -> Mapping[str, ir.TensorProtocol]:
+        """The elements of all initializers."""
+        held = self._model.graph.initializers.items()
+        return {name: value.const_value for name, value in held if value.const_value is not None}
+
+    def training(self, choice: Choice, *, portable: bool = False) -> ir.Model:
+        """The graph of a training step."""
+        return training_model(*self._forward(choice, self._outputs, training=True), portable=portable)
+
+    def evaluation(self, choice: Choice, *, portable: bool = False) -> ir.Model:
+        """The graph of an evaluation."""
+        outputs = [*self._outputs, *self._forward_outputs]
+        return eval_model(*self._forward(choice, outputs, training=False), portable=portable)
+
+    def ordered(self, choice: Choice) -> tuple[list[str], list[str], list[str]]:
+        """Trainable and frozen parameters and buffers, each in the order of the model."""
+        names = list(self._model.graph.initializers)
+        both = set(choice.trainable) & {*choice.frozen, *self.buffers}
+        if both:
+            raise ArtifactError("A parameter cannot be trained and frozen.", got=", ".join(sorted(both)))
+        buffers = [name for name in names if name in self.buffers]
+        frozen = [name for name in names if name in choice.frozen and name not in buffers]
+        return [name for name in names if name in choice.trainable], frozen, buffers
+
+    def _forward(self, choice: Choice, outputs: Sequence[str], *, training: bool) -> tuple[ir.Model, Roles]:
+        trainable, frozen, buffers = self.ordered(choice)
+        missing = {*choice.trainable, *choice.frozen} - {*trainable, *frozen, *buffers}
+        if missing:
+            known = [name for name, tensor in self.parameters().items() if tensor.dtype.is_floating_point()]
+            raise ArtifactError(
+                "The model has no such parameters.",
+                expected=f"some of {', '.join(known[:30])}{', …' if len(known) > 30 else ''}",
+                got=", ".join(sorted(missing)),
+            )
+        names = {*trainable, *frozen, *buffers}
+        updates = self._updates if training else {}
+        model = convert(self._model, outputs, names, updates, training=training)
+        given = [str(v.name) for v in self._model.graph.inputs if v.name not in self._model.graph.initializers]
+        return model, Roles(given, self._outputs, trainable, frozen, buffers, self._forward_outputs)
+
+
+class TrainingBlock(Block):
+    """A block whose `build` gives the loss; the gradients of the chosen parameters are added to its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requires_grad: dict[str, bool] = {}
+        self._base: Base | None = None
+        self._extended: Extended | None = None
+
+    def requires_grad(self, name: str, value: bool = True) -> None:
+        """Says that a parameter is trained; with False, that it is an input of the graphs, but not trained."""
+        self._requires_grad[name] = value
+
+    def __call__(self, *names: Any, **options: Any) -> Any:
+        """Runs `build`. The first name that it returns is the loss, the others are further outputs."""
+        self._base = current_base()
+        before = [v.name for v in self._base.model.graph.output]
+        result = super().__call__(*names, **options)
+        outputs = names_of(result)
+        set_outputs(self._base.model, [*outputs, *(name for name in before if name not in outputs)])
+        self._extended = Extended(self._base, outputs, before)
+        return result
+
+    @property
+    def choice(self) -> Choice:
+        """What `requires_grad` said."""
+        chosen = self._requires_grad
+        return Choice([n for n, value in chosen.items() if value], [n for n, value in chosen.items() if not value])
+
+    @property
+    def extended(self) -> Extended:
+        """The forward graph with its loss. Raises ArtifactError before the block was called."""
+        if self._extended is None:
+            raise ArtifactError("The block has built no graph yet.", todo="call the block first")
+        return self._extended
+
+    def parameters(self) -> tuple[list[onnx.TensorProto], list[onnx.TensorProto]]:
+        """The trainable and the frozen ones, with buffers. Raises ArtifactError before the block was called."""
+        trainable, frozen, buffers = self.extended.ordered(self.choice)
+        assert self._base is not None
+        return parameters_of(self._base, trainable), parameters_of(self._base, [*frozen, *buffers])
+
+    def to_model_proto(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+        """The training graph and the evaluation graph. Raises ArtifactError before the block was called."""
+        choice = self.choice
+        graphs = self.extended.training(choice), self.extended.evaluation(choice)
+        return ir.to_proto(graphs[0]), ir.to_proto(graphs[1])

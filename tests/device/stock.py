@@ -1,0 +1,115 @@
+"""Trains artifacts with stock onnxruntime alone: every update is bound onto the memory of what it updates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+
+from onnxtrain.device import checkpoint
+
+
+def session(path: Path | str, library: Path | None = None) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def facts(path: Path | str) -> dict[str, Any]:
+    model = onnx.load(str(path), load_external_data=False)
+    found: dict[str, Any] = json.loads({p.key: p.value for p in model.metadata_props}["onnxtrain"])
+    return found
+
+
+class Stock:
+    """A training in progress."""
+
+    def __init__(self, folder: Path, prefix: str = "", lr: float = 1e-3, library: Path | None = None) -> None:
+        self.folder, self.prefix, self.lr, self.steps, self.draws = folder, prefix, lr, 0, 0
+        self.train = session(folder / f"{prefix}training_model.onnx", library)
+        self.facts = facts(folder / f"{prefix}training_model.onnx")
+        self.library = library
+        state = checkpoint.load(folder / f"{prefix}checkpoint")
+        self.values = {n: ort.OrtValue.ortvalue_from_numpy(np.array(a)) for n, a in state.parameters.items()}
+        for name in self.facts["trainable"]:
+            zeros = np.full_like(state.parameters[name], np.nan)  # a reset must not read them
+            self.values[f"{name}_grad.accumulation.buffer"] = ort.OrtValue.ortvalue_from_numpy(zeros)
+
+    def step(self, *inputs: np.ndarray, reset: bool = True) -> list[np.ndarray]:
+        """One training call; gives the outputs, the loss first."""
+        feeds = dict(zip(self.facts["inputs"], inputs, strict=True)) | {"lazy_reset_grad": np.array([reset])}
+        if self.facts["draws"]:
+            feeds["random_seed"] = np.array([self.draws])
+            self.draws += 1
+        return self._run(self.train, self.facts, feeds)
+
+    def update(self) -> None:
+        """One optimizer step."""
+        path = self.folder / f"{self.prefix}optimizer_model.onnx"
+        known = facts(path)
+        if self.steps == 0:
+            self.optimizer = session(path)
+            for name in known["trainable"]:
+                self.values[f"{name}_grad"] = self.values[f"{name}_grad.accumulation.buffer"]
+                for state in known["state"]:
+                    shape = self.values[name].numpy().shape
+                    zeros = np.zeros(shape, known["state_dtype"][name])
+                    self.values[f"{name}.{state}"] = ort.OrtValue.ortvalue_from_numpy(zeros)
+        feeds = {"learning_rate": np.array([self.lr], np.float32), "step": np.array([self.steps])}
+        self._run(self.optimizer, known, feeds)
+        self.steps += 1
+
+    def _run(self, run: ort.InferenceSession, known: dict[str, Any], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        binding = run.io_binding()
+        for value in run.get_inputs():
+            given = feeds.get(value.name)
+            bound = self.values[value.name] if given is None else ort.OrtValue.ortvalue_from_numpy(given)
+            binding.bind_ortvalue_input(value.name, bound)
+        for value in run.get_outputs():
+            if value.name in known["updates"]:
+                binding.bind_ortvalue_output(value.name, self.values[known["updates"][value.name]])
+            else:
+                binding.bind_output(value.name)
+        run.run_with_iobinding(binding)
+        outputs = dict(zip([v.name for v in run.get_outputs()], binding.get_outputs(), strict=True))
+        return [outputs[name].numpy() for name in known["outputs"]]
+
+    def evaluate(self, *inputs: np.ndarray) -> dict[str, np.ndarray]:
+        run = session(self.folder / f"{self.prefix}eval_model.onnx", self.library)
+        known = facts(self.folder / f"{self.prefix}eval_model.onnx")
+        feeds = dict(zip(known["inputs"], inputs, strict=True))
+        feeds |= {v.name: self.values[v.name].numpy() for v in run.get_inputs() if v.name not in feeds}
+        return dict(zip([v.name for v in run.get_outputs()], run.run(None, feeds), strict=True))
+
+    def parameter(self, name: str) -> np.ndarray:
+        found: np.ndarray = self.values[name].numpy()
+        return found
+
+
+def train_torch(
+    module: torch.nn.Module,
+    loss: Any,
+    batches: list[tuple[torch.Tensor, ...]],
+    make_optimizer: Any,
+    clip: float | None = None,
+) -> list[float]:
+    """The losses of the same training in eager PyTorch; the last of a batch's tensors is the target."""
+    optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
+    found: list[float] = []
+    for *inputs, target in batches:
+        optimizer.zero_grad()
+        value = loss(module(*inputs), target)
+        value.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        found.append(float(value.detach()))
+    return found

@@ -1,0 +1,481 @@
+"""onnxblock: training graphs built by hand; and the proof that updates may be bound in place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_state
+
+from onnxtrain import onnxblock
+from onnxtrain.artifacts import generate_artifacts
+from onnxtrain.device import checkpoint
+from onnxtrain.device.from_onnx.prepare import constant_number
+from onnxtrain.device.in_place import verify_updates
+from onnxtrain.device.portable import PORTABLE_OPS, PORTABLE_TYPES
+from onnxtrain.device.stock import KNOWN_TO_ONNXRUNTIME
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph.values import MICROSOFT
+from onnxtrain.ops import OPS
+from tests.device.models import MODELS, batches, make
+from tests.device.stock import Stock, session
+from tests.device.test_artifacts_imports import by_hand, node, weight
+
+
+def two_headed() -> onnx.ModelProto:
+    weights = {"w": weight(4, 6), "first": weight(6, 3), "second": weight(6, 3), "unused": weight(2)}
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Tanh", ["h"], ["t"]),
+        node("MatMul", ["t", "first"], ["a"]),
+        node("MatMul", ["t", "second"], ["b"]),
+    ]
+    model = by_hand(nodes, weights, ["n", 4], output="a")
+    model.graph.output.append(helper.make_tensor_value_info("b", TensorProto.FLOAT, ["n", 3]))
+    return model
+
+
+class Weighted(onnxblock.Block):
+    """The documented example of a custom loss: a weighted sum of two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = onnxblock.loss.MSELoss()
+        self.second = onnxblock.loss.CrossEntropyLoss(weight=np.array([0.2, 0.3, 0.5]), ignore_index=1)
+        self.share = onnxblock.blocks.Constant(0.4)
+        self.mul = onnxblock.blocks.Mul()
+        self.add = onnxblock.blocks.Add()
+
+    def build(self, a: str, b: str) -> str:
+        return self.add(self.mul(self.share(), self.first(a, "target_a")), self.second(b, labels_name="target_b"))
+
+
+def in_torch(model: onnx.ModelProto) -> dict[str, torch.Tensor]:
+    tensors = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
+    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def test_a_custom_loss(tmp_path: Path) -> None:
+    model = two_headed()
+    trained = ["w", "first", "second"]
+    generate_artifacts(model, requires_grad=trained, loss=Weighted(), artifact_directory=tmp_path)
+    run = Stock(tmp_path)
+    assert run.facts["inputs"] == ["x", "target_a", "target_b"]
+    x, target, labels = weight(5, 4), weight(5, 3), np.array([0, 1, 2, 2, 1])
+    loss = run.step(x, target, labels)[0]
+    p = in_torch(model)
+    t = torch.tanh(torch.from_numpy(x) @ p["w"])
+    expected = 0.4 * F.mse_loss(t @ p["first"], torch.from_numpy(target)) + F.cross_entropy(
+        t @ p["second"], torch.from_numpy(labels), torch.tensor([0.2, 0.3, 0.5]), ignore_index=1
+    )
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name in trained:
+        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
+        np.testing.assert_allclose(found, p[name].grad.numpy(), rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+
+
+LOSSES: dict[str, tuple[Any, Any, Any]] = {
+    "mse": (onnxblock.loss.MSELoss(), None, F.mse_loss),
+    "mse-sum": (onnxblock.loss.MSELoss("sum"), None, lambda y, t: F.mse_loss(y, t, reduction="sum")),
+    "l1": (onnxblock.loss.L1Loss(), None, F.l1_loss),
+    "l1-none": (onnxblock.loss.L1Loss("none"), None, lambda y, t: F.l1_loss(y, t, reduction="none")),
+    "bce": (onnxblock.loss.BCEWithLogitsLoss(), None, F.binary_cross_entropy_with_logits),
+    "bce-weights": (
+        onnxblock.loss.BCEWithLogitsLoss(weight=[0.5, 1, 2, 3], reduction="sum", pos_weight=[1, 2, 3, 4]),
+        None,
+        lambda y, t: F.binary_cross_entropy_with_logits(
+            y, t, torch.tensor([0.5, 1, 2, 3]), reduction="sum", pos_weight=torch.tensor([1.0, 2, 3, 4])
+        ),
+    ),
+    "ce": (onnxblock.loss.CrossEntropyLoss(), "labels", F.cross_entropy),
+    "ce-sum": (
+        onnxblock.loss.CrossEntropyLoss(reduction="sum"),
+        "labels",
+        lambda y, t: F.cross_entropy(y, t, reduction="sum"),
+    ),
+}
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_losses(name: str, portable: bool, tmp_path: Path) -> None:
+    block, labels, reference = LOSSES[name]
+    model = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": weight(3, 4)}, ["n", 3])
+    generate_artifacts(model, requires_grad=["w"], loss=block, artifact_directory=tmp_path, portable=portable)
+    run = Stock(tmp_path)
+    x = weight(5, 3)
+    target = np.array([0, 3, 1, 2, 2]) if labels else np.abs(weight(5, 4))
+    loss = run.step(x, target)[0]
+    w = in_torch(model)["w"]
+    expected = reference(torch.from_numpy(x) @ w, torch.from_numpy(target))
+    expected.sum().backward()
+    np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=2e-6, atol=1e-7)
+    found = run.values["w_grad.accumulation.buffer"].numpy()
+    np.testing.assert_allclose(found, w.grad.numpy(), rtol=1e-5, atol=1e-6)  # type: ignore[union-attr]
+
+
+class OnlyLoss(onnxblock.TrainingBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = onnxblock.loss.MSELoss()
+
+    def build(self, name: str) -> str:
+        return self.loss(name)
+
+
+def test_the_predecessors_way_to_build_all(tmp_path: Path) -> None:
+    """base, TrainingBlock, parameters, to_model_proto, empty_base, an optimizer, save_checkpoint."""
+    model = by_hand(
+        [node("MatMul", ["x", "w"], ["h"]), node("Add", ["h", "b"], ["y"])],
+        {"w": weight(4, 2), "b": weight(2)},
+        ["n", 4],
+    )
+    block = OnlyLoss()
+    block.requires_grad("w")
+    block.requires_grad("b", False)
+    for accessor in (block.parameters, block.to_model_proto):
+        with pytest.raises(RuntimeError, match="no graph yet"):
+            accessor()
+    with onnxblock.base(model) as handle:
+        assert isinstance(handle, onnx.ModelProto)
+        block("y")
+        train, evaluate = block.to_model_proto()
+        trainable, frozen = block.parameters()
+    assert [t.name for t in trainable] == ["w"]
+    assert [t.name for t in frozen] == ["b"]
+    assert np.array_equal(numpy_helper.to_array(trainable[0]), numpy_helper.to_array(model.graph.initializer[0]))
+    with onnxblock.empty_base():
+        optimizer = onnxblock.optim.AdamW()
+        optimizer(trainable)
+        step = optimizer.to_model_proto()
+    for name, proto in (("training", train), ("eval", evaluate), ("optimizer", step)):
+        onnx.save(proto, tmp_path / f"{name}_model.onnx")
+    onnxblock.save_checkpoint((trainable, frozen), tmp_path / "checkpoint")
+    run = Stock(tmp_path)
+    batch = weight(3, 4), weight(3, 2)
+    losses = [float(run.step(*batch)[0])]
+    for _ in range(20):
+        run.update()
+        losses.append(float(run.step(*batch)[0]))
+    assert losses == sorted(losses, reverse=True)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.zeros((4, 2), np.float32), "w"))
+    onnxblock.load_checkpoint_to_model(tmp_path / "checkpoint", copy)
+    assert np.array_equal(numpy_helper.to_array(copy.graph.initializer[0]), numpy_helper.to_array(trainable[0]))
+
+
+def test_a_nominal_checkpoint_has_names_and_shapes_only(tmp_path: Path) -> None:
+    tensors = [numpy_helper.from_array(weight(64, 64), "w")], []
+    onnxblock.save_checkpoint(tensors, tmp_path / "nominal", nominal_checkpoint=True)
+    assert (tmp_path / "nominal").stat().st_size < 1000
+    state = checkpoint.load(tmp_path / "nominal")
+    assert state.nominal
+    assert state.parameters["w"].shape == (64, 64)
+
+
+class Every(onnxblock.ForwardBlock):
+    """All building blocks in one graph."""
+
+    def build(self, x: str) -> list[str]:
+        b = onnxblock.blocks
+        shifted = b.Add()(b.Abs()(x), b.Constant(1.0)())
+        powers = b.Div()(b.Pow(2.0)(shifted), b.Neg()(b.Log()(b.Sub()(shifted, b.Constant(-1.0)()))))
+        clipped = b.Clip(-2.0, None)(b.Mul()(powers, b.Sigmoid()(x)))
+        sums = b.Add()(b.ReduceMean()(clipped), b.ReduceSum(keepdims=False)(clipped))
+        norm = b.ReduceAllL2()(x, clipped)
+        wide = b.Cast(TensorProto.DOUBLE)(b.PassThrough()(sums))
+        other = b.InputLike(x)("other")
+        linear = b.Linear(3, 2, seed=1)(other)
+        return [clipped, sums, norm, wide, linear]
+
+
+def test_building_blocks(tmp_path: Path) -> None:
+    with onnxblock.empty_base() as handle:
+        handle.graph.input.append(helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3]))
+        block = Every()
+        names = block("x")
+        proto = onnx.shape_inference.infer_shapes(block.to_model_proto())
+    onnx.checker.check_model(proto, full_check=True)
+    x = weight(2, 3)
+    found = dict(
+        zip(names, ort.InferenceSession(proto.SerializeToString()).run(names, {"x": x, "other": x}), strict=True)
+    )
+    shifted = np.abs(x) + 1
+    clipped = np.maximum(shifted**2 / -np.log(shifted + 1) / (1 + np.exp(-x)), -2)
+    weights = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    expected = [
+        clipped,
+        clipped.mean() + clipped.sum(),
+        np.sqrt((x**2).sum() + (clipped**2).sum()),
+        np.float64(clipped.mean() + clipped.sum()),
+        x @ weights["linear.weight"].T + weights["linear.bias"],
+    ]
+    for name, value in zip(names, expected, strict=True):
+        np.testing.assert_allclose(found[name], np.broadcast_to(value, found[name].shape), rtol=1e-5)
+    assert found[names[3]].dtype == np.float64
+    assert found[names[1]].shape == (1, 1)
+
+
+def test_label_encoder_and_sequences() -> None:
+    with onnxblock.empty_base(17) as handle:
+        handle.graph.input.append(helper.make_tensor_value_info("s", TensorProto.STRING, [None]))
+        encoded = onnxblock.blocks.LabelEncoder(keys_strings=["a", "b"], values_int64s=[4, 5])("s")
+        onnxblock.blocks.SequenceConstruct()(encoded, encoded)
+        handle.graph.output.append(helper.make_tensor_value_info(encoded, TensorProto.INT64, [None]))
+        run = ort.InferenceSession(handle.SerializeToString())
+    assert run.run(None, {"s": np.array(["b", "a", "z"])})[0].tolist() == [5, 4, -1]
+    with pytest.raises(ArtifactError, match="one list of keys"):
+        onnxblock.blocks.LabelEncoder(keys_strings=["a"], values_int64s=[4, 5])
+
+
+def test_blocks_say_what_is_wrong(tmp_path: Path) -> None:
+    model = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": weight(3, 4)}, ["n", 3])
+    with pytest.raises(RuntimeError, match="Blocks extend a model"):
+        onnxblock.blocks.Neg()("y")
+    with onnxblock.base(model):
+        with pytest.raises(RuntimeError, match="set already"), onnxblock.base(model):
+            pass
+        with pytest.raises(RuntimeError, match="'nothing', which nothing in the graph makes"):
+            onnxblock.blocks.Neg()("nothing")
+    with onnxblock.base(model), pytest.raises(RuntimeError, match="a graph of its own"):
+        onnxblock.optim.SGD()([numpy_helper.from_array(weight(2), "w")])
+    with pytest.raises(RuntimeError, match="not there"), onnxblock.custom_op_library(tmp_path / "nowhere.so"):
+        pass
+    for wrong in (lambda: onnxblock.optim.ClipGradNorm(0), lambda: onnxblock.loss.MSELoss("middle")):
+        with pytest.raises(RuntimeError):
+            wrong()
+    with pytest.raises(RuntimeError, match="these numbers"):
+        onnxblock.optim.AdamW(betas=(1.0, 0.9))
+
+
+def test_clip_grad_norm_as_a_block() -> None:
+    with onnxblock.empty_base() as handle:
+        for name in "ab":
+            handle.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None]))
+        names = onnxblock.optim.ClipGradNorm(1.0)("a", "b")
+        handle.graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, [None]) for n in names)
+        run = ort.InferenceSession(handle.SerializeToString())
+    a, b = (torch.randn(4, requires_grad=True) for _ in "ab")
+    a.grad, b.grad = torch.randn(4), torch.randn(4)
+    found = run.run(None, {"a": a.grad.numpy(), "b": b.grad.numpy()})
+    torch.nn.utils.clip_grad_norm_([a, b], 1.0)
+    for value, parameter in zip(found, (a, b), strict=True):
+        np.testing.assert_allclose(value, parameter.grad.numpy(), rtol=1e-6)  # type: ignore[union-attr]
+
+
+# Updates in place
+
+
+def graph_of(nodes: list[onnx.NodeProto], outputs: list[str], **weights: np.ndarray) -> ir.Model:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [4]) for n in ("p", "g", "q")],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [4]) for n in outputs],
+        [numpy_helper.from_array(w, n) for n, w in weights.items()],
+    )
+    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+
+
+AXIS = {"axes": np.array([0])}
+UNSAFE = {
+    "a reader beside the update": ([node("Sub", ["p", "g"], ["p.out"]), node("Mul", ["p", "g"], ["dx"])], {}),
+    "a reader of a view": (
+        [node("Identity", ["p"], ["v"]), node("Sub", ["p", "g"], ["p.out"]), node("Mul", ["v", "g"], ["dx"])],
+        {},
+    ),
+    "a reader after the update": ([node("Sub", ["p", "g"], ["p.out"]), node("Mul", ["p.out", "p"], ["dx"])], {}),
+    "a writer that reads other places": (
+        [node("Softmax", ["p"], ["p.out"], axis=0), node("Neg", ["g"], ["dx"])],
+        {},
+    ),
+    "a branch that reads the other parameter": (
+        [
+            node("Cast", ["s"], ["c"], to=TensorProto.BOOL),
+            node(
+                "If",
+                ["c"],
+                ["p.out", "dx"],
+                **{
+                    f"{kind}_branch": helper.make_graph(
+                        [node("Add", ["p", "g"], [f"{kind}1"]), node("Mul", ["p", "g"], [f"{kind}2"])],
+                        kind,
+                        [],
+                        [helper.make_tensor_value_info(f"{kind}{i}", TensorProto.FLOAT, [4]) for i in (1, 2)],
+                    )
+                    for kind in ("then", "else")
+                },
+            ),
+        ],
+        {"s": np.array(1.0, np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(UNSAFE))
+def test_an_unsafe_update_is_refused(name: str) -> None:
+    nodes, weights = UNSAFE[name]
+    with pytest.raises(ArtifactError, match="cannot be written onto the memory of p"):
+        verify_updates(graph_of(nodes, ["p.out", "dx"], **weights), {"p.out": "p"})
+
+
+def test_a_safe_update_is_accepted() -> None:
+    nodes = [
+        node("Mul", ["p", "q"], ["decayed"]),
+        node("Mul", ["p", "g"], ["h"]),
+        node("Add", ["h", "decayed"], ["s"]),
+        node("Sub", ["s", "g"], ["p.out"]),
+        node("Neg", ["p.out"], ["dx"]),
+    ]
+    verify_updates(graph_of(nodes, ["p.out", "dx"]), {"p.out": "p"})
+    verify_updates(
+        graph_of([node("Sub", ["p", "g"], ["p.out"]), node("Neg", ["g"], ["dx"])], ["p.out", "dx"]), {"p.out": "p"}
+    )
+
+
+def test_other_faults_of_updates_are_refused() -> None:
+    model = graph_of([node("Sub", ["p", "g"], ["a"]), node("Neg", ["g"], ["b"])], ["a", "b"])
+    with pytest.raises(ArtifactError, match="onto one input"):
+        verify_updates(model, {"a": "p", "b": "p"})
+    with pytest.raises(ArtifactError, match="lacks an output or input"):
+        verify_updates(model, {"c": "p"})
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_outputs_bound_in_place_equal_outputs_in_memory_of_their_own(name: str, tmp_path: Path) -> None:
+    """All of training graph and optimizer graph: the proof holds on onnxruntime, with its optimizations on."""
+    data = batches(name, 3)
+    options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": onnxblock.optim.AdamW()}
+    generate_artifacts(make(name), artifact_directory=tmp_path, example_args=data[0][:-1], **options)
+    bound, free = Stock(tmp_path), Stock(tmp_path)
+    values = {n: v.numpy().copy() for n, v in free.values.items()}
+    step = session(tmp_path / "optimizer_model.onnx")
+    for number, batch in enumerate(data):
+        bound.step(*(t.numpy() for t in batch))
+        bound.update()
+        feeds = dict(zip(free.facts["inputs"], (t.numpy() for t in batch), strict=True))
+        feeds |= {"lazy_reset_grad": np.array([True])}
+        values |= _run(free.train, {**values, **feeds}, free.facts["updates"])
+        values |= {f"{n}_grad": values[f"{n}_grad.accumulation.buffer"] for n in free.facts["trainable"]}
+        rates = {"learning_rate": np.array([1e-3], np.float32), "step": np.array([number])}
+        missing = [v.name for v in step.get_inputs() if v.name not in values and v.name not in rates]
+        zeros = {m: np.zeros_like(values[m.rpartition(".")[0]]) for m in missing}
+        updates = {f"{v.name.removesuffix('.out')}.out": v.name.removesuffix(".out") for v in step.get_outputs()}
+        values |= zeros | _run(step, {**values, **zeros, **rates}, updates)
+    for key, value in values.items():
+        if key in bound.values and key in free.facts["trainable"]:
+            np.testing.assert_array_equal(bound.parameter(key), value, err_msg=key)
+
+
+def _run(run: ort.InferenceSession, feeds: dict[str, np.ndarray], updates: dict[str, str]) -> dict[str, np.ndarray]:
+    names = [v.name for v in run.get_outputs()]
+    found = dict(zip(names, run.run(None, {v.name: feeds[v.name] for v in run.get_inputs()}), strict=True))
+    return {target: found[output] for output, target in updates.items()}
+
+
+# The form for stock onnxruntime
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_portable_graphs_hold_the_portable_profile_only(name: str, tmp_path: Path) -> None:
+    data = batches(name, 1)
+    optimizer = onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0))
+    options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": optimizer, "portable": True}
+    generate_artifacts(make(name), artifact_directory=tmp_path, example_args=data[0][:-1], **options)
+    for kind in ("training", "eval", "optimizer"):
+        proto = onnx.load(tmp_path / f"{kind}_model.onnx")
+        assert not proto.functions
+        assert [o.domain for o in proto.opset_import] == [""]
+        assert 18 <= proto.opset_import[0].version <= 21
+        model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+        for each in model.graph.all_nodes():
+            assert each.op_type in PORTABLE_OPS, each
+            assert each.op_type != "MaxPool" or len(each.outputs) == 1
+            assert each.op_type != "Pad" or len(each.inputs) < 4, "onnxruntime-web takes no axes"
+            for value in (*each.inputs, *each.outputs):
+                assert value is None or value.dtype is None or value.dtype in PORTABLE_TYPES, value
+        held = {v.dtype for v in (*model.graph.inputs, *model.graph.initializers.values())}
+        assert held <= PORTABLE_TYPES
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_training_ops_stay_nodes_with_functions(name: str, tmp_path: Path) -> None:
+    data = batches(name, 1)
+    options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": onnxblock.optim.AdamW()}
+    generate_artifacts(make(name), artifact_directory=tmp_path, example_args=data[0][:-1], **options)
+    proto = onnx.load(tmp_path / "training_model.onnx")
+    called = {(n.domain, n.op_type) for n in proto.graph.node if n.domain}
+    assert (MICROSOFT, "ReluGrad" if name == "mlp" else "GeluGrad") in called
+    assert (MICROSOFT, "SoftmaxCrossEntropyLossInternalGrad") in called
+    assert called == {(f.domain, f.name) for f in proto.functions}
+    assert not [n for n in proto.graph.node if n.overload], "onnxruntime up to 1.24 takes the first function of a name"
+    step = onnx.load(tmp_path / "optimizer_model.onnx")
+    assert [n.op_type for n in step.graph.node].count("AdamWStep") >= 2, "the commonest rank stays a call"
+
+
+def test_names_that_onnxruntime_knows_are_listed() -> None:
+    """Where its kernel would win over our function; the list must hold what this onnxruntime has."""
+    known = {s.name for s in onnxruntime_state.get_all_operator_schema() if s.domain == MICROSOFT}
+    ours = {name for domain, name in OPS if domain == MICROSOFT}
+    assert known & ours <= KNOWN_TO_ONNXRUNTIME
+
+
+def test_the_gelu_of_onnxruntime_is_written_out(tmp_path: Path) -> None:
+    """com.microsoft::FastGelu: our body is exact where onnxruntime's kernel approximates otherwise."""
+    model = by_hand(
+        [node("MatMul", ["x", "w"], ["h"]), node("FastGelu", ["h"], ["y"], domain=MICROSOFT)],
+        {"w": weight(3, 4)},
+        ["n", 3],
+        domains=(MICROSOFT,),
+    )
+    generate_artifacts(model, requires_grad=["w"], loss=onnxblock.loss.MSELoss(), artifact_directory=tmp_path)
+    proto = onnx.load(tmp_path / "training_model.onnx")
+    assert not re.search("FastGelu$", " ".join(n.op_type for n in proto.graph.node))
+
+
+# Custom ops (F93)
+
+
+def test_custom_ops_of_a_library(tmp_path: Path) -> None:
+    """NegPos of onnxruntime-extensions in front of the trained weight; onnxruntime alone knows its types."""
+    extensions = pytest.importorskip("onnxruntime_extensions")
+    library = Path(extensions.get_library_path())
+    model = by_hand(
+        [node("NegPos", ["x"], ["n", "p"], domain="ai.onnx.contrib"), node("MatMul", ["p", "w"], ["y"])],
+        {"w": weight(3, 4)},
+        [5, 3],
+        domains=("ai.onnx.contrib",),
+    )
+    options: dict[str, Any] = {"requires_grad": ["w"], "loss": onnxblock.loss.MSELoss()}
+    with pytest.raises(ArtifactError, match="type or rank of the output 'n' is not known"):  # it tells no ranks
+        generate_artifacts(model, artifact_directory=tmp_path, custom_op_library=library, **options)
+    for name in ("n", "p"):
+        model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [5, 3]))
+    generate_artifacts(model, artifact_directory=tmp_path, custom_op_library=library, **options)
+    run = Stock(tmp_path, library=library)
+    x, target = weight(5, 3), weight(5, 4)
+    loss = run.step(x, target)[0]
+    w = in_torch(model)["w"]
+    expected = F.mse_loss(torch.from_numpy(np.maximum(x, 0)) @ w, torch.from_numpy(target))
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    found = run.values["w_grad.accumulation.buffer"].numpy()
+    np.testing.assert_allclose(found, w.grad.numpy(), rtol=1e-5, atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_numbers_of_constants() -> None:
+    value = ir.Value(name="v", const_value=ir.tensor(np.array([3])))
+    assert constant_number(value) == 3
+    assert constant_number(ir.Value(name="v")) is None
+    assert constant_number(None) is None

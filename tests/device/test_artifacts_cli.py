@@ -1,0 +1,76 @@
+"""`onnxtrain artifacts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxtrain import cli
+from tests.device.stock import Stock
+from tests.device.test_artifacts_imports import by_hand, node, weight
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    weights = {"body.w": weight(4, 6), "fc.w": weight(6, 3), "fc.b": weight(3)}
+    nodes = [
+        node("MatMul", ["x", "body.w"], ["h"]),
+        node("MatMul", ["h", "fc.w"], ["m"]),
+        node("Add", ["m", "fc.b"], ["y"]),
+    ]
+    path = tmp_path / "model.onnx"
+    onnx.save(by_hand(nodes, weights, ["n", 4]), path)
+    return path
+
+
+def test_trains_what_patterns_name(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    given = [
+        "--loss",
+        "cross-entropy",
+        "--optimizer",
+        "adamw",
+        "--train",
+        "fc.*",
+        "--freeze",
+        "body.*",
+        "--clip-norm",
+        "1",
+    ]
+    assert cli.main(["artifacts", str(model), *given, "-o", str(out), "--portable"]) == 0
+    assert "21 numbers in 2 parameters are trained: fc.w, fc.b" in capsys.readouterr().out
+    run = Stock(out)
+    assert (run.facts["trainable"], run.facts["frozen"]) == (["fc.w", "fc.b"], ["body.w"])
+    assert run.facts["portable"]
+    x, labels = weight(5, 4), np.array([0, 1, 2, 0, 1])
+    before = float(run.step(x, labels)[0])
+    run.update()
+    assert float(run.step(x, labels)[0]) < before
+
+
+def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
+    given = ["--loss", "mse", "--optimizer", "sgd", "--momentum", "0.9", "--prefix", "a_", "-o", str(tmp_path)]
+    assert cli.main(["artifacts", str(model), *given]) == 0
+    assert Stock(tmp_path, "a_").facts["trainable"] == ["body.w", "fc.w", "fc.b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--train", "nothing*"], "some of body.w, fc.w, fc.b"),
+        (["--freeze", "*"], "No parameter is to be trained"),
+    ],
+)
+def test_says_what_is_wrong(model: Path, given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["artifacts", str(model), *given]) == cli.FAILED
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.onnx").write_text("no model")
+    for path in (tmp_path / "text.onnx", tmp_path / "nowhere.onnx"):
+        assert cli.main(["artifacts", str(path)]) == cli.FAILED
+    assert "is not there" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Artifacts on stock onnxruntime train as eager PyTorch does, whatever exported the model; all updates in place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.artifacts import LossType, generate_artifacts
+from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
+from tests.device.models import MODELS, Batch, batches, export, make
+from tests.device.stock import Stock, train_torch
+
+LR = 1e-3
+DECAY = 0.01
+_VANISHING = 1e-5  # of the largest gradient of the tensor
+
+
+def adamw() -> AdamW:
+    return AdamW(eps=1e-8, weight_decay=DECAY, mode="torch")
+
+
+def torch_adamw(parameters: list[torch.nn.Parameter], fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY, fused=fused)
+
+
+def artifacts(name: str, module: torch.nn.Module, batch: Batch, exporter: str, folder: Path, **options: object) -> None:
+    """Writes the artifacts of a model by way of an exporter, "torch" for none."""
+    options = {"loss": LossType.CrossEntropyLoss, "optimizer": adamw(), "artifact_directory": folder, **options}
+    if exporter == "torch":
+        generate_artifacts(module, example_args=batch[:-1], **options)  # type: ignore[arg-type]
+        return
+    path = folder / "forward.onnx"
+    export(module, batch[:-1], MODELS[name][2], path, exporter)
+    trained = [n for n, p in module.named_parameters() if p.requires_grad]
+    generate_artifacts(path, requires_grad=trained, **options)  # type: ignore[arg-type]
+
+
+def train(folder: Path, data: list[Batch]) -> tuple[Stock, list[float]]:
+    run = Stock(folder, lr=LR)
+    losses = []
+    for batch in data:
+        losses.append(float(run.step(*(t.numpy() for t in batch))[0]))
+        run.update()
+    return run, losses
+
+
+def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
+    """Elements whose true gradient is so near zero at some step that float32's sums leave it a digit or two.
+
+    Adam makes steps of full size of their noise. A bias before BatchNorm and the key bias of attention are zero
+    throughout, and rows of an embedding whose token does not occur.
+    """
+    module = make(name).double()
+    optimizer = torch_adamw([p for p in module.parameters() if p.requires_grad])
+    found: dict[str, np.ndarray] = {}
+    for *inputs, target in data:
+        optimizer.zero_grad()
+        F.cross_entropy(module(*(t.double() if t.is_floating_point() else t for t in inputs)), target).backward()
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        largest = max(float(g.abs().max()) for g in gradients.values())
+        for key, gradient in gradients.items():
+            of_tensor = max(float(gradient.abs().max()), 1e-3 * largest)
+            small = (gradient.abs() <= _VANISHING * of_tensor).numpy()
+            found[key] = found[key] | small if key in found else small
+        optimizer.step()
+    return found
+
+
+EXPORTERS = ("torch", "torchscript", "dynamo")
+CASES = [(name, exporter, portable) for name in MODELS for exporter in EXPORTERS for portable in (False, True)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "exporter", "portable"), CASES)
+def test_losses_over_20_steps(name: str, exporter: str, portable: bool, tmp_path: Path) -> None:
+    module, data = make(name), batches(name, 20)
+    artifacts(name, module, data[0], exporter, tmp_path, portable=portable)
+    _, losses = train(tmp_path, data)
+    expected = train_torch(make(name), F.cross_entropy, data, torch_adamw)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_parameters_over_50_steps(name: str, tmp_path: Path) -> None:
+    data = batches(name, 50)
+    artifacts(name, make(name), data[0], "torch", tmp_path)
+    run, _ = train(tmp_path, data)
+    plain, fused = make(name), make(name)
+    train_torch(plain, F.cross_entropy, data, torch_adamw)
+    train_torch(fused, F.cross_entropy, data, lambda p: torch_adamw(p, fused=True))
+    excluded = vanishing(name, data)
+    compared, count = 0, 0
+    for key, parameter in plain.named_parameters():
+        if key not in excluded:
+            assert np.array_equal(run.parameter(key), parameter.detach().numpy()), f"{key} is frozen"
+            continue
+        kept = ~excluded[key]
+        gap = float((parameter - fused.get_parameter(key)).detach().abs().numpy()[kept].max(initial=0.0))
+        away = np.abs(run.parameter(key) - parameter.detach().numpy())[kept]
+        assert away.max(initial=0.0) <= 2 * gap + 1e-6, key
+        compared, count = compared + int(kept.sum()), count + kept.size
+    assert compared > 0.9 * count, "too little is left to compare"
+
+
+def test_running_statistics_are_those_of_torch(tmp_path: Path) -> None:
+    data = batches("cnn", 20)
+    artifacts("cnn", make("cnn"), data[0], "torch", tmp_path)
+    run, _ = train(tmp_path, data)
+    module = make("cnn")
+    train_torch(module, F.cross_entropy, data, torch_adamw)
+    for name in ("norm.running_var", "second_norm.running_mean", "second_norm.running_var"):
+        np.testing.assert_allclose(run.parameter(name), module.get_buffer(name).numpy(), rtol=2e-5, atol=2e-6)
+    assert "norm.num_batches_tracked" not in run.values, "nothing depends on it"
+    found = run.evaluate(data[0][0].numpy(), data[0][1].numpy())
+    module.load_state_dict(
+        {k: torch.from_numpy(a.numpy()) for k, a in run.values.items() if "_grad" not in k}, strict=False
+    )
+    with torch.no_grad():
+        expected = module.eval()(data[0][0])
+    np.testing.assert_allclose(found["output"], expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "make_optimizer", "clip"),
+    [
+        (SGD(), lambda p: torch.optim.SGD(p, lr=LR), None),
+        (SGD(momentum=0.9), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), None),
+        (
+            SGD(momentum=0.8, weight_decay=0.1),
+            lambda p: torch.optim.SGD(p, lr=LR, momentum=0.8, weight_decay=0.1),
+            None,
+        ),
+        (SGD(ClipGradNorm(0.5)), lambda p: torch.optim.SGD(p, lr=LR), 0.5),
+        (
+            AdamW(eps=1e-8, mode="torch", clip_grad=ClipGradNorm(0.1)),
+            lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0),
+            0.1,
+        ),
+        (
+            AdamW(eps=1e-3, betas=(0.8, 0.9), mode="torch"),
+            lambda p: torch.optim.AdamW(p, LR, (0.8, 0.9), 1e-3, 0),
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("portable", [False, True])
+def test_optimizers(
+    block: SGD | AdamW, make_optimizer: object, clip: float | None, portable: bool, tmp_path: Path
+) -> None:
+    data = batches("mlp", 20)
+    artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block, portable=portable)
+    _, losses = train(tmp_path, data)
+    module = make("mlp")
+    expected = train_torch(module, F.cross_entropy, data, make_optimizer, clip)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=0)
+
+
+def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
+    """Eps outside the correction of bias, decay after the update: transformers' AdamW, written out."""
+    data = batches("mlp", 5)
+    block = AdamW(weight_decay=0.1, eps=1e-3)
+    artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block)
+    run, _ = train(tmp_path, data)
+    module = make("mlp").double()
+    state = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in module.named_parameters()}
+    for step, (x, y) in enumerate(data, start=1):
+        module.zero_grad()
+        F.cross_entropy(module(x.double()), y).backward()
+        for name, p in module.named_parameters():
+            m, v = state[name]
+            assert p.grad is not None
+            m.mul_(0.9).add_(p.grad, alpha=0.1)
+            v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            size = LR * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+            with torch.no_grad():
+                p.addcdiv_(m, v.sqrt().add_(1e-3), value=-size)
+                p.add_(p, alpha=-LR * 0.1)
+    for name, p in module.named_parameters():
+        np.testing.assert_allclose(run.parameter(name), p.detach().numpy(), atol=2e-7, rtol=0)
+
+
+def test_the_first_correction_of_bias_is_exact(tmp_path: Path) -> None:
+    """1 - 0.999 in float32 is off by 1.3e-5; the first step of Adam then is too."""
+    data = batches("mlp", 1)
+    artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=AdamW(eps=0.0, mode="torch"))
+    run, _ = train(tmp_path, data)
+    moved = run.parameter("2.bias") - make("mlp").state_dict()["2.bias"].numpy()
+    np.testing.assert_allclose(np.abs(moved), LR, rtol=1e-4, atol=0)  # the weights' own rounding
+
+
+def test_gradients_accumulate_until_reset(tmp_path: Path) -> None:
+    data = batches("mlp", 4)
+    module = make("mlp")
+    artifacts("mlp", module, data[0], "torch", tmp_path)
+    run = Stock(tmp_path)
+    for number, (x, y) in enumerate(data):
+        run.step(x.numpy(), y.numpy(), reset=number == 0)
+        F.cross_entropy(module(x), y).backward()
+    for name, p in module.named_parameters():
+        assert p.grad is not None
+        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
+        np.testing.assert_allclose(found, p.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_batches_of_other_sizes(tmp_path: Path) -> None:
+    module = make("cnn")
+    artifacts("cnn", copy.deepcopy(module), batches("cnn", 1)[0], "torch", tmp_path)
+    run = Stock(tmp_path)
+    for size in (1, 3, 8):
+        x, y = torch.randn(size, 3, 28, 28), torch.randint(0, 10, (size,))
+        found = float(run.step(x.numpy(), y.numpy())[0])
+        assert found == pytest.approx(float(F.cross_entropy(module(x), y).detach()), rel=1e-5)

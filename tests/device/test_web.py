@@ -1,0 +1,203 @@
+"""The web example: the same artifacts train in Node and in a real browser, to the same losses as in Python.
+
+It takes Node.js 20 with the packages of examples/web/package.json, and for the page Chromium:
+
+    npm install --prefix examples/web
+    apt-get install chromium
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from examples.web.__main__ import Handler, assemble
+from examples.web.artifacts import TRAINING_DIGITS, Network, digits, make
+from onnxtrain.api import CheckpointState, Module, Optimizer
+from onnxtrain.device import checkpoint
+
+WEB = Path(__file__).parents[2] / "examples" / "web"
+NODE_MODULES = WEB / "node_modules"
+CHROMIUM = shutil.which("chromium") or "chromium"
+BATCH = 50
+INSTALL = "npm install --prefix examples/web"
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skips where Node.js or its packages are missing, and says how to get them."""
+    if shutil.which("node") is None:
+        return pytest.mark.skip("needs Node.js 20")
+    missing = [package for package in packages if not (NODE_MODULES / package).is_dir()]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: {INSTALL}")
+
+
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts")
+    assert make(folder) >= 0.97
+    return folder
+
+
+def node(script: str, *arguments: object, timeout: int = 280) -> dict:
+    """Runs a script of the example and returns the JSON that it prints last."""
+    command = ["node", str(WEB / "node" / script), *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result: dict = json.loads(ran.stdout.splitlines()[-1])
+    return result
+
+
+def in_python(folder: Path, steps: int) -> tuple[list[float], CheckpointState]:
+    """The steps that examples/web/node/train.js makes."""
+    pixels, labels = digits()
+    images, labels = (pixels[:, None] / 16).astype(np.float32), labels.astype(np.int64)
+    state = CheckpointState.load_checkpoint(folder / "untrained.safetensors")
+    module = Module(folder / "training_model.onnx", state)
+    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    losses = []
+    for step in range(steps):
+        start = step * BATCH % TRAINING_DIGITS
+        batch = slice(start, min(start + BATCH, TRAINING_DIGITS))
+        losses.append(float(module(images[batch], labels[batch])))
+        optimizer.step()
+        module.lazy_reset_grad()
+    return losses, state
+
+
+@needs("onnxruntime-node", "onnxruntime-web")
+@pytest.mark.parametrize("runtime", ["node", "web"])
+def test_node_trains_as_python_does(runtime: str, artifacts: Path, tmp_path: Path) -> None:
+    arguments = ("--runtime", runtime, "--out", tmp_path / "model.onnx", "--checkpoint", tmp_path / "checkpoint")
+    result = node("train.js", artifacts, "--steps", 50, *arguments)
+    losses, state = in_python(artifacts, 50)
+    np.testing.assert_allclose(result["losses"], losses, rtol=1e-4)  # four digits are promised
+
+    saved = checkpoint.load(tmp_path / "checkpoint")
+    assert (saved.step, saved.learning_rate) == (50, 1e-3)
+    assert saved.optimizer.keys() == {"first_order_moment", "second_order_moment"}
+    for name, parameter in state.parameters:
+        np.testing.assert_allclose(saved.parameters[name], parameter.data, rtol=1e-3, atol=1e-5)
+
+    images = (digits()[0][TRAINING_DIGITS:, None] / 16).astype(np.float32)
+    assert accuracy_of(tmp_path / "model.onnx", images) == pytest.approx(result["accuracy"])
+
+
+def accuracy_of(path: Path, images: np.ndarray) -> float:
+    """Of an exported model, on the digits that were not trained on."""
+    onnx.checker.check_model(str(path), full_check=True)
+    session = onnxruntime.InferenceSession(path)
+    assert [value.name for value in session.get_inputs()] == ["image"]
+    assert [value.name for value in session.get_outputs()] == ["logits"]
+    logits = session.run(None, {"image": images})[0]
+    return float((logits.argmax(1) == digits()[1][TRAINING_DIGITS:]).mean())
+
+
+@needs("onnxruntime-node")
+@pytest.mark.slow
+def test_memory_in_node_stays_flat_over_a_thousand_steps(artifacts: Path) -> None:
+    memory = node("train.js", artifacts, "--steps", 1500)["memory"]
+    assert max(memory[5:]) < memory[4] * 1.05
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of the folder, served as the command serves it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def page(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the page."""
+    folder = tmp_path_factory.mktemp("page")
+    assemble(folder)
+    shutil.copytree(artifacts, folder / "artifacts")
+    with served(folder) as address:
+        yield address
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(64, 128)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.hidden(image.flatten(1))))
+
+
+@needs("onnxruntime-web", "playwright-core")
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["wasm", "webgpu"])
+@pytest.mark.parametrize("network", [Network, Mlp])
+def test_the_browser_trains_as_python_does(network: type[nn.Module], backend: str, tmp_path: Path) -> None:
+    assemble(tmp_path)
+    make(tmp_path / "artifacts", network())
+    with served(tmp_path) as address:
+        result = node("in_browser.js", address, "--backend", backend, "--steps", 30, "--chromium", CHROMIUM)
+    losses, _ = in_python(tmp_path / "artifacts", 30)
+    assert losses[-1] < losses[0] - 0.1
+    np.testing.assert_allclose(result["losses"], losses, rtol=1e-4)  # four digits are promised
+
+
+@needs("onnxruntime-web", "playwright-core")
+@needs_chromium
+@pytest.mark.parametrize(
+    ("backend", "steps"), [("wasm", 60), pytest.param("webgpu", 30, marks=pytest.mark.slow)], ids=["wasm", "webgpu"]
+)
+def test_the_page_learns_what_is_drawn(backend: str, steps: int, page: str, tmp_path: Path) -> None:
+    """Seven digits, one of them by keyboard, and two triangles that it shall read as fives."""
+    model = tmp_path / "my-digits.onnx"
+    arguments = ("--backend", backend, "--steps", steps, "--out", model, "--chromium", CHROMIUM)
+    seen = node("drive.js", page, *arguments)
+    assert seen["backend"] == backend
+    assert seen["problem"] is None
+    assert seen["problems"] == []
+    before, after = seen["own"]
+    assert before != "9 of 9"
+    assert after == "9 of 9"
+    assert seen["steps"] >= steps
+    assert seen["loss"] < 0.5
+    assert seen["overflow"] == 0
+    images = (digits()[0][TRAINING_DIGITS:, None] / 16).astype(np.float32)
+    shown = float(seen["test"][1].removesuffix(" %")) / 100
+    assert accuracy_of(model, images) == pytest.approx(shown, abs=6e-4)
+    assert shown > 0.93
+
+
+@needs("onnxruntime-web", "playwright-core")
+@needs_chromium
+@pytest.mark.slow
+def test_memory_in_the_browser_stays_flat_over_a_thousand_steps(page: str) -> None:
+    megabytes = node("drive.js", page, "--steps", 1400, "--chromium", CHROMIUM)["megabytes"]
+    assert max(megabytes[9:]) < max(megabytes[3:5]) * 1.1  # it goes up and down with the garbage collector
+
+
+@needs("onnxruntime-web", "playwright-core")
+@needs_chromium
+@pytest.mark.slow
+def test_the_page_fits_a_phone(page: str) -> None:
+    seen = node("drive.js", page, "--steps", 5, "--phone", "--chromium", CHROMIUM)
+    assert (seen["overflow"], seen["problem"], seen["problems"]) == (0, None, [])
