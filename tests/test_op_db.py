@@ -28,7 +28,9 @@ SAMPLE = {
 
 # Why these run in PyTorch.
 FALLS_BACK = {
-    **dict.fromkeys(("combinations", "narrow"), "a size depends on elements, in a way that PyTorch's export refuses"),
+    **dict.fromkeys(
+        ("combinations", "narrow", "tensor_split"), "a size depends on elements, in a way that PyTorch's export refuses"
+    ),
     **dict.fromkeys(("corrcoef", "cov"), "PyTorch's fake implementation compares elements"),
     **dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented"), "PyTorch has no fake implementation"),
     "nn.functional.ctc_loss": "PyTorch has no fake implementation",
@@ -49,7 +51,7 @@ _PLAIN_SIZES = "PyTorch's formula takes plain sizes only"
 AT_RUN_TIME = {
     **dict.fromkeys(("lu", "lu_unpack", "norm.nuc", "ormqr", "pca_lowrank", "pinverse", "qr"), _TALL_OR_WIDE),
     **dict.fromkeys(("svd", "svd_lowrank", "linalg.cond", "linalg.lu", "linalg.lu_factor"), _TALL_OR_WIDE),
-    **dict.fromkeys(("linalg.lu_factor_ex", "linalg.matrix_norm", "linalg.pinv", "linalg.qr"), _TALL_OR_WIDE),
+    **dict.fromkeys(("linalg.lu_factor_ex", "linalg.matrix_norm", "linalg.qr"), _TALL_OR_WIDE),
     **dict.fromkeys(("linalg.svd", "linalg.svdvals", "linalg.tensorinv", "linalg.tensorsolve"), _TALL_OR_WIDE),
     **dict.fromkeys((f"index_reduce.{how}" for how in ("mean", "prod", "amin", "amax")), _FIXES_SIZES),
     **dict.fromkeys((f"fft.{name}{n}" for name in ("hfft", "irfft") for n in ("", "2", "n")), _FIXES_SIZES),
@@ -67,6 +69,7 @@ AT_RUN_TIME = {
     **dict.fromkeys((f"nn.functional.upsample_{mode}" for mode in ("bilinear", "nearest")), _PLAIN_SIZES),
     **dict.fromkeys((f"nn.functional.fractional_max_pool{n}d" for n in (2, 3)), _PLAIN_SIZES),
     **dict.fromkeys((f"nn.functional.conv{n}d" for n in (1, 3)), _PLAIN_SIZES),  # a kernel whose size is open
+    "linalg.eig": "its formula checks for singular matrices on the way",
     "nn.functional.rrelu": "draws random numbers inside",
 }
 

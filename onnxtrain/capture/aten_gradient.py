@@ -154,6 +154,9 @@ class TracedGradient:
     def _trace(self, call: AtenCall, active: Flags, given: Flags, python_formulas: bool) -> _Trace:
         with ExitStack() as stack:
             decided = self._enter(stack, python_formulas)
+            if len({t.dtype for t in self._tensors if t.is_floating_point()}) > 1:
+                # While it traces, PyTorch takes formulas without in-place steps, which keep a half precision.
+                raise Refused("its element types are mixed, and the trace rounds in other places than eager does")
             if is_composite(call.function) and torch.Tag.nondeterministic_seeded in call.function.tags:
                 raise Refused("random numbers would be drawn again, or not at all, as in the parts of an LSTM")
             module = self._module(call, active, given)
