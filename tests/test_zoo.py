@@ -54,8 +54,9 @@ def test_gradients_in_eval_mode_equal_eagers(entry: ZooModel) -> None:
 # The checks themselves
 
 
-@every_model
-def test_the_checks_pass_for_eager_itself(entry: ZooModel) -> None:
+@pytest.mark.parametrize("name", ["bert-classifier", "t5", "resnet", "mlp"])
+def test_the_checks_pass_for_eager_itself(name: str) -> None:
+    entry = next(model for model in ZOO if model.name == name)
     compare = Comparison(entry, torch.float32, wrap=lambda module: module)
     compare.train(*entry.sizes[0])
 

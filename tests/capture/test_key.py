@@ -6,6 +6,7 @@ import copy
 import enum
 import math
 import sys
+import threading
 import timeit
 from collections import OrderedDict
 from collections.abc import Callable
@@ -393,6 +394,15 @@ def test_only_what_forward_reads_matters() -> None:
         assert not state.matches(model)
         undo()
         assert state.matches(model)
+
+
+def test_what_another_thread_reads_does_not_matter() -> None:
+    model = Model()
+    with attribute_reads() as reads:
+        thread = threading.Thread(target=lambda: model.first.name)
+        thread.start()
+        thread.join()
+    assert not reads
 
 
 class Looks(torch.nn.Module):

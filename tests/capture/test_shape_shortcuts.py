@@ -1,5 +1,6 @@
 """Shapes that are not computed on fake tensors are those that PyTorch would compute."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
+from onnxtrain import ORTModule
 from onnxtrain.capture import shape_shortcuts as shortcuts
 from onnxtrain.capture.patches import capturing
 
@@ -21,6 +23,10 @@ def attention(q: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, k[..., :5], *rest, **kwargs)
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(2).expand(-1, -1, 4, -1)
+
+
 # The call, its tensors (the first dimension of the first one is dynamic), and whether the shortcut is taken.
 CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], bool]] = {
     "attention": (attention, [Q], True),
@@ -28,11 +34,36 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], bool]] =
     "causal attention": (lambda q: attention(q, is_causal=True), [Q], True),
     "attention whose keys broadcast": (F.scaled_dot_product_attention, [Q, K[:1], K[:1]], False),
     "attention whose mask has the wrong type": (attention, [Q, torch.ones(4, 5).double()], False),
+    "attention whose mask is too narrow": (attention, [Q, torch.ones(4, 4).bool()], False),
+    "attention whose mask has more dimensions": (attention, [Q, torch.ones(1, 1, 1, 4, 5).bool()], False),
+    "causal attention with a mask": (lambda q, m: attention(q, m, is_causal=True), [Q, torch.ones(4, 5).bool()], False),
+    "attention of two types": (lambda q: F.scaled_dot_product_attention(q, q.double(), q.double()), [Q], False),
+    "attention of other ranks": (lambda x: F.scaled_dot_product_attention(_rows(x), x, x), [K[0, [0] * 5]], False),
+    "attention whose query broadcasts to the keys": (
+        lambda k, q: F.scaled_dot_product_attention(q, k, k.new_zeros(1, 3, 5, 6)),
+        [K, Q[:1]],
+        False,
+    ),
+    "attention whose query broadcasts to the values": (
+        lambda v, q: F.scaled_dot_product_attention(q, v.new_zeros(1, 3, 5, 6), v),
+        [K, Q[:1]],
+        False,
+    ),
+    "attention whose keys are too narrow": (lambda q: F.scaled_dot_product_attention(q, q[..., :5], q), [Q], False),
+    "attention with fewer values": (lambda q: F.scaled_dot_product_attention(q, q, q[..., :3, :]), [Q], False),
     "linear": (F.linear, [K, W, B], True),
+    "linear with one output": (F.linear, [K, W[0]], False),
+    "linear of two types": (F.linear, [K, W.double()], False),
+    "linear whose bias has another type": (F.linear, [K, W, B.double()], False),
+    "linear whose bias is too short": (F.linear, [K, W, B[:7]], False),
+    "linear whose bias is a matrix": (F.linear, [K, W, B.expand(8, 8)], False),
     "linear without a bias": (F.linear, [Q, W], True),
     "linear of a matrix": (F.linear, [K[0, 0], W, B], False),
     "layer_norm": (lambda x, w: F.layer_norm(x, (6,), w), [Q, torch.ones(6)], True),
     "layer_norm over two dimensions": (lambda x: F.layer_norm(x, (4, 6)), [Q], True),
+    "layer_norm over another size": (lambda x: F.layer_norm(x, (5,)), [Q], False),
+    "layer_norm with a weight of another size": (lambda x, w: F.layer_norm(x, (6,), w), [Q, torch.ones(5)], False),
+    "layer_norm with a bias of another size": (lambda x, b: F.layer_norm(x, (6,), None, b), [Q, torch.ones(5)], False),
 }
 
 
@@ -85,7 +116,61 @@ def test_shapes_that_do_not_fit_are_the_users_error() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    before = {op: dict(op.py_kernels) for op in shortcuts._SHAPES}
-    with capturing(), shortcuts.shape_shortcuts():
-        assert {op: dict(op.py_kernels) for op in shortcuts._SHAPES} != before
-    assert {op: dict(op.py_kernels) for op in shortcuts._SHAPES} == before
+    linear = torch.ops.aten.linear.default
+    ran: list[Any] = []
+
+    def others(*args: Any) -> Any:
+        ran.append(args)
+        return linear._op_dk(shortcuts._COMPOSITE, *args)
+
+    def kernels() -> dict[Any, Any]:
+        return {op: dict(op.py_kernels) for op in shortcuts._SHAPES}
+
+    before = kernels()
+    assert not any(shortcuts._COMPOSITE in own for own in before.values())  # nor is anything left by earlier captures
+    with shortcuts._python_kernel(linear, others):  # as another library may have one
+        theirs = kernels()
+        with capturing(), shortcuts.shape_shortcuts():
+            assert kernels() != theirs
+            export(F.linear, [K, W])
+        assert kernels() == theirs
+        assert not ran
+        export(F.linear, [K, W])
+        assert ran
+    assert kernels() == before
+    ran.clear()
+    export(F.linear, [K, W])
+    assert not ran
+
+
+def test_another_thread_takes_no_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    original = shortcuts._like
+    monkeypatch.setattr(shortcuts, "_like", lambda *args: used.append(args) or original(*args))  # type: ignore[func-returns-value]
+    with shortcuts.shape_shortcuts():
+        thread = threading.Thread(target=export, args=(F.linear, [K, W]))
+        thread.start()
+        thread.join()
+        assert not used
+        export(F.linear, [K, W])
+        assert used
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        keys = self.linear(context)[:, None]
+        return F.scaled_dot_product_attention(x[:, None], keys, keys)
+
+
+def test_what_a_shortcut_compares_is_no_decision_of_the_user() -> None:
+    """As decisions, they would make another capture for each pattern of equal lengths."""
+    model = Cross()
+    ours = ORTModule(model)
+    for batch, rows, columns in ((3, 4, 5), (2, 6, 6), (1, 1, 3), (2, 1, 1)):
+        x, context = torch.randn(batch, rows, 6), torch.randn(batch, columns, 6)
+        torch.testing.assert_close(ours(x, context), model(x, context))
+    assert ours.__dict__["_engine"].captures == 1

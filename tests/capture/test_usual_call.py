@@ -1,17 +1,17 @@
 """The usual call is recognised, and no change is overlooked: each that test_key knows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.capture.key import ModuleState
+from onnxtrain.capture.key import ModuleState, attribute_reads
 from onnxtrain.capture.structure import flatten_call
 from onnxtrain.capture.usual_call import UsualCall, usual_call
-from tests.capture.test_key import CHANGES, INPUTS, NAMES, SWITCHES, Model, X
+from tests.capture.test_key import CHANGES, INPUTS, NAMES, SWITCHES, Looks, Model, X
 
 
 class AnySizes:
@@ -113,7 +113,7 @@ def test_inference_tensors_are_not_overlooked() -> None:
     assert learned(Model(), NAMES, X)((tensor,), {}) is None
 
 
-A, B = torch.ones(2), torch.zeros(3)
+A, B, FIRST = torch.ones(2), torch.zeros(3), torch.ones(2)
 BATCH = {"ids": A, "more": [B, (torch.ones(1), None, True, "x", 3)]}
 
 
@@ -121,30 +121,43 @@ BATCH = {"ids": A, "more": [B, (torch.ones(1), None, True, "x", 3)]}
     ("args", "kwargs"),
     [
         ((), {}),
-        ((A, B), {"batch": BATCH}),
-        ((A,), {"batch": BATCH, "other": None}),
-        ((A,), {"other": BATCH}),
-        ((A,), {"batch": {**BATCH, "fresh": B}}),
-        ((A,), {"batch": dict(reversed(BATCH.items()))}),
-        ((A,), {"batch": {**BATCH, "more": (B, BATCH["more"][1])}}),
-        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), False, True, "x", 3)]}}),
-        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, 1, "x", 3)]}}),
-        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "y", 3)]}}),
-        ((A,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "x", 3.0)]}}),
-        ((A,), {"batch": {**BATCH, "more": [A, (torch.ones(1), None, True, "x", 3)]}}),
-        ((A,), {"batch": {**BATCH, "more": [B[:2], (B[1:2], None, True, "x", 3)]}}),
-        ((A,), {"batch": [A]}),
+        ((FIRST, torch.ones(2)), {"batch": BATCH}),
+        ((FIRST,), {"batch": BATCH, "other": None}),
+        ((FIRST,), {"other": BATCH}),
+        ((FIRST,), {"batch": {**BATCH, "fresh": B}}),
+        ((FIRST,), {"batch": dict(reversed(BATCH.items()))}),
+        ((FIRST,), {"batch": {**BATCH, "more": (B, BATCH["more"][1])}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B, (torch.ones(1), False, True, "x", 3)]}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, 1, "x", 3)]}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "y", 3)]}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "x", 3.0)]}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [A, (torch.ones(1), None, True, "x", 3)]}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B[:2], (B[1:2], None, True, "x", 3)]}}),
+        ((FIRST,), {"batch": [A]}),
         ((3,), {"batch": BATCH}),
+        ((FIRST,), {"batch": {"ids": A}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B]}}),
+        ((FIRST,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "x", 3), 4]}}),
     ],
 )
 def test_no_change_of_the_arguments_is_overlooked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    first = torch.ones(2)
-    usual = learned(Model(), NAMES, first, batch=BATCH)
-    expected = [A, first, B, BATCH["more"][1][0]]
-    found = usual((first,), {"batch": BATCH})
+    usual = learned(Model(), NAMES, FIRST, batch=BATCH)
+    expected = [A, FIRST, B, BATCH["more"][1][0]]
+    found = usual((FIRST,), {"batch": BATCH})
     assert found is not None
     assert {id(t) for t in found[len(NAMES) :]} == {id(t) for t in expected}
     assert usual(args, kwargs) is None
+
+
+def test_no_other_order_of_kwargs_is_overlooked() -> None:
+    usual = learned(Model(), NAMES, a=A, b=B)
+    assert usual((), {"a": A, "b": B}) is not None
+    assert usual((), {"b": B, "a": A}) is None
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 def test_unusual_calls_are_not_learned() -> None:
@@ -152,6 +165,7 @@ def test_unusual_calls_are_not_learned() -> None:
     assert learn(model, NAMES, A, A) is None
     assert learn(model, NAMES, A, 0.5) is None
     assert learn(model, NAMES, A, {1: B}) is None
+    assert learn(model, NAMES, Pair(A, B)) is None
     assert learn(model, NAMES, X.transpose(0, 1)) is None
     assert learn(model, NAMES) is None
 
@@ -159,6 +173,26 @@ def test_unusual_calls_are_not_learned() -> None:
 def test_a_version_of_pytorch_without_these_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._C._dynamo.guards.RootGuardManager")
     assert learn(Model(), NAMES, X) is None
+
+
+@pytest.mark.parametrize("change", ["another value", "removed", "in the module itself"])
+def test_no_change_of_a_constant_of_the_class_is_overlooked(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Looks()
+    with attribute_reads() as reads:
+        model(X)
+    tensors, structure = flatten_call((X,), {})
+    state = ModuleState.take(model, [], frozenset(reads))
+    usual = usual_call(state.snapshot, AnySizes(), structure, tensors)  # type: ignore[arg-type]
+    assert usual is not None
+    assert usual((X,), {}) is not None
+    match change:
+        case "another value":
+            monkeypatch.setattr(Looks, "scale", 3.0)
+        case "removed":
+            monkeypatch.delattr(Looks, "scale")
+        case _:
+            model.scale = 3.0
+    assert usual((X,), {}) is None
 
 
 class Exchanged(nn.Module):
@@ -204,13 +238,14 @@ def test_a_module_that_changes_on_every_step_is_learned_ever_more_rarely(monkeyp
         return usual_call(*args)
 
     monkeypatch.setattr("onnxtrain.engine.usual_call", count)
+    monkeypatch.setattr("onnxtrain.engine._MOST_PATIENCE", 8)
     plain = Exchanged()
     module = ORTModule(plain)
     for _ in range(40):
         plain.calls += 1  # forward does not read it
         module(torch.randn(4, 3))
     assert module.__dict__["_engine"].captures == 1
-    assert learned_at == [1, 3, 7, 15, 31]
+    assert learned_at == [1, 3, 7, 15, 23, 31, 39]
 
 
 def test_train_and_eval_in_turn() -> None:
@@ -224,4 +259,46 @@ def test_train_and_eval_in_turn() -> None:
         for _ in range(4):
             module.eval()
             torch.testing.assert_close(module(x), plain(x))
+    assert module.__dict__["_engine"].captures == 2
+
+
+class ReadsBySize(nn.Module):
+    """The graph is the same for many rows and for few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.many, self.few = [2.0], [2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * (self.many if x.shape[0] > 3 else self.few)[0]
+        return result
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("name", ["many", "few"])
+def test_what_forward_reads_at_other_sizes_is_not_overlooked(name: str, calls: int) -> None:
+    plain = ReadsBySize()
+    module = ORTModule(plain)
+    inputs = (torch.randn(5, 3), torch.randn(2, 3))
+    for x in inputs:
+        for _ in range(calls):
+            torch.testing.assert_close(module(x), plain(x))
+    assert module.__dict__["_engine"].captures == 1
+    getattr(plain, name)[0] = 3.0
+    for x in inputs:
+        torch.testing.assert_close(module(x), plain(x))
+
+
+def test_another_kind_of_output_at_other_sizes_is_not_overlooked() -> None:
+    class Model(Exchanged):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return {"y": y} if x.shape[0] > 3 else [y]
+
+    plain = Model()
+    module = ORTModule(plain)
+    for rows in (5, 2, 4, 1, 5):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(module(x), plain(x))
     assert module.__dict__["_engine"].captures == 2
