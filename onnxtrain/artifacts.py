@@ -1,5 +1,9 @@
-"""What trains a model on a device: `generate_artifacts`. See docs/on-device-training.md."""
+"""What trains a model on a device: `generate_artifacts`, and for quantized models the way there and back.
+
+See docs/on-device-training.md.
+"""
 
 from onnxtrain.device.artifacts import LossType, OptimType, generate_artifacts
+from onnxtrain.device.qat import FakeQuantized, fake_quantize, quantize_trained
 
-__all__ = ["LossType", "OptimType", "generate_artifacts"]
+__all__ = ["FakeQuantized", "LossType", "OptimType", "fake_quantize", "generate_artifacts", "quantize_trained"]

@@ -49,10 +49,12 @@ class Compiled:
 
 
 def _runner(captured: Captured, unit: Unit) -> Callable[[Sequence[torch.Tensor]], Any]:
-    unflatten, call = captured.output.unflatten, unit.call
+    unflatten, apply = captured.output.unflatten, unit.apply
     if captured.sizes:
-        return lambda tensors: unflatten(call(tensors), _sizes(captured, tensors))
-    return lambda tensors: unflatten(call(tensors), ())
+        return lambda tensors: unflatten(unit(tensors), _sizes(captured, tensors))
+    if apply is None:
+        return lambda tensors: unflatten(unit(tensors), ())
+    return lambda tensors: unflatten(apply(unit, *tensors), ())
 
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -68,7 +68,12 @@ class _Entry:
         if not captured.reads <= self.reads:  # forward read more at these sizes: that must stay as it is, too
             self.reads |= captured.reads
             self.state = ModuleState.take(module, self.state.names, self.reads)
+            self.usual = None
         return True
+
+
+def _never(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """No call is usual."""
 
 
 def _any_state(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -90,6 +95,7 @@ class Engine:
         self._options = options
         self._entries: dict[Any, list[_Entry]] = {}
         self._recent: _Entry | None = None
+        self._usual: tuple[UsualCall, Any] = (_never, None)  # one attribute: threads exchange it at once
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
         self.captures = 0
@@ -101,12 +107,9 @@ class Engine:
         return self._newest
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        recent = self._recent
-        if recent is not None and recent.usual is not None and recent.compiled is not None:
-            inputs = recent.usual(args, kwargs)
-            if inputs is not None:
-                return recent.compiled.run(inputs)
-        return self._on_the_long_way(args, kwargs)
+        usual, run = self._usual
+        inputs = usual(args, kwargs)
+        return self._on_the_long_way(args, kwargs) if inputs is None else run(inputs)
 
     def _on_the_long_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if capture_is_under_way():
@@ -128,6 +131,7 @@ class Engine:
         if entry is self._recent:
             entry.learn(self._module, structure, tensors)
         self._recent = entry
+        self._usual = (entry.usual or _never, entry.compiled.run)
         return entry.compiled.run(inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:

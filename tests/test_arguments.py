@@ -116,6 +116,7 @@ def test_dataclasses_are_not_initialized_again() -> None:
 CHANGES: dict[str, Callable[[dict[str, Any], torch.Tensor], Any]] = {
     "entry added": lambda d, y: d.update(h=y),
     "entry removed": lambda d, y: d.pop("a"),
+    "entry replaced": lambda d, y: d.update(a=y),
     "appended to a list": lambda d, y: d["b"].append(y),
 }
 
@@ -139,3 +140,4 @@ def test_forward_changes_a_container(name: str) -> None:
         assert list(mine) == list(theirs)
         for found, expected in zip([*mine.values(), *mine["b"]], [*theirs.values(), *theirs["b"]], strict=True):
             assert type(found) is type(expected)
+        torch.testing.assert_close(mine, theirs)

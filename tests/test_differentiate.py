@@ -42,6 +42,16 @@ def gradients(joint: Joint, inputs: list[torch.Tensor], cotangents: list[torch.T
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
 
 
+def test_an_integer_has_no_gradient_though_one_is_asked_for() -> None:
+    op, (x, n) = start(x=(FLOAT, ("b",)), n=(INT, ("b",)))
+    joint = joint_of(op, [op.Mul(x, op.Cast(n, to=FLOAT)), op.Cast(n, to=FLOAT)], [True, True])
+    assert joint.active == (True, False)
+    assert joint.gradients[1] is None
+    gx, gn = gradients(joint, [torch.ones(3), torch.tensor([1, 2, 3])], [torch.ones(3)])
+    torch.testing.assert_close(gx, torch.tensor([1.0, 2.0, 3.0]))
+    assert gn is None
+
+
 def test_broadcast_operands_get_gradients_of_their_own_shape() -> None:
     op, (a, b) = start(a=(FLOAT, ("n", 1, 3)), b=(FLOAT, ("m", 1)))
     joint = joint_of(op, [op.Mul(a, b)], [True, True])

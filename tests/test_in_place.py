@@ -63,9 +63,13 @@ def of_another_type(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x @ w).float() * x
 
 
+def with_a_size(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.shape[0] * 3 - (x @ w > 0).sum()
+
+
 SEEN = {f.__name__: f for f in (
     reads_both, reads_a_view_later, writes_over_a_view, of_an_expanded_view, of_an_argument, given_out, with_itself,
-    of_another_shape, of_another_type,
+    of_another_shape, of_another_type, with_a_size,
 )}  # fmt: skip
 
 
@@ -86,10 +90,13 @@ def test_what_is_read_elsewhere_stays(name: str) -> None:
             model.zero_grad()
             found = module(mine)
             outputs = found if isinstance(found, tuple) else (found,)
-            sum((o * o.detach().cos()).sum() for o in outputs).backward()
+            if outputs[0].requires_grad:
+                sum((o * o.detach().cos()).sum() for o in outputs).backward()
             results.append([*outputs, mine, mine.grad, model.weight.grad])
         for eager, own in zip(*results, strict=True):
             torch.testing.assert_close(own, eager)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), model(x))
 
 
 def test_what_nobody_reads_is_written_over() -> None:
@@ -122,3 +129,61 @@ def test_a_users_function_may_keep_what_it_gives() -> None:
     x = torch.randn(3, 5, dtype=torch.float64)
     ours(x)
     torch.testing.assert_close(kept[-1], 2 * x @ ours.weight)
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        KEPT.extend((x, y))
+        return y
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+@torch.library.custom_op("onnxtrain_tests::keeps", mutates_args=())
+def keeps(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    KEPT.extend((x, y))
+    return y
+
+
+@keeps.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+USERS = {"function": Keeps.apply, "operator": keeps}
+READERS: dict[str, Callable[..., torch.Tensor]] = {
+    "of the result": lambda user, y: user(y).relu(),
+    "of what it takes": lambda user, y: user(y) + y.relu(),
+    "of what it takes a view of": lambda user, y: user(y.t()).t() + y.relu(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("user", USERS)
+def test_a_user_may_keep_what_it_takes_and_gives(user: str, name: str) -> None:
+    ours = ORTModule(Model(lambda x, w: READERS[name](USERS[user], x @ w)))
+    x = torch.randn(3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        ours(x)
+        expected = x @ ours.weight
+    taken, given = KEPT[-2:]
+    torch.testing.assert_close(taken, expected.t() if "view" in name else expected)
+    torch.testing.assert_close(given, 2 * taken)
+
+
+def test_backward_does_not_write_over_what_forward_kept() -> None:
+    model = Model(lambda x, w: (x @ w).cos())
+    x = torch.randn(3, 5, dtype=torch.float64)
+    results = []
+    for module in (model, ORTModule(model)):
+        loss = module(x).sum()
+        results.append([torch.autograd.grad(loss, model.weight, retain_graph=True) for _ in range(3)])
+    torch.testing.assert_close(*results)

@@ -366,6 +366,38 @@ def test_only_some_outputs_get_a_gradient() -> None:
     assert captures(ours) == 1
 
 
+class Two(nn.Module):
+    """Both outputs read the same product; the second may be detached."""
+
+    def __init__(self, detached: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.detached = detached
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return y.sigmoid(), (y.detach() if self.detached else y).exp()
+
+
+def test_a_detached_output_needs_no_gradient() -> None:
+    net = Two(detached=True)
+    ours = ORTModule(copy.deepcopy(net))
+    for _ in range(2):
+        for module in (ours, net):
+            assert [output.requires_grad for output in module(data())] == [True, False]
+        both((ours, net), lambda m: (m.zero_grad(), m(data())[0].sum().backward())[1])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradients_that_do_not_come_are_zeros(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backward program for those that come would read what forward does not keep."""
+    monkeypatch.setattr("onnxtrain.compile._Backwards._has_all", lambda self, special: False)
+    net = Two()
+    ours = ORTModule(copy.deepcopy(net))
+    both((ours, net), lambda m: (m.zero_grad(), m(data())[which].sum().backward())[1])
+    both((ours, net), lambda m: (m.zero_grad(), sum(y.sum() for y in m(data())).backward())[1])
+
+
 def test_a_mutated_input_is_copied_back() -> None:
     class Mutates(nn.Module):
         def __init__(self) -> None:
@@ -694,6 +726,22 @@ def test_create_graph_refuses_an_input_that_was_changed() -> None:
                 torch.autograd.grad(y.sum(), [*plain.parameters()], create_graph=True)
 
 
+def test_create_graph_after_a_later_forward_has_updated_buffers() -> None:
+    """The buffers are forward's own: it is run again with copies of them, and eager's backward does not read them."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+    def run(module: nn.Module) -> Any:
+        x = data(grad=True)
+        first = module(x)
+        module(data(3))
+        (gradient,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        gradient.norm().backward()
+        return x.grad
+
+    with pytest.warns(UserWarning, match="create_graph"):
+        both((ORTModule(copy.deepcopy(net)), net), run)
+
+
 def test_copies_after_the_first_step_go_their_own_way(dropping: tuple[ORTModule, Drops]) -> None:
     step = seeded(lambda m: m(data()).square().sum().backward())
     both(dropping, step)
@@ -785,12 +833,26 @@ def test_another_thread_is_not_disturbed_by_a_capture() -> None:
         def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
             return gradients[0] * 3
 
+    class InTransforms(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0] * 3
+
     stop, errors = threading.Event(), []
 
     def work() -> None:
         try:
             while not stop.is_set():
                 x = data(grad=True)
+                assert (torch.func.grad(lambda z: InTransforms.apply(z).sum())(x.detach()) == 3).all()
                 y = Triples.apply(x)
                 y.register_hook(lambda gradient: gradient * 2)
                 y.retain_grad()

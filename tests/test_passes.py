@@ -57,6 +57,38 @@ def test_different_attributes_inputs_and_outputs_stay(op: Builder) -> None:
     assert len(graph) == 5
 
 
+def test_equal_narrow_casts_become_one_after_differentiation_only(op: Builder) -> None:
+    """Merged before, the gradients of their readers would be summed in the narrower type."""
+    (x,) = op.graph.inputs
+    a, b = op.Cast(x, to=ir.DataType.FLOAT16), op.Cast(x, to=ir.DataType.FLOAT16)
+    graph = finish(op, op.Mul(a, b))
+    dedupe(graph, Changes())
+    assert ops_of(graph) == ["Cast", "Cast", "Mul"]
+    graph[-1].metadata_props["gradient_of"] = "y"
+    dedupe(graph, Changes())
+    assert ops_of(graph) == ["Cast", "Mul"]
+
+
+def test_equal_wide_casts_become_one(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    graph = finish(op, op.Mul(op.Cast(x, to=ir.DataType.DOUBLE), op.Cast(x, to=ir.DataType.DOUBLE)))
+    dedupe(graph, Changes())
+    assert ops_of(graph) == ["Cast", "Mul"]
+
+
+def test_a_backward_node_is_not_merged_with_a_forward_one(op: Builder) -> None:
+    """Backward would keep the forward value alive instead of computing it again."""
+    (x,) = op.graph.inputs
+    forward, first, second = op.Exp(x), op.Exp(x), op.Exp(x)
+    for value in (first, second):
+        node = value.producer()
+        assert node is not None
+        node.metadata_props["gradient_of"] = "y"
+    graph = finish(op, op.Neg(forward), op.Mul(first, second))
+    dedupe(graph, Changes())
+    assert ops_of(graph) == ["Exp", "Exp", "Neg", "Mul"]
+
+
 def test_two_dropouts_of_one_tensor_stay_two(op: Builder) -> None:
     """The trap of ONNX's stock pass: one mask for two Dropouts."""
     (x,) = op.graph.inputs

@@ -237,9 +237,10 @@ class Snapshot:
     def of_class(self, kind: type, name: str, where: str) -> None:
         """What forward finds in the class of a module: a constant, a method, a property."""
         value = getattr(kind, name)
+        if getattr(kind, name) is not value:
+            return  # a class method is another object on each look: who exchanges one is not noticed
         self.value(name, where, value, 0, 0)
-        # A class method is another object on each look; who exchanges one is not noticed.
-        if (kind, name) not in self._of_classes and getattr(kind, name) is value:
+        if (kind, name) not in self._of_classes:
             self._of_classes.add((kind, name))
             self.may_differ(f"{self.bind(kind)}.{name} is not {self.bind(value)}", always=True)
 

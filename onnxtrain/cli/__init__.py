@@ -24,6 +24,7 @@ from onnxtrain.errors import OnnxTrainError
 COMMANDS: Mapping[str, str] = {
     "artifacts": "make the files that train an ONNX model on a device",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
+    "train": "train a folder of artifacts on data, for a first try without code",
 }
 
 FAILED = 1

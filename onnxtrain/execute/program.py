@@ -34,7 +34,7 @@ from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Proper
 from onnxtrain.plan.cut import Part
 
 _SERIAL = itertools.count(1)
-Run = Callable[[Sequence[torch.Tensor], Sequence[int]], "tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]"]
+Run = Callable[[Sequence[torch.Tensor], Sequence[int]], "tuple[tuple[Any, ...], tuple[int, ...]]"]
 
 
 class Program:

@@ -206,9 +206,9 @@ class Exchanged(nn.Module):
         return result
 
 
-def usual_of(module: ORTModule) -> Any:
-    recent = module.__dict__["_engine"]._recent
-    return None if recent is None else recent.usual
+def usual_of(module: ORTModule) -> UsualCall:
+    usual: UsualCall = module.__dict__["_engine"]._recent.usual
+    return usual
 
 
 def test_the_tensors_of_now_are_read() -> None:
@@ -302,3 +302,19 @@ def test_another_kind_of_output_at_other_sizes_is_not_overlooked() -> None:
         x = torch.randn(rows, 3)
         torch.testing.assert_close(module(x), plain(x))
     assert module.__dict__["_engine"].captures == 2
+
+
+def test_a_module_that_calls_a_method_of_its_class_is_learned() -> None:
+    class Model(Exchanged):
+        @classmethod
+        def doubled(cls, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.doubled(super().forward(x))
+
+    module = ORTModule(Model())
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        module(x)
+    assert usual_of(module)((x,), {}) is not None

@@ -43,6 +43,25 @@ def test_cross_entropy(reduction, inner):
     assert CROSS_ENTROPY in ops_of(ours)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_a_loss_of_classes_after_a_change_in_place(loss, reduction):
+    """Then PyTorch makes the export functional, by reference functions that take other arguments."""
+    check_capture(lambda x, t: loss((x * 1).mul_(2), t, reduction=reduction), SCORES, LABELS, sizes=SIZES)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_loss_of_pairs_after_a_change_in_place(reduction):
+    check_capture(
+        lambda x, y: F.hinge_embedding_loss((x * 1).mul_(2), y.detach().sign(), reduction=reduction), *PAIR, sizes=SIZES
+    )
+    check_capture(
+        lambda x, y: F.margin_ranking_loss((x * 1).mul_(2), y, y.detach().sign(), reduction=reduction),
+        *PAIR,
+        sizes=SIZES,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_cross_entropy_in_other_types(dtype):
     check_capture(F.cross_entropy, SCORES, LABELS, sizes=SIZES, dtype=dtype)

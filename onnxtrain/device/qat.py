@@ -1,0 +1,346 @@
+"""Training with quantization: a quantized model becomes one that trains, and goes back to integers afterwards.
+
+    fake_quantize(model) -> FakeQuantized        weights in floating point, each Q/DQ pair a FakeQuant
+    quantize_trained(model, state)               the same Q/DQ model with the trained values as integers
+
+Rounding has the gradient 1 where nothing is clipped, and 0 elsewhere (Bengio et al. 2013,
+https://arxiv.org/abs/1308.3432). A learned scale is `scale · exp(<scale>.log_factor)`, after Jain et al. 2019
+(https://arxiv.org/abs/1903.08066): it stays positive, one learning rate fits scales of all sizes, and weight decay
+pulls it to where it began.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnxtrain.device.checkpoint_state import CheckpointState
+from onnxtrain.device.qat_pairs import LIMITS, Products, Rounding, array, bias_products, read, roundings
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph.values import MICROSOFT, ONNX
+
+_SUFFIX = "_quantized"  # what onnxruntime.quantization appends to a weight's name
+_ROUND_ONLY = 2**30  # a level that nothing reaches
+
+
+@dataclass(frozen=True)
+class FakeQuantized:
+    """A model for `generate_artifacts`.
+
+    Attributes:
+        model: with FakeQuant in place of each Q/DQ pair, and weights in floating point.
+        parameters: the names of its weights and biases: all floating initializers of at least one dimension but scales
+            and the statistics of BatchNormalization.
+        scales: the names of the factors that learn the scales; none where they are frozen.
+    """
+
+    model: onnx.ModelProto
+    parameters: tuple[str, ...]
+    scales: tuple[str, ...]
+
+
+def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scales: bool = False) -> FakeQuantized:
+    """Makes a quantized model trainable.
+
+    Args:
+        model: a model with QuantizeLinear and DequantizeLinear, as onnxruntime.quantization.quantize_static writes it
+            in QDQ format, or its path: 4, 8 or 16 bits, weights per tensor or per channel, float32 scales.
+        learn_scales: whether scales get factors that can be trained. Zero points stay as they are.
+
+    Returns:
+        The model and what can be trained of it. Integer weights `<p>_quantized` become float32 parameters `<p>`.
+
+    Raises:
+        ArtifactError: the model is quantized in another way (dynamically, on integers, by blocks), or not at all.
+    """
+    source = read(model)
+    found = roundings(source)
+    names, products = _parameter_names(found, source.graph), bias_products(found)
+    writer = _Writer(source.graph, names, products, learn_scales=learn_scales)
+    for rounding in found:
+        writer.replace(rounding)
+    common.RemoveUnusedNodesPass()(source)
+    source.graph.opset_imports.setdefault(MICROSOFT, 1)
+    return FakeQuantized(ir.to_proto(source), _parameters(source.graph, writer.scales), tuple(writer.factors))
+
+
+def quantize_trained(
+    model: onnx.ModelProto | str | os.PathLike[str], state: CheckpointState | str | os.PathLike[str]
+) -> onnx.ModelProto:
+    """Puts trained values into the quantized model that `fake_quantize` was given: weights as integers.
+
+    Weights are rounded as the training graph rounds them. Where scales were learned, an int32 bias whose scale was the
+    product of input and weight scale gets the new product.
+
+    Args:
+        model: that quantized model, or its path.
+        state: the trained state, or the path of its checkpoint. What it does not hold stays as it is in the model.
+
+    Returns:
+        The quantized model, with QuantizeLinear only where activations are quantized.
+
+    Raises:
+        ArtifactError: the state belongs to another model, holds a number that is not finite, or a bias does not fit
+            into 32 bits.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    target = read(model)
+    found = roundings(target)
+    trained = state if isinstance(state, CheckpointState) else CheckpointState.load_checkpoint(state)
+    values = {name: parameter.data for name, parameter in trained.parameters}
+    reader = _Integers(target.graph, _parameter_names(found, target.graph), values)
+    reader.set_scales(found, bias_products(found))
+    for rounding in found:
+        reader.round(rounding)
+    reader.set_floats()
+    common.RemoveUnusedNodesPass()(target)
+    return ir.to_proto(target)
+
+
+def _parameters(graph: ir.Graph, scales: set[ir.Value]) -> tuple[str, ...]:
+    statistics = {v for node in graph for v in node.inputs[3:5] if node.op_type == "BatchNormalization"}
+    return tuple(
+        name
+        for name, value in graph.initializers.items()
+        if value not in scales | statistics and array(value).ndim and np.issubdtype(array(value).dtype, np.floating)
+    )
+
+
+def _parameter_names(found: Sequence[Rounding], graph: ir.Graph) -> dict[ir.Value, str]:
+    """The names of the floating parameters that integers become. Both ways must find the same."""
+    taken: dict[str | None, ir.Node | None] = {value.name: None for value in graph.inputs}
+    taken |= dict.fromkeys(graph.initializers)
+    taken |= {value.name: node for node in graph for value in node.outputs}
+    names = {}
+    for rounding in found:
+        if rounding.quantize is None:
+            plain = str(rounding.source.name).removesuffix(_SUFFIX)
+            own = taken.get(plain) is rounding.dequantize and not rounding.dequantize.outputs[0].is_graph_output()
+            free = plain not in taken or own
+            names[rounding.source] = plain if free else f"{rounding.source.name}_float"
+    return names
+
+
+def _factor_name(scale: ir.Value) -> str:
+    return f"{scale.name}.log_factor"
+
+
+def _real(rounding: Rounding, integers: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    levels = integers.astype(np.int64) - rounding.beside(rounding.zero_point)
+    real: npt.NDArray[np.float32] = levels.astype(np.float32) * rounding.beside(scale)
+    return real
+
+
+class _Writer:
+    """Replaces Q/DQ pairs in a graph."""
+
+    def __init__(
+        self, graph: ir.Graph, names: Mapping[ir.Value, str], products: Products, *, learn_scales: bool
+    ) -> None:
+        self.scales: set[ir.Value] = set()  # and what is beside them: no parameters
+        self.factors: list[str] = []
+        self._graph = graph
+        self._names = names
+        self._products = products
+        self._learn = learn_scales
+        self._factors: dict[ir.Value, ir.Value] = {}
+        self._floats: dict[ir.Value, ir.Value] = {}
+
+    def replace(self, rounding: Rounding) -> None:
+        """Puts the training form of a pair in its place; its output keeps its name."""
+        old = rounding.dequantize.outputs[0]
+        self.scales.add(rounding.scale)
+        x = self._float(rounding) if rounding.quantize is None else rounding.source
+        new = self._rounded(rounding, x)
+        name = old.name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        self._graph.remove(rounding.dequantize, safe=True)
+        new.name = f"{name}_rounded" if name == x.name else name
+        new.type, new.shape = ir.TensorType(ir.DataType.FLOAT), old.shape
+
+    def _float(self, rounding: Rounding) -> ir.Value:
+        """The integers as a floating parameter."""
+        integers = rounding.source
+        if integers not in self._floats:
+            real = _real(rounding, array(integers), array(rounding.scale))
+            self._floats[integers] = self._held(self._names[integers], real)
+        return self._floats[integers]
+
+    def _rounded(self, rounding: Rounding, x: ir.Value) -> ir.Value:
+        low, high = LIMITS[rounding.dtype]
+        stem = str(rounding.dequantize.outputs[0].name)
+        zero = rounding.zero_point.astype(np.float32)
+        if not self._learn and zero.size == 1:
+            held = self._constant(f"{stem}/zero_point", zero.reshape(()))
+            return self._fake_quant(rounding, x, rounding.scale, held, low, high)
+        # The gradient of x · (1/s), rounded, · s is PyTorch's in x, and in s that of a learned scale.
+        scale = self._beside(rounding)
+        levels = self._node(rounding, ONNX, "Mul", x, self._node(rounding, ONNX, "Reciprocal", scale))
+        one = self._constant(f"{stem}/one", np.float32(1))
+        if (zero == zero.flat[0]).all():
+            held = self._constant(f"{stem}/zero_point", zero.flat[0])
+            rounded = self._fake_quant(rounding, levels, one, held, low, high)
+        else:
+            rounded = self._between(rounding, levels, one, rounding.beside(low - zero), rounding.beside(high - zero))
+        return self._node(rounding, ONNX, "Mul", rounded, scale)
+
+    def _between(
+        self, rounding: Rounding, x: ir.Value, one: ir.Value, low: npt.NDArray[Any], high: npt.NDArray[Any]
+    ) -> ir.Value:
+        """Rounded and clipped to limits of each channel; no gradient where it is clipped."""
+        stem = str(rounding.dequantize.outputs[0].name)
+        zero = self._constant(f"{stem}/zero", np.float32(0))
+        rounded = self._fake_quant(rounding, x, one, zero, -_ROUND_ONLY, _ROUND_ONLY)
+        lowest = self._constant(f"{stem}/lowest", low)
+        highest = self._constant(f"{stem}/highest", high)
+        under, over = (
+            self._node(rounding, ONNX, op_type, rounded, limit)
+            for op_type, limit in (("Less", lowest), ("Greater", highest))
+        )
+        return self._node(rounding, ONNX, "Where", under, lowest, self._where(rounding, over, highest, rounded))
+
+    def _where(self, rounding: Rounding, condition: ir.Value, then: ir.Value, other: ir.Value) -> ir.Value:
+        return self._node(rounding, ONNX, "Where", condition, then, other)
+
+    def _beside(self, rounding: Rounding) -> ir.Value:
+        """The scale, learned or not, in a shape that broadcasts over what is rounded."""
+        scale = self._learned_scale(rounding, rounding.scale) if self._learn else rounding.scale
+        values = array(rounding.scale)
+        shape = rounding.beside(values).shape
+        if values.shape == shape:
+            return scale
+        stem = str(rounding.dequantize.outputs[0].name)
+        target = self._held(f"{stem}/scale_shape", np.array(shape, np.int64))
+        return self._node(rounding, ONNX, "Reshape", scale, target)
+
+    def _learned_scale(self, rounding: Rounding, scale: ir.Value) -> ir.Value:
+        """The scale with its factor; that of a bias follows those of what it is added to."""
+        if scale in self._products:
+            factors = (self._learned_scale(rounding, factor) for factor in self._products[scale])
+            return self._node(rounding, ONNX, "Mul", *factors)
+        if rounding.is_bias and scale is rounding.scale:
+            return scale
+        if scale not in self._factors:
+            self._factors[scale] = self._constant(_factor_name(scale), np.zeros(array(scale).shape, np.float32))
+            self.factors.append(_factor_name(scale))
+        return self._node(rounding, ONNX, "Mul", scale, self._node(rounding, ONNX, "Exp", self._factors[scale]))
+
+    def _fake_quant(
+        self, rounding: Rounding, x: ir.Value, scale: ir.Value, zero_point: ir.Value, low: int, high: int
+    ) -> ir.Value:
+        limits = [ir.AttrInt64("quant_min", low), ir.AttrInt64("quant_max", high)]
+        return self._node(rounding, MICROSOFT, "FakeQuant", x, scale, zero_point, attributes=limits)
+
+    def _node(
+        self, rounding: Rounding, domain: str, op_type: str, *inputs: ir.Value, attributes: Sequence[ir.Attr] = ()
+    ) -> ir.Value:
+        node = ir.Node(domain, op_type, inputs, attributes, name=f"{rounding.dequantize.name}/{op_type}")
+        self._graph.insert_before(rounding.dequantize, node)
+        return node.outputs[0]
+
+    def _constant(self, name: str, values: Any) -> ir.Value:
+        value = self._held(name, np.asarray(values, np.float32))
+        self.scales.add(value)
+        return value
+
+    def _held(self, name: str, values: npt.NDArray[Any]) -> ir.Value:
+        tensor = ir.tensor(values, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape), const_value=tensor)
+        self._graph.register_initializer(value)
+        return value
+
+
+class _Integers:
+    """Puts trained values into a quantized graph."""
+
+    def __init__(self, graph: ir.Graph, names: Mapping[ir.Value, str], values: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._graph = graph
+        self._names = names
+        self._values = values
+        self._used: set[str] = set()
+        self._done: set[ir.Value] = set()
+
+    def set_scales(self, found: Sequence[Rounding], products: Products) -> None:
+        """Multiplies scales by their learned factors, and renews the products."""
+        changed = set()
+        for scale in {id(r.scale): r.scale for r in found}.values():
+            factor = self._take(_factor_name(scale), array(scale).shape)
+            if factor is not None:
+                with np.errstate(over="ignore"):
+                    changed_scale = array(scale) * np.exp(factor)
+                self._set(scale, changed_scale)
+                changed.add(scale)
+                if not (np.isfinite(changed_scale) & (changed_scale > 0)).all():
+                    todo = "train with a lower learning rate"
+                    raise ArtifactError("A learned scale left float32's range.", str(scale.name), todo=todo)
+        for scale, (first, second) in products.items():
+            if changed & {first, second}:
+                product = array(first).reshape(-1) * array(second).reshape(-1)
+                self._set(scale, product.reshape(array(scale).shape))
+
+    def round(self, rounding: Rounding) -> None:
+        """Makes the integers of a weight or bias from its trained value."""
+        if not rounding.is_parameter:
+            return
+        source = rounding.source
+        if rounding.quantize is None:
+            value = self._take(self._names[source], array(source).shape)
+            if value is not None and source not in self._done:
+                self._set(source, self._levels(rounding, value), rounding.dtype)
+                self._done.add(source)
+            return
+        value = self._take(str(source.name), array(source).shape)
+        old = rounding.quantize.outputs[0]
+        levels = self._levels(rounding, array(source) if value is None else value)
+        tensor = ir.tensor(levels, dtype=rounding.dtype, name=f"{source.name}{_SUFFIX}")
+        held = ir.Value(name=old.name, type=ir.TensorType(rounding.dtype), shape=source.shape, const_value=tensor)
+        old.name = None
+        old.replace_all_uses_with(held)
+        self._graph.register_initializer(held)
+
+    def set_floats(self) -> None:
+        """Puts in the parameters that were not quantized, and refuses what the model has no place for."""
+        for name in list(self._values):
+            if name in self._graph.initializers and name not in self._used:
+                initializer = self._graph.initializers[name]
+                value = self._take(name, array(initializer).shape)
+                self._set(initializer, value)
+        if unknown := sorted(set(self._values) - self._used):
+            todo = "give the quantized model that fake_quantize was given"
+            raise ArtifactError("The state holds parameters of another model.", got=", ".join(unknown), todo=todo)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if value.shape != shape:
+            raise ArtifactError("A parameter has another shape than in the model.", name, shape, value.shape)
+        if not np.isfinite(value).all():
+            raise ArtifactError("A trained parameter is not finite.", name, todo="train with a lower learning rate")
+        self._used.add(name)
+        return value
+
+    def _levels(self, rounding: Rounding, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        low, high = LIMITS[rounding.dtype]
+        scale = rounding.beside(array(rounding.scale))
+        zero = rounding.beside(rounding.zero_point)
+        if rounding.is_bias:
+            levels = np.round(value.astype(np.float64) / scale) + zero
+            if ((levels < low) | (levels > high)).any():
+                todo = "quantize the model without integer biases: extra_options={'QuantizeBias': False}"
+                raise ArtifactError("A bias does not fit into 32 bits.", str(rounding.source.name), todo=todo)
+        else:
+            levels = np.clip(np.round(value * (np.float32(1) / scale)) + zero, low, high)
+        integers: npt.NDArray[Any] = levels.astype(rounding.dtype.numpy())
+        return integers
+
+    def _set(self, initializer: ir.Value, values: Any, dtype: ir.DataType | None = None) -> None:
+        initializer.const_value = ir.tensor(values, dtype=dtype, name=initializer.name)

@@ -1,0 +1,291 @@
+"""What a quantized model rounds: each DequantizeLinear with what it reads, or why the model cannot be trained."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph import traversal
+from onnxtrain.graph.values import MICROSOFT, ONNX
+
+# The smallest and the largest level of each type.
+LIMITS: Mapping[ir.DataType, tuple[int, int]] = {
+    ir.DataType.INT4: (-8, 7),
+    ir.DataType.UINT4: (0, 15),
+    ir.DataType.INT8: (-128, 127),
+    ir.DataType.UINT8: (0, 255),
+    ir.DataType.INT16: (-32768, 32767),
+    ir.DataType.UINT16: (0, 65535),
+    ir.DataType.INT32: (-(2**31), 2**31 - 1),
+}
+Products: TypeAlias = dict[ir.Value, tuple[ir.Value, ir.Value]]
+_DYNAMIC = frozenset(
+    {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulInteger", "ConvInteger"}
+)
+_ON_INTEGERS = re.compile(r"QLinear\w+|QGemm|QAttention|QMoE|QEmbedLayerNormalization|MatMulIntegerToFloat|MatMulNBits")
+_STATIC = "quantize it anew with onnxruntime.quantization.quantize_static(..., quant_format=QuantFormat.QDQ)"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A DequantizeLinear and what it reads.
+
+    Attributes:
+        dequantize: the node.
+        quantize: the QuantizeLinear in front of it; None where the integers are an initializer.
+        source: what is rounded, or the integers of that initializer.
+        scale: an initializer, of one element, or of one for each slice of `source` along `axis`.
+        zero_point: its values in the shape of `scale`.
+        dtype: of the integers.
+        axis: not negative; 0 where there is one scale.
+    """
+
+    dequantize: ir.Node
+    quantize: ir.Node | None
+    source: ir.Value
+    scale: ir.Value
+    zero_point: npt.NDArray[np.int64]
+    dtype: ir.DataType
+    axis: int
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether a weight or bias is rounded, and not what is computed."""
+        return self.source.is_initializer()
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether it has 32 bits."""
+        return self.dtype == ir.DataType.INT32
+
+    def beside(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Scales or zero points in a shape that broadcasts over `source`."""
+        if values.size == 1:
+            return values.reshape(())
+        return values.reshape([-1 if i == self.axis else 1 for i in range(rank(self.source))])
+
+
+def read(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
+    """The model in memory, apart from the given one.
+
+    Raises:
+        ArtifactError: there is no such file, or it is no ONNX model.
+    """
+    if isinstance(model, onnx.ModelProto):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        return ir.from_proto(copy)
+    path = Path(model)
+    if not path.is_file():
+        raise ArtifactError("The model is not there.", str(path), todo="give the path of an .onnx file")
+    try:
+        loaded = ir.load(path)
+    except Exception as error:  # protobuf raises its own, which differ between its versions
+        raise ArtifactError("The file is no ONNX model.", str(path), got=str(error)) from error
+    return ir.external_data.load_to_model(loaded)
+
+
+def roundings(model: ir.Model) -> Sequence[Rounding]:
+    """All roundings of the model, in the graph's order. Scales that are Constant nodes become initializers.
+
+    Raises:
+        ArtifactError: the model is quantized in another way, or not at all.
+    """
+    for node in _all_nodes(model):
+        _refuse_other_formats(node, in_main_graph=node.graph is model.graph)
+    found = [_rounding(node, model.graph) for node in list(model.graph) if _is(node, "DequantizeLinear")]
+    for node in model.graph:
+        if _is(node, "QuantizeLinear"):
+            _check_readers(node)
+    if not found:
+        raise ArtifactError("The model is not quantized.", expected="QuantizeLinear and DequantizeLinear", todo=_STATIC)
+    _check_one_scale(found)
+    return found
+
+
+def bias_products(found: Sequence[Rounding]) -> Products:
+    """The scales of int32 biases that are the product of two others, as integer kernels take them."""
+    by_output = {rounding.dequantize.outputs[0]: rounding for rounding in found}
+    products: Products = {}
+    for rounding in found:
+        for node, index in rounding.dequantize.outputs[0].uses():
+            if not rounding.is_bias or index != 2:
+                continue
+            first, second = (None if v is None else by_output.get(v) for v in node.inputs[:2])
+            if first is None or second is None:
+                continue
+            expected = array(first.scale).reshape(-1) * array(second.scale).reshape(-1)
+            own = array(rounding.scale).reshape(-1)
+            if own.size == expected.size and np.allclose(own, expected, rtol=1e-5, atol=0):
+                products[rounding.scale] = first.scale, second.scale
+    return products
+
+
+def rank(value: ir.Value) -> int:
+    """The rank of an initializer."""
+    return len(array(value).shape)
+
+
+def array(value: ir.Value) -> npt.NDArray[Any]:
+    """The elements of an initializer."""
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _is(node: ir.Node | None, op_type: str) -> bool:
+    return node is not None and node.op_type == op_type and node.domain in (ONNX, "ai.onnx", MICROSOFT)
+
+
+def _all_nodes(model: ir.Model) -> list[ir.Node]:
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    return [node for graph in graphs for node in graph.all_nodes()]
+
+
+def _refuse(node: ir.Node, why: str, todo: str, got: object = None) -> NoReturn:
+    raise ArtifactError(f"{traversal.describe(node)} {why}", traversal.origin(node), got=got, todo=todo)
+
+
+def _refuse_other_formats(node: ir.Node, *, in_main_graph: bool) -> None:
+    if node.op_type in _DYNAMIC:
+        why = "quantizes by the range of each batch (dynamic quantization): there is no fixed scale to train with."
+        _refuse(node, why, _STATIC)
+    if _ON_INTEGERS.fullmatch(node.op_type):
+        _refuse(node, "computes on integers (QOperator format), which no gradient passes.", _STATIC)
+    if not in_main_graph and (_is(node, "QuantizeLinear") or _is(node, "DequantizeLinear")):
+        todo = (
+            "inline functions (onnx.inliner.inline_local_functions), or quantize the model without branches and loops"
+        )
+        _refuse(node, "stands in a function, branch or loop.", todo)
+
+
+def _rounding(node: ir.Node, graph: ir.Graph) -> Rounding:
+    integers = node.inputs[0]
+    assert integers is not None  # ONNX requires it
+    quantize = integers.producer()
+    if not integers.is_initializer() and not _is(quantize, "QuantizeLinear"):
+        kind = "an input of the model" if quantize is None else traversal.describe(quantize)
+        why = f"reads integers of {kind}; training needs a QuantizeLinear or an initializer directly in front of it."
+        _refuse(node, why, _STATIC)
+    source = integers
+    if quantize is not None:
+        assert quantize.inputs[0] is not None
+        source = quantize.inputs[0]
+        _check_same(quantize, node, graph)
+    scale, zero_point, dtype = _parameters(node, graph)
+    return Rounding(node, quantize, source, scale, zero_point, dtype, _axis(node, source, array(scale).size))
+
+
+def _parameters(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, npt.NDArray[np.int64], ir.DataType]:
+    """Scale, zero point in its shape, and the type of the integers, which is that of the zero point.
+
+    Without a zero point it is the type that ONNX says: uint8, or `output_dtype`.
+    """
+    if (block := node.attributes.get("block_size")) is not None and block.as_int():
+        _refuse(node, "has scales for blocks.", "quantize per tensor or per channel", f"block_size={block.as_int()}")
+    scale = _held(node, 1, graph)
+    values = array(scale)
+    if values.dtype != np.float32:
+        _refuse(node, "has a scale of another type than float32.", "quantize the float32 model", str(values.dtype))
+    if not (np.isfinite(values) & (values > 0)).all():
+        why = "has a scale that is not positive: nothing can be divided by it."
+        _refuse(node, why, "calibrate with data that reach this value, or leave the node out", f"{scale.name}={values}")
+    integers = node.inputs[0] if _is(node, "DequantizeLinear") else node.outputs[0]
+    dtype = None if integers is None else integers.dtype
+    zero_point = np.zeros(values.shape, np.int64)
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        held = _held(node, 2, graph)
+        assert held.const_value is not None
+        dtype, zero_point = held.const_value.dtype, array(held).astype(np.int64).reshape(values.shape)
+    elif integers is not None and integers.is_initializer():
+        assert integers.const_value is not None
+        dtype = integers.const_value.dtype
+    elif (given := node.attributes.get("output_dtype")) is not None and given.as_int():
+        dtype = ir.DataType(given.as_int())
+    dtype = dtype or ir.DataType.UINT8
+    if dtype not in LIMITS:
+        expected = ", ".join(known.name for known in LIMITS)
+        raise ArtifactError(
+            f"{traversal.describe(node)} rounds to a type that is not known.", traversal.origin(node), expected, dtype
+        )
+    return scale, zero_point, dtype
+
+
+def _held(node: ir.Node, index: int, graph: ir.Graph) -> ir.Value:
+    """The input as an initializer."""
+    value = node.inputs[index]
+    assert value is not None
+    if value.is_initializer() and value.const_value is not None:
+        return value
+    producer = value.producer()
+    tensor = None if producer is None else producer.attributes.get("value")
+    if producer is None or producer.op_type != "Constant" or tensor is None:
+        why = "has a scale or zero point that is computed (dynamic quantization): there is no fixed one to train with."
+        _refuse(node, why, _STATIC, value.name)
+    held = ir.Value(name=f"{value.name}_held", const_value=tensor.as_tensor(), type=value.type, shape=value.shape)
+    graph.register_initializer(held)
+    value.replace_all_uses_with(held)
+    return held
+
+
+def _axis(node: ir.Node, source: ir.Value, scales: int) -> int:
+    if scales == 1:
+        return 0
+    if not source.is_initializer():
+        why = "has a scale for each channel of a computed value."
+        _refuse(node, why, "quantize activations per tensor (per_channel concerns weights)", source.name)
+    given = node.attributes.get("axis")
+    axis, dims = 1 if given is None else given.as_int(), array(source).shape
+    if not -len(dims) <= axis < len(dims) or dims[axis] != scales:
+        raise ArtifactError(
+            f"{traversal.describe(node)} has scales that do not fit its input.",
+            traversal.origin(node),
+            f"one, or one for each slice along axis {axis} of {list(dims)}",
+            scales,
+        )
+    return axis % len(dims)
+
+
+def _check_same(quantize: ir.Node, node: ir.Node, graph: ir.Graph) -> None:
+    (scale, zero, dtype), (own_scale, own_zero, own_dtype) = (_parameters(n, graph) for n in (quantize, node))
+    same = np.array_equal(array(scale), array(own_scale)) and np.array_equal(zero, own_zero) and dtype == own_dtype
+    axes = [n.attributes["axis"].as_int() if "axis" in n.attributes else 1 for n in (quantize, node)]
+    if not same or (zero.size > 1 and axes[0] != axes[1]):
+        why = f"undoes {traversal.describe(quantize)} with another scale, zero point, type or axis."
+        _refuse(node, why, _STATIC)
+
+
+def _check_readers(node: ir.Node) -> None:
+    """All must be a DequantizeLinear: the gradient passes the pair, and nothing between."""
+    value = node.outputs[0]
+    others = [traversal.describe(reader) for reader, _ in value.uses() if not _is(reader, "DequantizeLinear")]
+    if value.is_graph_output():
+        others.append("an output of the model")
+    if others or not value.uses():
+        why = "must be read by DequantizeLinear alone: no gradient passes what is computed on integers."
+        _refuse(node, why, _STATIC, ", ".join(others) or "nobody")
+
+
+def _check_one_scale(found: Sequence[Rounding]) -> None:
+    """Integers of one initializer mean one tensor: read with two scales they are no single parameter."""
+    first: dict[ir.Value, Rounding] = {}
+    for rounding in found:
+        if rounding.quantize is not None:
+            continue
+        known = first.setdefault(rounding.source, rounding)
+        same = np.array_equal(array(known.scale), array(rounding.scale)) and known.axis == rounding.axis
+        if not same or not np.array_equal(known.zero_point, rounding.zero_point):
+            why = f"reads the integers {rounding.source.name!r} with another scale than {known.dequantize.name!r} does."
+            _refuse(rounding.dequantize, why, "give each its own initializer")
+        for reader, _ in rounding.source.uses():
+            if not _is(reader, "DequantizeLinear"):
+                _refuse(reader, "computes on quantized weights, which no gradient passes.", _STATIC)

@@ -1,0 +1,372 @@
+"""Training with quantization: from a quantized model to a training graph and back to integers, on stock onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from sklearn.datasets import load_digits
+from torch import nn
+
+from onnxtrain.api import CheckpointState, Module, Optimizer
+from onnxtrain.artifacts import LossType, OptimType, fake_quantize, generate_artifacts, quantize_trained
+from onnxtrain.errors import ArtifactError
+from tests.device.stock import Stock
+from tests.device.test_artifacts_imports import by_hand, node
+
+TRAINED = 1400  # digits to train with; the others are the test
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.data))
+    images = (data.data[order] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    return images, data.target[order].astype(np.int64)
+
+
+IMAGES, LABELS = digits()
+
+
+class Calibration(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime ships no types
+    def __init__(self) -> None:
+        self._batches: Iterator[np.ndarray] = iter(np.split(IMAGES[:300], 6))
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        batch = next(self._batches, None)
+        return None if batch is None else {"x": batch}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A convolutional network that knows the digits, with channels of very different sizes.
+
+    ReLU lets a factor of a channel move into the next layer: the network computes the same, and one scale for all
+    channels of a weight fits none of them (Nagel et al. 2019, https://arxiv.org/abs/1906.04721).
+    """
+    torch.manual_seed(0)
+    first, second, last = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3), nn.Linear(64, 10)
+    model = nn.Sequential(first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.Flatten(), last)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    images, labels = torch.from_numpy(IMAGES[:TRAINED]), torch.from_numpy(LABELS[:TRAINED])
+    for _ in range(600):
+        batch = torch.randint(0, TRAINED, (50,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        factors = torch.logspace(-0.8, 0.8, 8)
+        first.weight *= factors.reshape(-1, 1, 1, 1)
+        first.bias *= factors
+        second.weight /= factors.reshape(1, -1, 1, 1)
+    path = tmp_path_factory.mktemp("qat") / "float.onnx"
+    torch.onnx.export(
+        model.eval(),
+        (images[:2],),
+        path,
+        dynamo=True,
+        input_names=["x"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        external_data=False,
+        verbose=False,
+    )
+    return path
+
+
+def quantized(model: Path, folder: Path, weight_type: str = "QInt8", **options: Any) -> Path:
+    path = folder / "quantized.onnx"
+    options = {"quant_format": QuantFormat.QDQ, "activation_type": QuantType.QUInt8, **options}
+    quantize_static(model, path, Calibration(), weight_type=QuantType[weight_type], **options)
+    return path
+
+
+def logits(model: Path | onnx.ModelProto, *, fused: bool = True) -> np.ndarray:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if not fused:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    # It would round biases that the model holds in float32.
+    off = ["WeightBiasQuantization"]
+    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], disabled_optimizers=off)
+    (found,) = session.run(["logits"], {"x": IMAGES[TRAINED:]})
+    return np.asarray(found)
+
+
+def accuracy(found: np.ndarray) -> float:
+    return float((found.argmax(1) == LABELS[TRAINED:]).mean())
+
+
+class Training:
+    """Artifacts of a quantized model, on the training API."""
+
+    def __init__(self, model: Path, folder: Path, *, learn_scales: bool) -> None:
+        self.model, self.folder = model, folder
+        self.prepared = fake_quantize(model, learn_scales=learn_scales)
+        generate_artifacts(
+            self.prepared.model,
+            requires_grad=[*self.prepared.parameters, *self.prepared.scales],
+            loss=LossType.CrossEntropyLoss,
+            optimizer=OptimType.AdamW,
+            artifact_directory=folder,
+        )
+        self.state = CheckpointState.load_checkpoint(folder / "checkpoint")
+        self.module = Module(folder / "training_model.onnx", self.state, folder / "eval_model.onnx")
+        self.optimizer = Optimizer(folder / "optimizer_model.onnx", self.module)
+
+    def steps(self, count: int) -> None:
+        for step in range(count):
+            batch = np.random.default_rng(step).choice(TRAINED, 50, replace=False)
+            self.module(IMAGES[batch], LABELS[batch])
+            self.optimizer.step()
+            self.module.lazy_reset_grad()
+
+    def value(self, name: str) -> np.ndarray:
+        """A value of the graph with FakeQuant, for the test's images."""
+        path = self.folder / "inference.onnx"
+        self.module.export_model_for_inferencing(path, [name])
+        session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        inputs = {value.name: IMAGES[TRAINED:] for value in session.get_inputs()}
+        return np.asarray(session.run([name], inputs)[0])
+
+    def integers(self) -> onnx.ModelProto:
+        found = quantize_trained(self.model, self.state)
+        onnx.checker.check_model(found, full_check=True)
+        return found
+
+
+def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+@pytest.mark.parametrize(("learn_scales", "reached"), [(False, 0.9), (True, 0.945)])
+def test_training_brings_accuracy_back(trained: Path, tmp_path: Path, learn_scales: bool, reached: float) -> None:
+    """From 43 % with weights of 4 bits and one scale for all channels to 95 % and 96 %, where float32 has 97 %."""
+    model = quantized(trained, tmp_path, "QInt4")
+    assert accuracy(logits(trained)) > 0.96
+    assert accuracy(logits(model)) < 0.6
+    training = Training(model, tmp_path, learn_scales=learn_scales)
+    training.optimizer.set_learning_rate(3e-3)
+    training.steps(600)
+    assert accuracy(logits(training.integers())) > reached
+
+
+def assert_same_levels(training: Training, model: onnx.ModelProto, options: dict[str, Any]) -> None:
+    """The quantized model computes what the graph with FakeQuant does, in steps of the output's scale.
+
+    Exactly the same levels; but steps of 16 bits are as fine as the rounding of float32's sums, and a few differ.
+    """
+    step, found = initializers(model)["logits_scale"], training.value("logits")
+    fine = options.get("activation_type") == QuantType.QUInt16
+    for fused in (False, True):
+        gap = np.abs(logits(model, fused=fused) - found) / step
+        assert gap.max() < (8 if fine else 1e-3)
+        assert (gap > 1e-2).mean() < 0.05
+
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("QInt8", {}),
+    ("QUInt8", {}),
+    ("QInt8", {"per_channel": True, "activation_type": QuantType.QInt8}),
+    ("QUInt8", {"per_channel": True}),  # with a zero point for each channel
+    ("QInt4", {"per_channel": True}),
+    ("QInt8", {"activation_type": QuantType.QUInt16}),
+    ("QInt8", {"extra_options": {"AddQDQPairToWeight": True, "QuantizeBias": False}}),
+]
+
+
+@pytest.mark.parametrize("learn_scales", [False, True])
+@pytest.mark.parametrize(("weight_type", "options"), OPTIONS)
+def test_integers_compute_what_was_trained(
+    trained: Path, tmp_path: Path, weight_type: str, options: dict[str, Any], learn_scales: bool
+) -> None:
+    model = quantized(trained, tmp_path, weight_type, **options)
+    training = Training(model, tmp_path, learn_scales=learn_scales)
+    assert_same_levels(training, onnx.load(model), options)
+    untrained, original = initializers(training.integers()), initializers(onnx.load(model))
+    for name in original.keys() & untrained.keys():
+        np.testing.assert_array_equal(untrained[name], original[name])
+
+    training.steps(20)
+    found = training.integers()
+    for number in (0, 3, 6):
+        name = next(n.output[0] for n in found.graph.node if n.output[0].startswith(f"{number}.weight"))
+        found.graph.output.append(onnx.ValueInfoProto(name=name))
+        session = ort.InferenceSession(found.SerializeToString(), providers=["CPUExecutionProvider"])
+        (weight,) = session.run([name], {"x": IMAGES[:1]})
+        found.graph.output.pop()
+        np.testing.assert_allclose(weight, training.value(name), rtol=1e-6 if learn_scales else 0, atol=0)
+    assert_same_levels(training, found, options)
+
+
+def test_weights_come_back_as_integers(trained: Path, tmp_path: Path) -> None:
+    model = quantized(trained, tmp_path, extra_options={"AddQDQPairToWeight": True})
+    training = Training(model, tmp_path, learn_scales=False)
+    assert {"0.weight", "3.weight", "6.weight"} <= set(training.prepared.parameters)
+    found = training.integers()
+    kinds = {tensor.name: tensor.data_type for tensor in found.graph.initializer}
+    rounded = {n.input[0] for n in found.graph.node if n.op_type == "DequantizeLinear"} & kinds.keys()
+    assert {kinds[name] for name in rounded} == {TensorProto.INT8, TensorProto.INT32}
+    assert not {"0.weight", "3.weight", "6.weight"} & kinds.keys()
+
+
+# Gradients, against PyTorch's
+
+
+def pair(x: str, y: str, scale: str, zero: str, axis: int = 1) -> list[onnx.NodeProto]:
+    return [
+        node("QuantizeLinear", [x, scale, zero], [f"{y}_q"], axis=axis),
+        node("DequantizeLinear", [f"{y}_q", scale, zero], [y], axis=axis),
+    ]
+
+
+def small(scale: np.ndarray, zero: np.ndarray, axis: int = 1, *, halfway: bool = False) -> onnx.ModelProto:
+    """A rounded x times a rounded weight, with levels halfway between two or not."""
+    weights = {
+        "w": np.random.default_rng(1).standard_normal((6, 4)).astype(np.float32),
+        "w_scale": scale,
+        "w_zero": zero,
+        "x_scale": np.float32(0.02),
+        "x_zero": np.uint8(100),
+    }
+    weights["w"][0] = 0.0
+    if halfway:
+        weights["w"][1] = scale * 2.5
+    nodes = [
+        *pair("x", "x_rounded", "x_scale", "x_zero"),
+        *pair("w", "w_rounded", "w_scale", "w_zero", axis),
+        node("MatMul", ["x_rounded", "w_rounded"], ["y"]),
+    ]
+    return by_hand(nodes, weights, ["n", 6])
+
+
+CASES = {
+    "tensor": (np.float32(0.01), np.int8(0)),
+    "tensor, one element": (np.array([0.01], np.float32), np.array([3], np.int8)),
+    "channel": (np.array([0.01, 0.02, 0.005, 0.1], np.float32), np.zeros(4, np.int8)),
+    "channel, zero points": (np.array([0.01, 0.02, 0.005, 0.1], np.float32), np.array([0, 7, 128, 255], np.uint8)),
+}
+
+
+@pytest.mark.parametrize("learn_scales", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("portable", [False, True])
+def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: bool, tmp_path: Path) -> None:
+    scale, zero = CASES[case]
+    # PyTorch's gradient of a learned scale rounds level and zero point in one, its forward does not: a level halfway
+    # falls to another side where the zero point is odd.
+    model = small(scale, zero, halfway=not learn_scales)
+    prepared = fake_quantize(model, learn_scales=learn_scales)
+    assert prepared.parameters == ("w",)
+    names = ["w", *prepared.scales]
+    generate_artifacts(
+        prepared.model,
+        requires_grad=names,
+        loss=LossType.MSELoss,
+        optimizer=OptimType.AdamW,
+        artifact_directory=tmp_path,
+        portable=portable,
+    )
+    rng = np.random.default_rng(2)
+    x, target = rng.standard_normal((5, 6)).astype(np.float32) * 2, rng.standard_normal((5, 4)).astype(np.float32)
+    run = Stock(tmp_path)
+    loss = run.step(x, target)[0]
+
+    limits = np.iinfo(zero.dtype)
+    w = torch.tensor(initializers(model)["w"], requires_grad=True)
+    s = torch.from_numpy(np.atleast_1d(scale)).requires_grad_()
+    z = torch.from_numpy(np.atleast_1d(zero).astype(np.float32)).requires_grad_()
+    x_scale, x_zero = torch.tensor([0.02], requires_grad=True), torch.tensor([100.0], requires_grad=True)
+    tensor = torch._fake_quantize_learnable_per_tensor_affine
+    channel = torch._fake_quantize_learnable_per_channel_affine
+    rounded_x = tensor(torch.from_numpy(x), x_scale, x_zero, 0, 255, 1.0)
+    if s.numel() == 1:
+        rounded = tensor(w, s, z, limits.min, limits.max, 1.0)
+        plain = torch.fake_quantize_per_tensor_affine(w, float(s.detach()), int(z.detach()), limits.min, limits.max)
+    else:
+        rounded = channel(w, s, z, 1, limits.min, limits.max, 1.0)
+        plain = torch.fake_quantize_per_channel_affine(w, s.detach(), z.detach().int(), 1, limits.min, limits.max)
+    assert torch.equal(plain, rounded)
+    expected = nn.functional.mse_loss(rounded_x @ rounded, torch.from_numpy(target))
+    expected.backward()
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
+    assert w.grad is not None
+    gradients = {"w": w.grad, "w_scale.log_factor": s * s.grad, "x_scale.log_factor": x_scale * x_scale.grad}
+    assert (w.grad == 0).any()  # something was clipped
+    assert (w.grad != 0).any()
+    for name in names:
+        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
+        right = gradients[name].detach().numpy().reshape(found.shape)
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6 * float(np.abs(right).max()))
+
+
+# Refusals
+
+
+def refused(model: onnx.ModelProto | Path, says: str) -> None:
+    with pytest.raises(ArtifactError, match=says):
+        fake_quantize(model)
+
+
+def test_refuses_other_kinds_of_quantization(trained: Path, tmp_path: Path) -> None:
+    refused(trained, "not quantized")
+    plain = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": np.ones((6, 4), np.float32)}, ["n", 6])
+    quantize_dynamic(plain, tmp_path / "dynamic.onnx", weight_type=QuantType.QUInt8)
+    refused(tmp_path / "dynamic.onnx", "dynamic quantization")
+    refused(quantized(trained, tmp_path, quant_format=QuantFormat.QOperator), "QOperator format")
+    refused(tmp_path / "nowhere.onnx", "not there")
+    (tmp_path / "text.onnx").write_text("no model")
+    refused(tmp_path / "text.onnx", "no ONNX model")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_refuses_scales_that_divide_nothing(scale: float) -> None:
+    refused(small(np.float32(scale), np.int8(0)), "scale that is not positive")
+
+
+def test_refuses_pairs_that_do_not_belong_together() -> None:
+    good = small(np.float32(0.01), np.int8(0))
+    other = onnx.ModelProto()
+    other.CopyFrom(good)
+    other.graph.node[1].input[1] = "w_scale"
+    refused(other, "another scale")
+    read_by_more = onnx.ModelProto()
+    read_by_more.CopyFrom(good)
+    read_by_more.graph.node.append(node("Cast", ["x_rounded_q"], ["cast"], to=TensorProto.FLOAT))
+    refused(read_by_more, "read by DequantizeLinear alone")
+    computed = onnx.ModelProto()
+    computed.CopyFrom(good)
+    computed.graph.node.insert(0, node("ReduceMax", ["x"], ["computed"], keepdims=0))
+    for index in (1, 2):
+        computed.graph.node[index].input[1] = "computed"
+    refused(computed, "that is computed")
+    integers = onnx.ModelProto()
+    integers.CopyFrom(good)
+    del integers.graph.node[0]
+    integers.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
+    integers.graph.node[0].input[0] = "x"
+    refused(integers, "an input of the model")
+    channels = small(CASES["channel"][0], CASES["channel"][1], axis=0)
+    refused(channels, "do not fit its input")
+
+
+def test_refuses_the_state_of_another_model(trained: Path, tmp_path: Path) -> None:
+    model = quantized(trained, tmp_path)
+    training = Training(model, tmp_path, learn_scales=True)
+    with pytest.raises(ArtifactError, match="another model"):
+        quantize_trained(small(np.float32(0.01), np.int8(0)), training.state)
+    training.state.parameters["0.weight_scale.log_factor"].data[...] = 1000
+    with pytest.raises(ArtifactError, match="learned scale left"):
+        training.integers()
+    training.state.parameters["0.weight_scale.log_factor"].data[...] = 0
+    training.state.parameters["0.weight"].data[0] = np.nan
+    with pytest.raises(ArtifactError, match="not finite"):
+        training.integers()
