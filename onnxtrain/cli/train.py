@@ -22,7 +22,7 @@ from onnxtrain.errors import TrainingError
 
 _DIGITS = "digits"
 _PIXELS = 64
-_SIZE_TODO = "give an .npz file with an array for each input, or make artifacts of a model that takes these"
+_ADVICE = "give an .npz file with an array for each input, or make artifacts of a model that takes these"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,18 +215,18 @@ def _digits(types: Mapping[str, tuple[str, Sequence[int | str | None]]]) -> dict
         raise TrainingError("The digits come with scikit-learn.", todo="pip install scikit-learn") from error
     if len(types) != 2:
         what = "Digits are images and labels; the graph takes other inputs."
-        raise TrainingError(what, expected="two inputs", got=", ".join(types), todo=_SIZE_TODO)
+        raise TrainingError(what, expected="two inputs", got=", ".join(types), todo=_ADVICE)
     loaded = load_digits()
     (image, (dtype, shape)), (label, (label_dtype, _)) = types.items()
     known = [size for size in shape[1:] if isinstance(size, int)]
     sizes = known if len(known) == len(shape) - 1 else [_PIXELS] if len(shape) == 2 else [1, 8, 8]
     if math.prod(sizes) != _PIXELS or len(sizes) != len(shape) - 1:
         what = f"The digits have {_PIXELS} pixels each, which do not fit the graph's input {image!r}."
-        raise TrainingError(what, expected=_sizes(shape), got="(any, 64) or (any, 1, 8, 8)", todo=_SIZE_TODO)
+        raise TrainingError(what, expected=_sizes(shape), got="(any, 64) or (any, 1, 8, 8)", todo=_ADVICE)
     if not np.issubdtype(np.dtype(dtype), np.floating) or label_dtype not in ("int64", "int32"):
         got = f"{image} {dtype}, {label} {label_dtype}"
         what = "Digits are floating pixels and integer labels; the graph takes other types."
-        raise TrainingError(what, expected="float32 and int64", got=got, todo=_SIZE_TODO)
+        raise TrainingError(what, expected="float32 and int64", got=got, todo=_ADVICE)
     pixels = (loaded.data / 16).astype(dtype).reshape(-1, *sizes)
     return {image: pixels, label: loaded.target.astype(label_dtype)}
 

@@ -255,27 +255,3 @@ class Linear(Block):
 
     def _drawn(self, shape: tuple[int, ...], bound: float) -> Any:
         return self._draws.uniform(-bound, bound, shape).astype(np.float32)
-
-
-__all__ = [
-    "Abs",
-    "Add",
-    "Cast",
-    "Clip",
-    "Constant",
-    "Div",
-    "InputLike",
-    "LabelEncoder",
-    "Linear",
-    "Log",
-    "Mul",
-    "Neg",
-    "PassThrough",
-    "Pow",
-    "ReduceAllL2",
-    "ReduceMean",
-    "ReduceSum",
-    "SequenceConstruct",
-    "Sigmoid",
-    "Sub",
-]
