@@ -21,7 +21,7 @@ import torch
 from onnxtrain.autodiff import differentiate
 from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
-from onnxtrain.graph.values import TensorType, is_float, rank_of, set_type
+from onnxtrain.graph.values import TensorType, rank_of, set_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, lookup
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
@@ -476,7 +476,3 @@ def _array(tensor: torch.Tensor, value: ir.Value) -> Any:
         assert value.dtype is not None
         return tensor.float().numpy().astype(value.dtype.numpy())
     return tensor.detach().numpy()
-
-
-def is_floating(value: ir.Value) -> bool:
-    return value.dtype is not None and is_float(value.dtype)

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size, Sizes
-from onnxtrain.graph.values import ATEN, MICROSOFT, ONNX, OWN, TensorType, dtype_of, set_type, type_of
+from onnxtrain.graph.values import ATEN, MICROSOFT, ONNX, OWN, TensorType, dtype_of, set_type
 
 Operand = ir.Value | None
 
@@ -257,7 +257,3 @@ def as_sizes(value: ir.Value) -> Sizes | None:
         return tuple(int(v) for v in value.const_value.numpy().reshape(-1))
     known: Sizes | None = value.meta.get("sizes")
     return known
-
-
-def copy_type(source: ir.Value, target: ir.Value) -> None:
-    set_type(target, type_of(source))
