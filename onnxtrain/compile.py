@@ -39,22 +39,22 @@ class Compiled:
         captured: the capture; its `sources` say which tensors the unit takes.
         unit: the programs and the autograd boundary.
         report: what each stage did.
-        run: the module's output for the tensors of the capture's inputs.
+        run: takes the tensors of the capture's inputs and gives the module's output.
     """
 
     captured: Captured
     unit: Unit
     report: CompileReport
-    run: Callable[[Sequence[torch.Tensor]], Any]
+    run: Callable[..., Any]
 
 
-def _runner(captured: Captured, unit: Unit) -> Callable[[Sequence[torch.Tensor]], Any]:
+def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
     unflatten, apply = captured.output.unflatten, unit.apply
     if captured.sizes:
-        return lambda tensors: unflatten(unit(tensors), _sizes(captured, tensors))
+        return lambda *tensors: unflatten(unit(tensors), _sizes(captured, tensors))
     if apply is None:
-        return lambda tensors: unflatten(unit(tensors), ())
-    return lambda tensors: unflatten(apply(unit, *tensors), ())
+        return lambda *tensors: unflatten(unit(tensors), ())
+    return lambda *tensors: unflatten(apply(unit, *tensors), ())
 
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
 from onnxtrain.capture.refusals import refuse_call, refuse_module
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
-from onnxtrain.capture.usual_call import UsualCall, usual_call
+from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from onnxtrain.compile import Compiled, Rerun, compile_module
 from onnxtrain.errors import ORTModuleFallbackException
 from onnxtrain.options import Options
@@ -52,7 +52,8 @@ class _Entry:
         snapshot = self.state.now(module)
         self.usual = None
         if snapshot is not None:
-            self.usual = usual_call(snapshot, self.compiled.captured.guards, structure, tensors)
+            compiled = self.compiled
+            self.usual = usual_call(snapshot, compiled.captured.guards, structure, tensors, compiled.run)
         self._seen, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
@@ -72,8 +73,9 @@ class _Entry:
         return True
 
 
-def _never(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _never(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Missed]:
     """No call is usual."""
+    return Missed
 
 
 def _any_state(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -95,7 +97,7 @@ class Engine:
         self._options = options
         self._entries: dict[Any, list[_Entry]] = {}
         self._recent: _Entry | None = None
-        self._usual: tuple[UsualCall, Any] = (_never, None)  # one attribute: threads exchange it at once
+        self._usual: UsualCall = _never
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
         self.captures = 0
@@ -107,9 +109,8 @@ class Engine:
         return self._newest
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        usual, run = self._usual
-        inputs = usual(args, kwargs)
-        return self._on_the_long_way(args, kwargs) if inputs is None else run(inputs)
+        output = self._usual(args, kwargs)
+        return self._on_the_long_way(args, kwargs) if output is Missed else output
 
     def _on_the_long_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if capture_is_under_way():
@@ -131,8 +132,8 @@ class Engine:
         if entry is self._recent:
             entry.learn(self._module, structure, tensors)
         self._recent = entry
-        self._usual = (entry.usual or _never, entry.compiled.run)
-        return entry.compiled.run(inputs)
+        self._usual = entry.usual or _never
+        return entry.compiled.run(*inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
         """The entry that serves a call, and what it takes."""

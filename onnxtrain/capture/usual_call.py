@@ -17,20 +17,29 @@ from onnxtrain.capture.key import switches_beside_global_state
 from onnxtrain.capture.snapshot import Snapshot, quick_check
 from onnxtrain.capture.structure import Constant, Node, Slot, Structure, Tree
 
-UsualCall: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], "list[torch.Tensor] | None"]
+UsualCall: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 _PLAIN = (bool, int, str)
 
 
+class Missed:
+    """What a usual call gives where only the long way can tell."""
+
+
 def usual_call(
-    snapshot: Snapshot, guards: Guards, structure: Structure, tensors: Sequence[torch.Tensor]
+    snapshot: Snapshot,
+    guards: Guards,
+    structure: Structure,
+    tensors: Sequence[torch.Tensor],
+    run: Callable[..., Any],
 ) -> UsualCall | None:
-    """A function from (args, kwargs) to what the entry's program takes; it gives None where only the long way can tell.
+    """A function from (args, kwargs) to what `run` gives for the tensors; to `Missed` where only the long way can tell.
 
     Args:
         snapshot: the module as it is now.
         guards: the entry's.
         structure: of the call that is recognised.
         tensors: its tensors.
+        run: takes the module's tensors and those of the call.
 
     The environment is that of now.
 
@@ -45,29 +54,38 @@ def usual_call(
     if not writer.call(structure) or structure.shared:
         return None
     found = ", ".join(f"x{i}" for i in range(len(tensors)))
+    own = {f"p{i}": tensor for i, tensor in enumerate(state)}
     lines = [
         *writer.lines,
-        "if not untouched(owners) or any(empty): return None",
-        *(line.replace(": return False", ": return None") for line in snapshot.always),
-        "if not state() or switches() != before: return None",
-        f"if not facts(*parts, {found}): return None",
-        *(f"if not x{i}.is_contiguous(): return None" for i in range(len(tensors))),
-        f"tensors = [{found}]",
-        *([f"if len({{*map(storage, tensors)}}) != {len(tensors)}: return None"] if len(tensors) > 1 else []),
+        "if not untouched(owners) or any(empty): return Missed",
+        *(f"{line[: line.rindex(': return ')]}: return Missed" for line in snapshot.always),
+        "if not state() or switches() != before: return Missed",
+        f"if not facts(*parts, {found}): return Missed",
+        *(f"if not x{i}.is_contiguous(): return Missed" for i in range(len(tensors))),
+        f"tensors = ({found},)",
+        *([f"if len({{*map(storage, tensors)}}) != {len(tensors)}: return Missed"] if len(tensors) > 1 else []),
+        "if not guards.check(tensors): return Missed",
     ]
-    body = ["try:", *(f"    {line}" for line in lines), "except (LookupError, AttributeError, TypeError): return None"]
-    body.append("return [*own, *tensors] if guards.check(tensors) else None")
+    body = ["try:", *(f"    {line}" for line in lines), "except (LookupError, AttributeError, TypeError):"]
+    body += ["    return Missed", f"return run({', '.join([*own, found])})"]
     names = {
         **snapshot.values, **writer.values, "untouched": untouched.check, "owners": _all_of(snapshot),
         "empty": tuple(snapshot.empty), "state": torch._C._dynamo.guards.GlobalStateGuard().check,
         "switches": switches_beside_global_state, "before": switches_beside_global_state(), "facts": facts,
-        "parts": tuple(snapshot.different_tensors()), "own": tuple(state), "guards": guards,
-        "storage": torch.Tensor.untyped_storage,
+        "parts": tuple(snapshot.different_tensors()), "guards": guards,
+        "storage": torch.Tensor.untyped_storage, "Missed": Missed, "run": _taken, **own,
     }  # fmt: skip
     source = "def usual(args, kwargs):\n" + "\n".join(f"    {line}" for line in body)
     exec(compile(source, "<onnxtrain usual call>", "exec"), names)
     usual: UsualCall = names["usual"]
-    return usual if usual(*structure.unflatten(list(tensors))) is not None else None
+    if usual(*structure.unflatten(list(tensors))) is Missed:
+        return None
+    names["run"] = run
+    return usual
+
+
+def _taken(*tensors: torch.Tensor) -> None:
+    """The call was recognised."""
 
 
 # The module's state
@@ -118,7 +136,7 @@ class _Arguments:
         assert isinstance(kwargs, Node)
         assert isinstance(kwargs.key, tuple)
         names = tuple(name for _, name in kwargs.key)
-        self.lines.append(f"if len(args) != {len(args.children)} or (*kwargs,) != {names!r}: return None")
+        self.lines.append(f"if len(args) != {len(args.children)} or (*kwargs,) != {names!r}: return Missed")
         return self._children(args, "args") and self._children(kwargs, "kwargs")
 
     def _children(self, node: Node, source: str) -> bool:
@@ -137,11 +155,11 @@ class _Arguments:
                 self.lines.append(f"x{index} = {source}")
                 return True
             case Constant(value=None):
-                self.lines.append(f"if {source} is not None: return None")
+                self.lines.append(f"if {source} is not None: return Missed")
                 return True
             case Constant(value=value) if type(value) in _PLAIN:
                 kind = type(value).__name__
-                self.lines.append(f"if (v := {source}).__class__ is not {kind} or v != {value!r}: return None")
+                self.lines.append(f"if (v := {source}).__class__ is not {kind} or v != {value!r}: return Missed")
                 return True
             case Node(type=kind) if kind in (tuple, list, dict):
                 return self._container(tree, source)
@@ -150,11 +168,11 @@ class _Arguments:
     def _container(self, node: Node, source: str) -> bool:
         name = f"n{self._count}"
         self._count += 1
-        self.lines.append(f"if ({name} := {source}).__class__ is not {node.type.__name__}: return None")
+        self.lines.append(f"if ({name} := {source}).__class__ is not {node.type.__name__}: return Missed")
         if node.type is dict:  # forward may go through its keys in their order
             assert isinstance(node.key, tuple)
             keys = [key[1] for key in node.key if isinstance(key, tuple)]
-            self.lines.append(f"if [*{name}] != {keys!r}: return None")
+            self.lines.append(f"if [*{name}] != {keys!r}: return Missed")
         else:
-            self.lines.append(f"if len({name}) != {len(node.children)}: return None")
+            self.lines.append(f"if len({name}) != {len(node.children)}: return Missed")
         return self._children(node, name)

@@ -58,13 +58,21 @@ class Backward:
         self.cotangents = tuple(cotangents)
         self.zeros = frozenset(zeros)
 
+    def takes_all(self, forward: Program) -> bool:
+        """Whether it takes all that the forward program of a unit with one result keeps, and all its sizes."""
+        part = forward.part
+        return (
+            self.kept == tuple(range(len(part.outputs) - 1))
+            and self.cotangents == (0,)
+            and not self.zeros
+            and self.sizes == tuple(range(len(part.sizes_out)))
+        )
+
     def arguments(
         self, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], ctx: Any
     ) -> Sequence[Any]:
         """What the program takes, of the unit's kept tensors and of the cotangents that came."""
-        first = saved if self.kept == ctx.unit.all_kept else [saved[i] for i in self.kept]
-        if self.cotangents == ctx.unit.all_results and not self.zeros:
-            return (*first, *cotangents)
+        first = [saved[i] for i in self.kept]
         return (*first, *(_zeros(ctx, i) if i in self.zeros else cotangents[i] for i in self.cotangents))
 
 
@@ -81,6 +89,9 @@ class Unit:
         random: whether the program draws random numbers.
         device_type: "cpu" or "cuda".
         unsaved: positions of the inputs that are not among the kept tensors.
+        simple: whether there is nothing more to a step than to run the programs.
+        usual: which inputs needed a gradient in the newest backward of a simple unit, and its program; (None, any
+            program) where that takes less than all that forward kept.
         apply: what `__call__` does, on (unit, *tensors), where nothing is to be done after it; else None. It runs on
             every step, and each Python call on the way costs 0.4 us there.
         contexts: positions, among the kept, of Python objects: save_for_backward takes tensors only.
@@ -109,16 +120,16 @@ class Unit:
         self.device_type = device_type
         self.first_kept = results + len(self.mutations)
         self.unsaved = tuple(unsaved)
-        self.all_kept = tuple(range(len(forward.part.outputs) - self.first_kept))
-        self.all_results = tuple(range(results))
         self.none = (None,) * results
         self.inference = torch.is_inference_mode_enabled()
         # A unit is made in the state in which it is called: where autocast is off now, it need not be switched off.
-        self.plain = not self.mutations and not torch._C._is_any_autocast_enabled()
+        plain = not self.mutations and not torch._C._is_any_autocast_enabled()
         self.several = sum(differentiable) > 1  # then one of their cotangents may be missing
         self.fixed = tuple(i for i, d in enumerate(differentiable) if not d)
         self.rerun = rerun
         self.contexts = tuple(contexts)
+        self.simple = plain and results == 1 and not (random or self.contexts or self.fixed or self.inference)
+        self.usual: tuple[Flags | None, Program] = None, forward  # one attribute: threads exchange it at once
         self._make_backward = backward
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
         self._any_views = any(views)
@@ -176,6 +187,8 @@ class Unit:
         if known is None:
             assert self._make_backward is not None
             known = self._backwards[given, needed] = self._make_backward(given, needed[1:])
+        if self.simple and known.takes_all(self.forward):
+            self.usual = needed, known.program
         return known
 
     def renew_backwards(self) -> None:
@@ -195,38 +208,32 @@ def _random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[t
 
 
 class _Boundary(torch.autograd.Function):
-    """Forward and backward of a unit, as autograd sees them."""
+    """Forward and backward of a unit, as autograd sees them.
+
+    `ctx.call` is (unit, tensors, versions, sizes): one attribute, because each costs as much as a third of a small
+    operator. The tensors are held beside the saved ones for create_graph, which runs the module again in PyTorch:
+    eager does not refuse a change of a tensor that its backward does not read.
+    """
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        if unit.results > 1:  # else a gradient comes for the one result, or backward does not run
-            ctx.set_materialize_grads(False)
-        if unit.random:
-            ctx.random_state = _random_state(tensors)
-        found, ctx.sizes = unit.forward.run(tensors, ()) if unit.plain else unit.run(tensors)
-        kept = found[unit.first_kept :]
-        if unit.contexts:
-            ctx.contexts = [kept[i] for i in unit.contexts]
-            kept = tuple(None if i in unit.contexts else tensor for i, tensor in enumerate(kept))
-        ctx.save_for_backward(*kept)
-        results = found[: unit.results]
-        ctx.unit = unit
-        # For create_graph, which runs the module again in PyTorch. Held beside the saved tensors, because eager does
-        # not refuse a change of a tensor that its backward does not read.
-        ctx.tensors = tensors
-        ctx.versions = None if unit.inference else [tensors[i]._version for i in unit.unsaved]
-        if unit.several:
-            ctx.results = [(r.shape, r.dtype, r.device) for r in results]
-        if unit.fixed:
-            ctx.mark_non_differentiable(*(results[i] for i in unit.fixed))
-        return results
+        if not unit.simple:
+            return _forward(ctx, unit, tensors)
+        found, sizes = unit.forward.run(tensors, ())
+        ctx.save_for_backward(*found[1:])
+        ctx.call = unit, tensors, [tensors[i]._version for i in unit.unsaved], sizes
+        return found[:1]
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        unit: Unit = ctx.unit
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        unit: Unit = ctx.call[0]
         needed = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return (None, *_differentiable_backward(ctx, cotangents, needed[1:]))
+        usual, program = unit.usual
+        if needed == usual and not torch._C._is_any_autocast_enabled():
+            gradients, _ = program.run((*ctx.saved_tensors, *cotangents), ctx.call[3])
+            return (None, *gradients)
         saved: Sequence[Any] = ctx.saved_tensors
         if not unit.contexts:
             return _backward(ctx, saved, cotangents, needed)
@@ -236,13 +243,34 @@ class _Boundary(torch.autograd.Function):
         return found
 
 
+def _forward(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Forward of a unit that is not simple."""
+    if unit.results > 1:  # else a gradient comes for the one result, or backward does not run
+        ctx.set_materialize_grads(False)
+    if unit.random:
+        ctx.random_state = _random_state(tensors)
+    found, sizes = unit.run(tensors)
+    kept = found[unit.first_kept :]
+    if unit.contexts:
+        ctx.contexts = [kept[i] for i in unit.contexts]
+        kept = tuple(None if i in unit.contexts else tensor for i, tensor in enumerate(kept))
+    ctx.save_for_backward(*kept)
+    results = found[: unit.results]
+    ctx.call = unit, tensors, () if unit.inference else [tensors[i]._version for i in unit.unsaved], sizes
+    if unit.several:
+        ctx.results = [(r.shape, r.dtype, r.device) for r in results]
+    if unit.fixed:
+        ctx.mark_non_differentiable(*(results[i] for i in unit.fixed))
+    return results
+
+
 def _backward(
     ctx: Any, saved: Sequence[Any], cotangents: Sequence[torch.Tensor | None], needed: Flags
 ) -> tuple[Any, ...]:
-    unit: Unit = ctx.unit
+    unit, _, _, known = ctx.call
     backward = unit.backward(tuple(map(is_not, cotangents, unit.none)), needed)
     arguments = backward.arguments(saved, cotangents, ctx)
-    sizes = [ctx.sizes[i] for i in backward.sizes] if backward.sizes else ()
+    sizes = [known[i] for i in backward.sizes] if backward.sizes else ()
     if torch._C._is_any_autocast_enabled():
         with torch.autocast(unit.device_type, enabled=False):
             gradients, _ = backward.program.run(arguments, sizes)
@@ -254,6 +282,8 @@ def _backward(
 # Function.apply without its Python part, which looks for torch.func's wrappers: none get here, and it costs as much as
 # two small operators (4 us of 60 for a forward of five layers).
 _APPLY: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Boundary).apply
+# The same the other way: what autograd calls looks for the function's backward, and for vjp and boxed gradients.
+_Boundary._backward_cls.apply = _Boundary.backward  # type: ignore[attr-defined]
 
 
 def _zeros(ctx: Any, index: int) -> torch.Tensor:
@@ -265,15 +295,15 @@ def _differentiable_backward(
     ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Gradients that can be differentiated again: the module runs once more, in PyTorch (create_graph=True)."""
-    unit: Unit = ctx.unit
+    unit, tensors, versions, _ = ctx.call
     warnings.warn(
         "create_graph=True: onnxtrain runs this module again in PyTorch to differentiate its gradient; "
         "it is exact but not accelerated" + (", and dropout draws PyTorch's masks" if unit.random else ""),
         stacklevel=2,
     )
     _ = ctx.saved_tensors  # raises where one of them was changed
-    for index, version in zip(unit.unsaved, ctx.versions or (), strict=False):
-        if ctx.tensors[index]._version != version and index not in unit.mutations:
+    for index, version in zip(unit.unsaved, versions, strict=False):
+        if tensors[index]._version != version and index not in unit.mutations:
             raise KernelError(
                 "an input of the module was changed in place between forward and backward(create_graph=True)",
                 todo="change it after backward, or change a copy",
@@ -284,11 +314,11 @@ def _differentiable_backward(
             torch.set_rng_state(own)
             for device, state in devices:
                 torch.cuda.set_rng_state(state, device)
-            results = unit.rerun(ctx.tensors)
+            results = unit.rerun(tensors)
     else:
-        results = unit.rerun(ctx.tensors)
+        results = unit.rerun(tensors)
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]
-    wanted = [t for t, n in zip(ctx.tensors, needed, strict=True) if n]
+    wanted = [t for t, n in zip(tensors, needed, strict=True) if n]
     found = iter(
         torch.autograd.grad([r for r, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True)
     )

@@ -10,7 +10,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.capture.key import ModuleState, attribute_reads
 from onnxtrain.capture.structure import flatten_call
-from onnxtrain.capture.usual_call import UsualCall, usual_call
+from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from tests.capture.test_key import CHANGES, INPUTS, NAMES, SWITCHES, Looks, Model, X
 
 
@@ -19,10 +19,14 @@ class AnySizes:
         return True
 
 
+def taken(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensors
+
+
 def learn(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> UsualCall | None:
     tensors, structure = flatten_call(args, kwargs)
     state = ModuleState.take(model, names)
-    return usual_call(state.snapshot, AnySizes(), structure, tensors)  # type: ignore[arg-type]
+    return usual_call(state.snapshot, AnySizes(), structure, tensors, taken)  # type: ignore[arg-type]
 
 
 def learned(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> UsualCall:
@@ -35,17 +39,17 @@ def learned(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -
 def test_no_change_of_the_module_is_overlooked(name: str) -> None:
     model = Model()
     usual = learned(model, NAMES, X)
-    assert usual((X,), {}) is not None
+    assert usual((X,), {}) is not Missed
     CHANGES[name][0](model)
-    assert usual((X,), {}) is None
+    assert usual((X,), {}) is Missed
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_no_switch_is_overlooked(name: str) -> None:
     usual = learned(Model(), NAMES, X)
     with SWITCHES[name][0]():
-        assert usual((X,), {}) is None
-    assert usual((X,), {}) is not None
+        assert usual((X,), {}) is Missed
+    assert usual((X,), {}) is not Missed
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_no_global_switch_is_overlooked(change: Callable[[], None], undo: Callab
     usual = learned(Model(), NAMES, X)
     change()
     try:
-        assert usual((X,), {}) is None
+        assert usual((X,), {}) is Missed
     finally:
         undo()
 
@@ -99,18 +103,18 @@ def test_no_transform_or_mode_is_overlooked() -> None:
         seen.append(usual((X,), {}))
     with Mode():
         seen.append(usual((X,), {}))
-    assert seen == [None] * 4
+    assert seen == [Missed] * 4
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_no_fact_of_an_input_is_overlooked(name: str) -> None:
-    assert learned(Model(), NAMES, X)((INPUTS[name][0],), {}) is None
+    assert learned(Model(), NAMES, X)((INPUTS[name][0],), {}) is Missed
 
 
 def test_inference_tensors_are_not_overlooked() -> None:
     with torch.inference_mode():
         tensor = torch.ones(2, 3, 4, 5)
-    assert learned(Model(), NAMES, X)((tensor,), {}) is None
+    assert learned(Model(), NAMES, X)((tensor,), {}) is Missed
 
 
 A, B, FIRST = torch.ones(2), torch.zeros(3), torch.ones(2)
@@ -144,15 +148,15 @@ def test_no_change_of_the_arguments_is_overlooked(args: tuple[Any, ...], kwargs:
     usual = learned(Model(), NAMES, FIRST, batch=BATCH)
     expected = [A, FIRST, B, BATCH["more"][1][0]]
     found = usual((FIRST,), {"batch": BATCH})
-    assert found is not None
+    assert found is not Missed
     assert {id(t) for t in found[len(NAMES) :]} == {id(t) for t in expected}
-    assert usual(args, kwargs) is None
+    assert usual(args, kwargs) is Missed
 
 
 def test_no_other_order_of_kwargs_is_overlooked() -> None:
     usual = learned(Model(), NAMES, a=A, b=B)
-    assert usual((), {"a": A, "b": B}) is not None
-    assert usual((), {"b": B, "a": A}) is None
+    assert usual((), {"a": A, "b": B}) is not Missed
+    assert usual((), {"b": B, "a": A}) is Missed
 
 
 class Pair(NamedTuple):
@@ -182,9 +186,9 @@ def test_no_change_of_a_constant_of_the_class_is_overlooked(change: str, monkeyp
         model(X)
     tensors, structure = flatten_call((X,), {})
     state = ModuleState.take(model, [], frozenset(reads))
-    usual = usual_call(state.snapshot, AnySizes(), structure, tensors)  # type: ignore[arg-type]
+    usual = usual_call(state.snapshot, AnySizes(), structure, tensors, taken)  # type: ignore[arg-type]
     assert usual is not None
-    assert usual((X,), {}) is not None
+    assert usual((X,), {}) is not Missed
     match change:
         case "another value":
             monkeypatch.setattr(Looks, "scale", 3.0)
@@ -192,7 +196,7 @@ def test_no_change_of_a_constant_of_the_class_is_overlooked(change: str, monkeyp
             monkeypatch.delattr(Looks, "scale")
         case _:
             model.scale = 3.0
-    assert usual((X,), {}) is None
+    assert usual((X,), {}) is Missed
 
 
 class Exchanged(nn.Module):
@@ -317,4 +321,4 @@ def test_a_module_that_calls_a_method_of_its_class_is_learned() -> None:
     x = torch.randn(4, 3)
     for _ in range(3):
         module(x)
-    assert usual_of(module)((x,), {}) is not None
+    assert usual_of(module)((x,), {}) is not Missed
