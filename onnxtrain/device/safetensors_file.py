@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain.device.atomic_file import replacing
+from onnxtrain.atomic_file import replacing
 from onnxtrain.device.checkpoint_data import damaged
 from onnxtrain.device.values import Array, dtype_named
 from onnxtrain.errors import CheckpointError

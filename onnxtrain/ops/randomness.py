@@ -6,8 +6,9 @@
 A node's metadata `rng` says which numbers it draws:
 
     torch (default)   eager PyTorch's: F.dropout(x, ratio) after the same seed gives the same y, bit for bit
-    fast              16 bits an element from the same generator, so that seeds and saved states govern them too.
-                      The ratio is then a multiple of 1/65536, and the scale that of this ratio: E[y] = x exactly
+    fast              16 bits an element, made from a key that the same generator gives (`draws.py`), so that seeds and
+                      saved states govern them too. The ratio is then a multiple of 1/65536, and the scale that of this
+                      ratio: E[y] = x exactly. The pass `key_dropout` lets such a node keep the key and no mask
 
 Other random operators stay ATen nodes: PyTorch draws in the order of memory, which only its own tensors tell.
 """
@@ -36,10 +37,11 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.draws import DRAWS as DRAWS
+from onnxtrain.ops.draws import draw_key, kept
 from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.registry import define
 
-DRAWS = 65536  # what 16 bits tell apart
 _DEFAULT_RATIO = 0.5
 
 
@@ -97,21 +99,27 @@ def _masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     return mask.view(torch.uint8).to(x.dtype).mul_(x).mul_(scale)
 
 
+def torch_mask(x: torch.Tensor, keep: float) -> torch.Tensor:
+    """The mask of F.dropout on a CPU: bernoulli_ gives the same elements in every dtype."""
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(keep)
+
+
+def fast_mask(x: torch.Tensor, dropped: int) -> torch.Tensor:
+    """A mask that drops `dropped` of the 65536 numbers that an element can draw; dense, in x's layout."""
+    found = kept(draw_key(), x.numel(), dropped).view(x.shape)
+    mask = found if x.is_contiguous() else torch.empty_like(x, dtype=torch.uint8).copy_(found)
+    return mask.view(torch.bool)
+
+
 def dropout(x: torch.Tensor, keep: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws as F.dropout does on a CPU: bernoulli_ gives the same elements in every dtype."""
-    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(keep)
+    """Draws as F.dropout does."""
+    mask = torch_mask(x, keep)
     return _masked(x, mask, scale), mask
 
 
 def fast_dropout(x: torch.Tensor, dropped: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drops `dropped` of the 65536 numbers that an element can draw."""
-    count = x.numel()
-    if count < _FEW:
-        return dropout(x, 1 - dropped / DRAWS, scale)
-    mask = torch.empty_like(x, dtype=torch.uint8)  # dense, whatever x is
-    draws = torch.empty((count + 3) // 4, dtype=torch.int64, device=x.device).random_(-(2**63), None)
-    torch.ge(draws.view(torch.int16)[:count], dropped - DRAWS // 2, out=mask.as_strided((count,), (1,)))
-    mask = mask.view(torch.bool)
+    """Draws 16 bits an element."""
+    mask = fast_mask(x, dropped)
     return _masked(x, mask, scale), mask
 
 

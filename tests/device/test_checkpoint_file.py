@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from onnxtrain.device import atomic_file, safetensors_file
+from onnxtrain import atomic_file
+from onnxtrain.device import safetensors_file
 from onnxtrain.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]

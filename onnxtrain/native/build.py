@@ -1,0 +1,115 @@
+"""Compiles a source once a machine, and keeps the library on disk.
+
+A file is an ELF library with its SHA-256 behind it: a linker does not mind, and a damaged file is seen before it is
+mapped, where it could end the process. It gets its name when it is whole, so that processes may build side by side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+from onnxtrain.cache_folder import cache_folder
+from onnxtrain.native import compiler
+
+_DIGEST_BYTES = 32
+_LIMIT_S = 300  # for a compile at the lowest priority on a busy machine
+
+
+class BuildError(Exception):
+    """Why there is no library."""
+
+
+def build(name: str, source: str) -> Path:
+    """The file of the compiled source, from the cache or by the compiler. Called off the main thread: it may take long.
+
+    Raises:
+        BuildError: there is no compiler, it refuses the source, or the cache cannot be written.
+    """
+    found = compiler.find()
+    if found is None:
+        raise BuildError("there is no C++ compiler (looked for $CXX, c++, g++, clang++)")
+    parts = (source, " ".join((*found.command, *compiler.flags())), found.version, compiler.processor())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    try:
+        folder = cache_folder("native")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = folder / f"{name}-{key}.so"
+        if not is_whole(target):
+            _compile(found, source, target)
+    except OSError as error:
+        raise BuildError(f"the folder of compiled kernels cannot be used: {error}") from error
+    return target
+
+
+def is_whole(path: Path) -> bool:
+    """Whether this is a library as `build` left it, and nobody else's."""
+    try:
+        data = path.read_bytes()
+        owner = path.stat().st_uid
+    except OSError:
+        return False
+    return owner in (os.getuid(), 0) and hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
+
+
+def _compile(found: compiler.Compiler, source: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
+        text, library = Path(scratch, "source.cpp"), Path(scratch, "library.so")
+        text.write_text(source, encoding="utf-8")
+        code, said = _in_background(found.call(text, library))
+        if code:
+            first = "\n".join(said.splitlines()[:5])
+            raise BuildError(f"{found.command[0]} ended with {code}: {first}")
+        with open(library, "r+b") as file:
+            digest = hashlib.sha256(file.read()).digest()
+            file.write(digest)
+        os.replace(library, target)
+
+
+_running: set[subprocess.Popen[str]] = set()
+_lock = threading.Lock()
+
+
+def _in_background(command: list[str]) -> tuple[int, str]:
+    """Runs a command at the lowest priority, in a process group of its own, and waits: its status and what it said."""
+    nice = shutil.which("nice")
+    with _lock:
+        child = subprocess.Popen(
+            [*([nice, "-n", "19"] if nice else []), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        _running.add(child)
+    try:
+        said, _ = child.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        _end(child)
+        return -1, f"no end after {_LIMIT_S} s"
+    finally:
+        _running.discard(child)
+    return child.returncode, said
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """The driver and the compiler proper, which it starts."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+
+
+@atexit.register
+def _end_all() -> None:
+    """No compiler outlives the program that asked for it."""
+    with _lock:
+        for child in tuple(_running):
+            _end(child)

@@ -1,0 +1,67 @@
+"""Which C++ compiler the machine has, and how it is called."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_CANDIDATES = ("c++", "g++", "clang++")
+# No -ffast-math: infinities and NaN keep their meaning. Without errno and traps more loops become vectors.
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pipe", "-w")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler.
+
+    Attributes:
+        command: the program and its first arguments.
+        version: what it says of itself.
+    """
+
+    command: tuple[str, ...]
+    version: str
+
+    def call(self, source: Path, target: Path) -> list[str]:
+        return [*self.command, *flags(), "-x", "c++", str(source), "-o", str(target)]
+
+
+def flags() -> Sequence[str]:
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return (*_FLAGS, "-march=native" if x86 else "-mcpu=native")
+
+
+def find() -> Compiler | None:
+    """The compiler that $CXX names, else the first of c++, g++ and clang++ that runs; None where there is none.
+
+    It starts a process, which takes some milliseconds.
+    """
+    wish = os.environ.get("CXX")
+    for name in (wish,) if wish else _CANDIDATES:
+        command = tuple(shlex.split(name))
+        if not command or shutil.which(command[0]) is None:
+            continue
+        try:
+            asked = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if asked.returncode == 0:
+            return Compiler(command, asked.stdout)
+    return None
+
+
+@functools.cache
+def processor() -> str:
+    """What -march=native looks at: a library runs only where this is the same."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    wanted = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    return "\n".join([platform.machine(), *(told.get(name, "") for name in wanted)])

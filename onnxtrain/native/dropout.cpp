@@ -1,0 +1,52 @@
+// Dropout by draws from a key: y = x * (draw >= least ? scale : 0), elements in the order of a contiguous tensor.
+
+constexpr int64_t CHUNK = 1024;  // elements whose draws are made together
+
+template <class F> static void in_chunks(const int64_t *key, int64_t count, int64_t threads, const F &f) {
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    parallel_for(count < 32768 ? 1 : threads, chunks, [&](int64_t begin, int64_t end) {
+        alignas(64) int16_t draws[CHUNK + 64];
+        for (int64_t c = begin; c < end; c++) {
+            const int64_t at = c * CHUNK, n = std::min(CHUNK, count - at);
+            draw(draws, n, at / 4, key);
+            f(at, n, draws);
+        }
+    });
+}
+
+template <class T>
+static void dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads) {
+    const int16_t low = int16_t(least);
+    in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *draws) {
+        int64_t i = 0;
+        for (; i + LANES<T> <= n; i += LANES<T>) store<T>(y + at + i, load<T>(x + at + i) * factor<T>(draws + i, low, scale));
+        for (; i < n; i++) y[at + i] = x[at + i] * (draws[i] >= low ? scale : T(0));
+    });
+}
+
+extern "C" {
+
+void dropout_float(const float *x, float *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
+    dropout<float>(x, y, key, least, float(scale), count, threads);
+}
+
+void dropout_double(const double *x, double *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
+    dropout<double>(x, y, key, least, scale, count, threads);
+}
+
+// 1 where an element is kept.
+void kept(uint8_t *mask, const int64_t *key, int64_t least, int64_t count, int64_t threads) {
+    typedef int16_t wide __attribute__((vector_size(64)));
+    typedef int8_t narrow __attribute__((vector_size(32)));
+    const int16_t low = int16_t(least);
+    in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *draws) {
+        for (int64_t i = 0; i < n; i += 32) {
+            wide bits;
+            std::memcpy(&bits, draws + i, sizeof bits);
+            const narrow found = __builtin_convertvector(bits >= low, narrow) & 1;
+            std::memcpy(mask + at + i, &found, size_t(std::min<int64_t>(32, n - i)));
+        }
+    });
+}
+
+}

@@ -1,0 +1,90 @@
+"""Functions of a source text, there as soon as the text is compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from onnxtrain.native.build import BuildError, build
+
+_LOG = logging.getLogger(__name__)
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+def text(*names: str) -> str:
+    """The files of this folder with these names, one after the other."""
+    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
+
+
+class Library:
+    """One source text and its functions.
+
+    Attributes:
+        name, source, signatures: what it was made from.
+        functions: the compiled functions by name; None as long as they are not there.
+        why_not: after a failed build, the reason.
+    """
+
+    def __init__(self, name: str, source: str, signatures: Mapping[str, str], *, short: bool = False) -> None:
+        """Notes what is to be compiled.
+
+        Args:
+            name: for the file in the cache.
+            source: C++ that defines `extern "C"` functions; `parallel.h` comes before it.
+            signatures: for each function its name and a letter per argument: p, i, f or d.
+            short: calls take microseconds and keep Python's lock, which costs less than to give it away.
+        """
+        self.functions: Any = None
+        self.why_not: str | None = None
+        self.name, self.source, self.signatures = name, source, dict(signatures)
+        self._short = short
+        self._lock = threading.Lock()
+        self._work: threading.Thread | None = None
+
+    def request(self) -> None:
+        """Starts the build, the first time. Returns at once."""
+        if self._work is not None:
+            return
+        with self._lock:
+            if self._work is None:
+                self._work = threading.Thread(target=self._build, name=f"onnxtrain builds {self.name}", daemon=True)
+                self._work.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Requests the functions and waits for them; whether they are there."""
+        self.request()
+        assert self._work is not None
+        self._work.join(seconds)
+        return self.functions is not None
+
+    def _build(self) -> None:
+        try:
+            if not sys.platform.startswith("linux"):
+                raise BuildError(f"compiled kernels are for Linux, this is {sys.platform}")
+            self.functions = self._load(build(self.name, text("parallel.h") + self.source))
+        except BuildError as error:
+            self.why_not = str(error)
+            refused = " ended with " in self.why_not
+            _LOG.log(
+                logging.WARNING if refused else logging.INFO,
+                "The compiled kernel %s is not there, PyTorch's operators serve instead: %s",
+                self.name,
+                error,
+            )
+
+    def _load(self, path: Path) -> SimpleNamespace:
+        try:
+            library = (ctypes.PyDLL if self._short else ctypes.CDLL)(str(path))
+            found = {name: getattr(library, name) for name in self.signatures}
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
+        for name, letters in self.signatures.items():
+            found[name].argtypes = [_TYPES[letter] for letter in letters]
+            found[name].restype = None
+        return SimpleNamespace(**found)

@@ -1,0 +1,29 @@
+// Runs loops on the threads of PyTorch's own OpenMP pool: no second pool, no <omp.h>, no compiler flag.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+extern "C" void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
+extern "C" int omp_get_thread_num();
+extern "C" int omp_get_num_threads();
+
+// f(begin, end) for `count` items in equal parts, one a thread, as at::parallel_for does.
+template <class F> static void parallel_for(int64_t threads, int64_t count, const F &f) {
+    threads = std::min(threads, count);
+    if (threads <= 1) {
+        if (count > 0) f(int64_t(0), count);
+        return;
+    }
+    struct Work { const F *f; int64_t count; } work{&f, count};
+    GOMP_parallel([](void *p) {
+        const Work &w = *static_cast<Work *>(p);
+        const int64_t team = omp_get_num_threads(), part = (w.count + team - 1) / team;
+        const int64_t begin = omp_get_thread_num() * part, end = std::min(begin + part, w.count);
+        if (begin < end) (*w.f)(begin, end);
+    }, &work, unsigned(threads), 0);
+}

@@ -1,0 +1,145 @@
+"""Dropout whose mask is not kept: a key gives it again, in backward and in recompute.
+
+    DropoutKey() -> key                    int64 [2], drawn from the generator: the only random part
+    KeyedDropout(x, key) -> y              y = x * (draw >= dropped ? scale : 0), with the draws of `draws.py`
+
+`dropped` of the 65536 numbers that an element can draw make it 0. The gradient is KeyedDropout itself, of dy. The pass
+`key_dropout` puts them in the place of Dropout where `rng="fast"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
+from onnxtrain.ops import draws
+from onnxtrain.ops.composite import no_axes
+from onnxtrain.ops.constructors import TORCH_DTYPES, cast, never
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    REQUIRED,
+    Call,
+    Effects,
+    Gradient,
+    Kernel,
+    NodeView,
+    OpDef,
+    numel,
+)
+from onnxtrain.ops.fused import reshaped, times
+from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.randomness import scale_of
+from onnxtrain.ops.registry import define
+from onnxtrain.ops.reshape.dims import unsqueezed
+from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.reshape.slicing import sliced
+
+_INT64 = ir.DataType.INT64
+
+
+# DropoutKey
+
+
+def _key_body(op: Builder, n: NodeView) -> ir.Value:
+    """53 random bits a number, of which stock onnxruntime knows nothing else."""
+    bound = 2.0**62
+    wide = op.RandomUniform(shape=[2], low=-bound, high=bound, dtype=int(ir.DataType.DOUBLE))
+    return op.Cast(wide, to=_INT64)  # type: ignore[no-any-return]
+
+
+DROPOUT_KEY = define(
+    OpDef(
+        domain=OWN,
+        name="DropoutKey",
+        inputs=(),
+        outputs=("key",),
+        attributes={},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (TensorType(_INT64, (2,)),),
+        body=_key_body,
+        native_ok=never,
+        gradient=NOT_DIFFERENTIABLE,
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n: Call(draws.draw_key)),),
+        axes=no_axes,
+        effects=Effects.RANDOM,
+        aliases={},
+        flops=lambda n: 2,
+        host=None,
+    )
+)
+
+
+# KeyedDropout
+
+
+def _words(op: Builder, key: ir.Value, count: sizes.Size) -> ir.Value:
+    """`draws.words`: products and sums of int64 wrap around; a shift is a division by a power of two, rounded down."""
+
+    def mixed(z: ir.Value, shift: int) -> ir.Value:
+        shifted = op.own.FloorDivide(z, op.scalar(2**shift, _INT64))
+        without_sign = op.Mod(shifted, op.scalar(2 ** (64 - shift), _INT64))
+        return op.BitwiseXor(z, without_sign)  # type: ignore[no-any-return]
+
+    first, second = (sliced(op, key, 0, i, i + 1) for i in (0, 1))
+    z = op.Add(op.Mul(counting(op, count), op.scalar(draws.GAMMA, _INT64)), first)
+    z = op.BitwiseXor(op.Mul(mixed(z, draws.SHIFTS[0]), op.scalar(draws.FIRST, _INT64)), second)
+    z = op.Mul(mixed(z, draws.SHIFTS[1]), op.scalar(draws.SECOND, _INT64))
+    return mixed(z, draws.SHIFTS[2])
+
+
+def _body(op: Builder, n: NodeView) -> ir.Value:
+    count = numel(n.x)
+    z = unsqueezed(op, _words(op, n.key, sizes.floor_divide(sizes.add(count, 3), 4)), 1)
+    quarters = op.own.FloorDivide(z, op.constant([1, 2**16, 2**32, 2**48], _INT64))
+    # The sign bit of 16 bits flipped: numbers from 0 up, in the same order.
+    flipped = op.Mod(op.Add(quarters, op.scalar(draws.DRAWS // 2, _INT64)), op.scalar(draws.DRAWS, _INT64))
+    flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
+    mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.of(n.x))
+    return times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), _scale(n))
+
+
+def _scale(n: NodeView) -> float:
+    return scale_of(n.dropped / draws.DRAWS, TORCH_DTYPES[dtype_of(n.x)])
+
+
+def _lower(n: NodeView, x: Any, key: Any) -> Call:
+    return Call(draws.drop, x, key, n.dropped, _scale(n))
+
+
+def _lower_compiled(n: NodeView, x: Any, key: Any) -> Call:
+    draws.LIBRARY.request()
+    return Call(draws.drop_compiled, x, key, n.dropped, _scale(n))
+
+
+def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    return [op.own.KeyedDropout(dy, n.key, dropped=n.dropped), None]
+
+
+KEYED_DROPOUT = define(
+    OpDef(
+        domain=OWN,
+        name="KeyedDropout",
+        inputs=("x", "key"),
+        outputs=("y",),
+        attributes={"dropped": REQUIRED},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (type_of(n.x),),
+        body=_body,
+        native_ok=never,
+        gradient=(Gradient(_gradient, reads=("key",)),),
+        stops=frozenset({"key"}),
+        kernels=(Kernel(lower=_lower_compiled, applies=may_compile), Kernel(lower=_lower)),
+        axes=no_axes,  # an element's place decides its draw
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(2, numel(n.x)),
+        host=None,
+    )
+)

@@ -1,0 +1,198 @@
+"""C++ is compiled behind, once a machine; what goes wrong is said once and stops nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from onnxtrain.native import Library, build, compiler
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled kernels are for Linux"),
+]
+
+COUNT = """
+extern "C" void count(int64_t *seen, int64_t n, int64_t threads) {
+    parallel_for(threads, n, [&](int64_t begin, int64_t end) {
+        for (; begin < end; begin++) seen[begin] += begin + 1;
+    });
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "native"
+
+
+def counter(source: str = COUNT) -> Library:
+    return Library("count", source, {"count": "pii"})
+
+
+def check(library: Library) -> None:
+    """Every item is visited once, on any number of threads."""
+    assert library.wait(60), library.why_not
+    for n, threads in ((0, 2), (1, 4), (7, 2), (1000, 1), (1000, 3), (5, 64)):
+        seen = torch.zeros(n, dtype=torch.int64)
+        library.functions.count(seen.data_ptr(), n, threads)
+        assert torch.equal(seen, torch.arange(n) + 1)
+
+
+def test_source_in_functions_out(cache: Path) -> None:
+    library = counter()
+    assert library.functions is None
+    check(library)
+    (file,) = cache.iterdir()
+    assert build.is_whole(file)
+
+
+def test_the_threads_are_those_of_pytorch() -> None:
+    """No second OpenMP library comes into the process."""
+    check(counter())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp." in line}) == 1
+
+
+def test_what_is_compiled_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(counter())
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    check(counter())
+
+
+@pytest.mark.parametrize("other", ["source", "flags", "compiler", "processor"])
+def test_what_decides_the_code_decides_the_file(other: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(counter())
+    if other == "flags":
+        monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-DOTHER"))
+    if other == "compiler":
+        found = compiler.find()
+        assert found is not None
+        monkeypatch.setattr(compiler, "find", lambda: compiler.Compiler(found.command, "another version"))
+    if other == "processor":
+        monkeypatch.setattr(compiler, "processor", lambda: "another processor")
+    check(counter(COUNT + "// changed" if other == "source" else COUNT))
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data[:99] + b"x" + data[100:]]
+)
+def test_a_damaged_file_is_compiled_again(damage, cache: Path) -> None:
+    check(counter())
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    file.unlink()  # this process has it mapped
+    file.write_bytes(damage(whole))
+    assert not build.is_whole(file)
+    check(counter())
+    assert build.is_whole(file)
+
+
+def test_what_does_not_compile_is_said_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = counter("this is no C++")
+    with caplog.at_level(logging.INFO, "onnxtrain"):
+        assert not library.wait(60)
+        assert not library.wait(60)
+    (record,) = [r for r in caplog.records if r.name.startswith("onnxtrain.native")]
+    assert record.levelno == logging.WARNING
+    assert "error" in record.getMessage()
+    assert library.functions is None
+    assert list(cache.iterdir()) == []
+
+
+def test_a_function_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    library = Library("count", COUNT, {"another": "p"})
+    assert not library.wait(60)
+    assert "another" in (library.why_not or "")
+    assert any(r.levelno == logging.WARNING for r in caplog.records)
+
+
+def test_without_a_compiler_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    library = counter()
+    with caplog.at_level(logging.INFO, "onnxtrain"):
+        assert not library.wait(60)
+    assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain.native")] == [logging.INFO]
+    assert "no C++ compiler" in (library.why_not or "")
+
+
+def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file in the place of the folder")
+    library = counter()
+    assert not library.wait(60)
+    assert "cannot be used" in (library.why_not or "")
+
+
+def in_process(code: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+BUILD = """
+from onnxtrain.native.build import build, is_whole
+assert is_whole(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing(int64_t) {}"))
+"""
+
+
+def test_processes_build_side_by_side(cache: Path) -> None:
+    for process in [in_process(BUILD) for _ in range(3)]:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    assert len(list(cache.iterdir())) == 1  # and nothing that was half done
+
+
+def test_the_compiler_is_of_low_priority_and_ends_with_the_program(cache: Path, tmp_path: Path) -> None:
+    """A request returns at once; who leaves before the code is there leaves no process behind."""
+    slow, notes = tmp_path / "slow-c++", tmp_path / "notes"
+    slow.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo slow && exit 0\necho "$$ $(nice)" > {notes}.part\n'
+        f"mv {notes}.part {notes}\nsleep 100\n"
+    )
+    slow.chmod(0o755)
+    code = f"""
+    import pathlib, time
+    from onnxtrain.native import Library
+    library = Library("count", "", {{}})
+    start = time.perf_counter()
+    library.request()
+    assert time.perf_counter() - start < 1 and library.functions is None
+    while not pathlib.Path({str(notes)!r}).exists():
+        time.sleep(0.01)
+    """
+    output, _ = (process := in_process(code, CXX=str(slow))).communicate(timeout=60)
+    assert process.returncode == 0, output
+    pid, niceness = map(int, notes.read_text().split())
+    assert niceness == 19
+    for _ in range(100):
+        if not is_running(pid):
+            break
+        time.sleep(0.05)
+    assert not is_running(pid)
+    assert list(cache.iterdir()) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

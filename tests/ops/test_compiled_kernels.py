@@ -1,0 +1,267 @@
+"""The compiled kernels against PyTorch, in every case of their ops; and the draws that both ways share."""
+
+from __future__ import annotations
+
+import math
+import platform
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain import ORTModule, testing
+from onnxtrain.native import Library, compiler
+from onnxtrain.ops import builder, draws
+from onnxtrain.ops.attention import compiled, flash
+from onnxtrain.ops.attention.compiled import Drops, Masks
+from onnxtrain.ops.attention.parts import causal_mask, hides_later
+from onnxtrain.ops.native import NOTE
+from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout
+from tests.ops.captures import OfTensors
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+OPS = {
+    "FlashAttention",
+    "ScaledDotProductAttention",
+    "ScaledDotProductAttentionDropout",
+    "VarlenAttention",
+    "VarlenAttentionDropout",
+    "KeyedDropout",
+}
+# The cases of gradients alone give a y or probabilities that are not those of q and k; the kernel reads neither.
+CASES = [
+    case
+    for module in (cases_attention, cases_attention_kept, cases_keyed_dropout)
+    for case in module.CASES
+    if case.name in OPS
+]
+BY_OPERATORS = ("VarlenAttention-bias", "VarlenAttention-one-bias", "VarlenAttentionDropout-dropout")  # a bias each
+
+
+def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
+    """The library's functions; `calls` counts theirs."""
+    assert library.wait(), library.why_not
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> None:
+            calls[name] += 1
+            function(*arguments)
+
+        return call
+
+    return SimpleNamespace(**{name: counted(name, function) for name, function in vars(library.functions).items()})
+
+
+def keyed(mask: torch.Tensor, keep: float) -> torch.Tensor:
+    """In the place of `bernoulli_`: the mask of a key, as the published SplitMix64 gives it."""
+    key = torch.empty(2, dtype=torch.int64).random_(-(2**63), None)
+    bits = cases_keyed_dropout.draws(key, mask.numel()).view(mask.shape)
+    return mask.copy_(bits >= round((1 - keep) * 2**16) - 2**15)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Lets the graphs of cases run compiled kernels and their references draw alike; counts the kernels' calls."""
+    plain = testing.case_graph
+
+    def noted(case: OpCase, dtype: torch.dtype) -> Any:
+        model = plain(case, dtype)
+        for node in model.graph:
+            node.metadata_props.update({NOTE: "on", "rng": "fast"})
+        return model
+
+    found: Counter[str] = Counter()
+    for library in (compiled.LIBRARY, draws.LIBRARY):
+        monkeypatch.setattr(library, "functions", counting(library, found))
+    monkeypatch.setattr(testing, "case_graph", noted)
+    monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
+    monkeypatch.setattr(torch.Tensor, "bernoulli_", keyed)
+    return found
+
+
+def only_first(case: OpCase) -> OpCase:
+    """What is kept for backward beside y is the kernel's own affair."""
+    if case.name == "KeyedDropout":
+        return case
+
+    def reference(*inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        y, *rest = case.reference(*inputs)
+        return y, *(None for _ in rest)
+
+    return replace(case, reference=reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str]) -> None:
+    check = CaseCheck(only_first(case), dtype)
+    ran = [check.check_sizes(known) for known in case.size_sets()]
+    assert ran[0]
+    assert bool(calls) != str(case).endswith(BY_OPERATORS)
+
+
+def heads(batch: int, count: int, length: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[b, h, l, e] as models cut it from a projection of q, k and v together: strided in three axes."""
+    return torch.randn(batch, length, 3, count, width).to(dtype)[:, :, 1].transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "widths", "shared", "causal"),
+    [((128, 128), (32, 32), 4, False), ((33, 70), (64, 48), 2, True), ((200, 65), (80, 5), 1, False)],
+    ids=str,
+)
+def test_dropout_is_that_of_the_same_mask(
+    lengths: tuple[int, int], widths: tuple[int, int], shared: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """Against autograd through the formula with the mask that the key gives, in float32 and in float64."""
+    assert compiled.LIBRARY.wait()
+    (rows, columns), dropped = lengths, 6554
+    q, dy = heads(3, 4, rows, widths[0], dtype), torch.randn(3, 4, rows, widths[1]).to(dtype)
+    k, v = (heads(3, shared, columns, width, dtype) for width in widths)
+    bias = torch.randn(1, 4, rows, columns).to(dtype)
+    shown = torch.rand(3, 1, 1, columns) < 0.8
+    key = draws.draw_key()
+    noise = cases_keyed_dropout.draws(key, 12 * rows * columns).view(3, 4, rows, columns) >= dropped - 2**15
+
+    def formula(wide: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v, bias)]
+        k_, v_ = (x.repeat_interleave(4 // shared, 1) for x in leaves[1:3])
+        scores = (leaves[0] @ k_.mT / math.sqrt(widths[0]) + leaves[3]).masked_fill(~shown, -1e4)
+        if causal:
+            scores = scores.masked_fill(torch.ones(rows, columns, dtype=torch.bool).triu(1), -math.inf)
+        y = (torch.softmax(scores, -1) * noise / (1 - dropped / 2**16)) @ v_
+        return [y, *torch.autograd.grad(y, leaves, dy.to(wide))]
+
+    masks, drops = Masks(bias, shown, -1e4, causal, False), Drops(key, dropped, 1 / (1 - dropped / 2**16))
+    forward = compiled.forward(q, k, v, masks, None, drops)
+    assert forward is not None
+    backward = compiled.backward(dy, q, k, v, masks, None, drops, of_scores=True)
+    assert backward is not None
+    found = [forward[0], *backward[:3], backward[3].sum(0, keepdim=True)]
+    for name, got, eager, exact in zip(
+        ("y", "dq", "dk", "dv", "dbias"), found, formula(dtype), formula(torch.float64), strict=True
+    ):
+        assert_no_worse_than_eager(name, got, eager.detach(), exact.detach())
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    assert compiled.LIBRARY.wait()
+    q, k, v = (heads(5, 3, 77, 24) for _ in range(3))
+    drops = Drops(draws.draw_key(), 6554, 1.1)
+    found = []
+    threads = torch.get_num_threads()
+    for count in (1, 2, 7):
+        torch.set_num_threads(count)
+        try:
+            y, _ = compiled.forward(q, k, v, Masks(causal=True), None, drops) or pytest.fail("not compiled")
+            found.append((y, *(compiled.backward(y, q, k, v, Masks(causal=True), None, drops) or ())))
+        finally:
+            torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_nan_and_infinity_go_through() -> None:
+    assert compiled.LIBRARY.wait()
+    q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
+    q[0, 0, 1, 2] = math.nan
+    v[0, 0, 3, 5] = math.inf
+    y, _ = compiled.forward(q, k, v, Masks(), None, None) or pytest.fail("not compiled")
+    expected = torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+def test_offsets_outside_of_the_tokens_are_not_read() -> None:
+    assert compiled.LIBRARY.wait()
+    q = torch.randn(6, 2, 8)
+    good = torch.tensor([0, 2, 6])
+    assert compiled.forward_of_sequences(q, q, q, good, good, False, None, None) is not None
+    for bad in ([0, 2, 7], [0, 4, 2], [-1, 2, 6]):
+        assert compiled.forward_of_sequences(q, q, q, torch.tensor(bad), good, False, None, None) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 31, 32, 33, 1023, 1025, 262_144 + 5])
+def test_both_ways_draw_the_same(count: int) -> None:
+    assert draws.LIBRARY.wait()
+    key = draws.draw_key()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.randn(count).to(dtype)
+        assert torch.equal(draws.drop_compiled(x, key, 6554, 1.109375), draws.drop(x, key, 6554, 1.109375))
+    strided = torch.randn(count, 2)[:, 0]
+    assert torch.equal(draws.drop_compiled(strided, key, 6554, 1.1), draws.drop(strided, key, 6554, 1.1))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
+    assert compiled.LIBRARY.wait()
+    seen: list[Masks] = []
+    for way in ("forward", "backward"):
+        plain = getattr(compiled, way)
+
+        def noted(*arguments: Any, plain: Any = plain, **named: Any) -> Any:
+            seen.extend(a for a in arguments if isinstance(a, Masks))
+            return plain(*arguments, **named)
+
+        monkeypatch.setattr(compiled, way, noted)
+    module = OfTensors(
+        lambda q, k, v: (torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True),)
+    )
+    ours = ORTModule(module, rng="fast")
+    for length in (7, 40):
+        q, k, v = (torch.randn(2, 2, length, 8, requires_grad=True) for _ in range(3))
+        (y,) = ours(q, k, v)
+        y.sum().backward()
+        later = torch.autograd.grad(ours(q, k, v)[0][:, :, 0].sum(), v)[0][:, :, 1:]
+        assert not later.any()
+    assert len(seen) == 8
+    assert all(m.causal and m.mask is None and m.bias is None for m in seen)
+
+
+def test_masks_that_are_not_causal_are_read() -> None:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="masks")
+    op = builder(graph)
+    shown = np.tril(np.ones((5, 5), bool))
+    additive = np.where(shown, 0.0, -np.inf)
+    causal = [op.constant(shown, ir.DataType.BOOL), op.constant(additive[None, None], ir.DataType.FLOAT)]
+    causal += [causal_mask(op, 5, 6, ir.DataType.FLOAT)]
+    others = [np.tril(shown, -1), ~shown, np.ones((5, 5), bool), np.stack([shown, shown])]
+    not_causal = [op.constant(x, ir.DataType.BOOL) for x in others]
+    numbers = [
+        np.where(shown, 1.0, -np.inf),
+        np.where(shown, 0.0, -1e4),
+        np.where(shown, 0.0, np.finfo(np.float32).min),
+    ]
+    not_causal += [op.constant(x, ir.DataType.FLOAT) for x in numbers]
+    not_causal += [op.Trilu(op.constant(others[2], ir.DataType.BOOL), upper=1)]
+    assert [hides_later(m) for m in (*causal, *not_causal)] == [True] * len(causal) + [False] * len(not_causal)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels as processors without AVX-512, and without AVX, get them: the same draws, the same gradients."""
+    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
+    plain = compiler.flags()
+    monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
+    for library in (compiled.LIBRARY, draws.LIBRARY):
+        assert library.wait()
+        narrow = Library(library.name, library.source, library.signatures)
+        assert narrow.wait(), narrow.why_not
+        monkeypatch.setattr(library, "functions", narrow.functions)
+    for dtype in (torch.float32, torch.float64):
+        test_dropout_is_that_of_the_same_mask((33, 70), (64, 48), 2, True, dtype)
+    for count in (3, 1025, 262_149):
+        test_both_ways_draw_the_same(count)
+    test_nan_and_infinity_go_through()

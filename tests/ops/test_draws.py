@@ -1,0 +1,240 @@
+"""The bits of `rng="fast"`: the generator that they say, evenly spread, and independent wherever two meet."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.ops import draws
+from onnxtrain.ops.attention import compiled
+from tests.ops.captures import OfTensors
+from tests.ops.cases_keyed_dropout import word
+
+COUNT = 1 << 18  # words
+
+
+def key(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+def bits(of: torch.Tensor, count: int = COUNT) -> torch.Tensor:
+    """Each of the 64 bits of the words: [count, 64]."""
+    shifts = torch.arange(64)
+    return (draws.words(of, count)[:, None] >> shifts).bitwise_and_(1)
+
+
+def test_words_are_those_of_splitmix64() -> None:
+    """Its published outputs for the seed 1234567; with a second key, those of Python's own integers."""
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [w % 2**64 for w in draws.words(key(1234567, 0), 6).tolist()][1:] == expected
+    numbers = [-(2**63), 2**63 - 1]
+    found = draws.words(key(*numbers), 200_000).tolist()
+    for c in (0, 1, 65_535, 65_536, 131_072, 199_999):
+        assert found[c] % 2**64 == word(numbers, c)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (1, 0), (0, 1), (-1, -1), (2**40, 12345)], ids=str)
+def test_every_bit_is_even(numbers: tuple[int, int]) -> None:
+    """5 standard deviations, on 64 bits and on all pairs of them."""
+    found = bits(key(*numbers)).double().mul_(2).sub_(1)
+    assert found.mean(0).abs().max() < 5 / COUNT**0.5
+    pairs = (found.T @ found / COUNT).fill_diagonal_(0)
+    assert pairs.abs().max() < 5.5 / COUNT**0.5
+
+
+def test_no_word_tells_the_next() -> None:
+    found = bits(key(77, 78)).double().mul_(2).sub_(1)
+    for lag in (1, 2, 3, 8, 32, 96, 4096):
+        related = found[lag:].T @ found[:-lag] / (COUNT - lag)
+        assert related.abs().max() < 5.5 / COUNT**0.5, lag
+
+
+def test_draws_are_even_over_all_numbers() -> None:
+    """Chi-square over 65536 numbers: mean 65535, standard deviation 362."""
+    counts = torch.bincount(draws.words(key(5, 6), 4 * COUNT).view(torch.int16).long() + 32768, minlength=65536)
+    expected = 16 * COUNT / 65536
+    assert abs(((counts - expected) ** 2 / expected).sum().item() - 65535) < 5 * 362
+
+
+def test_each_bit_of_a_key_changes_half_of_all_bits() -> None:
+    plain = bits(key(3, 4), 4096)
+    for bit in (0, 1, 17, 31, 32, 50, 62):
+        share = bits(key(3 ^ 1 << bit, 4), 4096).ne(plain).double().mean().item()
+        assert abs(share - 0.5) < 5 * 0.5 / (4096 * 64) ** 0.5, bit
+
+
+def test_the_second_half_of_a_key_decides_too() -> None:
+    """Streams whose first halves are the same, or the same but for a shift of counters."""
+    gamma = 0x9E3779B97F4A7C15
+    first = (17 * gamma) % 2**63
+    plain = bits(key(first, 123456789123456789), COUNT).double().mul_(2).sub_(1)
+    for second in (987654321987654321, -5555555555555555555):
+        other = bits(key(first, second), COUNT).double().mul_(2).sub_(1)
+        for shift in (0, 1, 17):
+            assert abs((plain * other.roll(shift, 0)).mean(0)).max() < 5.5 / COUNT**0.5
+
+
+def test_keys_that_follow_each_other_share_nothing() -> None:
+    """Those of layers and steps come one after another from the generator; a word that two share would be a shift."""
+    torch.manual_seed(0)
+    streams = [draws.words(draws.draw_key(), 50_000) for _ in range(20)]
+    assert torch.cat(streams).unique().numel() == 20 * 50_000
+    signs = torch.stack([s.view(torch.int16) >= 0 for s in streams]).double().mul_(2).sub_(1)
+    related = (signs @ signs.T / signs.shape[1]).fill_diagonal_(0)
+    assert related.abs().max() < 5 / signs.shape[1] ** 0.5
+
+
+def test_a_key_follows_the_generator() -> None:
+    torch.manual_seed(3)
+    first, second, state = draws.draw_key(), draws.draw_key(), torch.get_rng_state()
+    third = draws.draw_key()
+    torch.manual_seed(3)
+    assert torch.equal(draws.draw_key(), first)
+    assert torch.equal(draws.draw_key(), second)
+    torch.set_rng_state(state)
+    assert torch.equal(draws.draw_key(), third)
+    assert len({tuple(k.tolist()) for k in (first, second, third)}) == 3
+
+
+# In modules
+
+
+class Layers(nn.Module):
+    """Three dropouts of one tensor, and that of an attention: y shows every mask."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = torch.eye(x.shape[-2], dtype=x.dtype).expand(*x.shape[:-1], x.shape[-2])
+        attended = F.scaled_dot_product_attention(x, x, values, dropout_p=0.5)
+        return F.dropout(x, 0.5), F.dropout(x * 2, 0.5), F.dropout(x.exp(), 0.5), attended
+
+
+def masks(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [(y.detach() != 0) for y in module(x)]
+
+
+@pytest.fixture
+def ours() -> ORTModule:
+    assert compiled.LIBRARY.wait() or True  # where there is no compiler, PyTorch's operators draw the same
+    return ORTModule(Layers(), rng="fast")
+
+
+def test_layers_and_steps_have_masks_of_their_own(ours: ORTModule) -> None:
+    x = torch.rand(4, 8, 64, 64) + 0.5
+    found = [m.double().mul_(2).sub_(1).flatten() for _ in range(3) for m in masks(ours, x)]
+    count = x.numel()
+    for m in found:
+        assert abs(m.mean().item()) < 5 / count**0.5
+    for a, b in itertools.combinations(found, 2):
+        for shift in (0, 1, 4, 64):
+            assert abs((a * b.roll(shift)).mean().item()) < 5.5 / count**0.5
+
+
+def test_masks_follow_the_seed_and_a_saved_state(ours: ORTModule) -> None:
+    """Also in a module that is made anew, as after a restart."""
+    x = torch.rand(2, 3, 20, 20) + 0.5
+    torch.manual_seed(7)
+    steps, states = [], []
+    for _ in range(4):
+        states.append(torch.get_rng_state())
+        steps.append(masks(ours, x))
+    torch.manual_seed(7)
+    for step in steps:
+        assert all(map(torch.equal, masks(ours, x), step))
+    torch.set_rng_state(states[2])
+    again = ORTModule(Layers(), rng="fast")
+    for step in steps[2:]:
+        assert all(map(torch.equal, masks(again, x), step))
+    assert not torch.equal(steps[0][0], steps[1][0])
+
+
+def test_compiled_kernels_draw_what_operators_draw(ours: ORTModule) -> None:
+    """So that a run is the same before and after they are there, and on a machine without a compiler."""
+    x = torch.rand(2, 3, 19, 23) + 0.5
+    operators = ORTModule(Layers(), rng="fast", native=False)
+    for _ in range(2):
+        found = []
+        for module in (ours, operators):
+            torch.manual_seed(9)
+            found.append(masks(module, x))
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("there", [(False, True), (True, False), (True, True), (False, False)], ids=str)
+def test_forward_and_backward_may_take_different_ways(
+    there: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that gets ready between forward and backward, and one that is gone."""
+    if not compiled.LIBRARY.wait():
+        pytest.skip("needs a C++ compiler")
+    functions = compiled.LIBRARY.functions
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.25),)
+
+    leaves = [torch.randn(2, 3, 17, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    dy = torch.randn(2, 3, 17, 8, dtype=torch.float64)
+    module = ORTModule(OfTensors(attend), rng="fast")
+    found = []
+    for forward, backward in ((False, False), there):
+        torch.manual_seed(1)
+        monkeypatch.setattr(compiled.LIBRARY, "functions", functions if forward else None)
+        (y,) = module(*leaves)
+        monkeypatch.setattr(compiled.LIBRARY, "functions", functions if backward else None)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def sources(ours: ORTModule) -> str:
+    return str(ours.__dict__["_engine"].newest().unit.forward.source)
+
+
+def test_where_two_runs_must_agree_nothing_is_compiled(ours: ORTModule) -> None:
+    x = torch.rand(1, 2, 8, 8)
+    ours(x)
+    assert "compiled" in sources(ours)
+    off = ORTModule(Layers(), rng="fast", native=False)
+    off(x)
+    assert "compiled" not in sources(off)
+    eager = ORTModule(Layers(), rng="torch")
+    eager(x)
+    assert "compiled" not in sources(eager)
+    torch.use_deterministic_algorithms(True)
+    try:
+        exact = ORTModule(Layers(), rng="fast")
+        exact(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "compiled" not in sources(exact)
+
+
+def test_no_mask_is_kept_for_backward() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    module = ORTModule(OfTensors(lambda x: (F.dropout(x, 0.1),)), rng="fast")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        (y,) = module(x)
+    assert [(t.dtype, t.numel()) for t in saved] == [(torch.int64, 2)]
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient != 0, y != 0)
+
+
+def test_a_mask_that_is_read_stays_a_mask() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, mask = torch.native_dropout(x, 0.5, True)
+        return y, mask
+
+    y, mask = ORTModule(OfTensors(both), rng="fast")(torch.rand(50, 41) + 1)
+    assert mask.dtype == torch.bool
+    assert torch.equal(y != 0, mask)
