@@ -29,7 +29,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, NodeView, numel
+from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Layout, NodeView, numel
 from onnxtrain.ops.fused import (
     average,
     count_over,
@@ -43,6 +43,11 @@ from onnxtrain.ops.fused import (
     times,
     total,
     wanted,
+)
+from onnxtrain.ops.norm.channels_last import (
+    batch_norm_backward_channels_last,
+    batch_norm_channels_last,
+    is_channels_last,
 )
 
 aten = torch.ops.aten
@@ -91,12 +96,24 @@ def _channel_axes(pattern: str) -> Any:
 
 def batch_norm(x: Any, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float) -> tuple[Any, ...]:
     """PyTorch's kernel, which updates the running statistics in place: here in copies."""
-    if mean is None:
-        y, saved_mean, saved_inv_std = torch.native_batch_norm(x, scale, b, None, None, True, momentum, epsilon)
-        return y, None, None, saved_mean, saved_inv_std
-    mean, var = mean.clone(), var.clone()
-    y, saved_mean, saved_inv_std = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
-    return y, mean, var, saved_mean, saved_inv_std
+    if mean is not None:
+        mean, var = mean.clone(), var.clone()
+    if is_channels_last(x):
+        y, *saved = batch_norm_channels_last(x, scale, b, mean, var, momentum, epsilon)
+    else:
+        y, *saved = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
+    return y, mean, var, *saved
+
+
+def batch_norm_backward(
+    dy: Any, x: Any, scale: Any, mean: Any, deviation: Any, batch: bool, epsilon: float, mask: list[bool]
+) -> tuple[Any, ...]:
+    """PyTorch's kernel; `deviation` is 1 / standard deviation of the `batch`, or else the running variance."""
+    if is_channels_last(x):
+        inv_std = deviation if batch else (deviation + epsilon).rsqrt_()
+        return batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, batch, mask)
+    statistics = (None, None, mean, deviation) if batch else (mean, deviation, None, None)
+    return aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask)  # type: ignore[no-any-return]  # torch.ops has no types
 
 
 def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
@@ -156,22 +173,21 @@ def _capture_functional(
     eps: float,
 ) -> Any:
     if not training:
-        y = _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)[0]
-        return y, None, None, running_mean, running_var
-    y, new_mean, new_var, _, _ = op.ms.BatchNormInternal(
+        found = _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)
+        return *found, running_mean, running_var
+    y, new_mean, new_var, *saved = op.ms.BatchNormInternal(
         x, weight, bias, running_mean, running_var, epsilon=eps, momentum=_complement(momentum)
     )
-    # What PyTorch saves for backward is only read by its own backward. Its export takes the running statistics of
-    # half-precision modules for float32: they are written back in the buffer's own type.
-    running = (cast(op, v, t.dtype) for v, t in zip((new_mean, new_var), op.out[3:], strict=True))
-    return y, None, None, *running
+    # PyTorch's export takes the running statistics of half-precision modules for float32: they are written back in the
+    # buffer's own type.
+    return y, *(cast(op, v, t.dtype) for v, t in zip((*saved, new_mean, new_var), op.out[1:], strict=True))
 
 
 def _capture_no_stats(
     op: Builder, x: ir.Value, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    y = op.ms.BatchNormInternal(x, weight, bias, epsilon=eps, momentum=_complement(momentum))[0]
-    return y, None, None
+    y, _, _, *saved = op.ms.BatchNormInternal(x, weight, bias, epsilon=eps, momentum=_complement(momentum))
+    return y, *(cast(op, v, t.dtype) for v, t in zip(saved, op.out[1:], strict=True))
 
 
 def _capture_instance_norm(
@@ -225,6 +241,7 @@ fused(
     ),
     axes=_channel_axes("X C C C C -> X C C C C"),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
+    layout=Layout(frozenset({"x", "y"})),
 )
 
 
@@ -260,9 +277,7 @@ def _define_grad(domain: str, name: str, mean: str, deviation: str, body: Body, 
     """A backward op that reads the statistics `mean` and `deviation`: of the batch, or the running ones."""
 
     def lower(n: NodeView, dy: Any, x: Any, scale: Any, *read: Any) -> Call:
-        statistics = (None, None, *read) if batch else (*read, None, None)
-        rest = (batch, n.epsilon, flags(n.output_mask))
-        return Call(aten.native_batch_norm_backward.default, dy, x, scale, *statistics, *rest)
+        return Call(batch_norm_backward, dy, x, scale, *read, batch, n.epsilon, flags(n.output_mask))
 
     fused(
         domain,
@@ -275,6 +290,7 @@ def _define_grad(domain: str, name: str, mean: str, deviation: str, body: Body, 
         lower=lower,
         axes=_channel_axes("X X C C C -> X C C"),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
+        layout=Layout(frozenset({"dy", "x", "dx"})),
     )
 
 
@@ -297,7 +313,8 @@ def _capture_no_training(
     """Without scale and b: with ones and zeros, which ONNX wants."""
     scale = _filled(op, running_mean, 1.0) if weight is None else weight
     b = _filled(op, running_mean, 0.0) if bias is None else bias
-    return op.BatchNormalization(x, scale, b, running_mean, running_var, epsilon=eps), None, None
+    y = op.BatchNormalization(x, scale, b, running_mean, running_var, epsilon=eps)
+    return y, *(op.constant([], t.dtype) if t.shape == (0,) else None for t in op.out[1:3])  # nothing was saved
 
 
 def _filled(op: Builder, like: ir.Value, number: float) -> ir.Value:
@@ -330,6 +347,7 @@ fused(
     ),
     axes=_channel_axes("X C C C C -> X"),
     flops=lambda n: sizes.multiply(2, numel(n.x)),
+    layout=Layout(frozenset({"x", "y"})),
 )
 
 

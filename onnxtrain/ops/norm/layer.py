@@ -143,10 +143,19 @@ def _capture_native(
 ) -> Any:
     if weight is None and bias is not None:
         return NotImplemented  # no module makes it: left to PyTorch
-    uniform = weight is not None and all(dtype_of(v) == dtype_of(x) for v in (weight, bias) if v is not None)
+    return layer_normalized(op, x, weight, bias, rank_of(x) - len(normalized_shape), epsilon)
+
+
+def layer_normalized(
+    op: Builder, x: ir.Value, scale: ir.Value | None, b: ir.Value | None, axis: int, epsilon: float
+) -> tuple[ir.Value, ...]:
+    """ONNX's LayerNormalization where it takes these element types, else ours: y, mean, inv_std."""
+    uniform = scale is not None and all(dtype_of(v) == dtype_of(x) for v in (scale, b) if v is not None)
     standard = uniform and dtype_of(x) != ir.DataType.DOUBLE
-    axis = rank_of(x) - len(normalized_shape)
-    return op.op(ONNX if standard else OWN, "LayerNormalization")(x, weight, bias, axis=axis, epsilon=epsilon)
+    outputs: tuple[ir.Value, ...] = op.op(ONNX if standard else OWN, "LayerNormalization")(
+        x, scale, b, axis=axis, epsilon=epsilon
+    )
+    return outputs
 
 
 def _capture_native_layer_norm(op: Builder, *arguments: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Attention: PyTorch's operator, the form that models write out, packed sequences, and ONNX's own op."""

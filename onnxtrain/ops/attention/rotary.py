@@ -1,0 +1,109 @@
+"""Rotary position embedding as models write it, over the halves of the last axis.
+
+    RotaryEmbedding(x[..., d], cos[..., d], sin[..., d]) -> y = x cos + rotate(x) sin        rotate(a, b) = (-b, a)
+    RotaryEmbeddingGrad(dy, cos, sin) -> dx = dy cos + rotateᵀ(dy sin)                       rotateᵀ(a, b) = (b, -a)
+
+cos and sin broadcast to x, but for the last axis. ONNX's op of this name takes halves of them, and has no gradient.
+Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, rank_of, type_of
+from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import fused
+from onnxtrain.ops.reshape.join import concatenated, split
+
+Tensor = torch.Tensor
+
+
+def _types(n: NodeView) -> Sequence[TensorType]:
+    x = n.node.inputs[0]
+    assert x is not None
+    *_, width = sizes.of(x)
+    for table in (n.cos, n.sin):
+        if sizes.of(table)[-1:] != (width,) or sizes.broadcast(sizes.of(x), sizes.of(table)) != sizes.of(x):
+            raise GraphError(
+                "cos and sin broadcast to x, whose last axis they have", str(type_of(x)), str(type_of(table))
+            )
+    if not isinstance(width, int) or width % 2:
+        raise GraphError("the last axis has two halves of known size", got=str(width))
+    return (type_of(x),)
+
+
+def _rotated(op: Builder, x: ir.Value, back: bool = False) -> ir.Value:
+    half = int(sizes.of(x)[-1]) // 2
+    first, second = split(op, x, [half, half], rank_of(x) - 1)
+    parts = [second, op.Neg(first)] if back else [op.Neg(second), first]
+    return concatenated(op, parts, rank_of(x) - 1)
+
+
+def _body(op: Builder, n: NodeView) -> ir.Value:
+    y: ir.Value = op.Add(op.Mul(n.x, n.cos), op.Mul(_rotated(op, n.x), n.sin))
+    return y
+
+
+def _grad_body(op: Builder, n: NodeView) -> ir.Value:
+    dx: ir.Value = op.Add(op.Mul(n.dy, n.cos), _rotated(op, op.Mul(n.dy, n.sin), back=True))
+    return dx
+
+
+def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
+    dcos = op.Mul(dy, n.x) if n.wants("cos") else None
+    dsin = op.Mul(dy, _rotated(op, n.x)) if n.wants("sin") else None
+    return op.own.RotaryEmbeddingGrad(dy, n.cos, n.sin) if n.wants("x") else None, dcos, dsin
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In three passes over x, where the written form takes five and three copies."""
+    half = x.size(-1) // 2
+    y = x * cos
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
+
+
+def rotary_embedding_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = dy.size(-1) // 2
+    dx = dy * cos
+    dx[..., :half].addcmul_(dy[..., half:], sin[..., half:])
+    dx[..., half:].addcmul_(dy[..., :half], sin[..., :half], value=-1)
+    return dx
+
+
+def _axes(n: NodeView) -> str:
+    words = [" ".join([*["..."] * (rank_of(v) > 1), "[d]"]) for v in n.node.inputs if v is not None]
+    return f"{', '.join(words)} -> {words[0]}"
+
+
+fused(
+    OWN,
+    "RotaryEmbedding",
+    ("x", "cos", "sin"),
+    ("y",),
+    shapes=_types,
+    body=_body,
+    lower=lambda n, x, cos, sin: Call(rotary_embedding, x, cos, sin),
+    axes=_axes,
+    flops=lambda n: sizes.multiply(3, numel(n.x)),
+    gradient=(Gradient(_gradient, reads=("x", "cos", "sin")),),
+)
+fused(
+    OWN,
+    "RotaryEmbeddingGrad",
+    ("dy", "cos", "sin"),
+    ("dx",),
+    shapes=_types,
+    body=_grad_body,
+    lower=lambda n, dy, cos, sin: Call(rotary_embedding_backward, dy, cos, sin),
+    axes=_axes,
+    flops=lambda n: sizes.multiply(3, numel(n.dy)),
+)

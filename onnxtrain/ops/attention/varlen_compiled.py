@@ -1,0 +1,74 @@
+"""Attention of sequences one after another (`varlen.py`), by the compiled kernel where it is there.
+
+What it keeps tells backward which way forward went: the compiled kernel gives the logsumexp [h, t], where ATen's loop
+gives a vector of probabilities, and the key in the place of the noise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from onnxtrain.ops.attention import compiled
+from onnxtrain.ops.attention.compiled import Drops
+from onnxtrain.ops.attention.varlen_kernels import score_count, varlen_attention, varlen_attention_backward
+from onnxtrain.ops.draws import draw_key, kept
+
+Tensor = torch.Tensor
+
+
+def varlen_compiled(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Gives y and the logsumexp, or else the probabilities; see `varlen_attention`."""
+    found = compiled.forward_of_sequences(q, k, v, cu_q, cu_k, causal, scale, None)
+    return found or varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale)
+
+
+def varlen_dropout_compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    causal: bool,
+    scale: float | None,
+    dropped: int,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with dropout, and the key or else the noise."""
+    key = draw_key()
+    found = compiled.forward_of_sequences(q, k, v, cu_q, cu_k, causal, scale, Drops(key, dropped, factor))
+    if found is not None:
+        return *found, key
+    noise = _noise(q, cu_q, cu_k, key, dropped)
+    return *varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale, noise, factor), noise
+
+
+def varlen_backward_compiled(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    kept_sums: Tensor,
+    noise: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropped: int,
+    factor: float,
+) -> tuple[Tensor, ...]:
+    """The gradients, by the way that forward went: see `varlen_attention_backward`."""
+    if kept_sums.dim() == 2:
+        drops = None if noise is None else Drops(noise, dropped, factor)
+        found = compiled.backward_of_sequences(dy, q, k, v, cu_q, cu_k, causal, scale, drops)
+        if found is not None:
+            return found
+        noise = None if noise is None else _noise(q, cu_q, cu_k, noise, dropped)
+        _, kept_sums = varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale)
+    return varlen_attention_backward(dy, q, k, v, cu_q, cu_k, None, kept_sums, scale, noise, factor)
+
+
+def _noise(q: Tensor, cu_q: Tensor, cu_k: Tensor, key: Tensor, dropped: int) -> Tensor:
+    """The mask that the compiled kernel draws, one sequence after another."""
+    return kept(key, score_count(cu_q, cu_k, q.size(1)), dropped).view(torch.bool)

@@ -1,0 +1,106 @@
+"""The batch norm of pictures [n, c, h, w] that lie channels-last in memory: m = n * h * w rows of c channels.
+
+PyTorch's own kernels add all m rows one after the other: of 32768 rows the mean is 50 times as far off as in the usual
+order, more than the one tolerance allows. Here its kernels see g * c channels of m / g rows each, and the g sums of a
+channel are added in the end: as exact as in the usual order, in 1.2 times the time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_MOST_ROWS, _LEAST_ROWS = 16, 4  # that are added one after the other; of fewer, too many sums would be left
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether the kernels here are for it: in narrow types PyTorch adds in float32, exact enough."""
+    if x.dtype != torch.float32 or x.dim() != 4 or x.is_contiguous() or x.device.type != "cpu":
+        return False
+    return x.numel() > 0 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows(count: int) -> int:
+    """Into sums of how many rows `count` rows are divided; 0 where they cannot be."""
+    rows = next(d for d in range(min(_MOST_ROWS, count), 0, -1) if count % d == 0)
+    return rows if rows >= _LEAST_ROWS or count <= _MOST_ROWS else 0
+
+
+def _grouped(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """A view [1, g * c, rows, 1]: rows of g pixels."""
+    channels = x.numel() // rows
+    return x.as_strided((1, channels, rows, 1), (x.numel(), 1, channels, channels))
+
+
+def batch_norm_channels_last(
+    x: torch.Tensor, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float
+) -> tuple[Any, ...]:
+    """As PyTorch's in training: moves both running statistics in place, where there are any.
+
+    Returns:
+        y, mean and 1 / standard deviation.
+    """
+    channels, count = x.size(1), x.numel() // x.size(1)
+    rows = _rows(count)
+    if not rows:
+        y, *saved = torch.native_batch_norm(x.contiguous(), scale, b, mean, var, True, momentum, epsilon)
+        return y.contiguous(memory_format=torch.channels_last), *saved
+    means, variances = (v.view(-1, channels) for v in torch.batch_norm_update_stats(_grouped(x, rows), None, None, 0.0))
+    batch_mean = means.mean(0)
+    batch_var = variances.mean(0).add_((means - batch_mean).square_().mean(0))
+    y = torch.batch_norm(x, scale, b, batch_mean, batch_var, False, 0.0, epsilon, False)
+    if mean is not None:
+        mean.lerp_(batch_mean, momentum)
+        unbiased = batch_var * (count / (count - 1) if count > 1 else math.inf)  # as in PyTorch
+        var.mul_(1 - momentum).add_(unbiased, alpha=momentum)
+    return y, batch_mean, (batch_var + epsilon).rsqrt_()
+
+
+def batch_norm_backward_channels_last(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scale: Any,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    batch: bool,
+    mask: list[bool],
+) -> tuple[Any, Any, Any]:
+    """The gradients of x, scale and b; `batch`: mean and deviation are those of x and depend on it."""
+    channels, count = x.size(1), x.numel() // x.size(1)
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    rows = _rows(count)
+    if not rows:
+        in_order = (dy.contiguous(), x.contiguous(), scale, mean, inv_std.square().reciprocal_(), mean, inv_std)
+        dx, dscale, db = aten.native_batch_norm_backward(*in_order, batch, 0.0, mask)
+        return None if dx is None else dx.contiguous(memory_format=torch.channels_last), dscale, db
+    groups = x.numel() // rows // channels
+    statistics = (mean.repeat(groups), inv_std.repeat(groups))
+    _, sums_z, sums = aten.native_batch_norm_backward(
+        _grouped(dy, rows), _grouped(x, rows), None, None, None, *statistics, True, 0.0, [False, True, True]
+    )
+    dscale, db = sums_z.view(-1, channels).sum(0), sums.view(-1, channels).sum(0)
+    dx = None
+    if mask[0]:
+        factor = inv_std if scale is None else inv_std * scale
+        dx = _slope(dy, x, factor, mean, inv_std, dscale / count, db / count) if batch else dy * _per_channel(factor)
+    return dx, dscale if mask[1] else None, db if mask[2] else None
+
+
+def _slope(dy: torch.Tensor, x: torch.Tensor, factor: Any, mean: Any, inv_std: Any, dscale: Any, db: Any) -> Any:
+    """The gradient factor * (dy - db - z * dscale) with z = (x - mean) * inv_std.
+
+    x is centred first: a rounded constant of a channel would add up in the sums of dx further back.
+    """
+    dx = torch.sub(x, _per_channel(mean))
+    dx = torch.addcmul(dy, dx, _per_channel(inv_std * dscale), value=-1, out=dx)
+    return torch.addcmul(_per_channel(-db * factor), dx, _per_channel(factor), out=dx)
+
+
+def _per_channel(v: torch.Tensor) -> torch.Tensor:
+    return v.view(-1, 1, 1)

@@ -1,0 +1,229 @@
+"""Makes one op of norms, activations and rotary embeddings that a model writes out.
+
+    before   Pow(x, 2) ─▶ ReduceMean ─▶ Add(1e-6) ─▶ Rsqrt ─▶ Mul(x, ·) ─▶ Mul(weight, ·)
+    after    SimplifiedLayerNormalization(x, weight)
+
+`REWRITES` are the patterns, `register` adds one. Refuses where a value inside the pattern is read elsewhere too. A bias
+before a gelu, a sum before a norm, a bias before a softmax and a product behind silu stay: their fused ops
+(BiasGelu, SkipLayerNormalization, BiasSoftmax) run the same PyTorch kernels, and backward would compute the sum again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.traversal import is_used
+from onnxtrain.graph.values import dtype_of, normalize_axis, rank_of
+from onnxtrain.ops import builder, view
+from onnxtrain.ops.matmul import is_exact_attribute
+from onnxtrain.ops.norm.layer import layer_normalized
+from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_inside
+from onnxtrain.passes.rewriting import nodes_before, substitute
+
+REWRITES: list[Rewrite] = []
+
+
+def register(rewrite: Rewrite) -> Rewrite:
+    """Adds a pattern, which is tried behind those that are there already."""
+    REWRITES.append(rewrite)
+    return rewrite
+
+
+def _rewrite(name: str, *patterns: Op) -> Callable[[Callable[[Builder, Match, ir.Value], ir.Value | None]], None]:
+    def add(build: Callable[[Builder, Match, ir.Value], ir.Value | None]) -> None:
+        for pattern in patterns:
+            register(Rewrite(name, pattern, build))
+
+    return add
+
+
+def fuse_patterns(graph: ir.Graph, changes: Changes) -> None:
+    """Replaces every match of a pattern in `graph`, the largest first."""
+    ops = builder(graph)
+    made: dict[str, int] = {}
+    for node in reversed(list(graph)):
+        if node.graph is graph and node.outputs and is_used(node.outputs[0]):
+            name = _fuse(ops, node, changes)
+            if name is not None:
+                made[name] = made.get(name, 0) + 1
+    changes.made += [f"made {count} {name} of what was written out" for name, count in made.items()]
+
+
+def _fuse(ops: Builder, node: ir.Node, changes: Changes) -> str | None:
+    """The name of the rewrite that replaced `node`; None where none did."""
+    old = node.outputs[0]
+    for rewrite in REWRITES:
+        if node.op_type not in rewrite.pattern.kinds:
+            continue
+        for found in match(rewrite.pattern, old):
+            shared = shared_inside(found, old)
+            if shared is not None:
+                changes.refuse(node, f"is no {rewrite.name}: {shared.name} is read elsewhere")
+                break
+            with nodes_before(ops, node):
+                new = rewrite.build(ops, found, old)
+            if new is not None:
+                substitute(ops.graph, old, new, [node])
+                return rewrite.name
+    return None
+
+
+# Norms
+
+_X, _W, _B, _EPS = Var("x"), Var("w"), Var("b"), Num("epsilon")
+
+
+def _over_last_axis(node: ir.Node) -> bool:
+    n = view(node)
+    axes = None if n.axes is None else held_sizes(n.axes)
+    rank = rank_of(n.x)
+    return bool(n.keepdims) and axes is not None and [normalize_axis(int(a), rank) for a in axes] == [rank - 1]
+
+
+def _mean(of: Pattern) -> Op:
+    return op("ReduceMean", of, check=_over_last_axis)
+
+
+def _square(of: Pattern) -> Pattern:
+    return either(op("Pow", of, 2.0), op("Mul", of, of))
+
+
+def _normal(of: Pattern, variance: Pattern) -> Pattern:
+    """`of` divided by the root of its variance."""
+    root = op("Sqrt", op("Add", variance, _EPS))
+    inverse = either(op("Rsqrt", op("Add", variance, _EPS)), op("Reciprocal", root))
+    power = op("Pow", op("Add", variance, _EPS), -0.5)
+    return either(op("Mul", of, either(inverse, power)), op("Div", of, root))
+
+
+def _is_parameter(scale: ir.Value | None, x: ir.Value) -> bool:
+    return scale is None or sizes.of(scale) == sizes.of(x)[-1:]
+
+
+def _of_type(x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
+    """x, or what it is a cast of, where that has this type."""
+    if dtype_of(x) == dtype:
+        return x
+    node = x.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    return source if source is not None and dtype_of(source) == dtype else None
+
+
+_RMS = _normal(_X, _mean(_square(_X)))
+_CENTRED = op("Sub", _X, _mean(_X))
+_LAYER = _normal(_CENTRED, _mean(_square(_CENTRED)))
+
+
+@_rewrite("LayerNormalization", op("Add", op("Mul", _W, Cast(_LAYER)), _B))
+def _layer_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
+    x = _of_type(found.values["x"], dtype_of(old))
+    w, b = found.values["w"], found.values["b"]
+    if x is None or sizes.of(x) != sizes.of(old) or not (_is_parameter(w, x) and _is_parameter(b, x)):
+        return None
+    if dtype_of(w) != dtype_of(b):
+        return None
+    return layer_normalized(ops, x, w, b, rank_of(x) - 1, found.numbers["epsilon"])[0]
+
+
+@_rewrite("SimplifiedLayerNormalization", op("Mul", _W, Cast(_RMS)))
+def _rms_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
+    x, w = _of_type(found.values["x"], dtype_of(old)), found.values["w"]
+    if x is None or sizes.of(x) != sizes.of(old) or not _is_parameter(w, x):
+        return None
+    epsilon = found.numbers["epsilon"]
+    return ops.ms.SimplifiedLayerNormalization(x, w, axis=rank_of(x) - 1, epsilon=epsilon)[0]  # type: ignore[no-any-return]
+
+
+# Activations
+
+
+def _times_half(x: Pattern, factor: Pattern) -> tuple[Op, ...]:
+    """0.5 * x * factor, in any order."""
+    halves = op("Mul", op("Mul", x, 0.5), factor), op("Mul", op("Mul", x, factor), 0.5)
+    return (*halves, op("Mul", x, op("Mul", factor, 0.5)), op("Div", op("Mul", x, factor), 2.0))
+
+
+_ROOT = math.sqrt(2 / math.pi)
+_CUBE = either(op("Pow", _X, 3.0), op("Mul", op("Mul", _X, _X), _X))
+_INNER = either(
+    op("Mul", op("Add", _X, op("Mul", _CUBE, 0.044715)), _ROOT),
+    op("Mul", op("Mul", _X, _ROOT), op("Add", op("Mul", op("Mul", _X, 0.044715), _X), 1.0)),
+    op("Mul", op("Mul", _X, _ROOT), op("Add", op("Mul", _square(_X), 0.044715), 1.0)),
+)
+_ERF = op("Erf", either(op("Div", _X, math.sqrt(2)), op("Mul", _X, math.sqrt(0.5))))
+
+
+@_rewrite("FastGelu", *_times_half(_X, op("Add", op("Tanh", _INNER), 1.0)))
+def _fast_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
+    return ops.ms.FastGelu(found.values["x"])  # type: ignore[no-any-return]
+
+
+@_rewrite("Gelu", *_times_half(_X, op("Add", _ERF, 1.0)))
+def _gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
+    return ops.Gelu(found.values["x"])  # type: ignore[no-any-return]
+
+
+@_rewrite("QuickGelu", op("Mul", _X, op("Sigmoid", either(_X, op("Mul", _X, Num("alpha"))))))
+def _quick_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
+    alpha = found.numbers.get("alpha", 1.0)
+    if dtype_of(old) == ir.DataType.DOUBLE and not is_exact_attribute(alpha):
+        return None
+    return ops.ms.QuickGelu(found.values["x"], alpha=float(alpha))  # type: ignore[no-any-return]
+
+
+# Rotary embeddings
+
+
+def _half_of(part: ir.Value, x: ir.Value) -> int | None:
+    """0 or 1 where `part` is the first or the second half of x's last axis."""
+    node = part.producer()
+    if node is None or node.inputs[0] is not x:
+        return None
+    axis, width = rank_of(x) - 1, sizes.of(x)[-1]
+    if not isinstance(width, int) or width % 2 or sizes.of(part) != (*sizes.of(x)[:-1], width // 2):
+        return None
+    n = view(node)
+    if node.op_type == "Split":
+        return part.index() if normalize_axis(n.axis, axis + 1) == axis else None
+    if node.op_type != "Slice" or n.axes is None:
+        return None
+    axes, starts = held_sizes(n.axes), held_sizes(n.starts)
+    steps = (1,) if n.steps is None else held_sizes(n.steps)
+    if (
+        axes is None
+        or starts is None
+        or len(axes) != 1
+        or normalize_axis(int(axes[0]), axis + 1) != axis
+        or steps != (1,)
+    ):
+        return None
+    return {0: 0, width // 2: 1, -(width // 2): 1}.get(int(starts[0]))
+
+
+def _joins_two_on_last(node: ir.Node) -> bool:
+    return (
+        len(node.inputs) == 2
+        and normalize_axis(view(node).axis, rank_of(node.outputs[0])) == rank_of(node.outputs[0]) - 1
+    )
+
+
+_TURNED = op("Concat", op("Neg", Var("second")), Var("first"), check=_joins_two_on_last)
+
+
+@_rewrite("RotaryEmbedding", op("Add", op("Mul", _X, Var("cos")), op("Mul", _TURNED, Var("sin"))))
+def _rotary(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
+    x, cos, sin = (found.values[name] for name in ("x", "cos", "sin"))
+    if (_half_of(found.values["first"], x), _half_of(found.values["second"], x)) != (0, 1):
+        return None
+    if sizes.of(x) != sizes.of(old) or any(sizes.of(t)[-1:] != sizes.of(x)[-1:] for t in (cos, sin)):
+        return None
+    if {dtype_of(t) for t in (x, cos, sin)} != {dtype_of(old)}:
+        return None
+    return ops.own.RotaryEmbedding(x, cos, sin)  # type: ignore[no-any-return]
