@@ -52,6 +52,22 @@ class Transformer(nn.Module):
         return found
 
 
+class Recurrent(nn.Module):
+    """Two layers of both directions over embedded words, then the states after the last step."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 12)
+        self.rnn = kind(12, 16, num_layers=2, batch_first=True, bidirectional=True)
+        self.classify = nn.Linear(64, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states, last = self.rnn(self.embed(ids))
+        last = last[0] if isinstance(last, tuple) else last
+        found: torch.Tensor = self.classify(torch.cat([states.mean(1), last[-1], last[0]], -1))
+        return found
+
+
 class MiniLmHead(nn.Module):
     """MiniLM's architecture, small and with random weights, frozen; a head on the mean of its states is trained."""
 
@@ -98,6 +114,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
     "mlp": (mlp, _images((32, 64)), ("x",)),
     "cnn": (Cnn, _images((8, 3, 28, 28)), ("x",)),
     "transformer": (Transformer, _tokens, ("ids",)),
+    "lstm": (lambda: Recurrent(nn.LSTM), _tokens, ("ids",)),
     "minilm-head": (MiniLmHead, _sentences, ("input_ids", "attention_mask")),
 }
 

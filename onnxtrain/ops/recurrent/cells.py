@@ -1,0 +1,49 @@
+"""The three recurrent cells, and in which order their gates lie in weights.
+
+    LSTM    i, f, o = σ(·)   g = tanh(·)   c' = f c + i g   h' = o tanh(c')       Hochreiter & Schmidhuber 1997
+    GRU     r, z = σ(·)      n = tanh(W_n x + b_n + r (R_n h + d_n))   h' = (1 - z) n + z h       Cho et al. 2014
+    RNN     h' = tanh(·) or relu(·)                                                Elman 1990
+
+where · is W x + b + R h + d of this gate. PyTorch and ONNX put the gates' rows in different orders; ONNX's GRU is this
+one where linear_before_reset is 1. https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html,
+https://onnx.ai/onnx/operators/onnx__LSTM.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A kind of recurrent layer.
+
+    Attributes:
+        name: its name in ONNX.
+        torch: PyTorch's order of the gates, a letter each.
+        onnx: ONNX's.
+        kept: what a step computes that its gradient needs beside h and c, a letter each: gates, and of a GRU "m",
+            which is R_n h + d_n. The gradient of an RNN needs h alone.
+        has_state: whether there is a cell state c beside h.
+    """
+
+    name: str
+    torch: str
+    onnx: str
+    kept: str
+    has_state: bool = False
+
+    @property
+    def gates(self) -> int:
+        return len(self.torch)
+
+
+LSTM = Cell("LSTM", "ifgo", "iofg", "ifgo", has_state=True)
+GRU = Cell("GRU", "rzn", "zrn", "rznm")
+RNN = Cell("RNN", "h", "h", "")
+CELLS = (LSTM, GRU, RNN)
+
+
+def places(source: str, target: str) -> list[int]:
+    """For each gate of the order `target` its place in the order `source`."""
+    return [source.index(gate) for gate in target]

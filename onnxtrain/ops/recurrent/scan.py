@@ -1,0 +1,184 @@
+"""ONNX's Scan: a loop over the first axis, in which bodies of recurrent layers go from step to step.
+
+    Scan(states..., sequences..., body) -> last states..., stacked outputs...
+
+The body is a graph: (states, a slice of each sequence) -> (states, outputs); it may read values around it. It stands in
+graphs for stock onnxruntime. Of a Scan in a model of others no gradient is known: see `device/from_onnx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, normalize_axis, rank_of, set_type, type_of
+from onnxtrain.ops.composite import no_axes
+from onnxtrain.ops.constructors import TORCH_DTYPES, always
+from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.registry import builder, define, definition_of
+
+# (builder of the body, states, slices) -> (states, outputs)
+Step = Callable[[Builder, Sequence[ir.Value], Sequence[ir.Value]], "tuple[Sequence[ir.Value], Sequence[ir.Value]]"]
+
+
+def scan(
+    op: Builder, states: Sequence[ir.Value], sequences: Sequence[ir.Value], step: Step, *, reverse: bool
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """A Scan over axis 0 of all sequences, from the last slice to the first where `reverse`; outputs lie as inputs do.
+
+    Returns the last states and the outputs of all steps.
+    """
+    names = f"scan_{len(op.graph)}"
+    inputs = []
+    for index, (value, axes) in enumerate([*((v, 0) for v in states), *((v, 1) for v in sequences)]):
+        inner = ir.Value(name=f"{names}_{index}")
+        set_type(inner, TensorType(dtype_of(value), sizes.of(value)[axes:]))
+        inputs.append(inner)
+    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(op.graph.opset_imports), name=names)
+    after, outputs = step(builder(body), inputs[: len(states)], inputs[len(states) :])
+    body.outputs.extend([*after, *outputs])
+    how: dict[str, Any] = {"body": body, "num_scan_inputs": len(sequences)}
+    if reverse:
+        how["scan_input_directions"] = [1] * len(sequences)
+        how["scan_output_directions"] = [1] * len(outputs) or None
+    found = op.node(ONNX, "Scan", [*states, *sequences], how).outputs
+    return list(found[: len(states)]), list(found[len(states) :])
+
+
+def _state_count(n: NodeView) -> int:
+    return len(n.node.inputs) - int(n.num_scan_inputs)
+
+
+def _axes(n: NodeView, name: str, values: Sequence[ir.Value]) -> list[int]:
+    """The axis that is scanned, of each input or output; an output has it beside those of its slices."""
+    given = getattr(n, name) or [0] * len(values)
+    more = name == "scan_output_axes"
+    return [normalize_axis(int(axis), rank_of(v) + more) for axis, v in zip(given, values, strict=True)]
+
+
+def _steps(n: NodeView) -> Size:
+    sequences = n.values[_state_count(n) :]
+    return sizes.of(sequences[0])[_axes(n, "scan_input_axes", sequences)[0]]
+
+
+def _types(n: NodeView) -> Sequence[TensorType]:
+    count, length = _state_count(n), _steps(n)
+    found = list(map(type_of, n.body.outputs))
+    axes = _axes(n, "scan_output_axes", n.body.outputs[count:])
+    return [
+        *found[:count],
+        *(TensorType(t.dtype, (*t.shape[:a], length, *t.shape[a:])) for t, a in zip(found[count:], axes, strict=True)),
+    ]
+
+
+def _output_count(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
+    return len(attributes["body"].outputs)
+
+
+def _no_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Sequence[ir.Value | None]:
+    raise GraphError(
+        f"no gradient passes {traversal.describe(n.node)}",
+        where=traversal.origin(n.node),
+        todo="write the loop as a recurrent layer, or unroll it",
+    )
+
+
+class Loop:
+    """Runs a Scan, each node of its body by its own kernel."""
+
+    def __init__(self, n: NodeView) -> None:
+        count = _state_count(n)
+        sequences = n.values[count:]
+        self._body: ir.Graph = n.body
+        self._count = count
+        self._axes = _axes(n, "scan_input_axes", sequences)
+        self._back = [bool(d) for d in n.scan_input_directions or [0] * len(sequences)]
+        outputs = n.body.outputs[count:]
+        self._out_axes = _axes(n, "scan_output_axes", outputs)
+        self._out_back = [bool(d) for d in n.scan_output_directions or [0] * len(outputs)]
+
+    def __call__(self, *values: torch.Tensor) -> Any:
+        states, sequences = list(values[: self._count]), values[self._count :]
+        slices = [s.unbind(a) for s, a in zip(sequences, self._axes, strict=True)]
+        steps = [tuple(reversed(s)) if back else s for s, back in zip(slices, self._back, strict=True)]
+        found: list[list[torch.Tensor]] = []
+        for at in zip(*steps, strict=True):
+            results = self._step([*states, *at])
+            states = results[: self._count]
+            found.append(results[self._count :])
+        if not found:
+            stacked = [
+                self._empty(v, a) for v, a in zip(self._body.outputs[self._count :], self._out_axes, strict=True)
+            ]
+        else:
+            stacked = [
+                torch.stack(list(reversed(column) if back else column), axis)
+                for column, axis, back in zip(zip(*found, strict=True), self._out_axes, self._out_back, strict=True)
+            ]
+        results = [*states, *stacked]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @staticmethod
+    def _empty(value: ir.Value, axis: int) -> torch.Tensor:
+        shape = [size if isinstance(size, int) else 0 for size in sizes.of(value)]
+        return torch.empty([*shape[:axis], 0, *shape[axis:]], dtype=TORCH_DTYPES[dtype_of(value)])
+
+    def _step(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        known = dict(zip(self._body.inputs, inputs, strict=True))
+        for node in self._body:
+            definition = definition_of(node)
+            arguments = [None if v is None else self._value(v, known) for v in node.inputs]
+            arguments += [None] * (len(definition.inputs) - len(arguments))
+            if definition.inputs[-1].endswith("..."):
+                fixed = len(definition.inputs) - 1
+                arguments = [*arguments[:fixed], tuple(arguments[fixed:])]  # type: ignore[list-item]
+            result = definition.kernel(node, "cpu").lower(definition.view(node), *arguments).evaluate()
+            known.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+        return [self._value(v, known) for v in self._body.outputs]
+
+    @staticmethod
+    def _value(value: ir.Value, known: Mapping[ir.Value, torch.Tensor]) -> torch.Tensor:
+        if value in known:
+            return known[value]
+        if value.const_value is None:
+            raise GraphError("a Scan runs in torch only where its body reads nothing around it", got=value.name)
+        return torch.from_numpy(value.const_value.numpy().copy())
+
+
+define(
+    OpDef(
+        domain=ONNX,
+        name="Scan",
+        inputs=("values...",),
+        outputs=("results...",),
+        attributes={
+            "body": REQUIRED,
+            "num_scan_inputs": REQUIRED,
+            "scan_input_axes": None,
+            "scan_input_directions": None,
+            "scan_output_axes": None,
+            "scan_output_directions": None,
+        },
+        since=11,
+        from_torch={},
+        shapes=_types,
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_no_gradient, reads=()),),
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, values: Call(Loop(n), *values)),),
+        axes=no_axes,
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(_steps(n), *(numel(v) for v in n.body.outputs)),
+        host=None,
+        outputs_of=_output_count,
+    )
+)

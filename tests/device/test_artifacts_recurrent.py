@@ -1,0 +1,152 @@
+"""Recurrent layers on stock onnxruntime: other lengths than the example's, sequences of several lengths, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from onnxtrain.artifacts import LossType, generate_artifacts
+from onnxtrain.errors import ArtifactError
+from onnxtrain.onnxblock.optim import SGD
+from tests.device.models import Recurrent
+from tests.device.stock import Stock
+
+WIDTH, HIDDEN = 3, 4
+
+
+def ids(samples: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(samples * 100 + steps)
+    words = torch.randint(0, 50, (samples, steps), generator=generator)
+    return words, torch.randint(0, 10, (samples,), generator=generator)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["functions", "portable"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Recurrent(kind)
+    generate_artifacts(
+        module,
+        example_args=ids(3, 5)[:1],
+        loss=LossType.CrossEntropyLoss,
+        optimizer=SGD(),
+        artifact_directory=tmp_path,
+        portable=portable,
+    )
+    operators = {node.op_type for node in onnx.load(tmp_path / "training_model.onnx").graph.node}
+    assert (kind.__name__ if portable else f"{kind.__name__}LayerGrad") in operators
+    run, optimizer = Stock(tmp_path, lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch in (ids(3, 5), ids(2, 9), ids(4, 1), ids(1, 1)):
+        got = float(run.step(*(t.numpy() for t in batch))[0])
+        run.update()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(module(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        assert got == pytest.approx(loss.item(), rel=2e-6)
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(run.parameter(name), parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
+
+
+def model_file(name: str, weights: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
+    """Puts x, times `first`, and the lengths of its sequences through the layer."""
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["s", "b", WIDTH]),
+        helper.make_tensor_value_info("lengths", TensorProto.INT32, ["b"]),
+    ]
+    nodes = [
+        helper.make_node("Mul", ["x", "first"], ["scaled"]),
+        helper.make_node(name, ["scaled", "w", "r", "b", "lengths"], ["y"], hidden_size=HIDDEN, **attributes),
+    ]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["s", 1, "b", HIDDEN])
+    arrays = [numpy_helper.from_array(array, key) for key, array in weights.items()]
+    graph = helper.make_graph(nodes, "layer", inputs, [output], arrays)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def layer(kind: type[nn.RNNBase]) -> tuple[nn.RNNBase, dict[str, np.ndarray]]:
+    """A layer of PyTorch's, and its weights as ONNX has them."""
+    torch.manual_seed(0)
+    module = kind(WIDTH, HIDDEN)
+    order = {nn.LSTM: (0, 3, 1, 2), nn.GRU: (1, 0, 2), nn.RNN: (0,)}[kind]
+
+    def turned(weight: torch.Tensor) -> torch.Tensor:
+        blocks = weight.detach().chunk(len(order))
+        return torch.cat([blocks[place] for place in order])
+
+    biases = torch.cat([turned(module.bias_ih_l0), turned(module.bias_hh_l0)])
+    found = {"w": turned(module.weight_ih_l0), "r": turned(module.weight_hh_l0), "b": biases}
+    return module, {"first": np.ones(1, np.float32)} | {key: v[None].numpy().copy() for key, v in found.items()}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_sequences_of_several_lengths(kind: type[nn.RNNBase], tmp_path: Path) -> None:
+    module, weights = layer(kind)
+    how = {"linear_before_reset": 1} if kind is nn.GRU else {}
+    generate_artifacts(
+        model_file(kind.__name__, weights, **how),
+        requires_grad=list(weights),
+        loss=LossType.MSELoss,
+        optimizer=SGD(),
+        artifact_directory=tmp_path,
+    )
+    run = Stock(tmp_path, lr=0.5)
+    first = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([first, *module.parameters()], lr=0.5)
+    for steps, lengths in ((5, [2, 5, 1]), (7, [7, 3])):
+        x, target = torch.randn(steps, len(lengths), WIDTH), torch.randn(steps, 1, len(lengths), HIDDEN)
+        counts = torch.tensor(lengths, dtype=torch.int32)
+        got = float(run.step(x.numpy(), counts.numpy(), target.numpy())[0])
+        run.update()
+        optimizer.zero_grad()
+        packed = pack_padded_sequence(x * first, counts, enforce_sorted=False)
+        y = pad_packed_sequence(module(packed)[0], total_length=steps)[0][:, None]
+        loss = F.mse_loss(y, target)
+        loss.backward()
+        optimizer.step()
+        assert got == pytest.approx(loss.item(), rel=2e-6)
+    np.testing.assert_allclose(run.parameter("first"), first.detach().numpy(), rtol=1e-5)
+
+
+def test_what_pytorch_has_not_runs_only_where_it_is_frozen(tmp_path: Path) -> None:
+    _, weights = layer(nn.GRU)
+    model = model_file("GRU", weights)  # linear_before_reset is 0
+    with pytest.raises(ArtifactError, match="linear_before_reset=0"):
+        generate_artifacts(model, requires_grad=["first"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    after = helper.make_node("Mul", ["y", "last"], ["z"])
+    model.graph.node.append(after)
+    model.graph.initializer.append(numpy_helper.from_array(np.full(1, 2, np.float32), "last"))
+    model.graph.output[0].name = "z"
+    generate_artifacts(model, requires_grad=["last"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    operators = [node.op_type for node in onnx.load(tmp_path / "training_model.onnx").graph.node]
+    assert "GRU" in operators
+    assert "GRUTraining" not in operators
+
+
+def test_a_scan_of_a_model_is_refused(tmp_path: Path) -> None:
+    parts = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("total", "x_t", "sum", "y_t")]
+    body = helper.make_graph(
+        [helper.make_node("Add", ["total", "x_t"], ["sum"]), helper.make_node("Identity", ["sum"], ["y_t"])],
+        "body",
+        parts[:2],
+        parts[2:],
+    )
+    nodes = [
+        helper.make_node("Mul", ["x", "first"], ["scaled"]),
+        helper.make_node("Scan", ["start", "scaled"], ["end", "y"], body=body, num_scan_inputs=1),
+    ]
+    arrays = [numpy_helper.from_array(np.ones(2, np.float32), name) for name in ("first", "start")]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["s", 2]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "scan", infos[:1], infos[1:], arrays)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    with pytest.raises(ArtifactError, match="loops"):
+        generate_artifacts(model, requires_grad=["first"], loss=LossType.MSELoss, artifact_directory=tmp_path)
