@@ -1,0 +1,100 @@
+"""Measured times on disk: one file for each machine, with the libraries and the number of threads that were used.
+
+    <cache folder>/kernels/<hash>.json      {"machine": {...}, "answers": {question: {sizes, seconds, choice}}}
+
+A file is replaced whole, under a lock that all processes take. One that cannot be read counts as empty, with a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from onnxtrain.atomic_file import replacing
+from onnxtrain.cache_folder import cache_folder
+from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Answers, Samples, merged
+from onnxtrain.ops.machine import this_machine
+
+_LOG = logging.getLogger("onnxtrain")
+_VERSION = 1  # of the file's form, and of what the candidates' names mean
+_LOCK_SECONDS = 0.2  # a training step does not wait longer: what was measured is written next time
+
+
+def setting() -> dict[str, Any]:
+    """What times depend on besides the question."""
+    return {
+        "processor": this_machine().model,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "libraries": _libraries(),
+        "version": _VERSION,
+    }
+
+
+@functools.cache
+def _libraries() -> list[str]:
+    """The versions of MKL and oneDNN, as PyTorch names them."""
+    lines = map(str.strip, torch.__config__.show().splitlines())
+    return [line.removeprefix("- ") for line in lines if "MKL-DNN" in line or "Math Kernel Library" in line]
+
+
+def file_of(folder: Path | None = None) -> Path:
+    """The file for this machine in `folder`, or else in the cache folder."""
+    text = json.dumps(setting(), sort_keys=True)
+    name = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return (cache_folder("kernels") if folder is None else folder) / name
+
+
+def load(file: Path) -> Answers:
+    """The answers in a file; none, with a warning, where it is damaged or of another machine."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["machine"] != setting():
+            raise ValueError("it was made on another machine")
+        return {key: _answer(fields) for key, fields in content["answers"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"the measured times of kernels in {file} cannot be used and are ignored "
+            f"({type(error).__name__}: {error}); the file is made again",
+            stacklevel=2,
+        )
+        return {}
+
+
+def _answer(fields: Mapping[str, Any]) -> Answer:
+    seconds = {str(name): float(value) for name, value in fields["seconds"].items()}
+    choice = str(fields["choice"])
+    if choice not in seconds or not all(math.isfinite(s) and s > 0 for s in seconds.values()):
+        raise ValueError("an answer in it is not whole")
+    samples = {name: Samples(MOST_CALLS, SAMPLES, value) for name, value in seconds.items()}
+    return Answer(str(fields["sizes"]), samples, choice=choice)
+
+
+def save(file: Path, answers: Answers) -> None:
+    """Adds the clean ones of `answers` to a file. Where that fails the times are lost, which the log says."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{file}.lock", timeout=_LOCK_SECONDS):
+            known = merged(load(file), answers)
+            content = {"machine": setting(), "answers": {key: _fields(a) for key, a in sorted(known.items())}}
+            with replacing(file) as target:
+                target.write(json.dumps(content, indent=1).encode())
+    except (OSError, filelock.Timeout) as error:
+        _LOG.info("the measured times of kernels are not kept in %s: %s", file, error)
+
+
+def _fields(answer: Answer) -> dict[str, Any]:
+    seconds = {name: samples.seconds for name, samples in answer.samples.items()}
+    return {"sizes": answer.sizes, "seconds": seconds, "choice": answer.choice}

@@ -1,0 +1,147 @@
+"""A node that is asked for its fastest kernel: each call of it in a running step tries one candidate."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.execute.kernel_choice.times import FAR_OFF, WORTH_SECONDS, Answer, Answers, rounded
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.definition import Call, Kernel
+from onnxtrain.ops.machine import Shapes, this_machine
+
+
+class _Case:
+    """One node at one set of shapes.
+
+    Attributes:
+        candidates: by name, the expected best first.
+        answer: what is known; None where the choice is not worth measuring.
+        scale: by how much longer the answer's own shapes are expected to take.
+    """
+
+    __slots__ = ("answer", "candidates", "scale")
+
+    def __init__(self, candidates: dict[str, Kernel], answer: Answer | None, scale: float) -> None:
+        self.candidates, self.answer, self.scale = candidates, answer, scale
+
+    @property
+    def choice(self) -> Kernel | None:
+        """The settled kernel."""
+        if self.answer is None:
+            return next(iter(self.candidates.values()))
+        return self.candidates.get(self.answer.choice)
+
+
+class Trial:
+    """Runs a node by one candidate a call, and notes what it took.
+
+    Attributes:
+        chosen: the kernel that is settled for the shapes of the last call, or None.
+    """
+
+    def __init__(self, node: ir.Node, device: str, answers: Answers, measuring: bool, most_seconds: float) -> None:
+        """Prepares a node.
+
+        Args:
+            node: one that has several candidates.
+            device: the type of the device.
+            answers: what is known; grows.
+            measuring: whether to try candidates; otherwise only known answers count.
+            most_seconds: how long one question may be measured.
+        """
+        definition = definition_of(node)
+        self.chosen: Kernel | None = None
+        self._view = definition.view(node)
+        self._kernels = definition.candidates(node, device)
+        self._answers, self._measuring, self._most_seconds = answers, measuring, most_seconds
+        self._cases: dict[Shapes, _Case] = {}
+        self._name = question(node)
+        # "..." in an axis map stands for axes that are one to the product: [16, 128, 384] of rows asks as [2048, 384].
+        patterns = definition.axes(self._view).split("->")[0].split(",")
+        missing = len(definition.inputs) - len(patterns)
+        self._patterns = [*(pattern.split() for pattern in patterns), *[[]] * missing]
+
+    def __call__(self, *arguments: torch.Tensor | None) -> Any:
+        shapes = tuple(() if a is None else tuple(a.shape) for a in arguments)
+        case = self._cases.get(shapes)
+        if case is None:
+            case = self._cases[shapes] = self._case(shapes, arguments)
+        self.chosen = case.choice
+        if self.chosen is not None:
+            return self.chosen.lower(self._view, *arguments).evaluate()
+        return self._measured(case, arguments)
+
+    def _measured(self, case: _Case, arguments: Sequence[torch.Tensor | None]) -> Any:
+        answer = case.answer
+        assert answer is not None
+        names = tuple(case.candidates)
+        name = answer.next(names)
+        call: Call = case.candidates[name].lower(self._view, *arguments)
+        before, started = _seconds_waited(), time.perf_counter()
+        result = call.evaluate()
+        took = time.perf_counter() - started
+        waited = _seconds_waited() - before
+        answer.add(name, took * case.scale, waited * case.scale)
+        answer.settle(names, at_once=answer.spent > self._most_seconds)
+        self.chosen = case.choice
+        return result
+
+    def _case(self, shapes: Shapes, arguments: Sequence[torch.Tensor | None]) -> _Case:
+        machine = this_machine()
+        expected = {k.name: k.seconds(self._view, shapes, machine) for k in self._kernels}
+        by_name = {k.name: k for k in self._kernels}
+        far_off = FAR_OFF * min(expected.values())
+        order = sorted((name for name, s in expected.items() if s < far_off), key=expected.__getitem__)
+        candidates = {name: by_name[name] for name in order}
+        key = " ".join([self._name, *map(_text, arguments, self._patterns)])
+        known = self._answers.get(key)
+        usable = known is not None and known.choice in candidates
+        worth = self._measuring and len(order) > 1 and expected[order[0]] >= WORTH_SECONDS
+        if not usable and not worth:
+            return _Case(candidates, None, 1.0)
+        answer = self._answers.setdefault(key, Answer(" ".join(map(str, map(list, shapes)))))
+        if answer.reference == 0.0:
+            answer.reference = expected[order[0]]
+        return _Case(candidates, answer, answer.reference / expected[order[0]])
+
+
+def _seconds_waited() -> float:
+    """How long threads of this process have waited for a core; always 0 where the system does not say (Linux does)."""
+    waited = 0
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+                waited += int(file.read().split()[1])
+    except (OSError, IndexError):  # none of these, or the thread has just ended
+        return 0.0
+    return waited * 1e-9
+
+
+def question(node: ir.Node) -> str:
+    """A node's op, attributes and element type."""
+    attributes = ", ".join(f"{a.name}={a.value}" for a in sorted(node.attributes.values(), key=lambda a: a.name))
+    first = next(v for v in node.inputs if v is not None)
+    return f"{node.domain or 'ai.onnx'}::{node.op_type}({attributes}) {dtype_of(first).name.lower()}"
+
+
+def _text(argument: torch.Tensor | None, pattern: Sequence[str]) -> str:
+    """Rounded sizes, and whether the elements lie in order, transposed, or otherwise."""
+    if argument is None:
+        return "-"
+    shape = tuple(argument.shape)
+    if pattern[:1] == ["..."]:
+        leading = len(shape) - len(pattern) + 1
+        shape = (math.prod(shape[:leading]), *shape[leading:])
+    sizes = "x".join(str(rounded(size)) for size in shape)
+    if argument.is_contiguous():
+        return sizes
+    channels_last = argument.dim() in (4, 5) and argument.movedim(1, -1).is_contiguous()
+    return f"{sizes}{'L' if channels_last else 'T' if argument.dim() > 1 and argument.mT.is_contiguous() else 'S'}"

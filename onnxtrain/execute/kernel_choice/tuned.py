@@ -1,0 +1,179 @@
+"""A program whose kernels are chosen by measured time, for its sizes.
+
+    run ──shapes as last time──> the program as it was written first
+     └─other shapes─> settled for them ─yes─> a program with the kernels that are fastest at these sizes
+                         └─no─> a program whose nodes try their candidates, until all are settled
+
+So a call at usual sizes costs one comparison of shapes more than without a choice. Nothing waits for a measurement:
+each call of a candidate is a step's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.execute.channels_last import ChannelsLast
+from onnxtrain.execute.kernel_choice.expected import expected_kernel, expected_shapes
+from onnxtrain.execute.kernel_choice.stored import file_of, load, save
+from onnxtrain.execute.kernel_choice.times import WORTH_SECONDS, Answers, rounded
+from onnxtrain.execute.kernel_choice.trial import Trial
+from onnxtrain.execute.program import KernelOf, Program
+from onnxtrain.graph import sizes
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.definition import Call, Kernel
+from onnxtrain.ops.machine import this_machine
+from onnxtrain.options import Options
+from onnxtrain.plan.cut import Part
+
+Results = tuple[tuple[Any, ...], tuple[int, ...]]
+_LOCK = threading.Lock()
+_ANSWERS: dict[Path, Answers] = {}  # of this process, by the file that keeps them
+
+
+def answers_in(file: Path) -> Answers:
+    """What is known, from the file and from this process."""
+    with _LOCK:
+        if file not in _ANSWERS:
+            _ANSWERS[file] = load(file)
+        return _ANSWERS[file]
+
+
+def make_program(
+    part: Part, name: str, device: torch.device, options: Options, layout: ChannelsLast | None = None
+) -> Program:
+    """The program of a part, with a choice of kernels where there is one.
+
+    Where results must be the same bits in every run, the cost model alone decides.
+    """
+    exact = options.rng == "torch" or torch.are_deterministic_algorithms_enabled()
+    open_nodes = [] if exact else [n for n in part.nodes if _is_open(n, device.type)]
+    if not open_nodes:
+        return Program(part, name, device, layout=layout)
+    return TunedProgram(part, name, device, open_nodes, options, layout)
+
+
+def _is_open(node: ir.Node, device: str) -> bool:
+    """Whether speed decides between kernels, and may matter at some size."""
+    definition = definition_of(node)
+    candidates = definition.candidates(node, device)
+    if len(candidates) == 1:
+        return False
+    if any(isinstance(size, str) for value in node.inputs if value is not None for size in sizes.of(value)):
+        return True
+    view, shapes, machine = definition.view(node), expected_shapes(node), this_machine()
+    return min(kernel.seconds(view, shapes, machine) for kernel in candidates) >= WORTH_SECONDS
+
+
+class TunedProgram(Program):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        part: Part,
+        name: str,
+        device: torch.device,
+        open_nodes: Sequence[ir.Node],
+        options: Options,
+        layout: ChannelsLast | None = None,
+    ) -> None:
+        watched = _watched(part, open_nodes)
+        super().__init__(part, name, device, entry=watched, layout=layout)
+        self.namespace["elsewhere"] = self._elsewhere
+        self._as_written: Callable[..., Results] = self.run
+        self._places = [part.inputs.index(value) for value in watched]
+        self._open_nodes = open_nodes
+        self._measuring = options.tuning
+        self._most_seconds = options.max_tuning_duration_ms / 1000 or float("inf")
+        self._file = file_of(options.tuning_results_path)
+        self._trials: dict[ir.Node, Trial] = {}
+        self._trying: Program | None = None
+        self._own = tuple(expected_kernel(node, device.type).name for node in open_nodes)
+        self._variants: dict[tuple[str, ...], Program] = {self._own: self}
+        self._settled: dict[tuple[int, ...], Program] = {}
+
+    def _elsewhere(self, tensors: list[torch.Tensor], given: Sequence[int]) -> Results:
+        """Runs a call whose shapes are not those of the last one, or which other kernels serve."""
+        shapes = [tensors[place].shape for place in self._places]
+        size_class = tuple(rounded(size) for shape in shapes for size in shape)
+        settled = self._settled.get(size_class)
+        if settled is None:
+            return self._try(tensors, given, size_class)
+        if settled is not self:
+            return settled.run(_drained(tensors), given)
+        self.namespace.update((f"shape_{i}", shape) for i, shape in enumerate(shapes or [()]))
+        return self._as_written(_drained(tensors), given, True)
+
+    def _try(self, tensors: list[torch.Tensor], given: Sequence[int], size_class: tuple[int, ...]) -> Results:
+        """Runs the nodes by their candidates in turn; where that settled all, the next call goes straight."""
+        if self._trying is None:
+            answers = answers_in(self._file)
+            self._trials = {
+                node: Trial(node, self._device.type, answers, self._measuring, self._most_seconds)
+                for node in self._open_nodes
+            }
+            self._trying = self._with_kernels(f"{self._name} trying", self._trial_or_expected)
+        result = self._trying.run(_drained(tensors), given)
+        chosen = [trial.chosen for trial in self._trials.values()]
+        if all(kernel is not None for kernel in chosen):
+            names = tuple(kernel.name for kernel in chosen if kernel is not None)
+            self._settled[size_class] = self._variant(names)
+            if self._measuring:
+                save(self._file, answers_in(self._file))
+        return result
+
+    def _trial_or_expected(self, node: ir.Node, device: str) -> Kernel:
+        trial = self._trials.get(node)
+        if trial is None:
+            return expected_kernel(node, device)
+        return Kernel(lower=lambda n, *arguments: Call(trial, *arguments))
+
+    def _variant(self, names: tuple[str, ...]) -> Program:
+        """The program with these kernels of the open nodes."""
+        known = self._variants.get(names)
+        if known is None:
+            chosen = dict(zip(self._open_nodes, names, strict=True))
+            known = self._variants[names] = self._with_kernels(self._name, _Chosen(chosen))
+            self.source, self.filename = known.source, known.filename
+        return known
+
+    def _with_kernels(self, name: str, kernels: KernelOf) -> Program:
+        return Program(self.part, name, self._device, kernels, layout=self._layout)
+
+
+def _drained(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in order, none of which the list keeps alive."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
+class _Chosen:
+    """Kernels by name for some nodes, and the expected ones for the others."""
+
+    def __init__(self, names: dict[ir.Node, str]) -> None:
+        self._names = names
+
+    def __call__(self, node: ir.Node, device: str) -> Kernel:
+        name = self._names.get(node)
+        if name is None:
+            return expected_kernel(node, device)
+        return next(kernel for kernel in definition_of(node).candidates(node, device) if kernel.name == name)
+
+
+def _watched(part: Part, open_nodes: Sequence[ir.Node]) -> list[ir.Value]:
+    """A few inputs whose shapes tell all sizes of the open nodes that the inputs tell."""
+    values = [v for node in open_nodes for v in node.inputs if v is not None]
+    missing = {name for v in values for size in sizes.of(v) for name in sizes.symbols(size)}
+    found = []
+    for value in part.inputs:
+        told = {size for size in sizes.of(value) if isinstance(size, str)} & missing
+        if told:
+            found.append(value)
+            missing -= told
+    return found

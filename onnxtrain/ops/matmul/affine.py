@@ -1,0 +1,118 @@
+"""Linear: rows times a transposed weight, with bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.definition import (
+    Call,
+    Effects,
+    Gradient,
+    NodeView,
+    OpDef,
+)
+from onnxtrain.ops.machine import Shapes
+from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
+from onnxtrain.ops.matmul.product import (
+    Grad,
+    as_rows,
+    constant_axes,
+    of_product_types,
+    product_flops,
+    product_shape,
+    rows_times_matrix,
+    seen,
+)
+from onnxtrain.ops.registry import define
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """As F.linear where w requires a gradient, see `rows_times_matrix`."""
+    if x.dim() < 3 or x.is_contiguous():
+        return torch.nn.functional.linear(x, w, b)
+    y = rows_times_matrix(x, w.t())
+    return y if b is None else y.add_(b)
+
+
+# Linear
+
+
+def _linear_type(n: NodeView) -> Sequence[TensorType]:
+    x, w = sizes.of(n.x), sizes.of(n.w)
+    if len(w) != 2 or (n.b is not None and rank_of(n.b) != 1):
+        raise GraphError("Linear takes w[n, k] and b[n]", got=f"w{list(w)}")
+    return (TensorType(dtype_of(n.x), (*product_shape(x, (w[1], w[0])),)),)
+
+
+def _linear_body(op: Builder, n: NodeView) -> ir.Value:
+    product: ir.Value = op.MatMul(n.x, op.Transpose(n.w, perm=[1, 0]))
+    result: ir.Value = product if n.b is None else op.Add(product, n.b)
+    return result
+
+
+def _linear_call(n: NodeView, x: Any, w: Any, b: Any) -> Call:
+    return Call(torch.nn.functional.linear if rank_of(n.x) < 3 else linear, x, w, b)
+
+
+def _linear_product(n: NodeView, x: Any, w: Any, b: Any) -> Product | None:
+    return None if rank_of(n.x) == 1 else Product(x, seen(w, 1, 0), b)
+
+
+def _linear_dims(n: NodeView, shapes: Shapes) -> Dims:
+    return product_dims(shapes[0], shapes[1][::-1])
+
+
+def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
+    rows = as_rows(op, dy)
+    dx = None
+    if n.wants("x"):
+        dx = op.MatMul(rows, n.w)
+        dx = dx if rank_of(n.x) == 2 else op.Reshape(dx, op.shape_of(n.x), allowzero=1)
+    found = (
+        dx,
+        op.ms.FusedMatMul(rows, as_rows(op, n.x), transA=1) if n.wants("w") else None,
+        op.ReduceSum(rows, constant_axes(op, 0), keepdims=0) if n.b is not None and n.wants("b") else None,
+    )
+    return found[: len(n.node.inputs)]
+
+
+def _capture_linear(op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = None) -> Any:
+    if rank_of(w) == 1:
+        product = op.MatMul(x, w)
+    elif b is not None and sizes.of(b) == sizes.of(w)[:1]:
+        return op.own.Linear(x, w, b)
+    else:
+        product = op.own.Linear(x, w)
+    return product if b is None else op.Add(product, b)
+
+
+LINEAR = define(
+    OpDef(
+        domain=OWN,
+        name="Linear",
+        inputs=("x", "w", "b?"),
+        outputs=("y",),
+        attributes={},
+        since=1,
+        from_torch={"aten.linear.default": of_product_types(_capture_linear)},
+        shapes=_linear_type,
+        body=_linear_body,
+        native_ok=lambda n: False,
+        gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
+        stops=frozenset(),
+        kernels=product_kernels(_linear_call, _linear_product, _linear_dims),
+        axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: product_flops(n.y, sizes.of(n.x)[-1]),
+        host=None,
+    )
+)

@@ -1,0 +1,122 @@
+"""Gemm: a product of matrices with a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import always
+from onnxtrain.ops.definition import (
+    STANDARD,
+    Call,
+    Effects,
+    Gradient,
+    Method,
+    NodeView,
+    OpDef,
+)
+from onnxtrain.ops.machine import Shapes
+from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
+from onnxtrain.ops.matmul.product import (
+    INTEGERS,
+    Grad,
+    is_exact_attribute,
+    of_product_types,
+    product_flops,
+    product_gradient,
+    product_shape,
+    scaled,
+    seen,
+    sum_with,
+)
+from onnxtrain.ops.registry import define
+
+# Gemm
+
+
+def _gemm_type(n: NodeView) -> Sequence[TensorType]:
+    if rank_of(n.a) != 2 or rank_of(n.b) != 2:
+        raise GraphError("Gemm multiplies matrices", got=f"{list(sizes.of(n.a))} and {list(sizes.of(n.b))}")
+    a, b = sizes.of(n.a), sizes.of(n.b)
+    return (TensorType(dtype_of(n.a), product_shape(a[::-1] if n.transA else a, b[::-1] if n.transB else b)),)
+
+
+def _gemm_axes(n: NodeView) -> str:
+    left, right = "k m" if n.transA else "m k", "n k" if n.transB else "k n"
+    if n.c is None:
+        return f"{left}, {right} -> m n"
+    return f"{left}, {right}, {('', 'n', 'm n')[rank_of(n.c)]} -> m n"
+
+
+def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
+    first, second = seen(a, n.transA, 0), seen(b, n.transB, 0)
+    if c is None:
+        if n.alpha == 1:
+            return Call(torch.mm, first, second)
+        return Call(torch.addmm, Method("new_empty", a, ()), first, second, beta=0, alpha=n.alpha)
+    factors = {name: value for name, value in (("beta", n.beta), ("alpha", n.alpha)) if value != 1}
+    return Call(torch.addmm, c, first, second, **factors)
+
+
+def _gemm_product(n: NodeView, a: Any, b: Any, c: Any) -> Product | None:
+    """Other libraries add a row only, and as it is."""
+    if n.c is not None and (rank_of(n.c) != 1 or sizes.of(n.c) != sizes.of(n.y)[1:] or (n.alpha, n.beta) != (1, 1)):
+        return None
+    return Product(
+        seen(a, n.transA, 0),
+        seen(b, n.transB, 0),
+        c,
+        n.alpha,
+        transposed=(a, b) if n.transA and not n.transB and n.c is None else None,
+    )
+
+
+def _gemm_dims(n: NodeView, shapes: Shapes) -> Dims:
+    a, b = shapes[0], shapes[1]
+    return product_dims(a[::-1] if n.transA else a, b[::-1] if n.transB else b)
+
+
+def _gemm_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
+    da, db = product_gradient(op, n, n.a, n.b, dy, n.transA, n.transB, n.alpha)
+    found = da, db, scaled(op, dy, n.beta) if n.c is not None and n.wants("c") else None
+    return found[: len(n.node.inputs)]
+
+
+def _capture_addmm(op: Builder, c: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    factors = alpha, beta
+    plain = factors == (1, 1)
+    if not plain and (not all(map(is_exact_attribute, factors)) or op.out[0].dtype in INTEGERS):
+        return sum_with(op, c, beta, op.MatMul(a, b), alpha)
+    attributes = {name: None if f == 1 else float(f) for name, f in (("alpha", alpha), ("beta", beta))}
+    return op.Gemm(a, b, alpha=attributes["alpha"]) if beta == 0 else op.Gemm(a, b, c, **attributes)
+
+
+GEMM = define(
+    OpDef(
+        domain=ONNX,
+        name="Gemm",
+        inputs=("a", "b", "c?"),
+        outputs=("y",),
+        attributes={"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0},
+        since=13,
+        from_torch={"aten.addmm.default": of_product_types(_capture_addmm)},
+        shapes=_gemm_type,
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_gemm_gradient, reads=("a", "b")),),
+        stops=frozenset(),
+        kernels=product_kernels(_gemm_call, _gemm_product, _gemm_dims),
+        axes=_gemm_axes,
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: product_flops(n.y, sizes.of(n.a)[0 if n.transA else 1]),
+        host=None,
+    )
+)

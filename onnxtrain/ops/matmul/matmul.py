@@ -1,0 +1,163 @@
+"""MatMul: NumPy's product, of matrices, of batches of them and of vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import always
+from onnxtrain.ops.definition import (
+    STANDARD,
+    Call,
+    Effects,
+    FromTorch,
+    Gradient,
+    NodeView,
+    OpDef,
+    numel,
+)
+from onnxtrain.ops.matmul.candidates import Product, product_dims, product_kernels
+from onnxtrain.ops.matmul.product import (
+    INTEGERS,
+    Grad,
+    as_rows,
+    constant_axes,
+    is_exact_attribute,
+    of_product_types,
+    product_flops,
+    product_function,
+    product_gradient,
+    product_of,
+    product_shape,
+    sum_with,
+)
+from onnxtrain.ops.registry import define
+
+
+def _matmul_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.a), product_shape(sizes.of(n.a), sizes.of(n.b))),)
+
+
+def _matmul_axes(n: NodeView) -> str:
+    left = "k" if rank_of(n.a) == 1 else "... m k"
+    right = "k" if rank_of(n.b) == 1 else "... k n"
+    rows = " m" if rank_of(n.a) > 1 else ""
+    columns = " n" if rank_of(n.b) > 1 else ""
+    batch = "..." if "..." in left + right else ""
+    return f"{left}, {right} -> {batch}{rows}{columns}"
+
+
+def _matmul_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    rank_a, rank_b = rank_of(n.a), rank_of(n.b)
+    if rank_a == 1 and rank_b == 1:
+        return op.Mul(dy, n.b) if n.wants("a") else None, op.Mul(dy, n.a) if n.wants("b") else None
+    if rank_a == 1:
+        return _row_vector_gradient(op, n, dy)
+    if rank_b == 1:
+        return _column_vector_gradient(op, n, dy)
+    return product_gradient(op, n, n.a, n.b, dy)
+
+
+def _row_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    """Of a[k] @ b[..., k, n] -> y[..., n]."""
+    da = db = None
+    last = rank_of(dy) - 1
+    if n.wants("a"):
+        if rank_of(n.b) == 2:
+            da = op.MatMul(n.b, dy)
+        else:
+            da = op.Squeeze(op.MatMul(n.b, op.Unsqueeze(dy, constant_axes(op, last + 1))), constant_axes(op, last + 1))
+    if n.wants("b"):
+        db = op.Mul(op.Unsqueeze(n.a, constant_axes(op, 1)), op.Unsqueeze(dy, constant_axes(op, last)))
+    return da, db
+
+
+def _column_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    """Of a[..., m, k] @ b[k] -> y[..., m]."""
+    da = db = None
+    if n.wants("a"):
+        da = op.Mul(op.Unsqueeze(dy, constant_axes(op, rank_of(dy))), n.b)
+    if n.wants("b"):
+        flat = dy if rank_of(dy) == 1 else op.Reshape(dy, op.sizes([numel(dy)]), allowzero=1)
+        db = op.MatMul(flat, as_rows(op, n.a))
+    return da, db
+
+
+def _capture_matmul(op: Builder, a: ir.Value, b: ir.Value) -> Any:
+    return op.MatMul(a, b)
+
+
+def _capture_outer(op: Builder, a: ir.Value, b: ir.Value) -> Any:
+    return op.Mul(op.Unsqueeze(a, constant_axes(op, 1)), op.Unsqueeze(b, constant_axes(op, 0)))
+
+
+def _capture_baddbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if is_exact_attribute(alpha) and op.out[0].dtype not in INTEGERS:
+        return sum_with(op, base, beta, product_of(op, a, b, 0, 0, alpha), 1)
+    return sum_with(op, base, beta, op.MatMul(a, b), alpha)
+
+
+def _capture_addbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return sum_with(op, base, beta, op.ReduceSum(op.MatMul(a, b), constant_axes(op, 0), keepdims=0), alpha)
+
+
+def _capture_addmv(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return sum_with(op, base, beta, op.MatMul(a, b), alpha)
+
+
+def _capture_addr(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return sum_with(op, base, beta, _capture_outer(op, a, b), alpha)
+
+
+def _call(n: NodeView, a: Any, b: Any) -> Call:
+    return Call(product_function(sizes.of(n.a), sizes.of(n.b)), a, b)
+
+
+def _product(n: NodeView, a: Any, b: Any) -> Product | None:
+    if rank_of(n.a) == 1 or rank_of(n.b) == 1:
+        return None
+    return Product(a, b, of_matrix=rank_of(n.b) == 2)
+
+
+_MATMUL_CAPTURES: Mapping[str, FromTorch] = {
+    "aten.matmul.default": _capture_matmul,
+    "aten.mm.default": _capture_matmul,
+    "aten.bmm.default": _capture_matmul,
+    "aten.mv.default": _capture_matmul,
+    "aten.dot.default": _capture_matmul,
+    "aten.vdot.default": _capture_matmul,  # conjugates complex operands, which do not come here
+    "aten.outer.default": _capture_outer,
+    "aten.ger.default": _capture_outer,
+    "aten.baddbmm.default": _capture_baddbmm,
+    "aten.addbmm.default": _capture_addbmm,
+    "aten.addmv.default": _capture_addmv,
+    "aten.addr.default": _capture_addr,
+}
+
+MATMUL = define(
+    OpDef(
+        domain=ONNX,
+        name="MatMul",
+        inputs=("a", "b"),
+        outputs=("y",),
+        attributes={},
+        since=13,
+        from_torch={name: of_product_types(convert) for name, convert in _MATMUL_CAPTURES.items()},
+        shapes=_matmul_type,
+        body=STANDARD,
+        native_ok=always,
+        gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
+        stops=frozenset(),
+        kernels=product_kernels(_call, _product, lambda n, shapes: product_dims(shapes[0], shapes[1])),
+        axes=_matmul_axes,
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: product_flops(n.y, sizes.of(n.a)[-1]),
+        host=None,
+    )
+)

@@ -1,0 +1,168 @@
+"""FusedMatMul: a product whose operands may be transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.ops.composite import composite
+from onnxtrain.ops.definition import (
+    Call,
+    Effects,
+    Gradient,
+    Method,
+    NodeView,
+    OpDef,
+)
+from onnxtrain.ops.machine import Shapes
+from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
+from onnxtrain.ops.matmul.product import (
+    Grad,
+    product_flops,
+    product_function,
+    product_gradient,
+    product_shape,
+    scaled,
+    seen,
+)
+from onnxtrain.ops.registry import define
+from onnxtrain.ops.reshape.dims import inverse, transposed
+
+# FusedMatMul: transBatchA and transBatchB move the first axis behind the batch axes, before transA and transB.
+
+
+def _fused_perm(rank: int, trans: int, trans_batch: int) -> list[int]:
+    perm = [*range(1, rank - 1), 0, rank - 1] if trans_batch else list(range(rank))
+    return [*perm[:-2], perm[-1], perm[-2]] if trans else perm
+
+
+def _fused_shapes(n: NodeView) -> tuple[list[Size], list[Size]]:
+    """The shapes of both operands as they are multiplied."""
+    found = []
+    for value, trans, trans_batch in ((n.a, n.transA, n.transBatchA), (n.b, n.transB, n.transBatchB)):
+        shape = sizes.of(value)
+        if len(shape) < 2:
+            raise GraphError("FusedMatMul multiplies tensors of two dimensions or more", got=f"{list(shape)}")
+        found.append([shape[axis] for axis in _fused_perm(len(shape), trans, trans_batch)])
+    return found[0], found[1]
+
+
+def _seen_shape(value: ir.Value, trans: int) -> list[Size]:
+    shape = sizes.of(value)
+    return [shape[axis] for axis in _fused_perm(len(shape), trans, 0)]
+
+
+def transpose_matmul(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool, alpha: float) -> torch.Tensor:
+    product = torch.matmul(a.mT if trans_a else a, b.mT if trans_b else b)
+    return product if alpha == 1 else product.mul_(alpha)
+
+
+def _fused_type(n: NodeView) -> Sequence[TensorType]:
+    return (TensorType(dtype_of(n.a), product_shape(*_fused_shapes(n))),)
+
+
+def _fused_axes(n: NodeView) -> str:
+    rows, inner = ("k", "m") if n.transA else ("m", "k")
+    left = f"{rows} ... {inner}" if n.transBatchA else f"... {rows} {inner}"
+    rows, inner = ("n", "k") if n.transB else ("k", "n")
+    right = f"{rows} ... {inner}" if n.transBatchB else f"... {rows} {inner}"
+    return f"{left}, {right} -> ... m n"
+
+
+def _fused_body(op: Builder, n: NodeView) -> ir.Value:
+    operands = []
+    for value, trans, trans_batch in ((n.a, n.transA, n.transBatchA), (n.b, n.transB, n.transBatchB)):
+        perm = _fused_perm(rank_of(value), trans, trans_batch)
+        operands.append(value if perm == sorted(perm) else op.Transpose(value, perm=perm))
+    return scaled(op, op.MatMul(*operands), n.alpha)
+
+
+def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
+    first = seen(a, n.transA, n.transBatchA)
+    second = seen(b, n.transB, n.transBatchB)
+    function = product_function(*_fused_shapes(n))
+    if n.alpha == 1:
+        return Call(function, first, second)
+    if function is not torch.mm and function is not torch.bmm:
+        return Call(torch.mul, Call(function, first, second), n.alpha)
+    scaling = torch.addmm if function is torch.mm else torch.baddbmm
+    # beta=0: the first operand only lends its element type.
+    return Call(scaling, Method("new_empty", a, ()), first, second, beta=0, alpha=n.alpha)
+
+
+def _fused_product(n: NodeView, a: Any, b: Any) -> Product:
+    matrices = rank_of(n.a) == 2 and rank_of(n.b) == 2
+    plain = not (n.transBatchA or n.transBatchB)
+    return Product(
+        seen(a, n.transA, n.transBatchA),
+        seen(b, n.transB, n.transBatchB),
+        alpha=n.alpha,
+        of_matrix=rank_of(n.b) == 2,
+        transposed=(a, b) if matrices and plain and n.transA and not n.transB else None,
+    )
+
+
+def _fused_dims(n: NodeView, shapes: Shapes) -> Dims:
+    operands = zip(shapes, (n.transA, n.transB), (n.transBatchA, n.transBatchB), strict=True)
+    a, b = (tuple(shape[axis] for axis in _fused_perm(len(shape), *how)) for shape, *how in operands)
+    return product_dims(a, b)
+
+
+def _fused_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+    perms = [_fused_perm(rank_of(v), 0, trans) for v, trans in ((n.a, n.transBatchA), (n.b, n.transBatchB))]
+    a, b = (transposed(op, v, perm) for v, perm in zip((n.a, n.b), perms, strict=True))
+    found = product_gradient(op, n, a, b, dy, n.transA, n.transB, n.alpha)
+    # The batch axes of a gradient are those of y: more than the operand's, where it was broadcast.
+    da, db = (
+        None if g is None else transposed(op, g, inverse(_fused_perm(rank_of(g), 0, trans)))
+        for g, trans in zip(found, (n.transBatchA, n.transBatchB), strict=True)
+    )
+    return da, db
+
+
+FUSED_MATMUL = define(
+    OpDef(
+        domain=MICROSOFT,
+        name="FusedMatMul",
+        inputs=("a", "b"),
+        outputs=("y",),
+        attributes={"alpha": 1.0, "transA": 0, "transB": 0, "transBatchA": 0, "transBatchB": 0},
+        since=1,
+        from_torch={},
+        shapes=_fused_type,
+        body=_fused_body,
+        # onnxruntime 1.31 ends the process where a transposed batch has size 0.
+        native_ok=lambda n: dtype_of(n.a) == ir.DataType.FLOAT and not n.transBatchA and not n.transBatchB,
+        gradient=(Gradient(_fused_gradient, reads=("a", "b")),),
+        stops=frozenset(),
+        kernels=product_kernels(_fused_call, _fused_product, _fused_dims),
+        axes=_fused_axes,
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: product_flops(n.y, _fused_shapes(n)[0][-1]),
+        host=None,
+    )
+)
+
+
+composite(
+    "TransposeMatMul",  # FusedMatMul's first name
+    ("a", "b"),
+    lambda op, n: op.ms.FusedMatMul(n.a, n.b, alpha=n.alpha, transA=n.transA, transB=n.transB),
+    lambda n, a, b: Call(transpose_matmul, a, b, bool(n.transA), bool(n.transB), n.alpha),
+    domain=MICROSOFT,
+    attributes={"alpha": 1.0, "transA": 0, "transB": 0},
+    shapes=lambda n: (
+        TensorType(dtype_of(n.a), product_shape(_seen_shape(n.a, n.transA), _seen_shape(n.b, n.transB))),
+    ),
+    axes=lambda n: f"... {'k m' if n.transA else 'm k'}, ... {'n k' if n.transB else 'k n'} -> ... m n",
+    flops=lambda n: product_flops(n.y, _seen_shape(n.a, n.transA)[-1]),
+)

@@ -1,0 +1,192 @@
+"""Pictures lie channels-last between convolutions; the user sees eager's order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.ops.norm.batch import batch_norm, batch_norm_backward
+from onnxtrain.testing import assert_no_worse_than_eager
+
+LAST = torch.channels_last
+CONVERSION = "memory_format=torch.channels_last"
+
+
+class Residual(nn.Module):
+    """Convolutions, norms, pooling, a sum; and ops that read pictures in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.inner = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.SiLU())
+        self.down = nn.Conv2d(8, 12, 3, stride=2, padding=1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        stem = self.stem(x)
+        inner = stem + self.inner(stem)
+        down = self.down(nn.functional.avg_pool2d(inner, 2, ceil_mode=True))
+        mixed = torch.cat([inner, stem * 2], 1).permute(0, 2, 3, 1)
+        return self.head(down.mean((2, 3))), inner, mixed.softmax(-1), down.flatten(2), down[:, :, ::2]
+
+
+def results(model: Any, plain: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    plain.zero_grad()
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    outputs = model(leaf)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+    parameters = list(plain.parameters())
+    gradients = torch.autograd.grad(outputs, [leaf, *parameters], cotangents)
+    return [*(o.detach() for o in outputs), *gradients]
+
+
+def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
+    """Compares results, their strides and gradients with eager's; gives the forward program."""
+    torch.manual_seed(0)
+    eager, own, exact = make(), make(), make().double()
+    own.load_state_dict(eager.state_dict())
+    exact.load_state_dict(eager.state_dict())
+    module = ORTModule(own)
+    for _ in range(2):  # the second step uses what the first one wrote into buffers
+        expected = results(eager, eager, x)
+        for number, (got, want, true) in enumerate(
+            zip(results(module, own, x), expected, results(exact, exact, x.double()), strict=True)
+        ):
+            assert_no_worse_than_eager(f"{number}", got, want, true)
+            assert got.stride() == want.stride(), f"{number}: strides {got.stride()}, eager has {want.stride()}"
+    for got, want in zip(own.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(got, want)
+    source: str = module.__dict__["_engine"].newest().unit.forward.source
+    return source
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16, 16), (1, 3, 9, 11), (3, 3, 13, 8)], ids=str)
+def test_results_and_their_strides_are_eagers(shape: tuple[int, ...]) -> None:
+    source = compare(Residual, torch.randn(shape))
+    assert CONVERSION in source
+
+
+def test_pictures_are_converted_once_at_the_border() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
+        )
+
+    source = compare(make, torch.randn(2, 3, 12, 12))
+    assert source.count(CONVERSION) == 1
+    assert source.count(".contiguous()") == 1
+
+
+def test_a_user_who_chose_channels_last_gets_what_pytorch_does() -> None:
+    source = compare(Residual, torch.randn(2, 3, 16, 16).contiguous(memory_format=LAST))
+    assert CONVERSION not in source
+    source = compare(lambda: Residual().to(memory_format=LAST), torch.randn(2, 3, 16, 16))
+    assert CONVERSION not in source
+
+
+def test_one_convolution_alone_stays_as_it_is() -> None:
+    source = compare(lambda: nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Flatten(2)), torch.randn(2, 3, 16, 16))
+    assert CONVERSION not in source
+
+
+def test_transposed_and_grouped_convolutions() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(4, 8, 3, groups=2),
+            nn.GELU(),
+            nn.ConvTranspose2d(8, 4, 2, stride=2),
+            nn.Sigmoid(),
+            nn.Conv2d(4, 4, 1),
+        )
+
+    assert CONVERSION in compare(make, torch.randn(2, 4, 7, 6))
+
+
+def test_masks_are_drawn_in_eagers_order() -> None:
+    """Dropout of PyTorch's random numbers draws along the memory: its input must lie as eager's."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.5))
+
+    torch.manual_seed(0)
+    eager = make()
+    module = ORTModule(make(), rng="torch")
+    module.load_state_dict(eager.state_dict())
+    x = torch.randn(2, 3, 8, 8)
+    torch.manual_seed(5)
+    expected = eager(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_under_autocast() -> None:
+    torch.manual_seed(0)
+    eager = Residual()
+    module = ORTModule(Residual())
+    module.load_state_dict(eager.state_dict())
+    x = torch.randn(2, 3, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = eager(x), module(x)
+    with torch.no_grad():
+        exact = Residual().double()
+        exact.load_state_dict(eager.double().state_dict())
+    for number, (g, e, t) in enumerate(zip(got, expected, exact(x.double()), strict=True)):
+        assert_no_worse_than_eager(f"{number}", g, e, t)
+        assert g.stride() == e.stride()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 8, 40, 40), (1, 4, 67, 67), (2, 3, 16, 8), (3, 5, 3, 7), (1, 2, 1, 3), (2, 1, 4, 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norms_are_as_exact_as_in_the_usual_order(shape: tuple[int, ...], training: bool) -> None:
+    """PyTorch's own kernels for this order are not: they add all rows one after the other."""
+    torch.manual_seed(0)
+    channels = shape[1]
+    x, dy = torch.randn(shape) + 0.5, torch.randn(shape)
+    scale, b, mean, var = (
+        torch.randn(channels),
+        torch.randn(channels),
+        torch.randn(channels),
+        torch.rand(channels) + 0.1,
+    )
+
+    def run(own: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        x, dy, scale, b, mean, var = tensors
+        read = (mean, var)
+        if training and own:
+            y, *moved, saved_mean, saved_deviation = batch_norm(x, scale, b, mean, var, 0.1, 1e-3)
+            read = (saved_mean, saved_deviation)
+        elif training:
+            moved = [mean.clone(), var.clone()]
+            y, *saved = torch.native_batch_norm(x, scale, b, *moved, True, 0.1, 1e-3)
+        else:
+            y, moved = torch.batch_norm(x, scale, b, mean, var, False, 0.1, 1e-3, False), []
+        if own:
+            found = batch_norm_backward(dy, x, scale, *read, training, 1e-3, [True] * 3)
+        else:
+            statistics = (None, None, *saved) if training else (mean, var, None, None)
+            found = torch.ops.aten.native_batch_norm_backward(
+                dy, x, scale, *statistics, training, 1e-3, [True, True, True]
+            )
+        return [y, *moved, *found]
+
+    tensors = (x, dy, scale, b, mean, var)
+    eager, exact = run(False, *tensors), run(False, *(t.double() for t in tensors))
+    last = [t.contiguous(memory_format=LAST) for t in (x, dy)]
+    got = run(True, *last, *tensors[2:])
+    for number, (g, e, t) in enumerate(zip(got, eager, exact, strict=True)):
+        assert_no_worse_than_eager(f"{number}", g, e, t)
+    mixed = run(True, last[0], dy, *tensors[2:])  # only x decides
+    for g, m in zip(got, mixed, strict=True):
+        torch.testing.assert_close(g, m)
+    if 1 not in shape[1:]:
+        assert got[0].is_contiguous(memory_format=LAST)
+        assert got[-3].is_contiguous(memory_format=LAST)

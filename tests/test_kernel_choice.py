@@ -1,0 +1,420 @@
+"""The choice between kernels: by a cost model, by times measured in running steps, and by what is on disk."""
+
+import json
+import multiprocessing
+import pathlib
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from onnxtrain import ORTModule, cli
+from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tuned
+from onnxtrain.execute.kernel_choice.stored import file_of, load, save
+from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
+from onnxtrain.ops.machine import Machine
+from onnxtrain.ops.matmul import affine, candidates, linear
+from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
+
+NATIVE, NONE = {torch.bfloat16: 6.0}, {torch.bfloat16: 0.19}
+INTEL, AMD = Machine("a Xeon", "intel", NONE), Machine("an EPYC", "amd", NATIVE)
+
+
+# Times
+
+
+def test_sizes_are_rounded_up_to_two_digits() -> None:
+    assert [rounded(s) for s in (0, 1, 3, 5, 6, 7, 100, 128, 129, 2000, 2048)] == [
+        0,
+        1,
+        3,
+        6,
+        6,
+        8,
+        128,
+        128,
+        192,
+        2048,
+        2048,
+    ]
+
+
+def answered(**seconds: float) -> Answer:
+    """An answer after as many calls as it takes, each of which took that long."""
+    answer = Answer("[8, 8]")
+    names = tuple(seconds)
+    for _ in range(100):
+        if answer.choice:
+            return answer
+        name = answer.next(names)
+        answer.add(name, seconds[name])
+        answer.settle(names)
+    raise AssertionError("it does not settle")
+
+
+def test_the_fastest_is_chosen() -> None:
+    answer = answered(aten=2e-3, onednn=1.5e-3)
+    assert answer.choice == "onednn"
+    assert answer.is_clean
+    assert {s.calls for s in answer.samples.values()} == {SAMPLES + 1}
+
+
+def test_the_expected_one_stays_where_the_difference_is_noise() -> None:
+    assert answered(aten=2e-3, onednn=1.98e-3).choice == "aten"
+
+
+def test_a_hopeless_one_is_called_twice() -> None:
+    answer = answered(aten=1e-3, onednn=4e-3)
+    assert answer.samples["onednn"].calls == 2
+    assert answer.choice == "aten"
+
+
+def test_first_calls_do_not_count() -> None:
+    answer = Answer("")
+    for seconds in (9.0, 1e-3, 2e-3):
+        answer.add("onednn", seconds)
+    assert answer.samples["onednn"] == Samples(calls=3, clean=2, seconds=1e-3, at_least=1e-3)
+
+
+def test_on_a_busy_machine_the_expected_one_stays_and_nothing_is_trusted() -> None:
+    answer = Answer("")
+    while not answer.choice:
+        name = answer.next(("aten", "onednn"))
+        answer.add(name, 1e-3 if name == "onednn" else 9e-3, waited=0.5e-3)
+        answer.settle(("aten", "onednn"))
+    assert answer.choice == "aten"
+    assert answer.samples["aten"].calls == MOST_CALLS
+    assert not answer.is_clean
+    assert times.merged({}, {"q": answer}) == {}
+
+
+def test_a_slow_one_is_dropped_though_the_machine_is_busy() -> None:
+    answer = Answer("")
+    for _ in range(SAMPLES + 1):
+        answer.add("float32", 1e-3)
+    for _ in range(2):
+        answer.add("aten", 9e-3, waited=3e-3)
+    answer.settle(("float32", "aten"))
+    assert answer.choice == "float32"
+
+
+# On disk
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    return file_of(tmp_path)
+
+
+def test_answers_outlive_the_process(file: pathlib.Path) -> None:
+    save(file, {"q": answered(aten=2e-3, onednn=1e-3), "open": Answer("[1]")})
+    (found,) = load(file).items()
+    assert found[0] == "q"
+    assert found[1].choice == "onednn"
+    assert found[1].samples["aten"].seconds == 2e-3
+
+
+def test_a_save_keeps_what_others_have_saved(file: pathlib.Path) -> None:
+    save(file, {"a": answered(aten=2e-3, onednn=1e-3)})
+    save(file, {"b": answered(aten=1e-3, onednn=2e-3)})
+    assert {key: answer.choice for key, answer in load(file).items()} == {"a": "onednn", "b": "aten"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"machine": 1, "answers": {}}',
+        '{"machine": MACHINE, "answers": {"q": {}}}',
+        '{"machine": MACHINE, "answers": {"q": {"sizes": "", "choice": "onednn", "seconds": {}}}}',
+        '{"machine": MACHINE, "answers": {"q": {"sizes": "", "choice": "onednn", "seconds": {"onednn": "fast"}}}}',
+        '{"machine": MACHINE, "answers": {"q": {"sizes": "", "choice": "onednn", "seconds": {"onednn": NaN}}}}',
+    ],
+)
+def test_a_damaged_file_is_ignored_with_a_warning_and_made_again(file: pathlib.Path, damage: str) -> None:
+    file.write_text(damage.replace("MACHINE", json.dumps(stored.setting())))
+    with pytest.warns(UserWarning, match="ignored") as caught:
+        assert load(file) == {}
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="ignored"):
+        save(file, {"q": answered(aten=2e-3, onednn=1e-3)})
+    assert load(file).keys() == {"q"}
+
+
+def test_each_setting_has_its_own_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = file_of(tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert file_of(tmp_path) != here
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "taken").write_text("")
+    save(file_of(tmp_path / "taken"), {"q": answered(aten=2e-3, onednn=1e-3)})
+
+
+def _save_many(file: pathlib.Path, name: str) -> None:
+    for number in range(20):
+        stored._LOCK_SECONDS = 20  # here nothing may be left out
+        save(file, {f"{name}{number}": answered(aten=2e-3, onednn=1e-3)})
+
+
+def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=_save_many, args=(file, name)) for name in "ab"]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+        assert process.exitcode == 0
+    assert load(file).keys() == {f"{name}{number}" for name in "ab" for number in range(20)}
+
+
+# The cost model
+
+
+def seconds(
+    machine: Machine, rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
+    case = OpCase("onnxtrain", "Linear", (Spec("t k"), Spec("n k"), Spec("n")), torch.nn.functional.linear)
+    check = CaseCheck(case, dtype)
+    (node,) = check.model.graph
+    view = check.definition.view(node)
+    shapes = ((rows, inputs), (outputs, inputs), (outputs,))
+    return {k.name: k.seconds(view, shapes, machine) for k in check.definition.candidates(node, "cpu")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "side", "dtype", "first"),
+    [
+        (AMD, 2048, 384, torch.float32, "onednn"),
+        (AMD, 64, 64, torch.float32, "aten"),  # 0.5 MFLOP: below 4 to 8 what it costs to begin decides
+        (INTEL, 2048, 384, torch.float32, "aten"),
+        (Machine("another", "", {}), 2048, 384, torch.float32, "aten"),
+        (INTEL, 2048, 384, torch.bfloat16, "float32"),
+        (AMD, 2048, 384, torch.bfloat16, "aten"),
+    ],
+)
+def test_expected_first(machine: Machine, rows: int, side: int, dtype: torch.dtype, first: str) -> None:
+    found = seconds(machine, rows, side, side, dtype)
+    assert min(found, key=found.__getitem__) == first
+
+
+def test_weight_gradients_by_convolution_need_rows_in_sixteens() -> None:
+    shapes = [((rows, 384), (rows, 384)) for rows in (2048, 2049)]
+    case = OpCase("com.microsoft", "FusedMatMul", (Spec("t n"), Spec("t k")), torch.mm, {"transA": 1})
+    check = CaseCheck(case, torch.float32)
+    (node,) = check.model.graph
+    (kernel,) = (k for k in check.definition.candidates(node, "cpu") if k.name == "convolution")
+    even, odd = (kernel.seconds(check.definition.view(node), s, AMD) for s in shapes)
+    assert even < 1 < odd
+
+
+def test_reduced_precision_and_switched_off_libraries_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds(AMD, 8, 8, 8).keys() == {"aten", "onednn"}
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=False):
+        assert seconds(AMD, 8, 8, 8).keys() == {"aten"}
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert seconds(AMD, 8, 8, 8).keys() == {"aten"}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# In running steps
+
+
+@pytest.fixture
+def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(trial, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(tuned, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "FAR_OFF", float("inf"))
+    monkeypatch.setattr(trial, "_seconds_waited", lambda: 0.0)  # this machine may be busy
+    yield
+    tuned._ANSWERS.clear()
+
+
+def slowed(function: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return function(*arguments)
+
+    slow.__name__ = function.__name__
+    return slow
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def steps(module: ORTModule, x: torch.Tensor, count: int) -> None:
+    """Steps, each of which is compared with eager PyTorch."""
+    plain = module._torch_module if hasattr(module, "_torch_module") else module.module
+    exact = Net().double()
+    exact.load_state_dict(plain.state_dict())
+    for _ in range(count):
+        results = []
+        for run, leaf in (
+            (module, x.detach().requires_grad_()),
+            (plain, x.detach().requires_grad_()),
+            (exact, x.double().detach().requires_grad_()),
+        ):
+            run.zero_grad()
+            y = run(leaf)
+            y.backward(torch.ones_like(y) / 3)
+            model = exact if run is exact else plain
+            results.append((y.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters())))
+        for got, eager, true in zip(*results, strict=True):
+            assert_no_worse_than_eager("step", got, eager, true)
+
+
+def forward_of(module: ORTModule) -> Any:
+    return module.__dict__["_engine"].newest().unit.forward
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.parametrize("slow", ["aten", "onednn"])
+def test_the_faster_kernel_is_found_and_kept(
+    slow: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow == "aten":
+        monkeypatch.setattr(affine, "linear", slowed(linear))
+    else:
+        monkeypatch.setattr(candidates, "onednn_product", slowed(candidates.onednn_product))
+    torch.manual_seed(0)
+    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    steps(module, torch.randn(3, 5, 16), 2 * SAMPLES + 4)
+    chosen = {a.choice for q, a in load(file_of(tmp_path)).items() if "Linear" in q}
+    assert chosen == {"onednn" if slow == "aten" else "aten"}
+    assert ("onednn_product" in forward_of(module).source) == (slow == "aten")
+    started = time.perf_counter()
+    steps(module, torch.randn(3, 5, 16), 1)
+    assert slow == "aten" or time.perf_counter() - started < 0.04, "the slow kernel still runs"
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "onednn_product", slowed(candidates.onednn_product))
+    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    x = torch.randn(4, 16)
+    steps(module, x, 2 * SAMPLES + 4)
+    forward = forward_of(module)
+    asked: list[Any] = []
+    elsewhere = forward.namespace["elsewhere"]
+    forward.namespace["elsewhere"] = lambda *call: (asked.append(call), elsewhere(*call))[1]
+    steps(module, x, 3)
+    assert not asked
+    steps(module, torch.randn(4096, 16), 2 * SAMPLES + 4)  # other sizes ask anew
+    assert asked
+    asked.clear()
+    steps(module, torch.randn(4096, 16), 2)
+    assert not asked
+    steps(module, x, 2)  # known sizes: once, to compare with these from now on
+    assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
+    steps(module, torch.randn(8, 16), 3)
+    assert not list(tmp_path.iterdir())
+    assert "onednn_product" not in forward_of(module).source
+    tuned._ANSWERS.clear()
+
+    monkeypatch.setattr(affine, "linear", slowed(linear))
+    monkeypatch.setattr(torch.nn.functional, "linear", slowed(torch.nn.functional.linear))
+    steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(8, 16), 2 * SAMPLES + 4)
+    tuned._ANSWERS.clear()
+    again = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
+    steps(again, torch.randn(8, 16), 2)
+    assert "onednn_product" in forward_of(again).source
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affine, "linear", slowed(linear))
+    module = ORTModule(Net(), tuning_results_path=tmp_path, max_tuning_duration_ms=1)
+    steps(module, torch.randn(3, 8, 16), 1)
+    answers = tuned.answers_in(file_of(tmp_path))
+    assert all(a.choice and sum(s.calls for s in a.samples.values()) == 1 for q, a in answers.items() if "Linear" in q)
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.parametrize("why", ["rng", "deterministic"])
+def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathlib.Path) -> None:
+    if why == "deterministic":
+        torch.use_deterministic_algorithms(True)
+    try:
+        options = {"rng": "torch"} if why == "rng" else {}
+        module = ORTModule(Net(), tuning_results_path=tmp_path, **options)
+        x = torch.randn(8, 16)
+        first = module(x)
+        assert all(torch.equal(first, module(x)) for _ in range(10))
+        assert not isinstance(forward_of(module), tuned.TunedProgram)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_small_products_are_not_measured(tmp_path: pathlib.Path) -> None:
+    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    steps(module, torch.randn(8, 16), 3)
+    assert tuned.answers_in(file_of(tmp_path)) == {}
+
+
+def test_what_is_handed_elsewhere_is_not_kept_alive() -> None:
+    tensors = [torch.randn(3, 3)]
+    drained = tuned._drained(tensors)
+    assert next(drained).shape == (3, 3)
+    assert tensors == []
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+def test_what_is_expected_to_be_far_off_is_not_tried(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "onednn_product", pytest.fail)
+    monkeypatch.setattr(trial, "FAR_OFF", 1.5)  # here oneDNN is expected to take six times as long
+    steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(3, 2, 16), 4)
+
+
+def test_expected_shapes_have_a_number_for_every_size() -> None:
+    case = OpCase("onnxtrain", "Linear", (Spec("b s k"), Spec("n k")), torch.nn.functional.linear)
+    (node,) = CaseCheck(case, torch.float32).model.graph
+    assert expected.expected_shapes(node) == ((32, 32, 32), (32, 32))
+
+
+# The command
+
+
+def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ["--folder", str(tmp_path)]
+    assert cli.main(["tune", *folder]) == 0
+    assert "nothing is measured yet" in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert cli.main(["tune", "--shapes", "256x128x256", *folder]) == 0
+    capsys.readouterr()
+    save(file_of(tmp_path), {"onnxtrain::Linear() float 8x8": answered(aten=2e-3, onednn=1e-5)})
+    assert cli.main(["tune", *folder]) == 0
+    shown = capsys.readouterr().out
+    assert "10 µs" in shown
+    assert "onednn" in shown
+    assert cli.main(["tune", "--clear", *folder]) == 0
+    assert load(file_of(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("text", ["12", "0x4x4", "axbxc", "1x2x3x4"])
+def test_the_command_says_what_sizes_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--shapes", text]) == cli.FAILED
+    assert "ROWSxINPUTSxOUTPUTS" in capsys.readouterr().err
