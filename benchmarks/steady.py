@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,23 +45,26 @@ class Steady:
 def measure_steady(
     workload: Workload, contenders: Sequence[str], rounds: int, tell: Callable[[str], None]
 ) -> tuple[Steady, ...]:
-    """Times `rounds` rounds after the warm-up ones."""
+    """Times `rounds` rounds after the warm-up."""
     steppers = {}
     for contender in contenders:
         tell(f"steady step of {workload.name}: preparing {contender}")
         steppers[contender] = Stepper(workload, contender)
         steppers[contender].step()
-    tell(f"steady step of {workload.name}: {rounds} rounds")
+    tell(f"steady step of {workload.name}: warming up for {workload.warm_up_s:.0f} s")
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
     gc.collect()
     gc.disable()  # else a collection falls on whoever is running just then
     try:
-        for number in range(workload.warm_up_rounds + rounds):
+        end = time.monotonic() + workload.warm_up_s
+        while time.monotonic() < end:
+            for stepper in steppers.values():
+                stepper.step()
+        tell(f"steady step of {workload.name}: {rounds} rounds")
+        for number in range(rounds):
             first = number % len(contenders)
             for contender in (*contenders[first:], *contenders[:first]):
-                took_s = steppers[contender].step()
-                if number >= workload.warm_up_rounds:
-                    times[contender].append(took_s)
+                times[contender].append(steppers[contender].step())
     finally:
         gc.enable()
     eager_s = tuple(times[EAGER])

@@ -1,0 +1,267 @@
+"""Standard ops as C++: the few that small models and the bodies of our ops are made of.
+
+A writer takes the source, the node and its inputs, and gives the node's outputs: arrays that it wrote, or inputs seen
+in another way. What it does not write it refuses by `UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import onnx_ir as ir
+
+from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
+from onnxtrain.graph.values import constant_of, is_float, normalize_axes, normalize_axis
+
+
+class Source(Protocol):
+    """What writers ask of the function that is written."""
+
+    def lines(self, lines: Sequence[str]) -> None: ...
+
+    def new(self, dtype: ir.DataType, shape: Shape, of: ir.Value | None = None) -> Array: ...
+
+
+# PyTorch sums long rows in a tree and products in blocks; term by term is as exact up to about these lengths.
+_LONGEST_SUM = 128
+_LONGEST_PRODUCT = 1024
+
+Writer = Callable[[Source, ir.Node, list[Array]], list[Array]]
+WRITERS: dict[str, Writer] = {}
+
+
+def _writes(*names: str) -> Callable[[Writer], Writer]:
+    def register(writer: Writer) -> Writer:
+        WRITERS.update(dict.fromkeys(names, writer))
+        return writer
+
+    return register
+
+
+def _output(source: Source, node: ir.Node, dtype: ir.DataType, shape: Shape) -> Array:
+    return source.new(dtype, shape, node.outputs[0])
+
+
+def _attribute(node: ir.Node, name: str, default: int) -> int:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_int()
+
+
+# Elementwise. NaN goes through every one of them, as it does in PyTorch.
+
+_FLOAT_ONLY: Mapping[str, str] = {
+    "Div": "{0} / {1}", "Exp": "std::exp({0})", "Log": "std::log({0})", "Sqrt": "std::sqrt({0})",
+    "Reciprocal": "1 / {0}", "Tanh": "std::tanh({0})", "Sigmoid": "1 / (1 + std::exp(-{0}))", "Erf": "std::erf({0})",
+    "Sin": "std::sin({0})", "Cos": "std::cos({0})", "Floor": "std::floor({0})", "Ceil": "std::ceil({0})",
+    "IsNaN": "{0} != {0}",
+}  # fmt: skip
+_OF_ANY_TYPE: Mapping[str, str] = {
+    "Add": "{0} + {1}", "Sub": "{0} - {1}", "Mul": "{0} * {1}", "Neg": "-{0}", "Relu": "{0} < 0 ? 0 : {0}",
+    "Abs": "{0} < 0 ? -{0} : {0} + 0", "Where": "{0} ? {1} : {2}", "Equal": "{0} == {1}", "Greater": "{0} > {1}",
+    "Less": "{0} < {1}", "GreaterOrEqual": "{0} >= {1}", "LessOrEqual": "{0} <= {1}", "And": "{0} && {1}",
+    "Or": "{0} || {1}", "Xor": "{0} != {1}", "Not": "!{0}",
+    "Max": "{0} > {1} || {0} != {0} ? {0} : {1}", "Min": "{0} < {1} || {0} != {0} ? {0} : {1}",
+}  # fmt: skip
+
+
+@_writes(*_FLOAT_ONLY, *_OF_ANY_TYPE)
+def _elementwise(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    if node.op_type in _FLOAT_ONLY and not is_float(inputs[0].dtype):
+        raise UnsupportedError(f"{node.op_type} of integers")
+    text = _FLOAT_ONLY.get(node.op_type) or _OF_ANY_TYPE[node.op_type]
+    if len(inputs) != 1 + ("{1}" in text) + ("{2}" in text):
+        raise UnsupportedError(f"{node.op_type} of {len(inputs)} values")
+    return [_loop(source, node, inputs, text)]
+
+
+def _loop(source: Source, node: ir.Node, inputs: Sequence[Array], text: str) -> Array:
+    value = node.outputs[0]
+    assert value.dtype is not None
+    shape = _shape(value)
+    result = _output(source, node, value.dtype, shape)
+    read = [array.broadcast(shape) for array in inputs]
+    source.lines(loops([result, *read], lambda e: f"{e[0]} = {text.format(*e[1:])};"))
+    return result
+
+
+def _shape(value: ir.Value) -> Shape:
+    assert value.shape is not None
+    return tuple(int(str(size)) for size in value.shape)
+
+
+@_writes("Pow")
+def _pow(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    exponent = constant_of(node.inputs[1])
+    if exponent is None or exponent.size != 1 or not is_float(inputs[0].dtype):
+        raise UnsupportedError("a power that is not a constant")
+    known = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "std::sqrt({0})", -1.0: "1 / {0}"}
+    text = known.get(float(exponent.item()))
+    if text is None:
+        raise UnsupportedError(f"a power of {exponent.item()}")
+    return [_loop(source, node, inputs[:1], text)]
+
+
+@_writes("Cast")
+def _cast(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    to = node.outputs[0].dtype
+    if to == inputs[0].dtype:
+        return inputs
+    if to == ir.DataType.BOOL:
+        return [_loop(source, node, inputs, "{0} != 0")]
+    assert to is not None
+    if is_float(inputs[0].dtype) and not is_float(to):
+        raise UnsupportedError("a cast of floating to integer")
+    return [_loop(source, node, inputs, "{0}")]
+
+
+# Views
+
+
+@_writes("Identity")
+def _identity(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    return inputs[:1]
+
+
+@_writes("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def _reshape(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    shape = _shape(node.outputs[0])
+    array = inputs[0]
+    if not array.is_contiguous:
+        copy = source.new(array.dtype, array.shape)
+        source.lines(loops([copy, array], lambda e: f"{e[0]} = {e[1]};"))
+        array = copy
+    return [array.with_dims(shape, strides_of(shape))]
+
+
+@_writes("Transpose")
+def _transpose(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    (array,) = inputs
+    attribute = node.attributes.get("perm")
+    order = list(reversed(range(len(array.shape)))) if attribute is None else list(attribute.as_ints())
+    return [array.with_dims([array.shape[i] for i in order], [array.strides[i] for i in order])]
+
+
+@_writes("Expand")
+def _expand(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    return [inputs[0].broadcast(_shape(node.outputs[0]))]
+
+
+@_writes("Concat")
+def _concat(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    shape = _shape(node.outputs[0])
+    result = _output(source, node, inputs[0].dtype, shape)
+    axis = normalize_axis(_attribute(node, "axis", 0), len(shape))
+    start = 0
+    for array in inputs:
+        place = Array(f"({result.name} + {start * result.strides[axis]})", result.dtype, array.shape, result.strides)
+        source.lines(loops([place, array], lambda e: f"{e[0]} = {e[1]};"))
+        start += array.shape[axis]
+    return [result]
+
+
+# Reductions
+
+
+@_writes("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin")
+def _reduce(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    array = inputs[0]
+    if not is_float(array.dtype):
+        raise UnsupportedError(f"{node.op_type} of integers")
+    axes = _axes(node, len(array.shape))
+    if not axes:
+        return [array]
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(array.shape))
+    result = _output(source, node, array.dtype, kept)
+    if node.op_type in ("ReduceSum", "ReduceMean"):
+        _sum(source, array, result, axes)
+    else:
+        better = ">" if node.op_type == "ReduceMax" else "<"
+        worst = "-INFINITY" if node.op_type == "ReduceMax" else "INFINITY"
+        source.lines(loops([result], lambda e: f"{e[0]} = {worst};"))
+        text = f"if ({{1}} {better} {{0}} || {{1}} != {{1}}) {{0}} = {{1}};"
+        source.lines(loops([result.broadcast(array.shape), array], lambda e: text.format(*e), apart=False))
+    if node.op_type == "ReduceMean":
+        count = math.prod(array.shape[axis] for axis in axes)
+        source.lines(loops([result], lambda e: f"{e[0]} /= {count};"))
+    shape = _shape(node.outputs[0])
+    return [result.with_dims(shape, strides_of(shape))]
+
+
+def _axes(node: ir.Node, rank: int) -> frozenset[int]:
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = constant_of(given)
+    if given is not None and axes is None:
+        raise UnsupportedError("axes that are not constants")
+    if axes is None or axes.size == 0:
+        return frozenset() if _attribute(node, "noop_with_empty_axes", 0) else frozenset(range(rank))
+    return frozenset(normalize_axes(axes.tolist(), rank))
+
+
+def _sum(source: Source, array: Array, result: Array, axes: frozenset[int]) -> None:
+    """Neighbours are summed in parts; other axes row by row, which a vector unit does side by side."""
+    innermost = 0
+    while innermost < len(array.shape) and len(array.shape) - 1 - innermost in axes:
+        innermost += 1
+    split = len(array.shape) - innermost
+    inner = array.shape[split:]
+    tail = array.with_dims(inner, array.strides[split:])
+    if innermost and tail.is_contiguous and axes == frozenset(range(split, len(array.shape))):
+        outer = array.with_dims(array.shape[:split], array.strides[:split])
+        rows = result.with_dims(result.shape[:split], result.strides[:split])
+        count = math.prod(inner)
+        source.lines(loops([rows, outer], lambda e: f"{e[0]} = sum_of(&{e[1]}, {count});"))
+        return
+    if math.prod(array.shape[axis] for axis in axes) > _LONGEST_SUM:
+        raise UnsupportedError("a long sum, term by term")
+    source.lines(loops([result], lambda e: f"{e[0]} = 0;"))
+    source.lines(loops([result.broadcast(array.shape), array], lambda e: f"{e[0]} += {e[1]};", apart=False))
+
+
+# Products
+
+
+@_writes("Gemm")
+def _gemm(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    a, b = (
+        x.with_dims(x.shape[::-1], x.strides[::-1]) if _attribute(node, flag, 0) else x
+        for x, flag in zip(inputs, ("transA", "transB"), strict=False)
+    )
+    factors = [node.attributes[name].as_float() if name in node.attributes else 1.0 for name in ("alpha", "beta")]
+    result = _output(source, node, a.dtype, (a.shape[0], b.shape[1]))
+    _product(source, a, b, result)
+    if len(inputs) > 2 or factors[0] != 1:
+        addends = [array.broadcast(result.shape) for array in inputs[2:]]
+        text = "{0} = {0} * " + repr(factors[0]) + (" + {1} * " + repr(factors[1]) if addends else "") + ";"
+        source.lines(loops([result, *addends], lambda e: text.format(*e)))
+    return [result]
+
+
+@_writes("MatMul")
+def _matmul(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
+    a, b = inputs
+    if not is_float(a.dtype) or len(a.shape) < 2 or len(b.shape) < 2:
+        raise UnsupportedError("a product of vectors or of integers")
+    shape = _shape(node.outputs[0])
+    result = _output(source, node, a.dtype, shape)
+    _product(source, a, b, result)
+    return [result]
+
+
+def _product(source: Source, a: Array, b: Array, result: Array) -> None:
+    """Writes a @ b into `result`, each of at least two dimensions."""
+    if b.shape[-1] > 1 and b.strides[-1] != 1:
+        packed = source.new(b.dtype, b.shape)
+        source.lines(loops([packed, b], lambda e: f"{e[0]} = {e[1]};"))
+        b = packed
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if k > _LONGEST_PRODUCT:
+        raise UnsupportedError("a product over a long dimension")
+    sizes = f"{a.c_type}, {m}, {n}, {k}, {a.strides[-2]}, {a.strides[-1]}, {b.strides[-2]}, {result.strides[-2]}"
+    batch = result.shape[:-2]
+    places = [
+        result.with_dims(batch, result.strides[:-2]),
+        *(x.with_dims(x.shape[:-2], x.strides[:-2]).broadcast(batch) for x in (a, b)),
+    ]
+    source.lines(loops(places, lambda e: f"product<{sizes}>(&{e[1]}, &{e[2]}, &{e[0]});", apart=False))

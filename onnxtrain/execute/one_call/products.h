@@ -1,0 +1,49 @@
+// Matrix products of sizes known to the compiler. The right operand has contiguous rows.
+
+#if defined(__AVX512F__)
+constexpr int kColumns = 32;  // with 4 rows: 8 accumulators of 16 floats, and their row of b stays in registers
+#else
+constexpr int kColumns = 16;
+#endif
+
+template <class T, int R, int J, int K, int AI, int AK, int BK, int CI>
+static inline void block(const T* __restrict a, const T* __restrict b, T* __restrict c) {
+  T sums[R][J] = {};
+  for (int k = 0; k < K; ++k)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const T x = a[r * AI + k * AK];
+#pragma GCC ivdep
+      for (int j = 0; j < J; ++j) sums[r][j] += x * b[k * BK + j];
+    }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < J; ++j) c[r * CI + j] = sums[r][j];
+}
+
+template <class T, int M, int J, int K, int AI, int AK, int BK, int CI>
+static inline void columns(const T* a, const T* b, T* c) {
+  for (int i = 0; i + 4 <= M; i += 4) block<T, 4, J, K, AI, AK, BK, CI>(a + i * AI, b, c + i * CI);
+  constexpr int done = M / 4 * 4;
+  if constexpr (M > done) block<T, M - done, J, K, AI, AK, BK, CI>(a + done * AI, b, c + done * CI);
+}
+
+// c[i, j] = sum over k of a[i * AI + k * AK] * b[k * BK + j], and c[i, j] lies at i * CI + j.
+template <class T, int M, int N, int K, int AI, int AK, int BK, int CI>
+static inline void product(const T* a, const T* b, T* c) {
+  for (int j = 0; j + kColumns <= N; j += kColumns) columns<T, M, kColumns, K, AI, AK, BK, CI>(a, b + j, c + j);
+  constexpr int done = N / kColumns * kColumns;
+  if constexpr (N > done) columns<T, M, N - done, K, AI, AK, BK, CI>(a, b + done, c + done);
+}
+
+// The sum of n neighbours, in 16 parts: as exact as a vector unit's, and the compiler may use one.
+template <class T>
+static inline T sum_of(const T* x, int64_t n) {
+  T parts[16] = {}, total = 0;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int p = 0; p < 16; ++p) parts[p] += x[i + p];
+  for (; i < n; ++i) total += x[i];
+  for (int step = 8; step; step /= 2)
+    for (int p = 0; p < step; ++p) parts[p] += parts[p + step];
+  return total + parts[0];
+}

@@ -1,0 +1,186 @@
+"""A program that becomes one compiled call at the sizes that it is mostly called with.
+
+    run ─1─> counts calls of the same shapes                            the ordinary program
+        ─2─> writes and compiles the function, behind                   the ordinary program
+        ─3─> the two in turn, timed                                     both
+        ─4─> the faster one; other shapes still go the ordinary way
+
+The function stays only where it wins on the user's own steps: its loops know the sizes, but not the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.errors import GraphError
+from onnxtrain.execute.one_call.arrays import UnsupportedError, strides_of
+from onnxtrain.execute.one_call.source import LARGEST, NAME, Function, write
+from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
+from onnxtrain.execute.program import Program, Run
+from onnxtrain.graph import sizes
+from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.native import Library
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.plan.cut import Part
+
+_LOG = logging.getLogger(__name__)
+_CALLS = 8  # of the same shapes, before it is worth to compile
+_TRIALS = 20  # timed calls of each of the two
+_MOST_NODES = 256  # more are no small program
+
+# What Inductor's programs call, past PyTorch's dispatcher: 0.6 us instead of 1.7.
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None) or (
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+)
+
+Shapes = Sequence[tuple[int, ...]]
+Results = tuple[tuple[Any, ...], tuple[int, ...]]
+
+
+def may_be_one_call(part: Part, least: int = 2) -> bool:
+    """Whether nothing but sizes and operators, which show later, stands in the way of a part of `least` nodes."""
+    tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
+    if not least <= len(tensor_nodes) <= _MOST_NODES or any(definition_of(n).effects for n in tensor_nodes):
+        return False
+    given = set(part.inputs)
+    roots = [_root(value) for value in part.outputs[: part.leaving] if value is not None]
+    wanted = [value for value in part.outputs if value is not None]
+    # A view that leaves would be a copy. A view of an input, kept, would not notice that the input is changed.
+    if len(set(roots)) < len(roots) or any(_root(v) in given and v not in given for v in wanted):
+        return False
+    return not any(value.const_value is not None for value in wanted)
+
+
+def _root(value: ir.Value) -> ir.Value:
+    """The value in whose memory this one lies."""
+    node = value.producer()
+    while node is not None:
+        source = viewed(node, value.index() or 0, definition_of(node))
+        if source is None:
+            break
+        value, node = source, source.producer()
+    return value
+
+
+def watch(program: Program) -> OneCall | None:
+    """Lets a program of a CPU become one call, where nothing that is known now stands in the way."""
+    return OneCall(program) if may_be_one_call(program.part) else None
+
+
+class OneCall:
+    """What `run` of a program is, in turn. See the module's docstring.
+
+    Attributes:
+        call: the program as a call, once it is compiled.
+        settled: whether it is decided which of the two stays.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._ordinary = program.run
+        self.call: Run | None = None
+        self.settled = False
+        self._shapes: tuple[Any, ...] = ()
+        self._seen = 0
+        self._work: threading.Thread | None = None
+        self._times: tuple[list[float], list[float]] = ([], [])
+        program.run = self._counting
+
+    # 1
+
+    def _counting(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
+        tensors = tuple(tensors)
+        shapes = (*(t.shape for t in tensors), *given)
+        self._seen = self._seen + 1 if shapes == self._shapes else 0
+        self._shapes = shapes
+        if any(t.numel() > LARGEST for t in tensors):
+            self._program.run = self._ordinary
+        elif self._seen >= _CALLS and self._work is None:
+            self._work = threading.Thread(
+                target=self._write, args=([tuple(t.shape) for t in tensors], tuple(given)), daemon=True
+            )
+            self._program.run = self._ordinary
+            self._work.start()
+        return self._ordinary(tensors, given)
+
+    # 2
+
+    def _write(self, shapes: Shapes, given: Sequence[int]) -> None:
+        """Off the main thread: it takes some 10 ms, and the compiler seconds."""
+        try:
+            static = static_graph(self._program.part, shapes, given)
+            function = write(static.graph, static.given)
+        except (UnsupportedError, GraphError) as reason:
+            _LOG.debug("%s does not become one call: %s", self._program.filename, reason)
+            return
+        pointers = len(function.inputs) + len(function.outputs)
+        library = Library("one-call", function.source, {NAME: "p" * pointers}, short=True)
+        if not library.wait():
+            return
+        self.call = call_of(self._program.part, static, shapes, function, library.functions, self._ordinary)
+        self._program.run = self._timing
+
+    # 3
+
+    def _timing(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
+        assert self.call is not None
+        ordinary, call = self._times
+        turn, run = (ordinary, self._ordinary) if len(call) > len(ordinary) else (call, self.call)
+        start = time.perf_counter()
+        result = run(tensors, given)
+        turn.append(time.perf_counter() - start)
+        if len(ordinary) >= _TRIALS:
+            self._program.run = self.call if _is_faster(call, ordinary) else self._ordinary
+            self.settled = True
+            _LOG.debug(
+                "%s as one call: %.1f against %.1f us", self._program.filename, min(call) * 1e6, min(ordinary) * 1e6
+            )
+        return result
+
+
+def _is_faster(call: Sequence[float], ordinary: Sequence[float]) -> bool:
+    return min(call) < min(ordinary)
+
+
+def call_of(part: Part, static: StaticGraph, shapes: Shapes, function: Function, native: Any, ordinary: Run) -> Run:
+    """The program that calls the function, as Python source: on these shapes, and on contiguous memory."""
+    names = [f"a{i}" for i in range(len(part.inputs))]
+    made = [f"o{i}" for i in function.outputs]
+    kinds = [(tuple(int(size) for size in sizes.of(v)), TORCH_DTYPES[dtype_of(v)]) for v in static.graph.outputs]
+    sources = iter([f"a{static.given[i]}" if i in static.given else f"o{i}" for i in range(len(kinds))])
+    results = ["None" if value is None else next(sources) for value in part.outputs]
+    any_size = [i for i, value in enumerate(part.inputs) if any(isinstance(size, str) for size in sizes.of(value))]
+    conditions = [f"{names[i]}.shape == shape_{i}" for i in any_size]
+    conditions += [f"{names[i]}.is_contiguous()" for i in function.inputs]
+    conditions += [f"(*sizes,) == {static.sizes_in!r}"] if static.sizes_in else []
+    pointers = [f"{name}.data_ptr()" for name in (*(names[i] for i in function.inputs), *made)]
+    arguments = f"({''.join(f'{name}, ' for name in names)})"
+    lines = [
+        "def program(arguments, sizes):",
+        "    if profiling(): return ordinary(arguments, sizes)",
+        f"    {arguments} = arguments",
+        f"    if not ({' and '.join(conditions) or True}): return ordinary({arguments}, sizes)",
+        *(f"    o{i} = empty({kinds[i][0]!r}, {strides_of(kinds[i][0])!r}, {kinds[i][1]!r})" for i in function.outputs),
+        f"    run({', '.join(pointers)})",
+        f"    return ({''.join(f'{r}, ' for r in results)}), {static.sizes_out!r}",
+    ]
+    namespace: dict[str, Any] = {
+        "profiling": torch._C._autograd._profiler_enabled,
+        "ordinary": ordinary,
+        "empty": _empty,
+        "torch": torch,
+        "run": getattr(native, NAME),
+        **{f"shape_{i}": torch.Size(shapes[i]) for i in any_size},
+    }
+    exec("\n".join(lines), namespace)  # our own generated source
+    run: Run = namespace["program"]
+    return run

@@ -1,0 +1,143 @@
+"""The C++ of a static graph: one function that reads the inputs and writes the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
+from onnxtrain.execute.one_call.operators import WRITERS
+from onnxtrain.graph import sizes
+from onnxtrain.graph.values import ONNX, dtype_of
+
+NAME = "run"
+LARGEST = 1 << 17  # elements of all intermediates: what stays in a core's second cache
+_MOST_WORK = 1 << 23  # multiplications and other operations: above it, PyTorch's own kernels on all cores win
+
+
+@dataclass(frozen=True)
+class Function:
+    """The function of a graph.
+
+    Attributes:
+        text: its C++, to be compiled behind `products.h`.
+        inputs: positions of the graph's inputs that it takes.
+        outputs: positions of the graph's outputs that it writes, whose pointers it takes behind those.
+    """
+
+    text: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def source(self) -> str:
+        header = Path(__file__).with_name("products.h").read_text(encoding="utf-8")
+        return f"#include <cmath>\n#include <cstdint>\n\n{header}\n{self.text}"
+
+
+def write(graph: ir.Graph, given: Mapping[int, int]) -> Function:
+    """The function of a graph of standard ops whose sizes are numbers.
+
+    Args:
+        graph: what it computes.
+        given: the outputs that are inputs, and which: they are not written.
+
+    Raises:
+        UnsupportedError: it is too large, or has an op or a type that is not written.
+    """
+    writer = _Function(graph)
+    for node in graph:
+        writer.node(node)
+    return writer.close(given)
+
+
+class _Function:
+    """A function as it is written."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._lines: list[str] = []
+        self._arrays: dict[ir.Value, Array] = {}
+        self._scratch = 0
+        self._work = 0
+        self._outputs = {value: f"out{i}" for i, value in enumerate(graph.outputs)}
+        for i, value in enumerate(graph.inputs):
+            shape = _numbers(value)
+            self._arrays[value] = Array(f"in{i}", dtype_of(value), shape, strides_of(shape))
+
+    def lines(self, lines: Sequence[str]) -> None:
+        self._lines += lines
+
+    def new(self, dtype: ir.DataType, shape: Shape, of: ir.Value | None = None) -> Array:
+        """Memory for a value: the caller's where it is an output, else the function's own."""
+        known = self._outputs.get(of) if of is not None else None
+        array = Array(known or f"t{self._scratch}", dtype, shape, strides_of(shape))
+        count = math.prod(shape)
+        if not known:
+            self._scratch += count
+            # Static, because Python's lock is held: two calls never meet.
+            self._lines.append(f"alignas(64) static {array.c_type} {array.name}[{max(count, 1)}];")
+        self._work += count
+        return array
+
+    def node(self, node: ir.Node) -> None:
+        write_node = WRITERS.get(node.op_type) if node.domain == ONNX else None
+        if write_node is None:
+            raise UnsupportedError(node.op_type)
+        inputs = [self._array(value) for value in node.inputs if value is not None]
+        if any(0 in array.shape for array in inputs):
+            raise UnsupportedError("an empty tensor")
+        results = write_node(self, node, inputs)
+        self._arrays.update(zip(node.outputs, results, strict=True))
+        if node.op_type in ("MatMul", "Gemm"):
+            self._work += math.prod(results[0].shape) * inputs[0].shape[-1]
+        if self._scratch > LARGEST or self._work > _MOST_WORK:
+            raise UnsupportedError("too much work for one core")
+
+    def _array(self, value: ir.Value) -> Array:
+        if value not in self._arrays:
+            self._arrays[value] = self._constant(value)
+        return self._arrays[value]
+
+    def _constant(self, value: ir.Value) -> Array:
+        assert value.const_value is not None, f"{value.name} is written before it is read"
+        data = value.const_value.numpy()
+        if data.size > 4096:
+            raise UnsupportedError("a large constant")
+        array = Array(f"c{len(self._arrays)}", dtype_of(value), data.shape, strides_of(data.shape))
+        elements = ", ".join(_literal(x) for x in data.reshape(-1)) or "0"
+        self._lines.append(f"static const {array.c_type} {array.name}[] = {{{elements}}};")
+        return array
+
+    def close(self, given: Mapping[int, int]) -> Function:
+        """Copies into outputs what lies elsewhere."""
+        written = [i for i in range(len(self._graph.outputs)) if i not in given]
+        for i in written:
+            array = self._array(self._graph.outputs[i])
+            if array.name != f"out{i}" or not array.is_contiguous:
+                target = Array(f"out{i}", array.dtype, array.shape, strides_of(array.shape))
+                self._lines += loops([target, array], lambda e: f"{e[0]} = {e[1]};")
+        text = "\n".join(f"  {line}" for line in self._lines)
+        read = [i for i in range(len(self._graph.inputs)) if f"in{i}[" in text]
+        parameters = [f"const {self._arrays[self._graph.inputs[i]].c_type}* in{i}" for i in read]
+        parameters += [f"{self._array(self._graph.outputs[i]).c_type}* __restrict out{i}" for i in written]
+        head = f'extern "C" void {NAME}({", ".join(parameters)})'
+        return Function(f"{head} {{\n{text}\n}}\n", tuple(read), tuple(written))
+
+
+def _numbers(value: ir.Value) -> Shape:
+    return tuple(int(size) for size in sizes.of(value))
+
+
+def _literal(x: Any) -> str:
+    if isinstance(x, np.floating):
+        if np.isnan(x):
+            return "NAN"
+        return ("-" if x < 0 else "") + "INFINITY" if np.isinf(x) else float(x).hex() + ("f" if x.itemsize == 4 else "")
+    return str(int(x))

@@ -1,0 +1,134 @@
+"""A part of a plan for known sizes, in standard ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.values import ONNX, dtype_of
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.bodies import close, inline_bodies
+from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.dedupe import dedupe
+from onnxtrain.passes.drop_unused import drop_unused
+from onnxtrain.passes.fold_constants import fold_constants
+from onnxtrain.plan.cut import Part
+
+
+@dataclass(frozen=True)
+class StaticGraph:
+    """A part for known sizes.
+
+    Attributes:
+        graph: in standard ops. Its inputs are the part's, its outputs those of the part that are wanted.
+        given: the outputs that are inputs of the part, and which.
+        sizes_in, sizes_out: the part's.
+    """
+
+    graph: ir.Graph
+    given: Mapping[int, int]
+    sizes_in: tuple[int, ...]
+    sizes_out: tuple[int, ...]
+
+
+def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> StaticGraph:
+    """The part as a graph of standard ops.
+
+    Args:
+        part: what is to run.
+        shapes: of its inputs.
+        given: its `sizes_in`.
+
+    Raises:
+        GraphError: its sizes do not follow from these, or an op has no body.
+    """
+    known = _symbols(part, shapes, given)
+    values: dict[ir.Value, ir.Value] = {}
+    try:
+        graph = _with_numbers(part, given, known, values)
+        wanted = [v for v in part.outputs if v is not None]
+        close(graph, [values[v] for v in wanted], [f"result_{i}" for i in range(len(wanted))])
+        sizes_out = tuple(
+            sizes.evaluate(size, known) for v in part.sizes_out for size in held_sizes(v) or (str(v.name),)
+        )
+    except NameError as error:
+        raise GraphError("a size does not follow from the shapes of the inputs", got=error) from error
+    graph = inline_bodies(graph).graph
+    _sizes_to_constants(graph)
+    for run in (fold_constants, dedupe, drop_unused):
+        run(graph, Changes(run.__name__))
+    inputs = {value: i for i, value in enumerate(part.inputs)}
+    passed = {i: inputs[value] for i, value in enumerate(wanted) if value in inputs}
+    return StaticGraph(graph, passed, tuple(given), sizes_out)
+
+
+def _symbols(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> dict[str, int]:
+    """What number each size is."""
+    for value, shape in zip(part.inputs, shapes, strict=True):
+        if len(sizes.of(value)) != len(shape):
+            raise GraphError(f"{value.name} has another rank", expected=sizes.of(value), got=tuple(shape))
+    pairs = [
+        (size, number)
+        for value, shape in zip(part.inputs, shapes, strict=True)
+        for size, number in zip(sizes.of(value), shape, strict=True)
+    ]
+    for value, number in zip(part.sizes_in, given, strict=True):
+        pairs += [(size, number) for size in held_sizes(value) or ()]
+    return {size: number for size, number in pairs if isinstance(size, str) and size.isidentifier()}
+
+
+def _with_numbers(
+    part: Part, given: Sequence[int], known: dict[str, int], values: dict[ir.Value, ir.Value]
+) -> ir.Graph:
+    """The part's nodes as a graph in which every size is a number."""
+    read = {v for node in part.nodes for v in node.inputs} | set(part.outputs)
+    constants = {v for v in read if v is not None and v.const_value is not None}
+    for value in (*part.inputs, *part.sizes_in, *constants):
+        values[value] = traversal.clone_value(value)
+        _put_in(values[value], known)
+    graph = ir.Graph([values[v] for v in part.inputs], [], nodes=(), name="one call", opset_imports={ONNX: OPSET})
+    for value in constants:
+        graph.initializers[str(values[value].name)] = values[value]
+    for value, number in zip(part.sizes_in, given, strict=True):
+        _become(graph, values[value], (number,))
+    for node in part.nodes:
+        copy = traversal.clone_node(node, values)
+        for value in copy.outputs:
+            _put_in(value, known)
+        graph.append(copy)
+    return graph
+
+
+def _put_in(value: ir.Value, known: dict[str, int]) -> None:
+    value.shape = sizes.shape(sizes.evaluate(size, known) for size in sizes.of(value))
+    held = value.meta.get("sizes")
+    if held is not None:
+        value.meta["sizes"] = tuple(sizes.evaluate(size, known) for size in held)
+
+
+def _become(graph: ir.Graph, value: ir.Value, numbers: Sequence[int | str]) -> None:
+    """Makes an integer or a vector of integers a constant of the graph."""
+    array = np.array(numbers if len(sizes.of(value)) else numbers[0], np.int64)
+    value.const_value = ir.tensor(array, name=value.name)
+    graph.initializers[str(value.name)] = value
+
+
+def _sizes_to_constants(graph: ir.Graph) -> None:
+    """All size arithmetic is done: its results are constants."""
+    for node in list(graph):
+        value = node.outputs[0]
+        if definition_of(node).host is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
+            continue
+        held = held_sizes(value) if len(sizes.of(value)) <= 1 else None
+        if held is not None and all(isinstance(size, int) for size in held) and not value.is_graph_output():
+            constant = ir.Value(name=f"{value.name}_known", type=value.type, shape=value.shape)
+            _become(graph, constant, held)
+            traversal.replace(graph, value, constant)
+            graph.remove(node, safe=True)

@@ -1,0 +1,281 @@
+"""Small programs as one compiled call: right for every op that is written, at every size, and only where it may be."""
+
+import copy
+import importlib
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import GraphError
+from onnxtrain.execute.one_call import program as one_call
+from onnxtrain.execute.one_call.arrays import UnsupportedError
+from onnxtrain.execute.one_call.source import NAME, Function, write
+from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
+from onnxtrain.execute.program import Program
+from onnxtrain.native import Library
+from onnxtrain.native.compiler import find
+from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+
+pytestmark = pytest.mark.skipif(find() is None, reason="there is no C++ compiler")
+
+CASES: list[OpCase] = [
+    case
+    for path in sorted((pathlib.Path(__file__).parent.parent / "ops").glob("cases_*.py"))
+    for case in importlib.import_module(f"tests.ops.{path.stem}").CASES
+]
+
+
+class Written:
+    """A program, and its function for one set of sizes."""
+
+    def __init__(self, program: Program, shapes: Sequence[tuple[int, ...]], given: Sequence[int]) -> None:
+        self.program, self.shapes, self.declined = program, shapes, 0
+        self.static: StaticGraph = static_graph(program.part, shapes, given)
+        self.function: Function = write(self.static.graph, self.static.given)
+
+    def use(self, library: Any, name: str) -> None:
+        """Runs the function in the program's place; calls that it does not take, for their strides, are counted."""
+        run = self.program.run
+
+        def ordinary(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+            self.declined += 1
+            return run(tensors, given)
+
+        functions = type("Functions", (), {NAME: staticmethod(getattr(library, name))})
+        self.program.run = one_call.call_of(
+            self.program.part, self.static, self.shapes, self.function, functions, ordinary
+        )
+
+
+def written(check: CaseCheck, known: Any) -> list[Written]:
+    """The functions of the programs that a check runs at these sizes; those that are not written are left out."""
+    check.check_sizes(known)
+    programs = [check.forward, *(p for made in check.__dict__.get("_programs", {}).values() for p in made[2:])]
+    seen: list[tuple[Program, list[tuple[int, ...]], tuple[int, ...]]] = []
+    before = [program.run for program in programs]
+
+    def spy(program: Program, run: Any) -> Any:
+        def record(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+            tensors = list(tensors)
+            seen.append((program, [tuple(t.shape) for t in tensors], tuple(given)))
+            return run(tensors, given)
+
+        return record
+
+    for program, run in zip(programs, before, strict=True):
+        program.run = spy(program, run)
+    check.check_sizes(known)
+    for program, run in zip(programs, before, strict=True):
+        program.run = run
+    found = []
+    for program, shapes, given in seen:
+        try:
+            if one_call.may_be_one_call(program.part, least=1):
+                found.append(Written(program, shapes, given))
+        except (UnsupportedError, GraphError):
+            continue
+    return found
+
+
+def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
+    """Runs every function of these cases in the place of its program; the number of functions that took the call."""
+    runs: list[tuple[CaseCheck, Any, list[Written], int]] = []
+    texts, signatures, count = [], {}, 0
+    for case in cases:
+        check = CaseCheck(case, dtype)
+        for known in list(case.size_sets())[:2]:
+            found = written(check, known)
+            runs.append((check, known, found, count))
+            for one in found:
+                name = f"{NAME}_{count}"
+                texts.append(one.function.text.replace(f"void {NAME}(", f"void {name}("))
+                signatures[name] = "p" * (len(one.function.inputs) + len(one.function.outputs))
+                count += 1
+    function = Function("\n".join(texts), (), ())
+    library = Library("one-call-test", function.source, signatures, short=True)
+    assert library.wait(), library.why_not
+    for check, known, found, first in runs:
+        before = [one.program.run for one in found]
+        for number, one in enumerate(found, first):
+            one.use(library.functions, f"{NAME}_{number}")
+        check.check_sizes(known)
+        for one, run in zip(found, before, strict=True):
+            one.program.run = run
+    return sum(not one.declined for _, _, found, _ in runs for one in found)
+
+
+def test_a_sample_of_the_ops() -> None:
+    assert check_cases(CASES[::23], torch.float32) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("part", range(8))
+def test_every_op_that_is_written(part: int, dtype: torch.dtype) -> None:
+    assert check_cases(CASES[part::8], dtype) > 20
+
+
+# In a module
+
+
+def mlp(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+
+
+def with_transposed_weight() -> nn.Module:
+    model = mlp(nn.ReLU())
+    model[0].weight = nn.Parameter(torch.randn(6, 8).t())
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: mlp(nn.ReLU()),
+    "tanh": lambda: mlp(nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()),
+    "gelu": lambda: mlp(nn.GELU(approximate="tanh"), nn.Linear(8, 8), nn.SiLU()),
+    "transposed weight": with_transposed_weight,
+}
+
+
+def step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    output = module(leaf)
+    (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    assert leaf.grad is not None
+    return [output.detach(), leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[one_call.OneCall]:
+    """All programs that may become one call, as they are made; the compiled one is the faster by decree."""
+    found: list[one_call.OneCall] = []
+    watch = one_call.watch
+
+    def noted(program: Program) -> None:
+        made = watch(program)
+        if made is not None:
+            found.append(made)
+
+    monkeypatch.setattr(one_call, "watch", noted)
+    monkeypatch.setattr(one_call, "_is_faster", lambda call, ordinary: True)
+    return found
+
+
+def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[one_call.OneCall], count: int) -> None:
+    """Steps until this many programs are decided about."""
+    end = time.monotonic() + 100
+    while sum(call.settled for call in calls) < count:
+        step(module, x)
+        assert time.monotonic() < end, "nothing is compiled"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_module_trains_through_calls(name: str, calls: list[one_call.OneCall]) -> None:
+    torch.manual_seed(0)
+    eager = MODELS[name]()
+    exact = copy.deepcopy(eager).double()
+    module = ORTModule(copy.deepcopy(eager))
+    settle(module, torch.randn(5, 6), calls, 2)
+    for rows in (5, 1, 7, 5):  # others than 5 go the ordinary way
+        x = torch.randn(rows, 6)
+        for got, expected, true in zip(step(module, x), step(eager, x), step(exact, x.double()), strict=True):
+            assert_no_worse_than_eager(f"{name} {rows}", got, expected, true)
+    assert module.__dict__["_engine"].captures == 1
+
+
+def test_outputs_are_not_written_again(calls: list[one_call.OneCall]) -> None:
+    """The function's own memory is static; what leaves it is not."""
+    module = ORTModule(mlp(nn.ReLU()))
+    settle(module, torch.randn(5, 6), calls, 2)
+    found = [(step(module, x), x) for x in torch.randn(3, 5, 6)]
+    for results, x in found:
+        for kept, again in zip(results, step(module, x), strict=True):
+            torch.testing.assert_close(kept, again, rtol=0, atol=0)
+
+
+def test_two_forwards_before_backward(calls: list[one_call.OneCall]) -> None:
+    module = ORTModule(mlp(nn.ReLU()))
+    x, y = torch.randn(2, 5, 6)
+    settle(module, x, calls, 2)
+    alone = [step(module, x)[2:], step(module, y)[2:]]
+    module.zero_grad()
+    weights = torch.linspace(-1, 1, 15).view(5, 3)
+    first, second = module(x), module(y)
+    (second * weights).sum().backward()
+    (first * weights).sum().backward()
+    for parameter, a, b in zip(module.parameters(), *alone, strict=True):
+        torch.testing.assert_close(parameter.grad, a + b)
+
+
+class Returns(nn.Module):
+    def __init__(self, what: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(x, self.linear(x).relu() * 2)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [lambda x, y: (y, y.view(-1)), lambda x, y: (y * 2, x.view(-1)), lambda x, y: y * torch.rand(6)],
+    ids=["a view of another result", "a view of an input", "random"],
+)
+def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[one_call.OneCall]) -> None:
+    module = ORTModule(Returns(what))
+    results = module(torch.randn(5, 6))
+    forward = module.__dict__["_engine"].newest().unit.forward
+    assert not any(call._program is forward for call in calls)
+    del results
+
+
+@pytest.mark.parametrize("options", [{"rng": "torch"}, {"native": False}], ids=str)
+def test_options_without_calls(options: dict[str, Any], calls: list[one_call.OneCall]) -> None:
+    step(ORTModule(mlp(nn.ReLU()), **options), torch.randn(5, 6))
+    assert not calls
+
+
+def test_no_calls_where_results_are_to_be_the_same_bits(calls: list[one_call.OneCall]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        step(ORTModule(mlp(nn.ReLU())), torch.randn(5, 6))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not calls
+
+
+def test_the_slower_of_the_two_goes(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_call, "_is_faster", lambda call, ordinary: False)
+    module = ORTModule(mlp(nn.ReLU()))
+    settle(module, torch.randn(5, 6), calls, 2)
+    assert all(call._program.run is call._ordinary for call in calls)
+
+
+def test_large_tensors_are_not_counted(calls: list[one_call.OneCall]) -> None:
+    module = ORTModule(nn.Sequential(nn.Linear(600, 600), nn.ReLU()))
+    step(module, torch.randn(4, 600))
+    assert calls
+    assert all(call._program.run is call._ordinary for call in calls)
+
+
+def test_a_broken_compiler_leaves_the_program(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def wait(library: Library, seconds: float | None = None) -> bool:
+        asked.append(library)
+        return False
+
+    monkeypatch.setattr(Library, "wait", wait)
+    module = ORTModule(mlp(nn.ReLU()))
+    end = time.monotonic() + 60
+    while len(asked) < 2:
+        step(module, torch.randn(5, 6))
+        assert time.monotonic() < end
+    assert all(call._program.run is call._ordinary for call in calls)
