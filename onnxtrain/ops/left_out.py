@@ -18,7 +18,7 @@ _LATER = "of a later opset than the one used inside"
 
 # Of ai.onnx
 ONNX_OPERATORS: Mapping[str, str] = {
-    **dict.fromkeys(("If", "Loop", "Scan", "SequenceMap"), _CONTROL),
+    **dict.fromkeys(("If", "Loop", "SequenceMap"), _CONTROL),
     **dict.fromkeys(
         (
             "ConcatFromSequence",
@@ -110,11 +110,18 @@ TRAINING_OPERATORS: Mapping[str, str] = {
 }
 
 _LINEAR_ALGEBRA = "a decomposition or a solver: ONNX has none"
+_RANK = "of a decomposition, or chosen by sizes: taken apart it would hold for some sizes only"
+_CHECK = "raises where a matrix is singular: a check without a result"
 _SPECIAL = "a special function that ONNX lacks, and that no short formula computes precisely"
-_ORDER = "an order or a running extreme, which ONNX lacks or has only in a later opset"
+_ORDER = "an order or a running extreme, which ONNX lacks"
+_BITS = "takes apart the bits of a float, or counts in its last one"
 _DRAWS = "random numbers: PyTorch draws them in the order of memory, which only its own tensors tell"
 _COMPLEX = "complex numbers live between ATen nodes"
-_WINDOWS = "windows or weights that ONNX has no operator for"
+_WINDOWS = "windows, pairs or bags that ONNX has no operator for"
+_STRIDES = "reads or writes memory by strides, of which a graph has none"
+_PADDED = "reads outside of a tensor by a mask: Inductor's own form of padding"
+_CHUNKED = "a layer and its loss chunk by chunk, in PyTorch's own loop"
+_BACKWARD = "a step of PyTorch's own backward: it stands where the operator's gradient was traced"
 
 # Of PyTorch: what stays an ATen node, with PyTorch's own kernel and gradient. Names without `aten.` and overload.
 PYTORCH_OPERATORS: Mapping[str, str] = {
@@ -134,8 +141,11 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
             "linalg_lu_factor_ex",
             "linalg_lu_solve",
             "linalg_matrix_exp",
+            "linalg_pinv",
             "linalg_qr",
             "linalg_solve_triangular",
+            "linalg_tensorinv",
+            "linalg_tensorsolve",
             "lu_unpack",
             "ormqr",
             "triangular_solve",
@@ -147,6 +157,8 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
         ),
         _LINEAR_ALGEBRA,
     ),
+    "linalg_matrix_norm": _RANK,
+    "_linalg_check_errors": _CHECK,
     **dict.fromkeys(
         (
             "digamma",
@@ -156,7 +168,6 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
             "igammac",
             "lgamma",
             "mvlgamma",
-            "nextafter",
             "polygamma",
             "special_erfcx",
             "special_i0e",
@@ -169,9 +180,10 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
         _SPECIAL,
     ),
     **dict.fromkeys(
-        ("cummax", "cummin", "cumprod", "kthvalue", "logcumsumexp", "median", "mode", "nanmedian", "segment_reduce"),
+        ("cummax", "cummin", "logcumsumexp", "median", "mode", "nanmedian", "segment_reduce"),
         _ORDER,
     ),
+    **dict.fromkeys(("frexp", "nextafter"), _BITS),
     **dict.fromkeys(
         (
             "bernoulli",
@@ -179,29 +191,169 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
             "multinomial",
             "normal",
             "poisson",
+            "rand",
             "rand_like",
             "randint",
+            "randn",
             "randn_like",
+            "rrelu",
             "rrelu_with_noise",
         ),
         _DRAWS,
     ),
     "ldexp": "its gradient for whole exponents is 0 in PyTorch where the exponent is negative",
-    **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c", "view_as_complex", "view_as_real"), _COMPLEX),
+    **dict.fromkeys(
+        (
+            "_conj_physical",
+            "_fft_c2c",
+            "_fft_c2r",
+            "_fft_r2c",
+            "angle",
+            "complex",
+            "conj_physical",
+            "polar",
+            "view_as_complex",
+            "view_as_real",
+        ),
+        _COMPLEX,
+    ),
     **dict.fromkeys(
         (
             "_cdist_forward",
             "_ctc_loss",
             "_embedding_bag",
             "_pdist_forward",
-            "_upsample_bicubic2d_aa",
-            "_upsample_bilinear2d_aa",
             "fractional_max_pool2d",
             "fractional_max_pool3d",
             "multi_margin_loss",
             "multilabel_margin_loss_forward",
-            "renorm",
         ),
         _WINDOWS,
     ),
+    **dict.fromkeys(("as_strided", "as_strided_copy", "as_strided_scatter"), _STRIDES),
+    **dict.fromkeys(("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"), _PADDED),
+    "put": "writes at places in the flat tensor that may be equal, in no order: PyTorch's own choice of the last",
+    **dict.fromkeys(
+        (
+            "torch_nn::_linear_cross_entropy_batch_chunked",
+            "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
+        ),
+        _CHUNKED,
+    ),
+    **dict.fromkeys(
+        (
+            "_cdist_backward",
+            "_embedding_bag_backward",
+            "_embedding_bag_per_sample_weights_backward",
+            "_pdist_backward",
+            "_segment_reduce_backward",
+            "_upsample_bilinear2d_aa_backward",
+            "max_pool2d_with_indices_backward",
+            "multilabel_margin_loss_backward",
+            "slice_backward",
+        ),
+        _BACKWARD,
+    ),
+}
+
+_OF_COMPLEX = "of complex numbers, which live between ATen nodes"
+
+# Of PyTorch: what has a form in ONNX, but for these uses.
+PYTORCH_USES: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "_to_copy",
+            "abs",
+            "clone",
+            "constant_pad_nd",
+            "copy",
+            "detach",
+            "mul",
+            "new_zeros",
+            "roll",
+            "sgn",
+            "slice",
+            "slice_scatter",
+            "squeeze",
+            "to",
+            "transpose",
+            "unsqueeze",
+        ),
+        _OF_COMPLEX,
+    ),
+    **dict.fromkeys(
+        ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        "with aligned corners, or by a scale that float32 rounds: ONNX's Resize has its scales in float32",
+    ),
+    "cosine_similarity": "of 0-dimensional tensors",
+    "diff": "of an order above 2: each order would be two more slices",
+    "linalg_norm": "of a matrix by its singular values, or one whose formula depends on sizes",
+    "pad": "circular, with a padding that is negative or longer than the tensor",
+    "repeat_interleave": "with a tensor of counts: how many elements there are only the data tell",
+}
+
+_SIZE_OF_DATA = "a size depends on elements, in a way that PyTorch's export refuses"
+_SPARSE = "sparse tensors"
+
+# Entries of PyTorch's operator database (torch.testing._internal.common_methods_invocations) that run in PyTorch, some
+# of their samples at least.
+PYTORCH_RUNS: Mapping[str, str] = {
+    **dict.fromkeys(("combinations", "narrow", "tensor_split"), _SIZE_OF_DATA),
+    **dict.fromkeys(("corrcoef", "cov"), "PyTorch's fake implementation compares elements"),
+    "nn.functional.gaussian_nll_loss": "its Python decides on elements",
+    **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), _SPARSE),
+    "chalf": "ONNX has no complex32",
+    "_batch_norm_with_update": "writes a value that has a gradient into a buffer",
+    "nn.functional.instance_norm": "with running statistics, whose update PyTorch's export loses",
+}
+
+_TALL_OR_WIDE = "one formula for tall matrices and one for wide ones"
+_FIXES_SIZES = "PyTorch's formula decides on sizes, or fixes them"
+_PLAIN_SIZES = "PyTorch's formula takes plain sizes only"
+
+# Entries of that database whose gradient is taken at run time, in some of their samples.
+PYTORCH_AT_RUN_TIME: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "linalg.cond",
+            "linalg.lu",
+            "linalg.lu_factor",
+            "linalg.lu_factor_ex",
+            "linalg.matrix_norm",
+            "linalg.qr",
+            "linalg.svd",
+            "linalg.svdvals",
+            "linalg.tensorinv",
+            "linalg.tensorsolve",
+            "lu",
+            "lu_unpack",
+            "norm.nuc",
+            "ormqr",
+            "pca_lowrank",
+            "pinverse",
+            "qr",
+            "svd",
+            "svd_lowrank",
+        ),
+        _TALL_OR_WIDE,
+    ),
+    **dict.fromkeys((f"fft.{name}{n}" for name in ("hfft", "irfft") for n in ("", "2", "n")), _FIXES_SIZES),
+    **dict.fromkeys(
+        (
+            "_unsafe_masked_index_put_accumulate",
+            "as_strided_copy",
+            "diff",
+            "fft.rfft",
+            "linalg.householder_product",
+            "nn.functional.linear_cross_entropy.chunked_none",
+            "nn.functional.pad.circular",
+            "put",
+        ),
+        _FIXES_SIZES,
+    ),
+    **dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented"), _FIXES_SIZES),
+    **dict.fromkeys((f"nn.functional.fractional_max_pool{n}d" for n in (2, 3)), _PLAIN_SIZES),
+    "nn.functional.ctc_loss": "its backward has no implementation for fake tensors",
+    "linalg.eig": "its formula checks for singular matrices on the way",
+    "nn.functional.rrelu": "draws random numbers inside",
 }

@@ -12,14 +12,21 @@ and is the nearest element, or a mean of the two or four around: separable, one 
 e/s as the user gave it, where PyTorch uses that and not the sizes. Backward takes the shape of x, so that x need not be
 kept.
 
+With `-antialias` behind the mode, an element that stands for several is a mean of all of them: ONNX's Resize.
+
+ScaledSize(x) is e = floor(s * scale) in doubles, as PyTorch computes it; scale is mantissa * 2^exponent, because an
+attribute of ONNX holds no double.
+
 Source of the cubic weights: Keys 1981, https://doi.org/10.1109/TASSP.1981.1163711 (with a = -3/4).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -29,7 +36,7 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, plus, reshaped, statistics_type, times
 from onnxtrain.ops.spatial import names, spatial
@@ -48,7 +55,10 @@ _NAMES = {
     ("linear", 2): "upsample_bilinear2d",
     ("linear", 3): "upsample_trilinear3d",
     ("cubic", 2): "upsample_bicubic2d",
+    ("linear-antialias", 2): "_upsample_bilinear2d_aa",
+    ("cubic-antialias", 2): "_upsample_bicubic2d_aa",
 }
+_ANTIALIAS = "-antialias"
 
 
 def _resized(n: NodeView) -> Sizes:
@@ -63,6 +73,41 @@ def _original(n: NodeView) -> Sizes:
     if shape is None:
         raise GraphError("InterpolateGrad needs to know its sizes", got=f"{n.shape.name}, of unknown contents")
     return shape
+
+
+# Sizes
+
+
+def _scale(n: NodeView) -> float:
+    return math.ldexp(n.mantissa, n.exponent)
+
+
+def _scaled_body(op: Builder, n: NodeView) -> ir.Value:
+    wide = op.Mul(op.Cast(n.x, to=ir.DataType.DOUBLE), op.scalar(_scale(n), ir.DataType.DOUBLE))
+    return op.Cast(op.Floor(wide), to=INT64)  # type: ignore[no-any-return]
+
+
+def scaled_size(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.double() * scale).long()
+
+
+def _scaled_on_host(n: NodeView, x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_scaled_on_host(n, part) for part in x)
+    return int(x * _scale(n)) if isinstance(x, int) else x.scaled(_scale(n))
+
+
+unary(
+    "ScaledSize",
+    (),
+    scaled_size,
+    None,
+    domain=OWN,
+    attributes={"mantissa": REQUIRED, "exponent": REQUIRED},
+    body=_scaled_body,
+    lower=lambda n, x: Call(scaled_size, x, _scale(n)),
+    host=_scaled_on_host,
+)
 
 
 # Kernels
@@ -146,9 +191,25 @@ def _weights(op: Builder, mode: str, t: ir.Value) -> list[ir.Value]:
     return [far(plus(op, t, 1)), near(t), near(rest), far(plus(op, rest, 1))]
 
 
+def _standard(n: NodeView) -> dict[str, Any]:
+    """What ONNX's Resize takes for a mode with antialias."""
+    how = {"antialias": 1, "mode": n.mode.removesuffix(_ANTIALIAS), "cubic_coeff_a": -0.5, "exclude_outside": 1}
+    return {**how, "axes": [2, 3]}
+
+
+def _extent(op: Builder, n: NodeView, wanted: Sequence[Size]) -> tuple[ir.Value | None, ir.Value | None]:
+    """Scales or sizes, as ONNX's Resize takes them."""
+    if n.scales is not None:
+        return op.constant(n.scales, ir.DataType.FLOAT), None
+    return None, op.sizes(wanted)
+
+
 def _body(op: Builder, n: NodeView) -> ir.Value:
     dtype = statistics_type(dtype_of(n.x))
     y, rank = cast(op, n.x, dtype), rank_of(n.x)
+    if n.mode.endswith(_ANTIALIAS):
+        y = op.Resize(y, None, *_extent(op, n, _resized(n)[2:]), **_standard(n))
+        return cast(op, y, dtype_of(n.x))
     for axis, (size, out) in enumerate(zip(spatial(n.x), _resized(n)[2:], strict=True)):
         summed: ir.Value | None = None
         taps = _taps(op, n, axis, size, out, dtype)
@@ -166,6 +227,9 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     """The weights of each axis as a matrix [out, size], from which dy is multiplied."""
     dtype = statistics_type(dtype_of(n.dy))
     dx, rank = cast(op, n.dy, dtype), rank_of(n.dy)
+    if n.mode.endswith(_ANTIALIAS):
+        dx = op.ms.ResizeGrad(dx, n.shape, None, *_extent(op, n, spatial(n.dy)), **_standard(n))
+        return cast(op, dx, dtype_of(n.dy))
     for axis, (size, out) in enumerate(zip(_original(n)[2:], spatial(n.dy), strict=True)):
         matrix: ir.Value | None = None
         columns = op.Range(op.size(0), op.size(size), op.size(1))
@@ -189,9 +253,9 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
 
 def _interpolate(op: Builder, x: ir.Value, mode: str, align_corners: bool, scales: Sequence[Any] | None) -> Any:
     size = op.out[0].shape[2:]
-    if any(isinstance(s, str) and "." in s for s in size):
-        return NotImplemented  # a size that is computed in floating point
     given = None if scales is None or any(s is None for s in scales) else [float(s) for s in scales]
+    if mode.endswith(_ANTIALIAS) and (align_corners or not all(float(np.float32(s)) == s for s in given or ())):
+        return NotImplemented  # ONNX means something else by the corners, and has scales in float32
     return op.own.Interpolate(x, op.sizes(size), mode=mode, align_corners=int(align_corners), scales=given)
 
 

@@ -427,6 +427,17 @@ CASES = [
         label="down",
     ),
     OpCase(OWN, "Sort", (Spec("b s", "int64", low=-3, high=3),), lambda x: x.sort(stable=True), label="ints"),
+    *(
+        OpCase(
+            OWN,
+            "KthValue",
+            (Spec("b 5 h"), ints(k)),
+            lambda x, _, k=k: x.kthvalue(k, 1, keepdim=True),
+            {"axis": 1},
+            label=str(k),
+        )
+        for k in (1, 3, 5)
+    ),
     OpCase("", "OneHot", (places("b s", 5), number(5), ints(0, 1)), lambda i, *_: F.one_hot(i, 5)),
     *NEGATIVE,
     *REDUCTIONS,

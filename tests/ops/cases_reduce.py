@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.functional import vjp
 
 from onnxtrain.graph.values import OWN
 from onnxtrain.testing import OpCase, SizesOf, Spec
@@ -200,4 +201,29 @@ LP_NORMS = [
     for p in (3.0, 1.5, 0.5, 0.0)
 ]
 
-CASES = [*LP_NORMS, *SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE]
+
+def some_zeros(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """In some rows one 0, in some two."""
+    x = torch.rand(shape, generator=generator, dtype=torch.float32).to(dtype) + 0.5
+    return torch.where(torch.rand(shape, generator=generator) < 0.25, 0.0, x)
+
+
+FACTORS = [[0.5, -2.0, 1.5, 3.0], [2.0, 0.0, -1.0, 0.5]]
+
+PRODUCTS = [
+    *(
+        OpCase(OWN, "CumProd", (Spec("b s h", make=make),), lambda x, a=axis: x.cumprod(a), {"axis": axis}, label=label)
+        for axis in (1, 2)
+        for label, make in ((f"{axis}", None), (f"{axis}-zeros", some_zeros))
+    ),
+    OpCase(OWN, "CumProd", (Spec("b s", "int64", low=-3, high=3),), lambda x: x.cumprod(1), {"axis": 1}, label="ints"),
+    OpCase(
+        OWN,
+        "CumProdGrad",
+        (Spec("2 4"), Spec("2 4", value=FACTORS), Spec("2 4", value=torch.tensor(FACTORS).cumprod(1).tolist())),
+        lambda dy, *_: vjp(lambda t: t.cumprod(1), torch.tensor(FACTORS, dtype=dy.dtype), dy)[1],
+        {"axis": 1},
+    ),
+]
+
+CASES = [*LP_NORMS, *PRODUCTS, *SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE]

@@ -1,6 +1,7 @@
 """Interpolation against torch.nn.functional; ONNX's Resize against that and against ONNX's own reference."""
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -193,8 +194,44 @@ RESIZES = [
     ),
 ]
 
+MANTISSA = int(math.ldexp(math.frexp(1.7)[0], 53))
+
+
+def smooth(mode: str, scales: Any = None) -> Any:
+    def reference(x: Any, size: Any) -> Any:
+        given = {"scale_factor": tuple(scales)} if scales else {"size": tuple(size)}
+        return F.interpolate(x, **given, mode=mode, antialias=True)
+
+    return reference
+
+
+def smooth_case(mode: str, label: str, size: str, scales: Any = None) -> OpCase:
+    given = {"scales": scales} if scales else {}
+    return OpCase(
+        "onnxtrain",
+        "Interpolate",
+        (Spec("n c 9 8", torch.float32), SizesOf(size)),
+        smooth(mode, scales),
+        {"mode": f"{'linear' if mode == 'bilinear' else 'cubic'}-antialias", **given},
+        sizes=[{"n": 2, "c": 3}, {"n": 1, "c": 1}],
+        label=f"{mode}-{label}",
+    )
+
+
+SMOOTH = (("down", "4 3"), ("up", "13 17"), ("mixed", "3 20"))
+
 CASES = [
     *RESIZES,
+    OpCase(
+        "onnxtrain",
+        "ScaledSize",
+        (Spec("n", "int64", low=0, high=1000),),
+        lambda x: torch.tensor([math.floor(float(size) * 1.7) for size in x.tolist()], dtype=torch.int64),
+        {"mantissa": MANTISSA, "exponent": 1 - 53},
+    ),
+    *(smooth_case("bilinear", label, size) for label, size in SMOOTH),
+    *(smooth_case("bicubic", label, size) for label, size in SMOOTH if label != "up"),  # ORT rounds weights to float32
+    smooth_case("bilinear", "scaled", "4 4", [0.5, 0.5]),
     *(case(mode, 2, size) for mode in ("nearest", "nearest-exact") for size in ("2*p 3*q", "7 6", "3 2")),
     *(case(mode, 2, size, align) for mode in ("linear", "cubic") for size in ("2*p 3*q", "3 1") for align in (0, 1)),
     *(case(mode, 1, "11") for mode in ("nearest", "nearest-exact", "linear")),

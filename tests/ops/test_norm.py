@@ -165,3 +165,14 @@ def test_statistics_of_a_group_norm_are_differentiable():
         return torch.native_group_norm(x, weight, bias, x.shape[0], 6, x.shape[2], 3, 1e-5)
 
     check_capture(normalize, Spec("b 6 s"), Spec("6"), Spec("6"), sizes=[{"b": 2, "s": 5}, {"b": 3, "s": 4}])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_that_batch_norm_saves(training: bool) -> None:
+    """Results of the operator itself: those of the batch in training, nothing in eval mode."""
+
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mean, var = x.new_full((6,), 0.25), x.new_full((6,), 1.5)
+        return torch.native_batch_norm(x, weight, bias, mean, var, training, 0.1, 1e-5)
+
+    check_capture(call, Spec("b 6 s"), Spec("6"), Spec("6"), sizes=[{"b": 3, "s": 4}, {"b": 2, "s": 5}])

@@ -1,0 +1,62 @@
+"""Fake implementations of PyTorch's operators that have none: without one, no module that calls them can be captured.
+
+`ctc_loss` keeps its forward probabilities for backward; how many depends on the longest target. `linalg.lstsq` gives
+residuals only for matrices of full rank: one that is not gives an empty tensor, here as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._library.simple_registry import singleton
+
+Tensor = torch.Tensor
+
+
+def ctc_loss_on_fakes(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sequence, and what backward reads."""
+    # What is kept has 2 n + 1 columns for a longest target of n. Where only the run tells n, this is an upper bound:
+    # the one reader is PyTorch's own backward, which takes it as it comes.
+    known = not isinstance(target_lengths, Tensor) and len(target_lengths)
+    longest = 2 * (max(target_lengths) if known else targets.size(-1)) + 1
+    if log_probs.dim() == 2:
+        return log_probs.new_empty(()), log_probs.new_empty((1, log_probs.size(0), longest))
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, longest))
+
+
+def lstsq_on_fakes(
+    a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solution, residuals, rank and singular values; empty is what the driver does not give."""
+    rows, columns = a.shape[-2:]
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: a.dim() - 2])
+    is_vector = a.dim() == b.dim() + 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    tail: Sequence[int] = () if is_vector else b.shape[-1:]
+    driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
+    has_residuals = rows > columns and driver != "gelsy"
+    real = a.abs().dtype
+    return (
+        a.new_empty((*batch, columns, *tail)),
+        a.new_empty((*batch, *tail), dtype=real) if has_residuals else a.new_empty((0,), dtype=real),
+        a.new_empty(batch if driver != "gels" else (0,), dtype=torch.int64),
+        a.new_empty((*batch, min(rows, columns)) if driver in ("gelsd", "gelss") else (0,), dtype=real),
+    )
+
+
+for _name, _function in (
+    ("aten::_ctc_loss", ctc_loss_on_fakes),
+    ("aten::_ctc_loss.Tensor", ctc_loss_on_fakes),
+    ("aten::linalg_lstsq", lstsq_on_fakes),
+):
+    if singleton.find(_name).fake_impl.kernel is None:  # a kernel for meta tensors may be there, which fakes refuse
+        torch.library.register_fake(_name, _function)

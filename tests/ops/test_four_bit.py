@@ -1,0 +1,74 @@
+"""4-bit weights: bitsandbytes' kernels and stock onnxruntime's own against ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onnxtrain.ops import lookup, view
+from onnxtrain.ops.four_bit import LEVELS, TYPES, bnb_product, bnb_product_back, product
+from onnxtrain.testing import CaseCheck, run_model
+from tests.ops.cases_four_bit import CASES, case
+
+
+@pytest.mark.parametrize("quant_type", [0, 1])
+def test_stock_onnxruntime_runs_it_natively(quant_type: int) -> None:
+    """The attributes for which `native_ok` says so. K is a multiple of the block, as onnxruntime wants it."""
+    check = CaseCheck(case(24, 32, 32, quant_type, 1), torch.float32)
+    node = check.model.graph[0]
+    assert check.definition.native_ok(view(node))
+    known = next(iter(check.case.size_sets()))
+    tensors = check.tensors(known)
+    eager, exact = (check.reference(tensors, known, dtype) for dtype in (torch.float32, torch.float64))
+    check._compare("native", run_model(check.model, tensors), eager.outputs, exact.outputs)
+
+
+def test_what_onnxruntime_computes_otherwise_is_not_native() -> None:
+    definition = lookup("com.microsoft", "MatMulBnb4")
+    for each in CASES:
+        check = CaseCheck(each, torch.float32)
+        allowed = definition.native_ok(view(check.model.graph[0]))
+        assert allowed == (each.attributes["transB"] == 1 and "nested" not in each.label)
+
+
+def arguments(nested: bool, n: int = 48, k: int = 32, block: int = 32) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(5)
+    blocks = n * k // block
+    b = torch.randint(256, (n * k // 2,), dtype=torch.uint8, generator=generator)
+    if not nested:
+        return b, torch.rand(blocks, generator=generator), None, None, None, (n, k), block
+    coarse = torch.rand(-(-blocks // 256), generator=generator)
+    levels = torch.randint(256, (blocks,), dtype=torch.uint8, generator=generator)
+    return b, coarse, levels, torch.rand(256, generator=generator), torch.tensor(0.3), (n, k), block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", [0, 1])
+def test_kernels_of_bitsandbytes_compute_the_same(quant_type: int, nested: bool, dtype: torch.dtype) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
+    b, absmax, levels, code, offset, shape, block = arguments(nested)
+    settings = (shape, block, quant_type)
+    for trans_b, kernel in ((1, bnb_product), (0, bnb_product_back)):
+        a = torch.randn(5, shape[1] if trans_b else shape[0]).to(dtype)
+        ours = product(a, b, (absmax, levels, code, offset), settings, trans_b)
+        theirs = kernel(a, b, absmax, (levels, code, offset), settings)
+        assert torch.equal(ours, theirs)
+
+
+def test_levels_are_those_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="needs the extra qlora")
+    for quant_type, name in enumerate(TYPES):
+        assert torch.equal(torch.tensor(LEVELS[quant_type]), functional.get_4bit_type(name, device="cpu"))
+
+
+def test_half_precision_is_that_of_the_weight_in_float32() -> None:
+    """The weight is made in float32 and rounded once."""
+    b, absmax, _, _, _, shape, block = arguments(False)
+    a = torch.randn(3, shape[1], dtype=torch.bfloat16)
+    eye = torch.eye(shape[1])
+    weight = product(eye, b, (absmax, None, None, None), (shape, block, 1), 1).T
+    expected = a @ weight.bfloat16().T
+    assert torch.equal(product(a, b, (absmax, None, None, None), (shape, block, 1), 1), expected)
