@@ -1,22 +1,46 @@
-"""Defaults, then code, then environment; bad values are named; DebugOptions raises what ORTModule's raised."""
+"""Defaults, code, JSON file, environment; bad values are named; every variable has an effect or an answer."""
 
+import dataclasses
+import json
+import logging
 import os
 import pickle
+import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
-from onnxtrain import errors
+from onnxtrain import ORTModule, cli, errors
+from onnxtrain.cli.options import page
 from onnxtrain.debug_options import DebugOptions
-from onnxtrain.options import FallbackPolicy, LogLevel, Options, knobs
+from onnxtrain.options import (
+    JSON_VARIABLE,
+    PROCESS_VARIABLES,
+    FallbackPolicy,
+    LogLevel,
+    Options,
+    answer_variables,
+    knobs,
+    notices,
+    resolved,
+)
+from onnxtrain.options.json_file import KEYS
+from onnxtrain.options.without_effect import JSON_KEYS
+from onnxtrain.options.without_effect import VARIABLES as WITHOUT_EFFECT
+
+ROOT = Path(__file__).parents[1]
+OLD_NAMES = [old.variable for knob in knobs() for old in knob.old_names]
 
 VARIABLES = [knob.variable for knob in knobs() if knob.variable]
 
 
 @pytest.fixture(autouse=True)
 def empty_environment(monkeypatch):
-    for variable in VARIABLES:
+    for variable in (*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(notices, "_said", set())
 
 
 def test_every_knob_is_described_once():
@@ -59,6 +83,11 @@ def test_environment_wins_over_code_and_code_over_defaults(monkeypatch):
         ("ORTMODULE_FALLBACK_RETRY", "1", "fallback_retry", True),
         ("ORTMODULE_FALLBACK_RETRY", "Yes", "fallback_retry", True),
         ("ORTMODULE_FALLBACK_RETRY", "no", "fallback_retry", False),
+        ("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "0", "custom_autograd", False),
+        ("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "1", "custom_autograd", False),
+        ("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "0", "custom_autograd", True),
+        ("ORTMODULE_CONV_ALGO_SEARCH", "exhaustive", "conv_algo_search", "EXHAUSTIVE"),
+        ("ORTMODULE_PRINT_MEMORY_STATS", "1", "print_memory_stats", True),
     ],
 )
 def test_variables(monkeypatch, variable, text, name, value):
@@ -68,7 +97,11 @@ def test_variables(monkeypatch, variable, text, name, value):
     assert type(resolved) is type(value)
 
 
-@pytest.mark.parametrize("variable", sorted(set(VARIABLES) - {"ONNXTRAIN_DUMP", "ORTMODULE_SAVE_ONNX_PATH"}))
+# Any text is a path, and a search that does not exist is answered by a warning.
+ANY_TEXT = {k.variable for k in knobs() if k.kind.allowed.startswith("a path")} | {"ORTMODULE_CONV_ALGO_SEARCH"}
+
+
+@pytest.mark.parametrize("variable", sorted(set(VARIABLES) - ANY_TEXT))
 def test_a_bad_variable_is_named_with_its_value_and_what_is_allowed(monkeypatch, variable):
     monkeypatch.setenv(variable, "banana")
     with pytest.raises(errors.OptionError) as caught:
@@ -193,3 +226,214 @@ class TestDebugOptions:
         debug = DebugOptions() if level == "none" else DebugOptions(level)
         assert bool(debug.torch_exporter_filter) is filtered
         assert bool(debug.onnxruntime_log_filter) is filtered
+
+
+class TestSources:
+    """Later wins: defaults, code, JSON file, environment."""
+
+    def source(self, name, **code):
+        (row,) = [row for row in resolved(Options(**code)) if row.knob.name == name]
+        return row.value, row.source
+
+    def test_in_their_order(self, tmp_path, monkeypatch):
+        assert self.source("rng") == ("fast", "default")
+        assert self.source("rng", rng="torch") == ("torch", "code")
+        file = tmp_path / "options.json"
+        file.write_text('{"rng": "fast"}')
+        monkeypatch.setenv(JSON_VARIABLE, str(file))
+        assert self.source("rng", rng="torch") == ("fast", str(file))
+        assert Options.resolve(rng="torch").rng == "fast"
+        monkeypatch.setenv("ONNXTRAIN_RNG", "torch")
+        assert self.source("rng") == ("torch", "ONNXTRAIN_RNG")
+
+    def test_the_present_name_of_a_variable_wins_over_an_old_one(self, monkeypatch):
+        monkeypatch.setenv("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "1")
+        assert self.source("custom_autograd") == (False, "ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT")
+        monkeypatch.setenv("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "1")
+        assert self.source("custom_autograd") == (True, "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD")
+
+    def test_a_bad_value_of_an_old_name_is_named(self, monkeypatch):
+        monkeypatch.setenv("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "banana")
+        with pytest.raises(errors.OptionError, match="DISABLE_CUSTOM_AUTOGRAD_SUPPORT"):
+            Options.resolve()
+
+
+class TestJson:
+    PREDECESSORS: ClassVar = {
+        "PropagateCastOps": {"Strategy": "FLOOD_FILL", "Level": 3, "Allow": ["ABC"]},
+        "UseExternalGPUAllocator": False,
+        "EnableCustomAutogradFunction": False,
+        "EnableGradAccOptimization": True,
+        "UseStaticShape": True,
+        "RunSymbolicShapeInference": False,
+        "SkipCheck": ["SKIP_CHECK_BUILD_GRADIENT", "SKIP_CHECK_EXECUTION_AGENT"],
+        "DebugOptions": {"LogLevel": "VERBOSE", "SaveONNX": True, "ONNXPrefix": "net", "SaveONNXPath": "graphs"},
+        "UseMemoryEfficientGradient": True,
+        "FallbackPolicy": ["FALLBACK_UNSUPPORTED_DEVICE", "FALLBACK_UNSUPPORTED_DATA"],
+        "OnnxOpsetVersion": 17,
+    }
+
+    def file(self, tmp_path, content):
+        path = tmp_path / "options.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    def test_every_key_of_the_predecessor(self, tmp_path, caplog):
+        options = Options(rng="torch").over_file(self.file(tmp_path, self.PREDECESSORS))
+        assert options == Options(
+            rng="torch",
+            custom_autograd=False,
+            log_level=LogLevel.VERBOSE,
+            save_onnx=True,
+            onnx_prefix="net",
+            save_path="graphs",
+            fallback_policy="FALLBACK_UNSUPPORTED_DEVICE|FALLBACK_UNSUPPORTED_DATA",
+            onnx_opset=17,
+        )
+        for key in JSON_KEYS:
+            assert f"The key {key} in" in caplog.text
+        grouped = {f"{group}.{key}" for group in ("DebugOptions",) for key in self.PREDECESSORS[group]}
+        assert {*KEYS, *JSON_KEYS} == {*self.PREDECESSORS, *grouped} - {"DebugOptions"}
+
+    def test_every_option_by_its_own_name(self, tmp_path):
+        texts = {k.name: k.kind.text(k.default) for k in knobs() if k.default is not None}
+        assert Options().over_file(self.file(tmp_path, texts)) == Options()
+
+    @pytest.mark.parametrize(
+        ("content", "named"),
+        [
+            ("{", "Expecting property name"),
+            ("[]", "an object"),
+            ({"Colour": 1}, "Colour"),
+            ({"DebugOptions": {"Colour": 1}}, "DebugOptions.Colour"),
+            ({"rng": "slow"}, "slow"),
+            ({"SkipCheck": ["SKIP_ALL"]}, "SKIP_ALL"),
+            ({"FallbackPolicy": []}, "FALLBACK_DISABLE"),
+        ],
+    )
+    def test_mistakes_are_named_with_the_file(self, tmp_path, content, named):
+        with pytest.raises(KeyError) as caught:
+            Options().over_file(self.file(tmp_path, content))
+        assert named in str(caught.value)
+        assert "options.json" in str(caught.value)
+
+    def test_no_text_and_no_file(self, tmp_path):
+        (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+        for name in ("binary.json", "missing.json", ""):
+            with pytest.raises(errors.OptionError, match=re.escape(str(tmp_path / name))):
+                Options().over_file(tmp_path / name)
+
+    def test_a_module_takes_it_and_is_captured_again(self, tmp_path):
+        model = ORTModule(torch.nn.Linear(3, 2))
+        before = model(torch.ones(1, 3))
+        target = {"SaveONNX": True, "ONNXPrefix": "net", "SaveONNXPath": str(tmp_path)}
+        model.load_options(self.file(tmp_path, {"DebugOptions": target}))
+        assert torch.equal(model(torch.ones(1, 3)), before)
+        assert (tmp_path / "net_torch_exported_training.onnx").exists()
+
+
+class TestWithoutEffect:
+    @pytest.mark.parametrize("variable", WITHOUT_EFFECT)
+    def test_each_is_answered_once(self, variable, monkeypatch, caplog):
+        row = WITHOUT_EFFECT[variable]
+        monkeypatch.setenv(variable, "SKIP_CHECK_DEVICE" if row.kind else "1")
+        ORTModule(torch.nn.Linear(1, 1))
+        ORTModule(torch.nn.Linear(1, 1))
+        (record,) = [r for r in caplog.records if variable in r.getMessage()]
+        assert row.why in record.getMessage()
+        assert record.levelno == logging.WARNING
+
+    def test_none_is_an_option_as_well(self):
+        assert not set(WITHOUT_EFFECT) & {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES}
+
+    def test_a_bad_name_is_a_key_error(self, monkeypatch):
+        monkeypatch.setenv("ORTMODULE_SKIPCHECK_POLICY", "SKIP_ALL")
+        with pytest.raises(KeyError, match="SKIP_ALL"):
+            answer_variables()
+
+    def test_unknown_ones_are_answered_with_the_nearest(self, monkeypatch, caplog):
+        monkeypatch.setenv("ORTMODULE_LOG_LEVLE", "INFO")
+        monkeypatch.setenv("ONNXTRAIN_COLOUR", "red")
+        answer_variables()
+        assert "ORTMODULE_LOG_LEVLE is unknown: is ORTMODULE_LOG_LEVEL meant?" in caplog.text
+        assert "ONNXTRAIN_COLOUR is unknown" in caplog.text
+
+    def test_those_with_an_effect_are_not_answered(self, monkeypatch, caplog):
+        for variable in (*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES):
+            monkeypatch.setenv(variable, "1")
+        answer_variables()
+        assert not caplog.records
+
+
+# Section 3 of the predecessor's features: every variable that it read.
+PREDECESSORS_VARIABLES = """
+    ORTMODULE_ONNX_OPSET_VERSION ORTMODULE_FALLBACK_POLICY ORTMODULE_FALLBACK_RETRY ORTMODULE_LOG_LEVEL
+    ORTMODULE_SAVE_ONNX_PATH ORTMODULE_SKIPCHECK_POLICY ORTMODULE_CONV_ALGO_SEARCH ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT
+    ORTMODULE_ENABLE_CUSTOM_AUTOGRAD ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT ORTMODULE_SKIPPED_AUTOGRAD_FUNCTIONS
+    ORTMODULE_ENABLE_COMPUTE_OPTIMIZER ORTMODULE_ENABLE_LABEL_SPARSITY_OPT ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER
+    ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR ORTMODULE_PRINT_INPUT_DENSITY
+    ORTMODULE_PRINT_MEMORY_STATS ORTMODULE_MEMORY_OPT_LEVEL ORTMODULE_MEMORY_OPT_CONFIG
+    ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL ORTMODULE_ENABLE_MEMORY_ALLEVIATION
+    ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT ORTMODULE_CACHE_DIR ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT
+    ORTMODULE_ENABLE_ZERO_STAGE3 ORTMODULE_USE_TRITON ORTMODULE_TRITON_CONFIG_FILE ORTMODULE_TRITON_DEBUG
+    ORTMODULE_ENABLE_TUNING ORTMODULE_MAX_TUNING_DURATION_MS ORTMODULE_TUNING_RESULTS_PATH
+    ORTMODULE_USE_EFFICIENT_ATTENTION ORTMODULE_USE_FLASH_ATTENTION ORTMODULE_ATEN_SDPA_FALLBACK
+    ORTMODULE_JSON_CONFIG_PATH ORTMODULE_TORCH_CPP_DIR ONNXRUNTIME_CUDA_VERSION ONNXRUNTIME_ROCM_VERSION
+    ONNXRUNTIME_FORCE_CUDA ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS
+""".split()  # noqa: SIM905  a list of 41 quoted names would be read by nobody
+
+
+class TestSweep:
+    def test_every_variable_of_the_predecessor_has_an_effect_or_an_answer(self):
+        assert not set(PREDECESSORS_VARIABLES) - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
+
+    def test_the_package_reads_no_variable_that_the_table_lacks(self):
+        paths = [
+            path for path in (ROOT / "onnxtrain").rglob("*.py") if "dropin" not in path.parts
+        ]  # that has old names
+        sources = [path.read_text() for path in paths]
+        read = {name for text in sources for name in re.findall(r'"((?:ORTMODULE|ONNXTRAIN)_[A-Z0-9_]+)"', text)}
+        assert not read - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
+
+    def test_every_option_is_tested_for_what_it_does(self):
+        tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+        for knob in knobs():
+            names = [knob.name, *filter(None, [knob.variable])]
+            assert any(name in text for name in names for text in tests), f"no test besides this one names {knob.name}"
+
+    def test_every_option_can_be_set_by_code(self):
+        for knob in knobs():
+            assert getattr(Options.resolve(**{knob.name: knob.default}), knob.name) == knob.default
+        assert [field.name for field in dataclasses.fields(Options)] == [knob.name for knob in knobs()]
+
+    def test_an_unknown_search_warns_and_reverts(self, monkeypatch, caplog):
+        monkeypatch.setenv("ORTMODULE_CONV_ALGO_SEARCH", "banana")
+        assert Options.resolve().conv_algo_search == "HEURISTIC"
+        assert "'banana' is none of HEURISTIC, EXHAUSTIVE: HEURISTIC is taken" in caplog.text
+
+
+class TestCommand:
+    def test_prints_values_sources_and_meanings(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setenv("COLUMNS", "320")
+        monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "INFO")
+        monkeypatch.setenv("ORTMODULE_CACHE_DIR", "there")
+        file = tmp_path / "options.json"
+        file.write_text('{"rng": "torch"}')
+        assert cli.main(["options", "--json", str(file)]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"log_level +│ INFO +│ ORTMODULE_LOG_LEVEL", shown)
+        assert re.search(r"rng +│ torch +│ \S+options.json", shown)
+        assert "the lowest level that is logged" in shown
+        assert "ORTMODULE_CACHE_DIR is set and has no effect" in shown
+
+    def test_a_bad_value_is_an_error_and_no_traceback(self, monkeypatch, capsys):
+        monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")
+        assert cli.main(["options"]) == cli.FAILED
+        assert "LOUD" in capsys.readouterr().err
+
+    def test_the_page_is_up_to_date(self, tmp_path):
+        assert (ROOT / "docs" / "options.md").read_text() == page(), (
+            "python -m onnxtrain options --write docs/options.md"
+        )
+        assert cli.main(["options", "--write", str(tmp_path / "page.md")]) == 0
+        assert (tmp_path / "page.md").read_text() == page()

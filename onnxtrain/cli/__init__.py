@@ -24,7 +24,10 @@ from onnxtrain.errors import OnnxTrainError
 COMMANDS: Mapping[str, str] = {
     "artifacts": "make the files that train an ONNX model on a device",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
+    "options": "list all options: value, what decided it, meaning",
+    "run": "run a script of ONNX Runtime Training, unchanged: onnxtrain run script.py ...",
     "train": "train a folder of artifacts on data, for a first try without code",
+    "tune": "show, measure or forget how long kernels take on this machine",
 }
 
 FAILED = 1

@@ -15,7 +15,14 @@ from rich.table import Table
 from onnxtrain.graph.values import ATEN, MICROSOFT, ONNX, OWN
 from onnxtrain.ops import BY_BODY, FROM_TORCH, NOT_DIFFERENTIABLE, OPS, STANDARD, Effects, NoBody, OpDef
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.left_out import ONNX_OPERATORS, PYTORCH_OPERATORS, TRAINING_OPERATORS
+from onnxtrain.ops.left_out import (
+    ONNX_OPERATORS,
+    PYTORCH_AT_RUN_TIME,
+    PYTORCH_OPERATORS,
+    PYTORCH_RUNS,
+    PYTORCH_USES,
+    TRAINING_OPERATORS,
+)
 
 _DOMAINS: Mapping[str, str] = {
     ONNX: f"Standard operators, of ai.onnx at opset {OPSET} or as named.",
@@ -165,6 +172,12 @@ def page() -> str:
     parts.append(_reasons("Operators of ONNX Runtime Training without a definition here:", TRAINING_OPERATORS))
     parts.append("## PyTorch's own\n")
     parts.append(_reasons("Operators that stay ATen nodes, with PyTorch's kernel and gradient:", PYTORCH_OPERATORS))
+    parts.append(_reasons("Operators of which only these uses stay ATen nodes:", PYTORCH_USES))
+    parts.append("Of PyTorch's operator database, which `tests/test_op_db.py` runs:\n")
+    parts.append(
+        _reasons("Entries whose gradient is taken at run time, in some of their samples:", PYTORCH_AT_RUN_TIME)
+    )
+    parts.append(_reasons("Entries that run in PyTorch, some of their samples at least:", PYTORCH_RUNS))
     return "\n".join(parts)
 
 

@@ -1,0 +1,48 @@
+"""Finds `onnxruntime.training` and everything below it in the folder `training` beside this file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+NAME = "onnxruntime.training"
+_FOLDER = Path(__file__).parent / "training"
+
+
+class _Finder:
+    """A meta path finder: asked before the file system, it answers for these names alone."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != NAME and not name.startswith(f"{NAME}."):
+            return None
+        place = _FOLDER.joinpath(*name.split(".")[2:])
+        if (place / "__init__.py").exists():
+            return importlib.util.spec_from_file_location(
+                name, place / "__init__.py", submodule_search_locations=[str(place)]
+            )
+        file = place.with_suffix(".py")
+        return importlib.util.spec_from_file_location(name, file) if file.exists() else None
+
+
+def install() -> None:
+    """Installs the finder, once.
+
+    Raises:
+        ImportError: onnxruntime is not installed, or `onnxruntime.training` is another package's and already in use.
+    """
+    if _Finder in sys.meta_path:
+        return
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ImportError(
+            "onnxtrain.dropin stands beside onnxruntime, which is not installed: pip install 'onnxtrain[ort]'."
+        )
+    if NAME in sys.modules:
+        raise ImportError(
+            f"{NAME} is already imported from {sys.modules[NAME].__file__}: import onnxtrain.dropin before it."
+        )
+    sys.meta_path.insert(0, _Finder)

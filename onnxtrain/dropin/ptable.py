@@ -1,0 +1,54 @@
+"""A table as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Row:
+    """A row, and tables that explain it."""
+
+    def __init__(self, columns: Sequence[object]) -> None:
+        self.columns = [str(column) for column in columns]
+        self.annotations: list[PTable] = []
+
+    def append_annotation_table(self, ptable: PTable) -> None:
+        """Puts a table under the row."""
+        self.annotations.append(ptable)
+
+
+class PTable:
+    """A table as text.
+
+    Args:
+        sortable: rows are shown in the order of their texts.
+    """
+
+    def __init__(self, sortable: bool = False) -> None:
+        self._sortable = sortable
+        self._rows: list[Row] = []
+
+    def add_row(self, columns: Sequence[object]) -> Row:
+        """Adds a row and returns it."""
+        row = Row(columns)
+        self._rows.append(row)
+        return row
+
+    def get_string(self, first_column_width: int | None = None, second_column_width: int | None = None) -> str:
+        """The table; the columns are at least as wide as given. Empty where there are no rows."""
+        rows = sorted(self._rows, key=lambda row: row.columns) if self._sortable else self._rows
+        widths = [0] * max((len(row.columns) for row in rows), default=0)
+        for place, least in enumerate((first_column_width, second_column_width)):
+            if least and place < len(widths):
+                widths[place] = least
+        for row in rows:
+            for place, text in enumerate(row.columns):
+                widths[place] = max(widths[place], len(text))
+        lines = []
+        for row in rows:
+            lines.append(
+                "  ".join(f"{text:<{width}}" for text, width in zip(row.columns, widths, strict=False)).rstrip()
+            )
+            for table in row.annotations:
+                lines += [f"  {line}" for line in table.get_string().splitlines()]
+        return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,3 @@
+"""`onnxruntime.training.onnxblock.blocks`."""
+
+from onnxtrain.onnxblock.blocks import *  # noqa: F403  all its blocks

@@ -1,0 +1,3 @@
+"""`onnxruntime.training.onnxblock.loss`."""
+
+from onnxtrain.onnxblock.loss import *  # noqa: F403  all its blocks

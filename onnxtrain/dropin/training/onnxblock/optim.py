@@ -1,0 +1,3 @@
+"""`onnxruntime.training.onnxblock.optim`."""
+
+from onnxtrain.onnxblock.optim import *  # noqa: F403  all its blocks

@@ -1,0 +1,31 @@
+"""`onnxruntime.training.ortmodule`, by onnxtrain.
+
+Seeds need no patches here: onnxtrain draws from PyTorch's own generators.
+"""
+
+from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
+
+from onnxtrain import DebugOptions, LogLevel, ORTModule
+from onnxtrain.dropin.legacy import (
+    MINIMUM_RUNTIME_PYTORCH_VERSION_STR,
+    ONNX_OPSET_VERSION,
+    ORTMODULE_FALLBACK_POLICY,
+    ORTMODULE_FALLBACK_RETRY,
+    ORTMODULE_IS_DETERMINISTIC,
+    ORTMODULE_TORCH_CPP_DIR,
+)
+from onnxtrain.passes.user_functions import register_graph_optimizer
+
+__all__ = [
+    "MINIMUM_RUNTIME_PYTORCH_VERSION_STR",
+    "ONNX_OPSET_VERSION",
+    "ORTMODULE_FALLBACK_POLICY",
+    "ORTMODULE_FALLBACK_RETRY",
+    "ORTMODULE_IS_DETERMINISTIC",
+    "ORTMODULE_TORCH_CPP_DIR",
+    "DebugOptions",
+    "LogLevel",
+    "ORTModule",
+    "_FallbackPolicy",
+    "register_graph_optimizer",
+]

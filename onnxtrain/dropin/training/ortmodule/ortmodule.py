@@ -1,0 +1,5 @@
+"""`onnxruntime.training.ortmodule.ortmodule`."""
+
+from onnxtrain import ORTModule
+
+__all__ = ["ORTModule"]

@@ -1,0 +1,1 @@
+"""`onnxruntime.training.ortmodule.torch_cpp_extensions`: onnxtrain has none."""

@@ -1,0 +1,5 @@
+"""`onnxruntime.training.utils.ptable`."""
+
+from onnxtrain.dropin.ptable import PTable
+
+__all__ = ["PTable"]

@@ -1,0 +1,1 @@
+"""What users see of a training run: logs, times, memory, statistics of activations."""

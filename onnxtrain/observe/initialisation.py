@@ -1,0 +1,38 @@
+"""What the first step of a module took beyond a usual one, so that it can be subtracted from the time of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from onnxtrain.observe.logs import DEVINFO
+from onnxtrain.report import CompileReport
+
+_LOG = logging.getLogger("onnxtrain")
+
+
+def log_initialisation(name: str, seconds: float, report: CompileReport, *, first: bool) -> None:
+    """Logs one line, at WARNING for a module's first graph and at INFO for a later one; below INFO each stage too.
+
+    Args:
+        name: the module.
+        seconds: from the call to the moment at which the graph could run.
+        report: what the stages took.
+        first: whether it is the module's first graph.
+    """
+    level = logging.WARNING if first else logging.INFO
+    if not _LOG.isEnabledFor(level):
+        return
+    capture = sum(stage.took_ms for stage in report.stages if stage.name == "capture") / 1e3
+    what = "initialisation" if first else "a further graph"
+    _LOG.log(level, "%s: %s took %.2f s, of which capture %.2f s", name, what, seconds, capture)
+    if _LOG.isEnabledFor(DEVINFO):
+        _LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
+
+
+def _lines(report: CompileReport, seconds: float) -> Iterator[str]:
+    for stage in report.stages:
+        yield f"  {stage.name:<24}{stage.took_ms:9.1f} ms  {stage.nodes:6} nodes"
+        for each in stage.passes:
+            yield f"    {each.name:<22}{each.took_ms:9.1f} ms  {each.made:6} changes, {each.refused} refused"
+    yield f"  {'checks, files, rest':<24}{seconds * 1e3 - report.took_ms:9.1f} ms"

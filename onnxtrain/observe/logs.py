@@ -1,0 +1,88 @@
+"""The log of onnxtrain: the logger `onnxtrain` and those below it.
+
+| level | who logs | what |
+|---|---|---|
+| VERBOSE | every rank | everything: each stage with its time |
+| DEVINFO | every rank | the initialisation stage by stage and pass by pass |
+| INFO | rank 0 | each capture with its reason, each file that is written |
+| WARNING (default), ERROR, FATAL | rank 0 | what a user should act on, and what the first step took |
+
+Where the program has set up logging itself (`logging.basicConfig`), its handlers and levels decide. Where it has not,
+messages go to the standard error stream. Nothing is redirected, so that a debugger in forward has its terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+import torch
+
+from onnxtrain.options import LogLevel, Options
+
+DEVINFO = 15  # between logging.DEBUG and logging.INFO
+_SILENT = logging.CRITICAL + 1
+_OF_LOGGING = {
+    LogLevel.VERBOSE: logging.DEBUG,
+    LogLevel.DEVINFO: DEVINFO,
+    LogLevel.INFO: logging.INFO,
+    LogLevel.WARNING: logging.WARNING,
+    LogLevel.ERROR: logging.ERROR,
+    LogLevel.FATAL: logging.CRITICAL,
+}
+_LOG = logging.getLogger("onnxtrain")
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Writes to the standard error stream of the moment, as long as the program has no handlers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        ranks = f"[rank {rank()}] " if world_size() > 1 else ""
+        return ranks + super().format(record)
+
+
+logging.addLevelName(DEVINFO, "DEVINFO")
+_LOG.addHandler(_Console())
+
+
+def set_up(options: Options) -> None:
+    """Sets the level of the process's log; the default level leaves it as it is.
+
+    Args:
+        options: its `log_level` counts. The last ORTModule that is made with another than the default decides.
+    """
+    level = options.log_level
+    if rank() and level >= LogLevel.INFO:
+        _LOG.setLevel(_SILENT)
+    elif level != Options().log_level:
+        _LOG.setLevel(_OF_LOGGING[level])
+
+
+def rank() -> int:
+    """This process's rank among those that train together; 0 where it is alone."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return _number("RANK", 0)  # torchrun's: before the process group is made
+
+
+def world_size() -> int:
+    """The number of processes that train together."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default

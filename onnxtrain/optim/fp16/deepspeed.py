@@ -1,0 +1,83 @@
+"""ZeRO stage 1 and 2 of DeepSpeed: overflow and norm of all gradients in one call each."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import sys
+import textwrap
+import tokenize
+from types import MethodType
+from typing import Any
+
+import torch
+
+from onnxtrain.optim import gradients
+
+# The methods that are replaced, and digests of the sources that they may have: what they return and whom they tell
+# differs between versions of DeepSpeed.
+_KNOWN: dict[str, frozenset[str]] = {
+    "has_overflow_serial": frozenset({"15f63d008f269a9e"}),
+    "has_overflow_partitioned_grads_serial": frozenset({"31406da9d492a055"}),
+    "get_grad_norm_direct": frozenset({"1bef58e78c31670a"}),
+}
+
+
+def replace(optimizer: Any) -> str | None:
+    """Replaces the methods, or says why not."""
+    if getattr(optimizer, "cpu_offload", False):
+        return "with optimizer offload DeepSpeed looks for overflow while it copies"
+    unknown = [name for name, digests in _KNOWN.items() if digest(getattr(type(optimizer), name, None)) not in digests]
+    if unknown:
+        return f"this version of DeepSpeed has another {', '.join(unknown)} than 0.19.8, which is known"
+    for method in (has_overflow_serial, has_overflow_partitioned_grads_serial, get_grad_norm_direct):
+        setattr(optimizer, method.__name__, MethodType(method, optimizer))
+    return None
+
+
+def digest(function: Any) -> str:
+    """Of a function's source without layout, comments and docstring; empty where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in ignored]
+    words = [t.string for t in tokens if not t.string.startswith(('"""', "'''"))]
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+
+
+def has_overflow_serial(self: Any, params: Any) -> torch.Tensor:
+    """Whether a parameter's gradient has an element that is infinite or NaN: bool [1]."""
+    return _overflow(self, [p.grad for p in params if p.grad is not None])
+
+
+def has_overflow_partitioned_grads_serial(self: Any) -> torch.Tensor:
+    """Whether an averaged gradient of this rank's part has an element that is infinite or NaN: bool [1]."""
+    groups = [self.averaged_gradients[i] for i in range(len(self.bit16_groups))]
+    return _overflow(self, [g for group in groups for g in group if g is not None])
+
+
+def _overflow(optimizer: Any, found: list[torch.Tensor]) -> torch.Tensor:
+    return gradients.found_non_finite(found, torch.device(optimizer.device)).bool()
+
+
+def get_grad_norm_direct(self: Any, grads: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+    """The norm of all gradients of all ranks, each replicated one counted once: float32 []."""
+    theirs = sys.modules[type(self).__module__]
+    if float(norm_type) != 2.0:
+        original: torch.Tensor = type(self).get_grad_norm_direct(self, grads, params, norm_type)
+        return original
+    own = [
+        gradient.detach()
+        for gradient, p in zip((g for g in grads if not getattr(g, "_zero_padding", False)), params, strict=False)
+        if not getattr(p, "ds_pipe_replicated", False)
+        and (theirs.is_model_parallel_parameter(p) or self.model_parallel_rank == 0)
+    ]
+    total = gradients.norm(own, torch.device(self.device)).float().square()
+    theirs.dist.all_reduce(total, op=theirs.dist.ReduceOp.SUM, group=self.dp_process_group)
+    self._model_parallel_all_reduce(tensor=total, op=theirs.dist.ReduceOp.SUM)
+    total = total.sqrt()
+    theirs.mask_nan_or_inf_with_val_inplace(total, device=self.device)
+    return total

@@ -1,0 +1,35 @@
+"""Every knob of onnxtrain in one table: its default, environment variable, allowed values and meaning.
+
+    options = Options.resolve(rng="torch")      defaults, then code, then the JSON file, then the environment
+
+The fields of `Options` (`table.py`) are the table: a new option is one row there. `without_effect.py` answers the
+variables of ONNX Runtime Training that have nothing to switch here; docs/options.md is written from both.
+"""
+
+from onnxtrain.options.kinds import Kind, Knob, OldName
+from onnxtrain.options.policies import FallbackPolicy, LogLevel, SkipCheck
+from onnxtrain.options.table import (
+    JSON_VARIABLE,
+    PROCESS_VARIABLES,
+    Options,
+    Resolved,
+    answer_variables,
+    knobs,
+    resolved,
+)
+
+__all__ = [
+    "JSON_VARIABLE",
+    "PROCESS_VARIABLES",
+    "FallbackPolicy",
+    "Kind",
+    "Knob",
+    "LogLevel",
+    "OldName",
+    "Options",
+    "Resolved",
+    "SkipCheck",
+    "answer_variables",
+    "knobs",
+    "resolved",
+]

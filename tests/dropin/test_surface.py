@@ -1,0 +1,281 @@
+"""The names, signatures and defaults that scripts of ONNX Runtime Training use, each under its old place."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import pickle
+import subprocess
+import sys
+
+import onnxruntime
+import pytest
+
+import onnxtrain.dropin
+from onnxtrain import errors
+
+REQUIRED = inspect.Parameter.empty
+TRAINING = "onnxruntime.training"
+
+# What each module has.
+NAMES = {
+    "": "PropagateCastOpsStrategy TrainingParameters is_ortmodule_available amp artifacts optim ORTModule experimental "
+    "has_collective_ops is_triton_enabled is_torch_interop_default_on set_seed",
+    "ortmodule": "ORTModule DebugOptions LogLevel register_graph_optimizer ONNX_OPSET_VERSION "
+    "MINIMUM_RUNTIME_PYTORCH_VERSION_STR ORTMODULE_FALLBACK_POLICY ORTMODULE_FALLBACK_RETRY "
+    "ORTMODULE_IS_DETERMINISTIC ORTMODULE_TORCH_CPP_DIR",
+    "ortmodule.ortmodule": "ORTModule",
+    "ortmodule.options": "DebugOptions LogLevel _SkipCheck",
+    "ortmodule._fallback": "_FallbackPolicy ORTModuleFallbackException ORTModuleInitException "
+    "ORTModuleDeviceException ORTModuleIOError ORTModuleTorchModelException ORTModuleONNXModelException",
+    "ortmodule._fallback_exceptions": "ORTModuleFallbackException ORTModuleONNXModelException",
+    "ortmodule._custom_autograd_function": "enable_custom_autograd_support",
+    "ortmodule.graph_optimizer_registry": "register_graph_optimizer",
+    "ortmodule.graph_optimizers.utils": "GraphMatcher check_attribute_value make_constant_node update_graph",
+    "ortmodule.torch_cpp_extensions.install": "",
+    "ortmodule.experimental.json_config": "load_from_json",
+    "ortmodule.experimental.hierarchical_ortmodule": "HierarchicalORTModule",
+    "optim": "FusedAdam AdamWMode FP16_Optimizer SGDConfig AdamConfig LambConfig lr_scheduler config",
+    "optim.config": "SGDConfig AdamConfig LambConfig",
+    "optim.lr_scheduler": "ConstantWarmupLRScheduler CosineWarmupLRScheduler LinearWarmupLRScheduler "
+    "PolyWarmupLRScheduler",
+    "optim.fused_adam": "FusedAdam AdamWMode",
+    "optim.fp16_optimizer": "FP16_Optimizer",
+    "amp": "loss_scaler LossScaler DynamicLossScaler",
+    "amp.loss_scaler": "LossScaler DynamicLossScaler",
+    "utils": "PrimitiveType ORTModelInputOutputType ORTModelInputOutputSchemaType extract_data_and_schema "
+    "unflatten_data_using_schema torch_nvtx_range_push torch_nvtx_range_pop nvtx_function_decorator log_memory_usage "
+    "pytorch_type_to_onnx_dtype onnx_dtype_to_pytorch_dtype pytorch_scalar_type_to_pytorch_dtype PTable",
+    "utils.torch_io_helper": "extract_data_and_schema unflatten_data_using_schema",
+    "utils.ptable": "PTable",
+    "utils.hooks": "SubscriberManager GlobalSubscriberManager SubscriberBase StatisticsSubscriber inspect_activation "
+    "ZeROOffloadSubscriber configure_ort_compatible_zero_stage3",
+    "utils.hooks.merge_activation_summary": "",
+    "utils.data": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler",
+    "api": "CheckpointState Module Optimizer LinearLRScheduler",
+    "artifacts": "generate_artifacts LossType OptimType",
+    "onnxblock": "Block ForwardBlock TrainingBlock base empty_base custom_op_library save_checkpoint "
+    "load_checkpoint_to_model blocks loss optim",
+    "onnxblock.blocks": "Add Sub Mul Div Pow ReduceMean ReduceSum Sigmoid Log Neg Abs Constant SequenceConstruct "
+    "ReduceAllL2 Clip PassThrough InputLike LabelEncoder Cast Linear",
+    "onnxblock.loss": "MSELoss CrossEntropyLoss BCEWithLogitsLoss L1Loss",
+    "onnxblock.optim": "AdamW SGD ClipGradNorm",
+    "experimental": "export_gradient_graph",
+}
+
+# The parameters and defaults of what is called.
+SIGNATURES: dict[str, dict[str, object]] = {
+    "ortmodule.ORTModule": {"module": REQUIRED, "debug_options": None},
+    "ortmodule.DebugOptions": {
+        "log_level": 3, "save_onnx": False, "onnx_prefix": "", "save_path": "", "config": None,
+    },
+    "ortmodule.register_graph_optimizer": {"target_modules": "all", "devices": "all", "priority": 0},
+    "ortmodule._custom_autograd_function.enable_custom_autograd_support": {"to_enable": True},
+    "ortmodule.experimental.json_config.load_from_json": {"ortmodule": REQUIRED, "path": None},
+    "ortmodule.experimental.hierarchical_ortmodule.HierarchicalORTModule": {"module": REQUIRED, "debug_options": None},
+    "experimental.export_gradient_graph": {
+        "model": REQUIRED, "loss_fn": REQUIRED, "example_input": REQUIRED, "example_labels": REQUIRED,
+        "gradient_graph_path": REQUIRED, "opset_version": 12,
+    },
+    "optim.FusedAdam": {
+        "params": REQUIRED, "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "adam_w_mode": 1,
+        "weight_decay": 0.0, "set_grad_none": True,
+    },
+    "optim.FusedAdam.step": {"self": REQUIRED, "closure": None},
+    "optim.FusedAdam.zero_grad": {"self": REQUIRED, "set_to_none": True},
+    "optim.FP16_Optimizer": {"optimizer": REQUIRED, "kwargs": REQUIRED},
+    "optim.SGDConfig": {"params": (), "lr": 0.001},
+    "optim.AdamConfig": {
+        "params": (), "lr": 0.001, "alpha": 0.9, "beta": 0.999, "lambda_coef": 0.0, "epsilon": 1e-8,
+        "max_norm_clip": 1.0, "do_bias_correction": True, "weight_decay_mode": 0,
+    },
+    "optim.LambConfig": {
+        "params": (), "lr": 0.001, "alpha": 0.9, "beta": 0.999, "lambda_coef": 0.0, "ratio_min": -math.inf,
+        "ratio_max": math.inf, "epsilon": 1e-6, "max_norm_clip": 1.0, "do_bias_correction": False,
+    },
+    "optim.lr_scheduler.ConstantWarmupLRScheduler": {"total_steps": REQUIRED, "warmup": 0.002},
+    "optim.lr_scheduler.CosineWarmupLRScheduler": {"total_steps": REQUIRED, "cycles": 0.5, "warmup": 0.002},
+    "optim.lr_scheduler.LinearWarmupLRScheduler": {"total_steps": REQUIRED, "warmup": 0.002},
+    "optim.lr_scheduler.PolyWarmupLRScheduler": {
+        "total_steps": REQUIRED, "lr_end": 1e-7, "power": 1.0, "warmup": 0.002,
+    },
+    "amp.loss_scaler.LossScaler": {"loss_scale": REQUIRED},
+    "amp.loss_scaler.DynamicLossScaler": {
+        "automatic_update": True, "loss_scale": 65536, "up_scale_window": 2000, "min_loss_scale": 1.0,
+        "max_loss_scale": 2**24,
+    },
+    "utils.extract_data_and_schema": {"data": REQUIRED, "constant_as_tensor": False, "device": None},
+    "utils.unflatten_data_using_schema": {"data": REQUIRED, "schema": REQUIRED},
+    "utils.torch_nvtx_range_push": {"msg": REQUIRED},
+    "utils.torch_nvtx_range_pop": {},
+    "utils.nvtx_function_decorator": {"fn": REQUIRED},
+    "utils.log_memory_usage": {
+        "cur_phase": REQUIRED, "rank_0_only": True, "step_info": "", "logger": None, "module": None,
+    },
+    "utils.PTable": {"sortable": False},
+    "utils.hooks.SubscriberManager.subscribe": {"self": REQUIRED, "module": REQUIRED, "subscribers": REQUIRED},
+    "utils.hooks.SubscriberBase": {"start_step": None, "end_step": None},
+    "utils.hooks.SubscriberBase.pre_forward_module_apply_impl": {
+        "self": REQUIRED, "run_rtx": REQUIRED, "module": REQUIRED, "args": REQUIRED, "kwargs": REQUIRED,
+    },
+    "utils.hooks.SubscriberBase.post_forward_tensor_apply_impl": {
+        "self": REQUIRED, "run_rtx": REQUIRED, "module": REQUIRED, "tensor_idx": REQUIRED, "tensor": REQUIRED,
+    },
+    "utils.hooks.SubscriberBase.post_forward_outmost_module_apply_impl": {
+        "self": REQUIRED, "run_rtx": REQUIRED, "module": REQUIRED, "args": REQUIRED, "outputs": REQUIRED,
+    },
+    "utils.hooks.StatisticsSubscriber": {
+        "output_dir": REQUIRED, "start_step": None, "end_step": None, "override_output_dir": False,
+        "run_on_cpu": False, "bucket_size": 2**29,
+    },
+    "utils.hooks.inspect_activation": {"activation_name": REQUIRED, "tensor": REQUIRED},
+    "utils.hooks.configure_ort_compatible_zero_stage3": {
+        "debug": False, "stats_output_dir": "./", "stats_overwrite": False,
+    },
+    "utils.data.LoadBalancingDistributedSampler": {
+        "dataset": REQUIRED, "complexity_fn": REQUIRED, "world_size": None, "rank": None, "shuffle": True,
+        "group_size": None, "seed": 0, "drop_last": False, "random_level": 0,
+    },
+    "utils.data.LoadBalancingDistributedBatchSampler": {"sampler": REQUIRED, "batch_fn": REQUIRED, "drop_last": False},
+    "artifacts.generate_artifacts": {
+        "model": REQUIRED, "requires_grad": None, "frozen_params": None, "loss": None, "optimizer": None,
+        "artifact_directory": None, "prefix": "", "ort_format": False, "custom_op_library": None,
+        "additional_output_names": None, "nominal_checkpoint": False, "loss_input_names": None,
+    },
+    "api.Module": {
+        "train_model_uri": REQUIRED, "state": REQUIRED, "eval_model_uri": None, "device": "cpu",
+        "session_options": None,
+    },
+    "api.LinearLRScheduler": {
+        "optimizer": REQUIRED, "warmup_step_count": REQUIRED, "total_step_count": REQUIRED, "initial_lr": REQUIRED,
+    },
+}  # fmt: skip
+
+ENUMS = {
+    "PropagateCastOpsStrategy": "NONE=0 INSERT_AND_REDUCE=1 FLOOD_FILL=2",
+    "ortmodule.LogLevel": "VERBOSE=0 DEVINFO=1 INFO=2 WARNING=3 ERROR=4 FATAL=5",
+    "ortmodule.options._SkipCheck": "SKIP_CHECK_DISABLED=1 SKIP_CHECK_DEVICE=2 SKIP_CHECK_BUILD_GRADIENT=4 "
+    "SKIP_CHECK_EXECUTION_AGENT=8",
+    "ortmodule._fallback._FallbackPolicy": "FALLBACK_DISABLE=1 FALLBACK_FORCE_TORCH_FORWARD=2 "
+    "FALLBACK_FORCE_TORCH_BACKWARD=4 FALLBACK_UNSUPPORTED_DEVICE=8 FALLBACK_UNSUPPORTED_DATA=16 "
+    "FALLBACK_UNSUPPORTED_TORCH_MODEL=32 FALLBACK_UNSUPPORTED_ONNX_MODEL=64 FALLBACK_BAD_INITIALIZATION=128",
+    "optim.AdamWMode": "ADAM_L2_REGULARIZATION=0 ADAMW_TRANSFORMERS=1 ADAMW_TORCH=2",
+    "artifacts.LossType": "MSELoss=1 CrossEntropyLoss=2 BCEWithLogitsLoss=3 L1Loss=4",
+    "artifacts.OptimType": "AdamW=1 SGD=2",
+}
+
+
+def found(path: str) -> object:
+    """A name under onnxruntime.training: a module's, or a class's."""
+    parts = path.split(".")
+    for count in range(len(parts) - 1, -1, -1):
+        try:
+            value: object = importlib.import_module(".".join([TRAINING, *parts[:count]]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:]:
+            value = getattr(value, name)
+        return value
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_module_has_its_names(module: str) -> None:
+    name = f"{TRAINING}.{module}" if module else TRAINING
+    loaded = importlib.import_module(name)
+    assert loaded.__name__ == name
+    for each in NAMES[module].split():
+        assert hasattr(loaded, each), f"{name} has no {each}"
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures(path: str) -> None:
+    parameters = inspect.signature(found(path)).parameters.values()
+    given = {p.name: p.default for p in parameters}
+    expected = SIGNATURES[path]
+    assert list(given)[: len(expected)] == list(expected)
+    for name, default in expected.items():
+        assert given[name] == default, f"{path}({name}=)"
+    # What came later is by keyword and may be left out.
+    for parameter in list(parameters)[len(expected) :]:
+        assert parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD) or path.startswith("artifacts")
+        assert parameter.kind is parameter.VAR_KEYWORD or parameter.default is not REQUIRED
+
+
+@pytest.mark.parametrize("path", ENUMS)
+def test_enums(path: str) -> None:
+    assert " ".join(f"{member.name}={member.value}" for member in found(path)) == ENUMS[path]
+
+
+def test_constants() -> None:
+    ortmodule = found("ortmodule")
+    assert (ortmodule.ONNX_OPSET_VERSION, ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR) == (17, "1.8.1")
+    assert ortmodule.ORTMODULE_FALLBACK_POLICY == 8 | 16 | 32 | 64
+    assert ortmodule.ORTMODULE_FALLBACK_RETRY is False
+    assert ortmodule.ORTMODULE_IS_DETERMINISTIC is False
+    assert found("is_ortmodule_available")() is True
+    assert found("has_collective_ops")() is False
+    assert found("is_torch_interop_default_on")() is True
+    assert isinstance(found("is_triton_enabled")(), bool)
+
+
+def test_error_types() -> None:
+    fallback = found("ortmodule._fallback")
+    for name in ("Init", "Device", "TorchModel", "ONNXModel"):
+        assert issubclass(getattr(fallback, f"ORTModule{name}Exception"), fallback.ORTModuleFallbackException)
+    assert issubclass(fallback.ORTModuleIOError, fallback.ORTModuleFallbackException)
+    assert fallback.ORTModuleFallbackException is errors.ORTModuleFallbackException
+    load_from_json = found("ortmodule.experimental.json_config.load_from_json")
+    with pytest.raises(ValueError, match="no JSON file"):
+        load_from_json(None)
+    with pytest.raises(RuntimeError):
+        found("utils.hooks.configure_ort_compatible_zero_stage3")()
+
+
+def test_onnxruntime_itself_stays_the_stock_package() -> None:
+    assert onnxruntime.InferenceSession.__module__.startswith("onnxruntime.capi")
+    assert onnxtrain.dropin.__file__ != onnxruntime.__file__
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{TRAINING}.no_such_module")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("onnxruntime.no_such_module")
+
+
+def test_a_pickled_module_comes_back() -> None:
+    import torch
+
+    model = found("ortmodule.ORTModule")(torch.nn.Linear(2, 1))
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(model(torch.ones(1, 2)), again(torch.ones(1, 2)))
+
+
+def test_without_the_import_nothing_is_there() -> None:
+    code = "import onnxtrain, onnxruntime\ntry: import onnxruntime.training\nexcept ModuleNotFoundError: print('none')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "none\n"
+
+
+def test_another_package_of_the_name_is_not_mixed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = importlib.import_module("onnxtrain.dropin.finder")
+    assert finder._Finder in sys.meta_path
+    finder.install()  # a second time changes nothing
+    assert sys.meta_path.count(finder._Finder) == 1
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not finder._Finder])
+    monkeypatch.setitem(sys.modules, TRAINING, importlib.import_module("json"))
+    with pytest.raises(ImportError, match=r"already imported from .*json"):
+        finder.install()
+    monkeypatch.delitem(sys.modules, TRAINING)
+    monkeypatch.setattr(finder.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'onnxtrain\[ort\]'"):
+        finder.install()
+
+
+def test_the_training_api_needs_no_torch() -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = None\nimport onnxtrain.dropin\n"
+        "from onnxruntime.training.api import CheckpointState, Module, Optimizer\nimport onnxruntime.training\n"
+        "print(onnxruntime.training.api.Module is Module)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

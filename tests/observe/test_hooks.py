@@ -1,0 +1,267 @@
+"""Subscribers see every module's tensors, step by step, and the same in PyTorch and in a graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onnxtrain import ORTModule
+from onnxtrain.observe.hooks import (
+    GlobalSubscriberManager,
+    StatisticsSubscriber,
+    SubscriberBase,
+    SubscriberManager,
+    ZeROOffloadSubscriber,
+    configure_ort_compatible_zero_stage3,
+    inspect_activation,
+)
+from onnxtrain.observe.hooks.merge_activation_summary import main, merge
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 8)
+        self.layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(8, 8))])
+        self.two = Two()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = inspect_activation("middle", self.first(x)) if WATCHED["activation"] else self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        a, b = self.two(x)
+        return {"loss": (a * b).sum(), "index": a.argmax()}
+
+
+class Two(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin(), x.cos()
+
+
+WATCHED = {"activation": False}
+
+
+@pytest.fixture(autouse=True)
+def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(WATCHED, "activation", False)
+    yield
+    GlobalSubscriberManager.unsubscribe()
+
+
+def trained(
+    folder: Path, *, graph: bool, manager: SubscriberManager | None = None, **arguments: Any
+) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model: torch.nn.Module = Net()
+    if graph:
+        model = ORTModule(model, fallback_policy="FALLBACK_DISABLE")
+    (manager or SubscriberManager()).subscribe(model, [StatisticsSubscriber(folder, **arguments)])
+    for batch in (3, 5, 1):
+        model(torch.randn(batch, 4))["loss"].backward()
+    return model
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(f.relative_to(folder)): f.read_text() for f in folder.rglob("*") if f.is_file()}
+
+
+def without_digits(text: str) -> str:
+    """Numbers to six digits: kernels of a graph may round otherwise."""
+    words = text.replace("[", " ").replace(",", " ").replace("]", " ").split()
+    return " ".join(f"{float(w) + 0.0:.4g}" if w.lstrip("-")[:1].isdigit() and "." in w else w for w in words)
+
+
+def test_a_graph_writes_what_pytorch_writes_on_one_capture(tmp_path: Path) -> None:
+    trained(tmp_path / "pt", graph=False)
+    model = trained(tmp_path / "ort", graph=True)
+    assert model.__dict__["_engine"].captures == 1
+    expected, found = files(tmp_path / "pt"), files(tmp_path / "ort")
+    assert expected.keys() == found.keys()
+    for name, text in expected.items():
+        assert without_digits(text) == without_digits(found[name]), name
+    assert expected["step_1/order.txt"].split() == [
+        "Linear_1_0th_output",
+        "ReLU_4_0th_output",
+        "Linear_5_0th_output",
+        "Sequential_3_0th_output",
+        "Two_6_0th_output",
+        "Two_6_1th_output",
+        "Net_0_0th_output",
+        "Net_0_1th_output",
+    ]
+    for step in range(3):
+        assert f"step_{step}/Two_6_1th_output_backward" in found
+        assert f"step_{step}/Net_0_1th_output_backward" not in found  # an index has no gradient
+
+
+def test_the_gradients_are_those_without_subscribers(tmp_path: Path) -> None:
+    plain = Net()
+    watched = Net()
+    watched.load_state_dict(plain.state_dict())
+    SubscriberManager().subscribe(watched, [StatisticsSubscriber(tmp_path / "s")])
+    graph = ORTModule(watched, fallback_policy="FALLBACK_DISABLE")
+    x = torch.randn(3, 4)
+    for model in (plain, graph):
+        model(x)["loss"].backward()
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_what_a_file_says(tmp_path: Path) -> None:
+    special = torch.tensor([[float("nan"), float("inf"), -float("inf")], [0.0, -2.0, 4.0]])
+    subscriber = StatisticsSubscriber(tmp_path / "s", bucket_size=2)
+    manager = SubscriberManager()
+    manager.subscribe(torch.nn.Identity(), [subscriber])
+    subscriber.inspect(manager.get_run_context(), "special", special)
+    subscriber.inspect(manager.get_run_context(), "none", torch.zeros(0, 3, dtype=torch.int64))
+    found = files(tmp_path / "s")
+    assert found["step_0/special_forward"].splitlines() == [
+        "special forward",
+        "shape: (2, 3)  dtype: torch.float32  elements: 6",
+        "min: -2  max: 4  mean: 0.666666667  std: 3.05505046",
+        "nan: 1  inf: 2  negative: 2  positive: 2  zero: 1",
+        "first elements: [nan, inf, -inf, 0, -2, 4]",
+    ]
+    assert found["step_0/none_forward"].splitlines()[1:] == [
+        "shape: (0, 3)  dtype: torch.int64  elements: 0",
+        "first elements: []",
+    ]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_only_some_steps(tmp_path: Path, graph: bool) -> None:
+    trained(tmp_path / "s", graph=graph, start_step=1, end_step=2, run_on_cpu=True)
+    assert {name.split("/")[0] for name in files(tmp_path / "s")} == {"step_1"}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_activations_inside_forward(tmp_path: Path, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WATCHED, "activation", True)
+    trained(tmp_path / "s", graph=graph, manager=GlobalSubscriberManager)
+    found = files(tmp_path / "s")
+    for step in range(3):
+        assert (
+            found[f"step_{step}/middle_forward"].split("\n")[1:]
+            == (found[f"step_{step}/Linear_1_0th_output_forward"].split("\n")[1:])
+        )
+        assert f"step_{step}/middle_backward" in found
+
+
+def test_activations_need_a_subscriber() -> None:
+    with pytest.raises(RuntimeError, match="no subscriber of type StatisticsSubscriber"):
+        inspect_activation("x", torch.zeros(1))
+
+
+def test_a_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    with pytest.raises(FileExistsError, match="override_output_dir"):
+        StatisticsSubscriber(tmp_path)
+    StatisticsSubscriber(tmp_path, override_output_dir=True)
+    assert not files(tmp_path)
+    with pytest.raises(ValueError, match="bucket_size"):
+        StatisticsSubscriber(tmp_path / "new", bucket_size=0)
+
+
+class Doubles(SubscriberBase):
+    """Changes what passes by, at each of the places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def pre_forward_module_apply_impl(self, run_rtx: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        self.seen.append(f"before {type(module).__name__}")
+        return args, kwargs
+
+    def pre_forward_tensor_apply_impl(self, run_rtx: Any, module: Any, tensor_idx: int, tensor: Any) -> Any:
+        return tensor * 2
+
+    def post_forward_module_apply_impl(self, run_rtx: Any, module: Any, args: Any, outputs: Any) -> Any:
+        self.seen.append(f"after {type(module).__name__}")
+        return args, outputs + 1
+
+    def post_forward_tensor_apply_impl(self, run_rtx: Any, module: Any, tensor_idx: int, tensor: Any) -> Any:
+        return tensor * 3
+
+    def post_forward_outmost_module_apply_impl(self, run_rtx: Any, module: Any, args: Any, outputs: Any) -> Any:
+        self.seen.append("outmost")
+        return args, outputs + 5
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_subscriber_may_change_what_passes_by(graph: bool) -> None:
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Identity())
+    subscriber, manager = Doubles(), SubscriberManager()
+    manager.subscribe(model, [subscriber])
+    if graph:
+        model = ORTModule(model, fallback_policy="FALLBACK_DISABLE")
+    inner = (10 * 2 * 2 + 1) * 3
+    for step in range(2):
+        assert model(torch.tensor([10.0])).item() == (inner + 1) * 3 + 5
+        assert manager.get_run_context().global_states.execution_step == step + 1
+    order = ["before Sequential", "before Identity", "after Identity", "after Sequential", "outmost"]
+    assert subscriber.seen[: len(order)] == order
+    assert manager.get_subscriber(Doubles) is subscriber
+
+
+def test_after_unsubscribing_nothing_is_left(tmp_path: Path) -> None:
+    manager = SubscriberManager()
+    model = trained(tmp_path / "s", graph=True, manager=manager)
+    before = files(tmp_path / "s")
+    manager.unsubscribe()
+    model(torch.randn(3, 4))["loss"].backward()
+    assert files(tmp_path / "s") == before
+    assert manager.get_run_context().global_states.execution_step == 0
+
+
+def test_only_subscribers_subscribe() -> None:
+    with pytest.raises(TypeError, match="SubscriberBase, got str"):
+        SubscriberManager().subscribe(torch.nn.Identity(), ["x"])
+
+
+# Merging two runs
+
+
+def test_merged_files_can_be_compared(tmp_path: Path) -> None:
+    trained(tmp_path / "pt", graph=False)
+    trained(tmp_path / "ort", graph=True, end_step=2)
+    (tmp_path / "ort" / "step_0" / "ReLU_4_0th_output_forward").unlink()
+    command = [
+        "--pt_dir",
+        str(tmp_path / "pt"),
+        "--ort_dir",
+        str(tmp_path / "ort"),
+        "--output_dir",
+        str(tmp_path / "m"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxtrain.observe.hooks.merge_activation_summary", *command], check=True
+    )
+    assert done.returncode == 0
+    found = files(tmp_path / "m")
+    assert sorted(found) == [f"merge_{run}/step_{step}_.txt" for run in ("ort", "pt") for step in (0, 1)]
+    assert without_digits(found["merge_pt/step_1_.txt"]) == without_digits(found["merge_ort/step_1_.txt"])
+    assert found["merge_pt/step_1_.txt"].index("Linear_1") < found["merge_pt/step_1_.txt"].index("Linear_5")
+    assert "ReLU_4_0th_output_forward: not there" in found["merge_ort/step_0_.txt"]
+    with pytest.raises(SystemExit):
+        main(command)
+    assert main([*command, "--overwrite"]) == 0
+
+
+def test_runs_without_a_common_step(tmp_path: Path) -> None:
+    for name in ("pt", "ort"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="no step in common"):
+        merge(tmp_path / "pt", tmp_path / "ort", tmp_path / "m")
+
+
+def test_zero_stage_3_is_refused() -> None:
+    for ask in (configure_ort_compatible_zero_stage3, ZeROOffloadSubscriber):
+        with pytest.raises(RuntimeError, match=r"DeepSpeed is not installed|not supported"):
+            ask()

@@ -1,0 +1,195 @@
+"""The log: levels, ranks, a report of the initialisation and nothing else; no stream redirected, no descriptor lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from onnxtrain import DebugOptions, LogLevel, Options, ORTModule
+from onnxtrain.observe import logs
+from onnxtrain.observe.logs import DEVINFO
+
+LOG = logging.getLogger("onnxtrain")
+
+
+@pytest.fixture(autouse=True)
+def keeps_its_level() -> Iterator[None]:
+    before = LOG.level
+    yield
+    LOG.setLevel(before)
+
+
+def train(model: torch.nn.Module, batch: int = 3) -> None:
+    model(torch.ones(batch, 4)).sum().backward()
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+
+# Levels and ranks
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        (LogLevel.VERBOSE, logging.DEBUG),
+        (LogLevel.DEVINFO, DEVINFO),
+        (LogLevel.INFO, logging.INFO),
+        (LogLevel.ERROR, logging.ERROR),
+        (LogLevel.FATAL, logging.CRITICAL),
+    ],
+)
+def test_the_level_is_the_loggers(level: LogLevel, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ORTModule(net(), DebugOptions(level))
+    assert LOG.getEffectiveLevel() == expected
+    assert logging.getLogger("onnxtrain.stages").getEffectiveLevel() == expected
+    ORTModule(net())  # the default says nothing
+    assert LOG.getEffectiveLevel() == expected
+
+
+@pytest.mark.parametrize("level", LogLevel)
+def test_other_ranks_log_below_info_only(level: LogLevel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert (logs.rank(), logs.world_size()) == (3, 8)
+    logs.set_up(Options(log_level=level))
+    assert LOG.isEnabledFor(logging.CRITICAL) is (level < LogLevel.INFO)
+
+
+def test_a_single_process_is_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (None, "", "x"):
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False) if text is None else monkeypatch.setenv(name, text)
+        assert (logs.rank(), logs.world_size()) == (0, 1)
+
+
+# The report of the initialisation
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [r for r in caplog.records if r.name == "onnxtrain" and "took" in r.getMessage()]
+
+
+def test_one_line_for_the_first_graph_and_info_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+    model = ORTModule(net())
+    train(model)
+    train(model, 5)
+    (line,) = reports(caplog)
+    assert line.levelno == logging.WARNING
+    found = re.fullmatch(r"Sequential: initialisation took ([\d.]+) s, of which capture ([\d.]+) s", line.getMessage())
+    assert found
+    assert 0 < float(found[2]) <= float(found[1])
+    caplog.clear()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    (line,) = reports(caplog)
+    assert line.levelno == logging.INFO
+    assert line.getMessage().startswith("Sequential: a further graph took")
+
+
+def test_below_info_every_stage_and_pass_has_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(DEVINFO, "onnxtrain")
+    model = ORTModule(net())
+    train(model)
+    (text,) = [r.getMessage() for r in caplog.records if r.levelno == DEVINFO]
+    for stage in model.report().stages:
+        assert f"  {stage.name} " in text
+        assert stage.took_ms >= sum(each.took_ms for each in stage.passes)
+    named = [each.name for stage in model.report().stages for each in stage.passes]
+    assert {"fold_constants", "dedupe", "drop_unused"} <= set(named)
+    assert all(f"    {name} " in text for name in named)
+
+
+# The streams
+
+
+BERT = """
+import torch
+from onnxtrain import ORTModule
+from transformers import BertConfig, BertForSequenceClassification
+config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+model = ORTModule(BertForSequenceClassification(config))
+ids = torch.arange(12).reshape(2, 6)
+for _ in range(2):
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([0, 1])).loss.backward()
+"""
+
+
+def test_at_warning_there_is_nothing_but_the_report() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", BERT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("WARNING onnxtrain: BertForSequenceClassification: initialisation took")
+
+
+def emitted(monkeypatch: pytest.MonkeyPatch, handlers: list[logging.Handler]) -> None:
+    """Logs one message in a program that has set up these handlers."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    LOG.warning("a %s", "message")
+
+
+def test_messages_go_to_the_error_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    emitted(monkeypatch, [])
+    assert capsys.readouterr() == ("", "WARNING onnxtrain: a message\n")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    emitted(monkeypatch, [])
+    assert capsys.readouterr() == ("", "[rank 1] WARNING onnxtrain: a message\n")
+
+
+def test_handlers_that_the_program_sets_up_decide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emitted(monkeypatch, [logging.StreamHandler(sys.stdout)])
+    assert capsys.readouterr() == ("a message\n", "")
+
+
+def test_a_debugger_in_forward_has_its_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from onnxtrain import ORTModule\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        y = x * 2\n"
+        "        breakpoint()\n"
+        "        return y + 1\n"
+        "print(ORTModule(Net())(torch.ones(3)).sum().item())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "pdb.set_trace"},
+        input="p 'seen', tuple(y.shape)\nc\n" * 2,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "('seen', (3,))" in done.stdout
+    assert done.stdout.rstrip().endswith("9.0")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors by /proc")
+@pytest.mark.parametrize("level", [LogLevel.VERBOSE, LogLevel.WARNING])
+def test_no_descriptor_is_lost(level: LogLevel, tmp_path: Path) -> None:
+    def held() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = []
+    for number in range(3):
+        model = ORTModule(net(), DebugOptions(level, save_onnx=True, onnx_prefix=f"n{number}", save_path=tmp_path))
+        train(model)
+        counts.append(held())
+    assert counts[0] == counts[1] == counts[2]

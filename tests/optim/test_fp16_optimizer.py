@@ -1,0 +1,266 @@
+"""FP16_Optimizer on stand-ins with the shape of each library's optimizer; on DeepSpeed itself where it is installed."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from onnxtrain.optim import FP16_Optimizer, FusedAdam, gradients
+from onnxtrain.optim.fp16 import deepspeed as of_deepspeed
+
+
+def of_class(full_name: str, **members: Any) -> Any:
+    module, name = full_name.rsplit(".", 1)
+    return type(name, (), {"__module__": module, **members})()
+
+
+def with_gradients(*values: list[float]) -> list[Parameter]:
+    made = []
+    for given in values:
+        p = Parameter(torch.zeros(len(given)))
+        p.grad = torch.tensor(given)
+        made.append(p)
+    return made
+
+
+def test_others_stay_as_they_are_with_a_warning() -> None:
+    optimizer = torch.optim.SGD([Parameter(torch.zeros(1))])
+    methods = dict(vars(optimizer))
+    with pytest.warns(UserWarning, match=r"leaves torch\.optim\.sgd\.SGD as it is: expected one of megatron"):
+        assert FP16_Optimizer(optimizer) is optimizer
+    assert vars(optimizer) == methods
+
+
+# One call over all gradients
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_finds_every_kind_of_overflow(bad: float | None, dtype: torch.dtype) -> None:
+    found = [torch.randn(5, dtype=dtype), torch.randn(3, 4), torch.randn(0), torch.randn(4, 3).t()]
+    if bad is not None:
+        found[0][3] = bad
+    before = [each.clone() for each in found]
+    assert gradients.found_non_finite(found).tolist() == [float(bad is not None)]
+    for a, b in zip(found, before, strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_the_norm_of_mixed_gradients() -> None:
+    found = [torch.full((4,), 3.0, dtype=torch.bfloat16), torch.full((2,), 4.0, dtype=torch.float64), torch.zeros(0)]
+    assert gradients.norm(found).item() == pytest.approx(math.sqrt(4 * 9 + 2 * 16))
+    assert gradients.norm([]).item() == 0
+
+
+# Megatron-LM
+
+MEGATRON = "megatron.fp16.fp16.FP16_Optimizer"
+PARALLEL = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_group": lambda: None}
+
+
+def megatron(halves: list[Parameter], full: list[Parameter]) -> Any:
+    optimizer = of_class(MEGATRON, _check_overflow=None, clip_master_grads=None)
+    optimizer.fp16_groups, optimizer.fp32_from_fp32_groups = [halves], [[]]
+    optimizer.optimizer, optimizer.overflow = SimpleNamespace(param_groups=[{"params": full}]), False
+    return optimizer
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+def test_megatron(old_names: bool) -> None:
+    halves, full = with_gradients([1.0], [math.inf]), with_gradients([3.0, 0.0], [0.0, 4.0])
+    names = {k.replace("tensor", "horizontal"): v for k, v in PARALLEL.items()} if old_names else PARALLEL
+    optimizer = FP16_Optimizer(megatron(halves, full), **names)
+    optimizer._check_overflow()
+    assert optimizer.overflow is True
+    assert optimizer.clip_master_grads(1.0) == -1
+    halves[1].grad.fill_(1.0)
+    optimizer._check_overflow()
+    assert optimizer.overflow is False
+    assert optimizer.clip_master_grads(10.0) == 5
+    assert full[1].grad.tolist() == [0, 4]
+    assert optimizer.clip_master_grads(1.0) == 5
+    assert full[1].grad.tolist() == pytest.approx([0, 0.8], rel=1e-5)
+
+
+@pytest.mark.parametrize(("order", "expected"), [(1, 7.0), (3, 91 ** (1 / 3)), (math.inf, 4.0)])
+def test_megatrons_other_norms(order: float, expected: float) -> None:
+    optimizer = FP16_Optimizer(megatron([], with_gradients([3.0], [-4.0])), **PARALLEL)
+    assert optimizer.clip_master_grads(100.0, order) == pytest.approx(expected)
+
+
+def test_megatron_counts_what_every_rank_has_once() -> None:
+    full = with_gradients([3.0], [4.0])
+    full[1].model_parallel = True
+    optimizer = FP16_Optimizer(megatron([], full), **{**PARALLEL, "get_tensor_model_parallel_rank": lambda: 1})
+    assert optimizer.clip_master_grads(100.0) == 4
+
+
+def test_megatron_needs_to_know_its_ranks() -> None:
+    with pytest.warns(UserWarning, match="needs get_tensor_model_parallel_rank"):
+        FP16_Optimizer(megatron([], []))
+    with pytest.warns(UserWarning, match="has no _check_overflow"):
+        FP16_Optimizer(of_class(MEGATRON), **PARALLEL)
+
+
+# Apex
+
+
+def apex(halves: list[Parameter], full: list[Parameter], own: list[Parameter]) -> tuple[Any, Any]:
+    calls: list[str] = []
+    optimizer = of_class(
+        "apex.optimizers.FusedAdam",
+        _post_amp_backward=lambda self, scaler: calls.append("original"),
+        _prepare_amp_backward=None,
+        _amp_lazy_init=lambda self: None,
+        zero_grad=lambda self: calls.append("zero"),
+    )
+    optimizer.calls = calls
+    optimizer._amp_stash = SimpleNamespace(
+        all_fp16_params=halves,
+        all_fp32_from_fp16_params=full,
+        all_fp32_from_fp32_params=own,
+        all_fp32_from_fp32_grad_stash=[None] * len(own),
+    )
+    scaler = SimpleNamespace(loss_scale=lambda: 4.0, _overflow_buf=torch.zeros(1, dtype=torch.int32))
+    return optimizer, scaler
+
+
+def test_apex_unscales_accumulates_and_reports_overflow() -> None:
+    halves = [Parameter(torch.zeros(2, dtype=torch.float16)) for _ in range(3)]
+    full, own = [Parameter(p.detach().float()) for p in halves], with_gradients([8.0], [8.0])
+    halves[0].grad = torch.tensor([4.0, 8.0], dtype=torch.float16)
+    halves[1].grad = torch.tensor([4.0, 8.0], dtype=torch.float16)
+    full[1].grad = torch.tensor([10.0, 20.0])
+    optimizer, scaler = apex(halves, full, own)
+    optimizer._amp_stash.all_fp32_from_fp32_grad_stash[1] = torch.tensor([1.0])
+    assert FP16_Optimizer(optimizer) is optimizer
+    optimizer._post_amp_backward(scaler)
+    assert full[0].grad.tolist() == [1, 2]
+    assert full[1].grad.tolist() == [11, 22]
+    assert full[2].grad is None
+    assert (own[0].grad.tolist(), own[1].grad.tolist()) == ([2], [3])
+    assert optimizer._amp_stash.all_fp32_from_fp32_grad_stash == [None, None]
+    assert scaler._overflow_buf.item() == 0
+    assert not optimizer.calls
+    halves[0].grad[0] = math.inf
+    optimizer._post_amp_backward(scaler)
+    assert scaler._overflow_buf.item() == 1
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_apex_zero_grad(to_none: bool) -> None:
+    halves, full, own = with_gradients([1.0]), with_gradients([1.0]), with_gradients([1.0])
+    optimizer = FP16_Optimizer(apex(halves, full, own)[0])
+    optimizer.zero_grad(set_to_none=to_none)
+    assert full[0].grad is None
+    for (p,) in (halves, own):
+        assert p.grad is None if to_none else p.grad.tolist() == [0]
+
+
+def test_apex_without_float32_copies_stays_apexs() -> None:
+    optimizer, scaler = apex([], [], [])
+    del optimizer._amp_stash.all_fp32_from_fp16_params
+    FP16_Optimizer(optimizer)
+    optimizer._post_amp_backward(scaler)
+    optimizer.zero_grad()
+    assert optimizer.calls == ["original", "zero"]
+
+
+# DeepSpeed
+
+DEEPSPEED = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+
+
+def zero(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Any:
+    """A stand-in for ZeRO whose methods count as known."""
+
+    def method(self: Any, *args: Any) -> str:
+        return "original"
+
+    names = ("has_overflow_serial", "has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
+    for name in names:
+        monkeypatch.setitem(of_deepspeed._KNOWN, name, frozenset({of_deepspeed.digest(method)}))
+    theirs = types.ModuleType(DEEPSPEED.rsplit(".", 1)[0])
+    theirs.is_model_parallel_parameter = lambda p: getattr(p, "model_parallel", False)
+    theirs.dist = SimpleNamespace(all_reduce=lambda tensor, op, group: None, ReduceOp=torch.distributed.ReduceOp)
+    theirs.mask_nan_or_inf_with_val_inplace = lambda tensor, device: tensor.masked_fill_(~tensor.isfinite(), -1.0)
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    optimizer = of_class(DEEPSPEED, **dict.fromkeys(names, method))
+    vars(optimizer).update(
+        device="cpu", cpu_offload=False, dp_process_group=None, model_parallel_rank=0, bit16_groups=[1, 2]
+    )
+    optimizer._model_parallel_all_reduce = lambda tensor, op: None
+    vars(optimizer).update(attributes)
+    return optimizer
+
+
+def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = {0: [torch.tensor([3.0]), None], 1: [torch.tensor([4.0])]}
+    optimizer = FP16_Optimizer(zero(monkeypatch, averaged_gradients=grads))
+    params = with_gradients([3.0], [4.0])
+    assert optimizer.has_overflow_partitioned_grads_serial().tolist() == [False]
+    assert optimizer.has_overflow_serial(params).tolist() == [False]
+    found = [p.grad for p in params]
+    assert optimizer.get_grad_norm_direct(found, params).item() == 5
+    params[1].ds_pipe_replicated = True
+    assert optimizer.get_grad_norm_direct(found, params).item() == 3
+    assert optimizer.get_grad_norm_direct(found, params, math.inf) == "original"
+    params[0].grad[0] = grads[1][0][0] = math.inf
+    assert optimizer.get_grad_norm_direct(found, params).item() == -1
+    assert optimizer.has_overflow_serial(params).tolist() == [True]
+    assert optimizer.has_overflow_partitioned_grads_serial().tolist() == [True]
+
+
+def test_deepspeed_inside_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = zero(monkeypatch)
+    wrapper = of_class("accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper")
+    wrapper.optimizer = inner
+    assert FP16_Optimizer(wrapper) is wrapper
+    assert "has_overflow_serial" in vars(inner)
+    wrapper.optimizer = FusedAdam([Parameter(torch.zeros(1))])
+    with pytest.warns(UserWarning, match="FusedAdam"):
+        FP16_Optimizer(wrapper)
+
+
+def test_unknown_versions_of_deepspeed_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = zero(monkeypatch)
+    monkeypatch.setitem(of_deepspeed._KNOWN, "has_overflow_serial", frozenset())
+    with pytest.warns(UserWarning, match="another has_overflow_serial than 0"):
+        FP16_Optimizer(optimizer)
+    assert optimizer.has_overflow_serial([]) == "original"
+    with pytest.warns(UserWarning, match="offload"):
+        FP16_Optimizer(zero(monkeypatch, cpu_offload=True))
+
+
+def test_a_digest_does_not_see_layout_and_comments() -> None:
+    def one(x: int) -> int:
+        """Doc."""
+        return x + 1
+
+    first = of_deepspeed.digest(one)
+
+    def one(x: int) -> int:
+        # a comment
+
+        return x + 1  # another
+
+    assert first == of_deepspeed.digest(one)
+
+    def one(x: int) -> int:
+        return x + 2
+
+    assert first != of_deepspeed.digest(one)
+    assert of_deepspeed.digest(len) == ""
+
+
+def test_deepspeed_itself() -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2")
+    for name, digests in of_deepspeed._KNOWN.items():
+        assert of_deepspeed.digest(getattr(theirs.DeepSpeedZeroOptimizer, name)) in digests

@@ -1,0 +1,100 @@
+"""Where a module is no graph as a whole, its largest parts that can be are."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain.hierarchical import HierarchicalORTModule
+
+
+class Decides(nn.Module):
+    """No graph, and has no parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return self.norm(self.linear(x).relu()) * scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.named = nn.ModuleDict({"one": Block()})
+        self.shared = self.blocks[0]
+        self.decides = nn.Sequential(nn.Linear(4, 4), Decides())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, scale=1.0 + number)
+        x = self.shared(x)
+        x = self.named["one"](self.decides(x))
+        return x.sum() + self.blocks[1].linear.weight.sum()
+
+
+def test_the_largest_parts_are_graphs_and_the_numbers_are_eagers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+    plain = Net()
+    model = HierarchicalORTModule(copy.deepcopy(plain))
+    keys = list(plain.state_dict())
+    for batch in (3, 5):
+        x = torch.randn(batch, 4)
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).backward()
+        for (name, a), (_, b) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, msg=name)
+    assert list(model.state_dict()) == keys
+    parts = {
+        name: part.__dict__["_engine"].captures
+        for name, part in (
+            ("blocks.0", model.blocks[0]),
+            ("blocks.1", model.blocks[1]),
+            ("named.one", model.named["one"]),
+            ("decides", model.decides),
+            ("decides.0", model.decides[0]),
+            ("decides.1", model.decides[1]),
+        )
+    }
+    assert model.shared is model.blocks[0]
+    # The shared block is called with and without an argument.
+    assert parts == {"blocks.0": 2, "blocks.1": 1, "named.one": 1, "decides": 0, "decides.0": 1, "decides.1": 0}
+    for name in ("Net", "Sequential", "Decides"):
+        assert caplog.text.count(f"{name} is no graph as a whole") == 1
+
+
+def test_a_module_that_is_a_graph_stays_whole() -> None:
+    model = HierarchicalORTModule(Block())
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.__dict__["_engine"].captures == 1
+    assert type(model.module.linear) is nn.Linear
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_run_as_the_original(copied: object) -> None:
+    model = HierarchicalORTModule(Net())
+    x = torch.randn(2, 4)
+    expected = model(x)
+    again = copied(model)
+    assert torch.equal(again(x), expected)
+    assert again.__dict__["_divided"]
+
+
+def test_errors_of_the_users_model_are_the_users_errors() -> None:
+    model = HierarchicalORTModule(Net())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 5))
