@@ -1,0 +1,320 @@
+"""onnxtrain.prepare: in place, and the model stays what it is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+import onnxtrain
+from onnxtrain import ORTModule, errors, report_of
+from tests.zoo.checks import Comparison
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+from tests.zoo.models import ZOO
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(width, 16), nn.Dropout(0.3), nn.Linear(16, width)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + self.down(self.dropout(torch.relu(self.up(x)))) * scale  # type: ignore[no-any-return]
+
+
+class Tower(nn.Module):
+    def __init__(self, widths: tuple[int, ...] = (WIDTH,) * 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, widths))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Documented."""
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def rows(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, WIDTH, grad=True),))
+
+
+TOWER = ZooModel("tower", Tower, rows, mean_square)
+in_both_ways = pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
+
+
+def compare_prepared(entry: ZooModel, regional: bool | str, **options: Any) -> Comparison:
+    return Comparison(entry, wrap=lambda module: onnxtrain.prepare(module, regional, rng="torch", **options))
+
+
+@in_both_ways
+def test_it_trains_as_eager_does(regional: bool) -> None:
+    compare = compare_prepared(TOWER, regional)
+    for batch in (3, 5, 1):
+        compare.train(batch, 0)
+    compare.train_steps(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    compare.change(nn.Module.eval)
+    compare.train(3, 0)
+    with torch.no_grad():
+        compare.forward(2, 0)
+    assert all(region.compiled is not None for region in report_of(compare.got.module).regions)
+
+
+@in_both_ways
+@pytest.mark.parametrize("name", ["mlp", "tied-weights", "checkpoint-non-reentrant"])
+def test_models_of_the_zoo(name: str, regional: bool) -> None:
+    entry = next(model for model in ZOO if model.name == name)
+    compare = compare_prepared(entry, "auto" if regional else False)
+    for sizes in entry.sizes:
+        compare.train(*sizes)
+
+
+@pytest.mark.slow
+@in_both_ways
+@pytest.mark.parametrize("entry", [e for e in ZOO if e.falls_back is None], ids=str)
+def test_all_models_of_the_zoo(entry: ZooModel, regional: bool) -> None:
+    try:
+        compare = compare_prepared(entry, regional)
+    except errors.OptionError:
+        pytest.skip("a model without blocks")
+    for sizes in entry.sizes:
+        compare.train(*sizes)
+
+
+@in_both_ways
+def test_the_model_stays_what_it_is(regional: bool) -> None:
+    model = Tower()
+    names, keys, signature = dir(model), list(model.state_dict()), inspect.signature(model.forward)
+    assert onnxtrain.prepare(model, regional) is model
+    assert type(model) is Tower
+    assert list(model.state_dict()) == keys
+    assert inspect.signature(model.forward) == signature
+    assert inspect.signature(model.blocks[0].forward) == inspect.signature(Block().forward)
+    assert set(dir(model)) - set(names) <= {"_onnxtrain_forward"}
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert onnxtrain.unprepare(model) is model
+    assert [vars(m).keys() for m in model.modules()] == [vars(m).keys() for m in Tower().modules()]
+    model(torch.randn(2, WIDTH))
+
+
+def test_equal_blocks_share_their_programs_and_others_do_not() -> None:
+    model = onnxtrain.prepare(Tower(), True)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    regions = report_of(model).regions
+    assert [region.name for region in regions] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert not regions[0].shares
+    assert regions[2].shares  # the first block's input needs no gradient, those of the others do
+    first, second, third = ([*block.parameters()] for block in model.blocks)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (*first, *second, *third))
+
+    class Widths(Tower):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return sum(block(torch.ones(2, block.up.in_features)).sum() for block in self.blocks)  # type: ignore[return-value]
+
+    wide = onnxtrain.prepare(Widths((4, 8, 4)).eval(), True)
+    eager = copy.deepcopy(wide)
+    onnxtrain.unprepare(eager)
+    torch.testing.assert_close(wide(torch.ones(1)), eager(torch.ones(1)))
+    assert [region.shares for region in report_of(wide).regions] == [False, False, True]
+
+
+def test_blocks_that_differ_in_an_attribute_are_not_shared() -> None:
+    model = Tower().eval()
+    for number, block in enumerate(model.blocks):
+        block.forward = MethodType(_scaled, block)
+        block.factor = number + 1.0
+    expected = model(torch.ones(2, WIDTH))
+    torch.testing.assert_close(onnxtrain.prepare(model, True)(torch.ones(2, WIDTH)), expected)
+    assert not any(region.shares for region in report_of(model).regions)
+    onnxtrain.unprepare(model)
+    assert all(block.forward.__func__ is _scaled for block in model.blocks)
+    torch.testing.assert_close(model(torch.ones(2, WIDTH)), expected)
+
+
+def _scaled(self: Any, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return x + self.down(torch.relu(self.up(x))) * self.factor  # type: ignore[no-any-return]
+
+
+@in_both_ways
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_are_prepared_and_have_their_own_parameters(regional: bool, how: str) -> None:
+    model = onnxtrain.prepare(Tower().eval(), regional)
+    x = torch.randn(2, WIDTH)
+    expected = model(x).detach()
+    if how == "deepcopy":
+        made = copy.deepcopy(model)
+    elif how == "pickle":
+        made = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        made = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert report_of(made).by_block == regional
+    torch.testing.assert_close(made(x).detach(), expected)
+    made(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(region.compiled is not None for region in report_of(made).regions)
+
+
+@in_both_ways
+def test_hooks_of_prepared_modules_run_once_around_the_graph(regional: bool) -> None:
+    model = Tower()
+    subject = model.blocks[1] if regional else model
+    seen: list[Any] = []
+    subject.register_forward_pre_hook(lambda _, args: seen.append(("before", type(args[0]))))
+    subject.register_forward_hook(lambda _, args, output: seen.append(("after", type(output))))
+    subject.register_full_backward_hook(lambda *_: seen.append(("backward", None)))
+    onnxtrain.prepare(model, regional)
+    for _ in range(3):
+        seen.clear()
+        model(torch.randn(2, WIDTH)).sum().backward()
+        assert seen == [("before", torch.Tensor), ("after", torch.Tensor), ("backward", None)]
+    assert all(region.compiled is not None for region in report_of(model).regions)
+
+
+def test_auto_says_what_it_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "one process" in str(report_of(onnxtrain.prepare(Tower())))
+    assert "no repeated blocks" in report_of(onnxtrain.prepare(nn.Linear(2, 2))).why
+    hooked = Tower()
+    hooked.blocks[1].register_forward_hook(lambda *_: None)
+    assert report_of(onnxtrain.prepare(hooked)).by_block
+    assert "blocks.1" in report_of(hooked).why
+    monkeypatch.setattr("onnxtrain.observe.logs.world_size", lambda: 2)
+    assert report_of(onnxtrain.prepare(Tower())).by_block
+    assert not report_of(onnxtrain.prepare(Tower(), False)).by_block
+
+
+def test_preparing_anew_takes_the_new_way_and_options() -> None:
+    model = onnxtrain.prepare(Tower(), True)
+    onnxtrain.prepare(model, False, rng="torch")
+    assert [region.name for region in report_of(model).regions] == [""]
+    assert model.forward.options.rng == "torch"
+    with pytest.raises(errors.OptionError, match="no such option"):
+        onnxtrain.prepare(model, speed=9)
+    assert [region.name for region in report_of(model).regions] == [""]
+
+
+def test_what_cannot_be_prepared_is_refused() -> None:
+    with pytest.raises(errors.OptionError, match="no repeated blocks"):
+        onnxtrain.prepare(nn.Linear(2, 2), True)
+    with pytest.raises(errors.OptionError, match="regional"):
+        onnxtrain.prepare(Tower(), "sometimes")  # type: ignore[arg-type]
+    with pytest.raises(errors.ORTModuleTorchModelException):
+        onnxtrain.prepare(ORTModule(Tower()))
+    with pytest.raises(errors.ORTModuleTorchModelException):
+        onnxtrain.prepare(nn.DataParallel(Tower()))
+    with pytest.raises(errors.OptionError, match="not prepared"):
+        report_of(Tower())
+
+
+@pytest.mark.filterwarnings("ignore:create_graph")
+def test_a_second_derivative_runs_the_models_own_forward() -> None:
+    model = Tower().eval()
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    (first,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    expected = torch.autograd.grad(first.square().sum(), [*model.parameters()], allow_unused=True)
+    onnxtrain.prepare(model)
+    (first,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    got = torch.autograd.grad(first.square().sum(), [*model.parameters()], allow_unused=True)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_no_graph_can_hold_runs_in_pieces() -> None:
+    class Decides(Tower):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            hidden = super().forward(x, scale)
+            return hidden * 2 if hidden.sum() > 0 else hidden
+
+    model = Decides().eval()
+    x = torch.randn(2, WIDTH)
+    expected = model(x)
+    onnxtrain.prepare(model)
+    with pytest.warns(UserWarning, match="Decides runs in PyTorch, not as one ONNX graph but in pieces"):
+        torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_wrapped_model_with_prepared_blocks_is_one_graph() -> None:
+    model = Tower().eval()
+    expected = model(torch.ones(2, WIDTH))
+    wrapped = ORTModule(onnxtrain.prepare(model, True))
+    torch.testing.assert_close(wrapped(torch.ones(2, WIDTH)), expected)
+    assert wrapped.report().stages
+    assert all(region.compiled is None for region in report_of(model).regions)
+
+
+def test_checkpointed_blocks() -> None:
+    class Checkpointed(Tower):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint.checkpoint(block, x, use_reentrant=False)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    compare = compare_prepared(ZooModel("checkpointed", Checkpointed, rows, mean_square), True)
+    for batch in (3, 2):
+        compare.train(batch, 0)
+
+
+# As libraries use it
+
+
+def test_wrappers_that_ask_for_the_function_behind_forward() -> None:
+    """As accelerate does for mixed precision, and undoes it."""
+    model = onnxtrain.prepare(Tower().eval())
+    x = torch.randn(2, WIDTH)
+    expected = model(x).detach()
+    before, function = model.forward, model.forward.__func__
+    assert [*inspect.signature(function).parameters] == ["self", "x", "scale"]
+    model.forward = MethodType(lambda self, *args, **kwargs: function(self, *args, **kwargs) * 2, model)
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    torch.testing.assert_close(made(x), expected * 2)
+    model.forward = MethodType(before.__func__, model)
+    torch.testing.assert_close(model(x), model.head.bias.expand(2, 3))
+    onnxtrain.unprepare(model)
+    torch.testing.assert_close(model(x), model.head.bias.expand(2, 3))
+
+
+def test_saving_and_generating_as_transformers_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
+    model = GPT2LMHeadModel(config).eval()
+    tokens = torch.tensor([[3, 4, 5]])
+    expected = model.generate(tokens, max_new_tokens=4, do_sample=False)
+    onnxtrain.prepare(model)
+    assert model.config is config
+    with pytest.warns(UserWarning, match="runs in PyTorch, not as an ONNX graph: forward changes a container"):
+        torch.testing.assert_close(model.generate(tokens, max_new_tokens=4, do_sample=False), expected)
+    model.save_pretrained(tmp_path)
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+    for ours, theirs in zip(model.parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_blocks_of_a_transformer() -> None:
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    model = onnxtrain.prepare(BertForSequenceClassification(config), True)
+    assert [region.name for region in report_of(model).regions] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([1])).loss.backward()
+    assert [region.shares for region in report_of(model).regions] == [False, True]
+    states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
+    assert len(states) == 3

@@ -1,0 +1,83 @@
+"""Traps of what is given to a capture and asked of it: each test fails when its guard is removed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.zoo.checks import compared
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+
+WIDTH = 6
+
+
+def features(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, WIDTH, grad=True),))
+
+
+class Hidden(nn.Module):
+    """Its second output is `relu`, and another value is `relu_1`: the gradients of both are not to share a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = torch.relu(self.linear(x))
+        return torch.relu(self.linear(first + 1)) * 2, first
+
+
+def test_an_output_that_is_named_like_another_value() -> None:
+    entry = ZooModel("hidden", Hidden, features, lambda o: mean_square(o[0]) + mean_square(o[1]))
+    with compared(entry) as compare:
+        compare.train(3, 0)
+
+
+def test_an_input_that_has_a_gradient_before_the_capture() -> None:
+    """PyTorch's export gives the sizes of that gradient symbols, too."""
+    module = nn.Linear(WIDTH, 2)
+    ours = ORTModule(module)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    x.grad = torch.ones_like(x)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), module(x))
+    ours(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x) + module.weight.detach().sum(0))
+    assert ours(torch.randn(5, WIDTH, requires_grad=True)).shape == (5, 2)
+
+
+class ReadsElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("step", torch.tensor([3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        scale = hidden.mean().item()  # no gradient goes through it
+        self.step += 1
+        return hidden * scale + self.step.item() / 2 - scale * self.step.item()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_an_element_that_is_read_as_a_number(dtype: torch.dtype) -> None:
+    with compared(ZooModel("reads", ReadsElements, features, mean_square), dtype) as compare:
+        for batch in (3, 1, 5):
+            compare.train(batch, 0)
+
+
+def test_a_number_that_is_read_is_rounded_as_eager_rounds_it() -> None:
+    """It is a double: 1/3 in float64 times a float32 is not 1/3 in float32 times it, where sums follow."""
+
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            return x + number.item() * 3 - number.item()
+
+    x, number = torch.randn(100), torch.tensor(1 / 3, dtype=torch.float64)
+    module = Reads()
+    got, eager = ORTModule(module)(x, number), module(x, number)
+    assert got.dtype == eager.dtype
+    assert_no_worse_than_eager("result", got, eager, module(x.double(), number))
