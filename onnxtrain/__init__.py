@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from onnxtrain.debug_options import DebugOptions
     from onnxtrain.module import ORTModule
     from onnxtrain.options import FallbackPolicy, LogLevel, Options
+    from onnxtrain.prepared import prepare, report_of, unprepare
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,9 @@ __all__ = [
     "OnnxTrainError",
     "Options",
     "errors",
+    "prepare",
+    "report_of",
+    "unprepare",
 ]
 
 _HOME = {
@@ -34,6 +38,9 @@ _HOME = {
     "LogLevel": "onnxtrain.options",
     "ORTModule": "onnxtrain.module",
     "Options": "onnxtrain.options",
+    "prepare": "onnxtrain.prepared",
+    "report_of": "onnxtrain.prepared",
+    "unprepare": "onnxtrain.prepared",
 }
 
 

@@ -6,8 +6,9 @@ nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─diff
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -16,15 +17,21 @@ import torch
 from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
+from onnxtrain.execute import channels_last
 from onnxtrain.execute.boundary import Backward, Flags, Unit
+from onnxtrain.execute.channels_last import ChannelsLast
+from onnxtrain.execute.kernel_choice.tuned import make_program
+from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
-from onnxtrain.graph import sizes
+from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
+from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
 from onnxtrain.passes import FORWARD, JOINT, optimize
-from onnxtrain.plan.cut import Cut, cut, whole
+from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
+from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.report import CompileReport
 from onnxtrain.stages import Stages
 
@@ -40,12 +47,32 @@ class Compiled:
         unit: the programs and the autograd boundary.
         report: what each stage did.
         run: takes the tensors of the capture's inputs and gives the module's output.
+        is_shared: whether the programs were made for another module, whose graph is the same.
     """
 
     captured: Captured
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
+    is_shared: bool = False
+
+    def is_twin(self, captured: Captured) -> bool:
+        """Whether a capture of another module is the same graph."""
+        mine = self.captured
+        return (
+            [(v.dtype, v.shape) for v in mine.model.graph.inputs]
+            == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
+            and mine.sources == captured.sources
+            and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
+            and mine.output == captured.output
+            and mine.guards.same_graph(captured.guards)
+        )
+
+    def of(self, captured: Captured, rerun: Rerun) -> Compiled:
+        """This unit, for the module of a capture that is its twin."""
+        unit = copy.copy(self.unit)  # the programs are shared
+        unit.rerun = rerun
+        return Compiled(captured, unit, self.report, _runner(captured, unit), is_shared=True)
 
 
 def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
@@ -91,17 +118,20 @@ def compile_module(
     stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
 
     model = stages.record("capture", captured.model, took_ms=captured.took_ms)
-    device = _one_device(inputs)
-    _set_randomness(model.graph, options.rng)
+    device = one_device(inputs)
+    note_kernels(model.graph, options, device)
 
     model = stages.record("optimize", model, optimize(model, FORWARD))
     views = _views(captured, model)
     wrt = tuple(training and t.requires_grad for t in inputs)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
-    build = _Build(captured, model, wrt, views, device)
+    layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
+    build = _Build(captured, model, wrt, views, device, options, layout)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
         joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
+        if functions := functions_for(type(module).__name__, device.type):
+            joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         unit = build.training_unit(joint, random, rerun)
         stages.done("plan", joint.model)
     else:
@@ -110,7 +140,24 @@ def compile_module(
     return Compiled(captured, unit, stages.report(), _runner(captured, unit))
 
 
-def _one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
+    """What users' functions make of a joint graph."""
+    graph = joint.model.graph
+    done = rewrite(graph, functions)
+    # A new node that forward's results need runs in forward.
+    needed = set(graph.outputs[: joint.outputs])
+    for node in reversed(graph):
+        if any(v in needed for v in node.outputs):
+            needed.update(traversal.reads(node))
+    forward = {node for node in done.added if any(v in needed for v in node.outputs)}
+    return replace(
+        joint,
+        forward_nodes=joint.forward_nodes | forward,
+        gradients=tuple(g if g is None else done.replaced.get(g, g) for g in joint.gradients),
+    )
+
+
+def one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     """The device of all tensors; 0-dimensional CPU tensors may stand beside a GPU's."""
     devices = {t.device for t in tensors if t.dim() > 0 or t.device.type != "cpu"}
     if len(devices) > 1:
@@ -122,11 +169,25 @@ def _one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     return next(iter(devices)) if devices else torch.device("cpu")
 
 
-def _set_randomness(graph: ir.Graph, rng: str) -> None:
-    """Notes on every random node how it draws: its kernels ask."""
+def note_kernels(graph: ir.Graph, options: Options, device: torch.device) -> None:
+    """Notes on nodes how they draw, and whether they may run compiled C++: their kernels ask.
+
+    A GPU's own dropout draws eager's numbers, and nothing is cheaper there. Compiled kernels take the place of others
+    when they are ready, in the middle of a run: not where two runs are to give the same bits.
+    """
+    fast = options.rng == "fast" and device.type == "cpu"
+    native = _may_compile_behind(options)
     for node in graph:
         if Effects.RANDOM in definition_of(node).effects:
-            node.metadata_props["rng"] = rng
+            node.metadata_props["rng"] = "fast" if fast else "torch"
+            node.metadata_props["draws"] = "any" if options.rng == "fast" else "eager's"
+        if native:
+            node.metadata_props[NOTE] = "on"
+
+
+def _may_compile_behind(options: Options) -> bool:
+    """Whether compiled C++ may take the place of operators when it is ready, in the middle of a run."""
+    return options.native and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()
 
 
 def _views(captured: Captured, model: ir.Model) -> tuple[str, ...]:
@@ -155,9 +216,17 @@ class _Build:
     """Units from one optimized forward graph."""
 
     def __init__(
-        self, captured: Captured, model: ir.Model, wrt: Flags, views: tuple[str, ...], device: torch.device
+        self,
+        captured: Captured,
+        model: ir.Model,
+        wrt: Flags,
+        views: tuple[str, ...],
+        device: torch.device,
+        options: Options,
+        layout: ChannelsLast | None,
     ) -> None:
         self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
+        self._options, self._layout = options, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
@@ -168,9 +237,15 @@ class _Build:
         of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
 
+    def program(self, part: Part, title: str) -> Program:
+        program = make_program(part, f"{self._name} {title}", self._device, self._options, self._layout)
+        if _may_compile_behind(self._options) and self._device.type == "cpu":
+            one_call.watch(program)
+        return program
+
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
         part = whole(self._model)
-        program = Program(part, f"{self._name} inference", self._device)
+        program = self.program(part, "inference")
         flags = (False,) * self._captured.results
         return self._unit(program, flags, random, None, rerun, ())
 
@@ -185,8 +260,8 @@ class _Build:
                     todo="detach() the value before it is written",
                 )
         full = cut(joint)
-        forward = Program(full.forward, f"{self._name} forward", self._device)
-        make = _Backwards(self, joint, full, differentiable, self._device)
+        forward = self.program(full.forward, "forward")
+        make = _Backwards(self, joint, full, differentiable)
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
         return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts)
 
@@ -227,10 +302,9 @@ def _is_object(value: ir.Value) -> bool:
 class _Backwards:
     """Makes the backward program for each pattern of given cotangents and needed gradients."""
 
-    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, device: torch.device) -> None:
+    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags) -> None:
         self._build, self._joint, self._full = build, joint, full
-        self._differentiable, self._device = differentiable, device
-        self._name = joint.model.graph.name or "module"
+        self._differentiable = differentiable
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
@@ -259,7 +333,7 @@ class _Backwards:
         kept = {v.name: i for i, v in enumerate(self._full.kept)}
         sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
         return Backward(
-            Program(parts.backward, f"{self._name} backward", self._device),
+            self._build.program(parts.backward, "backward"),
             [kept[v.name] for v in parts.kept],
             [sizes[v.name] for v in parts.sizes],
             [i for i, g in enumerate(given) if g],

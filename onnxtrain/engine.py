@@ -2,30 +2,38 @@
 
     call ─flatten─> tensors, structure ─key─> entries ─state and guards─> unit ─run─> results ─unflatten─> output
 
-Shared by every entry point that wraps a whole module.
+Shared by every entry point: `ORTModule`, `prepare` and the backend of torch.compile.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.decisions import Example
 from onnxtrain.capture.export import Captured, capture
+from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
-from onnxtrain.capture.refusals import refuse_call, refuse_module
+from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
-from onnxtrain.compile import Compiled, Rerun, compile_module
-from onnxtrain.errors import ORTModuleFallbackException
-from onnxtrain.options import Options
+from onnxtrain.compile import Compiled, Rerun
+from onnxtrain.errors import ChangedArgumentError, ORTModuleFallbackException
+from onnxtrain.observe import logs
+from onnxtrain.observe.initialisation import log_initialisation
+from onnxtrain.observe.memory import MemoryWatch
+from onnxtrain.options import Options, answer_variables
+from onnxtrain.skip_padding import compile_for_batches
 
 _LOG = logging.getLogger("onnxtrain")
 
@@ -33,10 +41,11 @@ _LOG = logging.getLogger("onnxtrain")
 class _Entry:
     """A compiled unit, or None where there is none, for one key and one state of the module."""
 
-    __slots__ = ("_patience", "_seen", "compiled", "guards", "reads", "state", "usual")
+    __slots__ = ("_patience", "_seen", "compiled", "guards", "instead", "reads", "state", "usual")
 
-    def __init__(self, state: ModuleState, compiled: Compiled | None) -> None:
+    def __init__(self, state: ModuleState, compiled: Compiled | None, instead: Call | None = None) -> None:
         self.state = state
+        self.instead = instead  # what runs the module in pieces
         self.usual: UsualCall | None = None
         self._seen = 0  # calls on the long way since `usual` was made
         self._patience = 1
@@ -89,17 +98,45 @@ def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
 _MOST_PATIENCE = 256  # to recognise the usual call takes as long to learn as a hundred calls on the long way
 
 
+Call: TypeAlias = Callable[..., Any]
+_F = TypeVar("_F", bound=Call)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an entry point wants a module to be run, where that is not plainly by its call.
+
+    Attributes:
+        in_torch: runs the module in PyTorch, when hooks of the module itself run around the graph; else None.
+        fixed_sizes: the numbers of those tensors of a call whose sizes stay the same.
+        pieces: from a function to one that runs the parts of it that can be graphs as graphs; None: without.
+        is_part: whether it is a part of what the user trains: what its first call took is not worth a warning.
+        is_piece: whether a warning has been given already, and failures are only logged.
+        twins: units of other modules that serve where the graph is the same, by what else they depend on.
+    """
+
+    in_torch: Call | None = None
+    fixed_sizes: frozenset[int] = frozenset()
+    pieces: Callable[[Call], Call] | None = None
+    is_part: bool = False
+    is_piece: bool = False
+    twins: dict[Any, list[Compiled]] = field(default_factory=dict)
+
+
 class Engine:
     """Runs calls of one module."""
 
-    def __init__(self, module: torch.nn.Module, options: Options) -> None:
+    def __init__(self, module: torch.nn.Module, options: Options, way: Way | None = None) -> None:
         self._module = module
         self._options = options
+        self._way = way or Way()
+        self._in_torch = self._way.in_torch or module
         self._entries: dict[Any, list[_Entry]] = {}
         self._recent: _Entry | None = None
         self._usual: UsualCall = _never
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
+        self._in_pieces: Call | None = None
         self.captures = 0
 
     def newest(self) -> Compiled:
@@ -114,21 +151,20 @@ class Engine:
 
     def _on_the_long_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if capture_is_under_way():
-            return self._module(*args, **kwargs)
+            return self._in_torch(*args, **kwargs)
         try:
             tensors, structure = flatten_call(args, kwargs)
             key = (structure, environment(), *map(tensor_facts, tensors))
         except ORTModuleFallbackException as error:
-            return self._in_torch(error, args, kwargs)
+            return self._warned_in_torch(error, args, kwargs)
         entry, inputs = self._find(key, tensors)
         if entry is None:
             try:
                 entry, inputs = self._find_or_compile(key, tensors, structure)
             except ORTModuleFallbackException as error:
-                self._remember_failure(key, error)
-                return self._in_torch(error, args, kwargs)
+                return self._fall_back(key, error, args, kwargs)
         if entry.compiled is None:
-            return self._module(*args, **kwargs)
+            return (entry.instead or self._in_torch)(*args, **kwargs)
         if entry is self._recent:
             entry.learn(self._module, structure, tensors)
         self._recent = entry
@@ -162,8 +198,8 @@ class Engine:
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
         self._announce(key, tensors)
-        refuse_module(self._module)
-        refuse_call(tensors)
+        start, captures = time.perf_counter(), self.captures
+        self._refuse(tensors)
         watch = SideEffects(self._module)
         try:
             try:
@@ -175,7 +211,15 @@ class Engine:
         except BaseException:
             watch.undo()
             raise
+        if self.captures > captures:
+            took, report = time.perf_counter() - start, self.newest().report
+            first = not captures and not self._way.is_part
+            log_initialisation(type(self._module).__name__, took, report, first=first)
         return entry, [*self._read(entry.state), *tensors]
+
+    def _refuse(self, tensors: Sequence[torch.Tensor]) -> None:
+        refuse_module(self._module, hooks_run_outside=self._way.in_torch is not None)
+        refuse_call(tensors)
 
     def _read(self, state: ModuleState) -> list[torch.Tensor]:
         own = state.read(self._module)
@@ -187,13 +231,23 @@ class Engine:
         module = self._module
         same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
         suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
-        captured = capture(module, structure, tensors, watch, suggested)
+        captured = capture(module, structure, tensors, watch, suggested, self._way.in_torch, self._way.fixed_sizes)
+        captured = keep_outputs(captured, self._options.keep_outputs)
+        if not self._options.custom_autograd:
+            refuse_functions(captured.model)
         for entry in same:
             if entry.adopts(captured, module):
                 return entry
         state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"], captured.reads)
         inputs = [*self._read(state), *tensors]
-        compiled = compile_module(module, captured, inputs, self._options, _rerun(module, structure, captured))
+        rerun = _rerun(module, self._way.in_torch, structure, captured)
+        twins = self._way.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
+        twin = next((twin for twin in twins if twin.is_twin(captured)), None)
+        if twin is not None:
+            compiled = twin.of(captured, rerun)
+        else:
+            compiled = compile_for_batches(module, captured, inputs, self._options, rerun)
+            twins.append(compiled)
         entry = _Entry(state, compiled)
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled
@@ -217,37 +271,110 @@ class Engine:
 
     # Falling back
 
-    def _remember_failure(self, key: Any, error: ORTModuleFallbackException) -> None:
-        """Lets later calls of this kind run in PyTorch at once, unless they are to be tried again."""
+    def _fall_back(
+        self, key: Any, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs the module in pieces or in PyTorch; later calls of its kind at once, unless they are to be tried again.
+
+        Raises:
+            ORTModuleFallbackException: the error, where the policy forbids that.
+        """
+        pieces = self._pieces(error, args, kwargs)
         if self._options.fallback_policy.covers(error) and not self._options.fallback_retry:
-            entry = _Entry(ModuleState.take(self._module), None)
+            entry = _Entry(ModuleState.take(self._module), None, pieces)
             if isinstance(error, SideEffectError):
                 entry.state.check = _any_state  # its state changes on every call
             self._entries.setdefault(key, []).append(entry)
+        return self._warned_in_torch(error, args, kwargs, pieces)
 
-    def _in_torch(self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the module in PyTorch, with one warning per reason; raises where the policy forbids it."""
+    def _pieces(
+        self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Call | None:
+        """What runs the module in pieces; None where that is not wanted, or none of its parts may be a graph."""
+        if self._way.pieces is None or not self._options.pieces:
+            return None
+        if isinstance(error, ChangedArgumentError):  # generate() fills a cache: PyTorch is done before pieces are found
+            return None
+        try:
+            self._refuse(flatten_call(args, kwargs)[0])
+        except ORTModuleFallbackException:
+            return None
+        if self._in_pieces is None:
+            self._in_pieces = self._way.pieces(self._in_torch)
+        return self._in_pieces
+
+    def _warned_in_torch(
+        self,
+        error: ORTModuleFallbackException,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        pieces: Call | None = None,
+    ) -> Any:
+        """Runs the module in pieces or in PyTorch, with one warning per reason; raises where the policy forbids it."""
         if not self._options.fallback_policy.covers(error):
             raise error
         name = type(self._module).__name__
-        text = f"{name} runs in PyTorch, not as an ONNX graph: {error}"
+        how = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
+        text = f"{name} runs in PyTorch, not {how}: {error}"
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
-        return self._module(*args, **kwargs)
+            if self._way.is_piece:
+                _LOG.info(text)
+            else:
+                warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
+        return (pieces or self._in_torch)(*args, **kwargs)
 
 
-def _rerun(module: torch.nn.Module, structure: Structure, captured: Captured) -> Rerun:
+def set_up(engine: Engine, name: str, options: Options) -> Call:
+    """Applies the options that are about the whole process.
+
+    Returns:
+        What runs calls, as (args, kwargs): the engine, watched where the options say so.
+    """
+    logs.set_up(options)
+    answer_variables()
+    if options.conv_algo_search == "EXHAUSTIVE":
+        torch.backends.cudnn.benchmark = True
+    return MemoryWatch(engine, name) if options.print_memory_stats else engine
+
+
+def untraced(function: _F) -> _F:
+    """Keeps torch.compile out: it breaks its graph at `function`, and traces nothing that is called from there.
+
+    torch.compiler.disable does the same, but imports all of dynamo (0.9 s).
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+class _RunBy(torch.nn.Module):
+    """A module that `run` runs, and not its call."""
+
+    def __init__(self, module: torch.nn.Module, run: Call) -> None:
+        super().__init__()
+        self.module = module
+        self.forward = run
+
+
+def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure, captured: Captured) -> Rerun:
     """A function that runs the module in PyTorch on tensors in the order of the capture's inputs."""
     inputs = sum(s.kind == "input" for s in captured.sources)
-    names = [s.name for s in captured.sources if s.kind != "input"]
+    own = [s for s in captured.sources if s.kind != "input"]
+    subject, prefix = (module, "") if in_torch is None else (_RunBy(module, in_torch), "module.")
 
     def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        own = tensors[: len(names)]
-        # Buffers were updated by the forward that is run again: their updates go to copies.
-        state = {n: t if t.requires_grad else t.clone() for n, t in zip(names, own, strict=True)}
+        # Buffers were updated by the forward that is run again: their updates go to copies. What a parameter holds
+        # comes with it.
+        state = {
+            prefix + s.name: t if s.kind == "parameter" else t.clone()
+            for s, t in zip(own, tensors[: len(own)], strict=True)
+            if s.kind != "part"
+        }
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
-        leaves, _ = flatten_output(torch.func.functional_call(module, state, args, kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return found if captured.kept is None else [found[i] for i in captured.kept]
 
     return run

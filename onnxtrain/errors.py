@@ -75,6 +75,10 @@ class CaptureError(ORTModuleTorchModelException):
     """The module's forward cannot be captured as a graph."""
 
 
+class ChangedArgumentError(CaptureError):
+    """Forward changes a container among its arguments, as a cache of keys and values that it fills."""
+
+
 class UnsupportedOperatorError(ORTModuleONNXModelException):
     """A PyTorch operator has no definition in the graph."""
 
@@ -89,6 +93,10 @@ class GraphError(OnnxTrainError):
 
 class KernelError(OnnxTrainError):
     """A node has no kernel that applies, or its kernel failed."""
+
+
+class QuantizationError(OnnxTrainError, RuntimeError):
+    """A quantized weight lacks what it is quantized with: neither a graph nor PyTorch can compute with it."""
 
 
 class PythonOpError(KernelError, RuntimeError):
@@ -109,3 +117,7 @@ class UnknownNameError(TrainingError, KeyError):
 
 class ArtifactError(OnnxTrainError, RuntimeError):
     """Training artifacts cannot be made from this model or these arguments."""
+
+
+class LeftOutError(OnnxTrainError, TypeError):
+    """An output of a module is used that the option `keep_outputs` does not name."""

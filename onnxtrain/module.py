@@ -10,16 +10,18 @@ parameters need gradients. What cannot be captured runs in PyTorch, with one war
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
 
+from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.debug_options import DebugOptions
-from onnxtrain.engine import Engine
+from onnxtrain.dynamo import pieces
+from onnxtrain.engine import Engine, Way, set_up, untraced
 from onnxtrain.errors import ORTModuleTorchModelException
-from onnxtrain.options import Options
+from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.report import CompileReport
 
 # What nn.Module does with its own parameters, buffers and children, the wrapped module does with its.
@@ -40,6 +42,11 @@ _SHARED = (
 )  # fmt: skip
 
 
+# What cannot be wrapped raises at once, unless the policy says that it is to run in PyTorch.
+_IN_PYTORCH = FallbackPolicy.FALLBACK_BAD_INITIALIZATION
+_AT_ONCE = FallbackPolicy.FALLBACK_DISABLE | _IN_PYTORCH
+
+
 class ORTModule(torch.nn.Module):
     """Runs `module` as an ONNX training graph.
 
@@ -57,22 +64,19 @@ class ORTModule(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
-        if isinstance(module, torch.nn.DataParallel):
-            raise ORTModuleTorchModelException(
-                "ORTModule cannot wrap torch.nn.DataParallel",
-                got=type(module).__name__,
-                todo="wrap the inner module with ORTModule, then use DistributedDataParallel",
-            )
         super().__init__()
-        settings = {**(debug_options or DebugOptions()).settings, **options}
-        self._set_up(module, Options.resolve(**settings))
+        settings = Options.resolve(**{**(debug_options or DebugOptions()).settings, **options})
+        if isinstance(module, torch.nn.DataParallel) and settings.fallback_policy & _AT_ONCE != _IN_PYTORCH:
+            refuse_module(module)
+        self._set_up(module, settings)
 
     def _set_up(self, module: torch.nn.Module, options: Options) -> None:
         self.__dict__.pop("training", None)  # the wrapped module's flag counts
         self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
         self.__dict__["_original"] = module
         self.__dict__["_options"] = options
-        self.__dict__["_engine"] = Engine(module, options)
+        engine = self.__dict__["_engine"] = Engine(module, options, Way(pieces=pieces(options)))
+        self.__dict__["_run"] = set_up(engine, type(module).__name__, options)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -80,21 +84,25 @@ class ORTModule(torch.nn.Module):
         original: torch.nn.Module = self.__dict__["_original"]
         return original
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, compiled."""
-        return self.__dict__["_engine"](args, kwargs)
-
-    # torch.compile of a model that holds an ORTModule breaks its graph here, and traces nothing that is called from
-    # here. torch.compiler.disable does the same, but imports all of dynamo (0.9 s).
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    eval_frame.set_code_exec_strategy(
-        forward.__code__, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    )
+        return self.__dict__["_run"](args, kwargs)
 
     def report(self) -> CompileReport:
         """What each stage of the newest compilation did. Raises RuntimeError before the first call."""
         engine: Engine = self.__dict__["_engine"]
         return engine.newest().report
+
+    def load_options(self, path: str | os.PathLike[str]) -> None:
+        """Takes options from a JSON file; they win over the code's, and environment variables win over them.
+
+        The module is captured again on the next call.
+
+        Raises:
+            OptionError: the file cannot be read, or has a key or value that is not allowed.
+        """
+        self._set_up(self.module, self.__dict__["_options"].over_file(path))
 
     # The nn.Module face
 
@@ -105,7 +113,8 @@ class ORTModule(torch.nn.Module):
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "_original" not in self.__dict__:
+        # accelerate puts a forward of its own in the wrapper's place, which calls the wrapper's.
+        if name in self.__dict__ or name == "forward" or "_original" not in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -156,7 +165,7 @@ class ORTModule(torch.nn.Module):
     # Copies and pickles: the module and the options; graphs are compiled again.
 
     def __getstate__(self) -> dict[str, Any]:
-        remade = {*_SHARED, "_engine", "_original", "_options", "_compiled_call_impl"}
+        remade = {*_SHARED, "_engine", "_run", "_original", "_options", "_compiled_call_impl"}
         own = {k: v for k, v in self.__dict__.items() if k not in remade}
         return {"own": own, "module": self.module, "options": self.__dict__["_options"]}
 

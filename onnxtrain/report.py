@@ -18,14 +18,25 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class PassReport:
+    """What one pass took, and how many changes it made and refused."""
+
+    name: str
+    took_ms: float
+    made: int
+    refused: int
+
+
+@dataclass(frozen=True)
 class StageReport:
-    """What one stage of the pipeline did: its time, the nodes of its graph, changes made and refused."""
+    """What one stage of the pipeline did: its time, the nodes of its graph, changes made and refused, its passes."""
 
     name: str
     took_ms: float
     nodes: int
     made: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    passes: tuple[PassReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,3 +54,38 @@ class CompileReport:
     def refused(self) -> tuple[Refusal, ...]:
         """The refusals of all stages."""
         return tuple(refusal for stage in self.stages for refusal in stage.refused)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module whose forward runs as ONNX graphs.
+
+    Attributes:
+        name: its qualified name; "" is the model itself.
+        kind: its class.
+        shares: whether its newest graph is one that was compiled for another region.
+        compiled: what the stages did; None before its first call, and where it runs in PyTorch.
+    """
+
+    name: str
+    kind: str
+    shares: bool = False
+    compiled: CompileReport | None = None
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """How a model was prepared: as a whole or block by block, why, and its regions."""
+
+    by_block: bool
+    why: str
+    regions: tuple[Region, ...]
+
+    def __str__(self) -> str:
+        how = "block by block" if self.by_block else "as a whole"
+        lines = [f"prepared {how}: {self.why}"]
+        for region in self.regions:
+            found = region.compiled
+            state = "no graph" if found is None else "shares a graph" if region.shares else f"{found.took_ms:.0f} ms"
+            lines.append(f"  {region.name or 'the model'} ({region.kind}): {state}")
+        return "\n".join(lines)

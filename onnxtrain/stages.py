@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ from onnxtrain import onnx_file
 from onnxtrain.graph.verify import verify
 from onnxtrain.ops.registry import lookup
 from onnxtrain.options import Options
-from onnxtrain.report import CompileReport, Refusal, StageReport
+from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class Changes(Protocol):
     @property
     def refused(self) -> Sequence[Refusal]:
         """The changes that were not made, with reasons."""
+
+    @property
+    def passes(self) -> Sequence[PassReport]:
+        """What each pass took."""
 
 
 class HasModel(Protocol):
@@ -102,8 +107,10 @@ class Stages:
         if took_ms is None:
             took_ms = (time.perf_counter() - self._clock) * 1e3
         nodes = sum(1 for _ in model.graph.all_nodes())
-        made, refused = (tuple(changes.made), tuple(changes.refused)) if changes is not None else ((), ())
-        self._stages.append(StageReport(name, took_ms, nodes, made, refused))
+        done = StageReport(name, took_ms, nodes)
+        if changes is not None:
+            done = replace(done, made=tuple(changes.made), refused=tuple(changes.refused), passes=tuple(changes.passes))
+        self._stages.append(done)
         _LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
         if self._options.verify:
             verify(model, lookup)

@@ -19,7 +19,8 @@ import onnxruntime
 import torch
 
 from onnxtrain.autodiff import differentiate
-from onnxtrain.execute.program import Program
+from onnxtrain.execute.kernel_choice.expected import expected_kernel
+from onnxtrain.execute.program import KernelOf, Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import TensorType, rank_of, set_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, lookup
@@ -140,7 +141,8 @@ class OpCase:
         sizes: values of the symbolic sizes to run at; the default mixes odd sizes, 1 and 0.
         specials: also run with NaN, infinities, -0.0 and ties in the floating inputs.
         differentiate: compare gradients too, where the op is differentiable.
-        bodies: compare the body too (False for random ops, whose body draws other numbers).
+        bodies: compare the body too (False for random ops, whose body draws other numbers); a dtype where stock
+            onnxruntime and `onnx.reference` have kernels for that one only.
         label: told apart in test names where an op has several cases.
     """
 
@@ -152,7 +154,7 @@ class OpCase:
     sizes: Sequence[Mapping[str, int]] = ()
     specials: bool = False
     differentiate: bool = True
-    bodies: bool = True
+    bodies: bool | torch.dtype = True
     label: str = ""
 
     def __str__(self) -> str:
@@ -223,12 +225,13 @@ class _Reference:
 class CaseCheck:
     """Runs one case in one dtype: the graphs are built once and run at every set of sizes."""
 
-    def __init__(self, case: OpCase, dtype: torch.dtype) -> None:
-        self.case, self.dtype = case, dtype
+    def __init__(self, case: OpCase, dtype: torch.dtype, kernels: KernelOf = expected_kernel) -> None:
+        """Builds the graphs; `kernels` chooses among the candidates of a node."""
+        self.case, self.dtype, self.kernels = case, dtype, kernels
         self.definition: OpDef = lookup(case.domain, case.name)
         self.model = case_graph(case, dtype)
         self.count = len(self.model.graph.outputs)
-        self.forward = Program(whole(self.model), f"{case}", CPU)
+        self.forward = Program(whole(self.model), f"{case}", CPU, kernels)
         self.specs = [s for s in case.inputs if isinstance(s, Spec) and s.value is None]
         self.wrt = [s.grad and s.torch_dtype(dtype).is_floating_point for s in self.specs]
         self.differentiable = (
@@ -320,8 +323,8 @@ class CaseCheck:
             programs[given] = (
                 joint,
                 parts,
-                Program(parts.forward, f"{self.case} forward", CPU),
-                Program(parts.backward, f"{self.case} backward", CPU),
+                Program(parts.forward, f"{self.case} forward", CPU, self.kernels),
+                Program(parts.backward, f"{self.case} backward", CPU, self.kernels),
             )
         joint, parts, forward, backward = programs[given]
         torch.manual_seed(3)
@@ -421,7 +424,7 @@ class CaseCheck:
 
     @property
     def has_body(self) -> bool:
-        return self.case.bodies and not isinstance(self.definition.body, NoBody)
+        return self.case.bodies in (True, self.dtype) and not isinstance(self.definition.body, NoBody)
 
 
 def _with_specials(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,19 @@
 Cases stand beside each family's tests, in `tests/ops/cases_<family>.py`.
 """
 
+import functools
 import importlib
+import itertools
 import pathlib
 
+import onnx_ir as ir
 import pytest
 import torch
 
+from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.values import ATEN, MICROSOFT, OWN
-from onnxtrain.ops import OPS
+from onnxtrain.ops import OPS, definition_of, lookup
+from onnxtrain.ops.definition import Kernel
 from onnxtrain.testing import CaseCheck, OpCase
 
 CASES: list[OpCase] = [
@@ -29,6 +34,29 @@ def test_matches_autograd(case: OpCase, dtype: torch.dtype) -> None:
     assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
     if case.specials:
         check.check_sizes(next(iter(case.size_sets())), special=True)
+
+
+CHOICES = [case for case in CASES if sum(bool(k.name) for k in lookup(case.domain, case.name).kernels) > 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CHOICES, ids=str)
+def test_every_candidate_matches_autograd(case: OpCase, dtype: torch.dtype) -> None:
+    """Not only the kernel that is chosen: another machine chooses another."""
+    ran: set[str] = set()
+
+    def candidates(node: ir.Node, device: str) -> tuple[Kernel, ...]:
+        return definition_of(node).candidates(node, device)
+
+    def named(name: str, node: ir.Node, device: str) -> Kernel:
+        return next((k for k in candidates(node, device) if k.name == name), expected_kernel(node, device))
+
+    for name in sorted({k.name for k in lookup(case.domain, case.name).kernels}):
+        check = CaseCheck(case, dtype, functools.partial(named, name))
+        letters = case.letters()
+        sixteens = [] if case.sizes else [dict(zip(letters, itertools.cycle((16, 32, 48)), strict=False))]
+        ran |= {name for known in [*case.size_sets(), *sixteens] if check.check_sizes(known)}
+    assert "aten" in ran
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import warnings
@@ -313,3 +314,111 @@ def test_function_transforms() -> None:
 def test_a_model_whose_submodule_falls_back_trains_all_the_same() -> None:
     with compared(ZooModel("outer", Outer, sequences, mean_square, falls_back="Outer")) as compare:
         compare.train_steps(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+# Policies and options
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+class AppliesAFunction(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubles.apply(self.inner(x))  # type: ignore[no-any-return]  # here
+
+
+def test_custom_autograd_can_be_switched_off() -> None:
+    module, x = AppliesAFunction(), torch.randn(2, WIDTH)
+    on = ORTModule(module)
+    expected = on(x)
+    assert count_captures(on) == 1
+    off = ORTModule(module, custom_autograd=False)
+    with pytest.warns(UserWarning, match="custom_autograd is off") as caught:
+        torch.testing.assert_close(off(x), expected)
+    assert names_line(str(caught[0].message), AppliesAFunction)
+    assert count_captures(off) == 0
+    with pytest.raises(ORTModuleFallbackException, match=r"Doubles \("):
+        ORTModule(module, custom_autograd=False, fallback_policy="FALLBACK_DISABLE")(x)
+
+
+@pytest.mark.parametrize("policy", ["FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_TORCH_MODEL", None])
+def test_data_parallel_is_refused_at_once(policy: str | None) -> None:
+    options = {} if policy is None else {"fallback_policy": policy}
+    with pytest.raises(ORTModuleFallbackException, match="DataParallel"):
+        ORTModule(nn.DataParallel(nn.Linear(2, 2)), **options)
+
+
+def test_bad_initialisation_may_run_in_pytorch() -> None:
+    parallel = nn.DataParallel(nn.Linear(2, 2))
+    module = ORTModule(parallel, fallback_policy="FALLBACK_BAD_INITIALIZATION")
+    x = torch.randn(3, 2)
+    with pytest.warns(UserWarning, match="DataParallel runs in PyTorch"):
+        torch.testing.assert_close(module(x), parallel(x))
+    with pytest.raises(ORTModuleFallbackException, match="DataParallel"):
+        ORTModule(parallel, fallback_policy="FALLBACK_BAD_INITIALIZATION|FALLBACK_DISABLE")
+
+
+@pytest.mark.parametrize("policy", ["FALLBACK_FORCE_TORCH_FORWARD", "FALLBACK_FORCE_TORCH_BACKWARD"])
+def test_to_force_pytorch_covers_every_refusal(policy: str) -> None:
+    for make, inputs in ((BranchesOnElements, torch.randn(1, 2, WIDTH)), (TakesAnything, Strange(2.0))):
+        module = ORTModule(make(), fallback_policy=policy)
+        with pytest.warns(UserWarning, match="runs in PyTorch"):
+            module(inputs) if make is BranchesOnElements else module(torch.randn(2, WIDTH), inputs)
+
+
+def test_a_policy_covers_its_own_failures_only() -> None:
+    module = ORTModule(BranchesOnElements(), fallback_policy="FALLBACK_UNSUPPORTED_DATA|FALLBACK_UNSUPPORTED_DEVICE")
+    with pytest.raises(ORTModuleFallbackException):
+        module(torch.randn(1, 2, WIDTH))
+
+
+class Interrupted(Base):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.error: type[BaseException] | None = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error("stop")
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])
+def test_what_stops_forward_leaves_the_module_as_it_was(error: type[BaseException]) -> None:
+    inner = Interrupted(error)
+    module, x = ORTModule(inner), torch.randn(2, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what an error in forward says of falling back
+        with pytest.raises(error, match="stop"):
+            module(x)
+    inner.error = None
+    before = inner.calls.item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(module(x), inner.inner(x))
+    assert inner.calls.item() == before + 1
+    assert count_captures(module) == 1
+
+
+def test_what_stops_backward_leaves_the_next_step_intact() -> None:
+    module, x = ORTModule(AppliesAFunction()), torch.randn(2, WIDTH)
+    plain = copy.deepcopy(module.module)
+    stopped = [True]
+    module.inner.weight.register_hook(lambda gradient: 1 / 0 if stopped else None)
+    with pytest.raises(ZeroDivisionError):
+        module(x).sum().backward()
+    stopped.clear()
+    for each in (module, plain):
+        each.zero_grad()
+        each(x).sum().backward()
+    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

@@ -11,7 +11,7 @@ import pytest
 from onnxtrain import stages as stages_module
 from onnxtrain.errors import GraphError
 from onnxtrain.options import Options
-from onnxtrain.report import Refusal
+from onnxtrain.report import PassReport, Refusal
 from onnxtrain.stages import Stages
 from tests.graph.small import graph_of
 
@@ -37,6 +37,7 @@ class Joint:
 class Changes:
     made: list[str] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
+    passes: list[PassReport] = field(default_factory=list)
 
 
 def test_the_report_says_what_each_stage_did(monkeypatch):
@@ -46,8 +47,9 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     first = model()
     assert stages.record("capture", first) is first
     refusal = Refusal("dedupe", "Exp", "random")
+    dedupe = PassReport("dedupe", 1.5, 1, 1)
     joint = Joint(model())
-    assert stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal])) is joint
+    assert stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal], [dedupe])) is joint
     stages.done("plan", joint.model)
     report = stages.report()
     assert [s.name for s in report.stages] == ["capture", "differentiate", "plan"]
@@ -56,6 +58,7 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     assert [s.nodes for s in report.stages] == [2, 2, 2]
     assert report.stages[1].made == ("merged 2",)
     assert report.refused == (refusal,)
+    assert report.stages[1].passes == (dedupe,)
 
 
 def test_a_faulty_graph_is_refused_unless_verify_is_off():

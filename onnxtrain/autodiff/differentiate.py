@@ -73,6 +73,7 @@ def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> J
             walk.add(output, cotangent)
         cotangents.append(cotangent)
     graph.inputs.extend(c for c in cotangents if c is not None)
+    walk.taken.update(c.name for c in cotangents if c is not None)
 
     for node in reversed(forward):
         walk.visit(node)
@@ -130,6 +131,7 @@ class _Walk:
         self._op = op
         self._active = active
         self._parts: dict[ir.Value, list[ir.Value]] = {}
+        self.taken: set[str | None] = set()  # names of cotangents: that of output 1, `relu`, is `grad_relu_1` as well
 
     def add(self, value: ir.Value, cotangent: ir.Value) -> None:
         self._parts.setdefault(value, []).append(cotangent)
@@ -143,8 +145,10 @@ class _Walk:
         for part in parts[1:]:
             result = self._op.Add(result, part) if is_float(dtype_of(result)) else aten_sum(self._op, result, part)
         self._parts[value] = [result]
-        if result.producer() is not None and not result.is_graph_output() and (result.name or "").startswith("val_"):
-            result.name = f"grad_{value.name}"  # a file or program reads better so; a shared gradient keeps its first
+        name = f"grad_{value.name}"
+        unnamed = (result.name or "").startswith("val_") and name not in self.taken
+        if unnamed and result.producer() is not None and not result.is_graph_output():
+            result.name = name  # a file or program reads better so; a shared gradient keeps its first
         return result
 
     def visit(self, node: ir.Node) -> None:

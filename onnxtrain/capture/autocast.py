@@ -4,7 +4,8 @@
 
 Autocast casts the inputs of the operators on its list. A composite operator that is not on it may call some that are:
 eager PyTorch then casts inside it, and its result may have another element type. Functionalization does not see that.
-So such an operator is taken apart with autocast on; one that stays whole runs under autocast when the graph runs.
+So such an operator is taken apart with autocast on; one that stays whole runs under autocast when the graph runs. A
+recurrent layer has a definition: where it computes in one type, what it reads is cast before it; else it runs so too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError, UnsupportedOperatorError
 from onnxtrain.ops.aten import AutocastState as State
 from onnxtrain.ops.aten import ambient, is_composite
+from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
+from onnxtrain.ops.recurrent.capture import computes_in_one_type
 
 _KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
@@ -66,7 +69,7 @@ def refuse_hidden_casts(program: ExportedProgram, defined: Container[str]) -> No
     """
     casts = casting_composites(program) if ambient() else set()
     for node in program.graph.nodes:
-        if node.target in casts and str(node.target) in defined:
+        if node.target in casts and str(node.target) in defined and str(node.target) not in RECURRENT:
             raise UnsupportedOperatorError(
                 f"autocast casts inside {node.target}, which the graph cannot say",
                 where=source_line.in_text(node.stack_trace),
@@ -83,8 +86,12 @@ def state_types(program: ExportedProgram, whole: set[Any]) -> None:
     for node, _ in list(_composite_calls(program.graph_module, now)):
         if node.target not in whole:
             continue
+        dtypes = _dtypes_under(node, now)
+        if str(node.target) in RECURRENT and computes_in_one_type(str(node.target), now):
+            _cast_arguments(node, dtypes[0])
+            continue
         several = isinstance(node.meta.get("val"), (tuple, list))
-        for index, dtype in enumerate(_dtypes_under(node, now)):
+        for index, dtype in enumerate(dtypes):
             for result in [u for u in node.users if u.args[1] == index] if several else [node]:
                 with node.graph.inserting_after(result):
                     cast = node.graph.call_function(torch.ops.aten._to_copy.default, (result,), {"dtype": dtype})
@@ -92,6 +99,21 @@ def state_types(program: ExportedProgram, whole: set[Any]) -> None:
                 result.replace_all_uses_with(cast, delete_user_cb=partial(operator.is_not, cast))
         if node.graph.owning_module is not None:
             node.graph.owning_module.recompile()
+
+
+def _cast_arguments(node: Node, dtype: torch.dtype) -> None:
+    """Casts what a recurrent layer reads."""
+
+    def cast(argument: Node) -> Node:
+        value = argument.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return argument
+        made = node.graph.call_function(torch.ops.aten._to_copy.default, (argument,), {"dtype": dtype})
+        made.meta = {**node.meta, "val": value.new_empty(value.shape, dtype=dtype)}
+        return made
+
+    with node.graph.inserting_before(node):
+        node.args = map_arg(node.args, cast)
 
 
 def _dtypes_under(node: Node, state: State) -> list[torch.dtype]:
@@ -166,8 +188,8 @@ class _Names(TorchDispatchMode):
 def _casts_inside(node: Node, state: State) -> bool:
     """Whether autocast changes what a call does inside. Taken to be so where fake tensors do not tell."""
     state = _unlisted(node.target, state)
-    if not state:
-        return False
+    if not state or str(node.target) in RECURRENT:
+        return bool(state)
     called: list[list[str]] = []
     for around in (state, frozenset()):
         try:

@@ -26,7 +26,7 @@ from onnxtrain.capture.symbolic import number_from_sizes, size_of, tensor_type
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, set_type, type_of
+from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, rank_of, set_type, type_of
 from onnxtrain.ops import FROM_TORCH, builder
 from onnxtrain.ops.aten import Text, aten_call, aten_node
 from onnxtrain.ops.constructors import ONNX_DTYPES
@@ -181,10 +181,43 @@ class _Walk:
             return
         if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
             with self.op.at(self._origin_of(node)):
-                self._values[node] = _plain_number(self.op, example, node, self._elements)
+                self._values[node] = self._plain_number(example, node)
             return
         with self.op.at(self._origin_of(node)):
             self._values[node] = self._convert_call(node, target, name, example)
+
+    def _plain_number(self, example: Any, node: torch.fx.Node) -> Any:
+        """The number, a double that computes it, or the error to raise where an operator takes it.
+
+        A statement about sizes may well ignore it.
+        """
+        if isinstance(example, (bool, float)):
+            return example
+        known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
+        if known is not None:
+            return known
+        expr = example.node.expr
+        read = next((found for s in expr.free_symbols if (found := self._elements.get(str(s))) is not None), None)
+        if isinstance(example, torch.SymFloat) and node.users:
+            value = number_from_sizes(self.op, expr, self._element)
+            if value is not None:
+                return value
+        what = "forward reads an element of a tensor as a number" if read else "forward uses a number made from sizes"
+        return UnsupportedOperatorError(
+            f"{what}, and computes with it",
+            where=line_of(read or node),
+            got=str(example),
+            todo="compute it with tensor operations, or pass it in as a tensor",
+        )
+
+    def _element(self, symbol: str) -> ir.Value | None:
+        """The double that `tensor.item()` gave, which has no gradient; None for any other symbol."""
+        read = self._elements.get(symbol)
+        if read is None:
+            return None
+        source = self._argument(read.args[0])
+        scalar = self.op.Reshape(source, self.op.constant([], ir.DataType.INT64)) if rank_of(source) else source
+        return _detached(self.op, self.op.Cast(scalar, to=ir.DataType.DOUBLE))
 
     def _size_from_element(self, node: torch.fx.Node) -> None:
         """Lets the size that `tensor.item()` gives be found where sizes are looked for."""
@@ -198,6 +231,7 @@ class _Walk:
     def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:
         examples = pytree.tree_leaves(example)
         self.op.out = tuple(tensor_type(e) for e in examples if isinstance(e, torch.Tensor))
+        self.op.device = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
         arguments = [self._argument(a) for a in node.args]
         keywords = {k: self._argument(v) for k, v in node.kwargs.items()}
         if target is auto_functionalized:  # a custom operator that writes to its arguments
@@ -360,30 +394,6 @@ def _show(tensor_type_: TensorType) -> str:
     return f"{tensor_type_.dtype.name}[{', '.join(map(str, tensor_type_.shape))}]"
 
 
-def _plain_number(op: Builder, example: Any, node: torch.fx.Node, elements: Mapping[str, torch.fx.Node]) -> Any:
-    """The number, a double that computes it from sizes, or the error to raise where an operator takes it.
-
-    A statement about sizes may well ignore it.
-    """
-    if isinstance(example, (bool, float)):
-        return example
-    known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
-    if known is not None:
-        return known
-    if isinstance(example, torch.SymFloat) and node.users:
-        value = number_from_sizes(op, example.node.expr)
-        if value is not None:
-            return value
-    read = next((elements[str(s)] for s in example.node.expr.free_symbols if str(s) in elements), None)
-    what = "forward reads an element of a tensor as a number" if read else "forward uses a number made from sizes"
-    return UnsupportedOperatorError(
-        f"{what}, and computes with it",
-        where=line_of(read or node),
-        got=str(example),
-        todo="compute it with tensor operations, or pass it in as a tensor",
-    )
-
-
 def _name_values(graph: ir.Graph) -> None:
     """Names every value after its node, uniquely."""
     taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
@@ -408,7 +418,7 @@ def origin_of(node: torch.fx.Node) -> dict[str, str]:
     """The metadata that nodes made for an FX node carry: module path, user's line, ATen op."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
-    path = re.sub(r"^(L\['self'\]\.?|module\.?)", "", path)
+    path = re.sub(r"^(L\['\w+'\]\.?|module\.?)", "", path)
     found = {
         "module": path.removeprefix("module.").removeprefix("."),
         "line": line_of(node) or "",

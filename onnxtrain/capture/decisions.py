@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +71,18 @@ class Decisions:
         examples: the inputs to export with.
         ones: the places that are 1, and have another size in the example.
         made: the decisions, by expression.
+        fixed: the numbers of the inputs whose sizes are not open.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], example: Example | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], example: Example | None = None, fixed: Collection[int] = ()
+    ) -> None:
         real = self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
         changed = {place: size for place, size in (example or {}).items() if real[place[0]][place[1]] != size}
         self.examples = [_resized(t, {d: n for (i, d), n in changed.items() if i == k}) for k, t in enumerate(tensors)]
         self.ones = frozenset(place for place in changed if real[place[0]][place[1]] == 1)
         self.made: dict[Any, Decision] = {}
+        self.fixed = frozenset(fixed)
         self._changed = frozenset(changed)
 
     @contextmanager
@@ -183,7 +187,7 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     """A tensor with other sizes in these dimensions: the order of its strides, dtype, device and requires_grad stay."""
     if not sizes:
-        return tensor
+        return _without_gradient(tensor)
     shape = [sizes.get(d, size) for d, size in enumerate(tensor.shape)]
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
@@ -192,21 +196,31 @@ def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def attempts(tensors: Sequence[torch.Tensor], suggested: Iterable[Example] = ()) -> list[Example]:
+def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """PyTorch's export gives the sizes of a gradient symbols of their own, which are no input's."""
+    if not tensor.is_leaf or tensor.grad is None:
+        return tensor
+    alone = tensor.detach().requires_grad_(tensor.requires_grad)
+    return torch.nn.Parameter(alone, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else alone
+
+
+def attempts(
+    tensors: Sequence[torch.Tensor], suggested: Iterable[Example] = (), fixed: Collection[int] = ()
+) -> list[Example]:
     """Example sizes to try in order. The last is none: the real sizes, where 1 stays 1.
 
     Args:
         tensors: the inputs of the call.
         suggested: the sizes that earlier captures of such calls were made with, if only decisions rule them out.
+        fixed: the numbers of the inputs whose sizes are not open.
     """
-    ones = {(i, d) for i, tensor in enumerate(tensors) for d, size in enumerate(tensor.shape) if size == 1}
+    open_ = [(i, tensor) for i, tensor in enumerate(tensors) if i not in fixed]
+    ones = {(i, d) for i, tensor in open_ for d, size in enumerate(tensor.shape) if size == 1}
     # A batch of one: every input has it. Elsewhere a size of 1 is there to be broadcast.
-    batch = {(i, 0) for i, tensor in enumerate(tensors) if tensor.ndim}
+    batch = {(i, 0) for i, tensor in open_ if tensor.ndim}
     # A sequence of one token: all have it that are [batch, length] (ids, masks, labels) or [batch, length, width].
     tokens = {
-        (i, 1)
-        for i, tensor in enumerate(tensors)
-        if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
+        (i, 1) for i, tensor in open_ if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
     }
     guesses = [part for part in (batch, tokens) if part and part <= ones]
     found = list(suggested)

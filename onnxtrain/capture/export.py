@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 import torch
@@ -26,6 +27,7 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
 from onnxtrain.capture.convert import convert, is_convertible, line_of
 from onnxtrain.capture.decisions import Decisions, Example, attempts
+from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.key import attribute_reads
@@ -33,16 +35,20 @@ from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
-from onnxtrain.errors import CaptureError, OnnxTrainError
+from onnxtrain.errors import CaptureError, ChangedArgumentError, OnnxTrainError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 
 _PREFIX = "module."
+Run: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a graph input comes from: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`."""
+    """Where a graph input comes from: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`.
+
+    A "part" is a tensor that a parameter holds: `name` goes on from the parameter's.
+    """
 
     kind: str
     name: str = ""
@@ -71,6 +77,7 @@ class Captured:
         guards: the conditions on input sizes under which the graph is right.
         reads: the attributes of modules that forward read.
         took_ms: how long the capture took.
+        kept: which of forward's tensors are results; None: all of them.
     """
 
     model: ir.Model
@@ -82,6 +89,7 @@ class Captured:
     guards: Guards
     reads: frozenset[tuple[int, str]] = frozenset()
     took_ms: float = 0.0
+    kept: tuple[int, ...] | None = None
 
 
 class _Found:
@@ -93,23 +101,24 @@ class _Found:
 class _Wrapper(torch.nn.Module):
     """The user's module on a flat list of tensors."""
 
-    def __init__(self, module: torch.nn.Module, structure: Structure, watch: SideEffects) -> None:
+    def __init__(self, module: torch.nn.Module, structure: Structure, watch: SideEffects, run: Run | None) -> None:
         super().__init__()
         self.__dict__["_watch"] = watch
+        self.__dict__["_run"] = run or module
         self.module = module
-        self._structure = structure
+        self.structure = structure
         self.found = _Found()
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         watch: SideEffects = self.__dict__["_watch"]
-        args, kwargs = self._structure.unflatten(tensors)
+        args, kwargs = self.structure.unflatten(tensors)
         watch.begin()
-        leaves, output = flatten_output(self.module(*args, **kwargs))
+        leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
         self.found.output = output
         watch.check()
-        changed = self._structure.changed(args, kwargs, tensors)
+        changed = self.structure.changed(args, kwargs, tensors)
         if changed:
-            raise CaptureError(
+            raise ChangedArgumentError(
                 "forward changes a container among its arguments, which a graph would not repeat",
                 where=type(self.module).__name__,
                 got=changed,
@@ -125,6 +134,8 @@ def capture(
     tensors: Sequence[torch.Tensor],
     watch: SideEffects,
     suggested: Sequence[Example] = (),
+    run: Run | None = None,
+    fixed_sizes: Collection[int] = (),
 ) -> Captured:
     """Captures `module` for inputs of this structure.
 
@@ -134,39 +145,40 @@ def capture(
         tensors: the call's tensors, as examples.
         watch: finds what forward does to the module besides computing.
         suggested: example sizes that earlier captures suggest (`Guards.suggestion`).
+        run: runs `module`, if its call is to be left out.
+        fixed_sizes: the numbers of the tensors whose sizes are not open.
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
     """
     start = time.perf_counter()
-    captured = _nearest(module, structure, tensors, watch, suggested)
+    captured = _nearest(partial(_Wrapper, module, structure, watch, run), tensors, suggested, fixed_sizes)
     return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
 
 
 def _nearest(
-    module: torch.nn.Module,
-    structure: Structure,
+    wrap: Callable[[], _Wrapper],
     tensors: Sequence[torch.Tensor],
-    watch: SideEffects,
     suggested: Sequence[Example],
+    fixed_sizes: Collection[int],
 ) -> Captured:
     """The first capture that is right for the call, of those with example sizes that keep more sizes open."""
-    *guesses, real = attempts(tensors, suggested)
+    *guesses, real = attempts(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            captured = _capture(module, structure, Decisions(tensors, example), watch)
+            captured = _capture(wrap(), Decisions(tensors, example, fixed_sizes))
         except SideEffectError:
             raise
         except CaptureError:
             continue  # forward does not take this example: the next one is nearer to the call
         if captured.guards(tensors):
             return captured
-    return _capture(module, structure, Decisions(tensors, real), watch)
+    return _capture(wrap(), Decisions(tensors, real, fixed_sizes))
 
 
-def _capture(module: torch.nn.Module, structure: Structure, decisions: Decisions, watch: SideEffects) -> Captured:
-    wrapper = _Wrapper(module, structure, watch)
-    with capturing(), left_alone(module):
+def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
+    module, structure = wrapper.module, wrapper.structure
+    with capturing(), left_alone(module), four_bit_weights(module) as parts:
         with attribute_reads() as reads:
             program = _export(wrapper, decisions)
         _forbid_lost_gradients(program)
@@ -175,12 +187,17 @@ def _capture(module: torch.nn.Module, structure: Structure, decisions: Decisions
     converted = convert(program, type(module).__name__)
     names = _names(module, structure)
     guards = compile_guards(program, names, decisions)
-    captured = _assemble(program, module, converted.model, converted.outputs, wrapper.found.output, names, guards)
+    sources = _sources(program, module, len(names), parts)
+    captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
     return replace(captured, reads=frozenset(reads))
 
 
 def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
-    dims = tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in decisions.examples)
+    # An open size of 0 or 1 would be fixed as well, with a message.
+    dims = tuple(
+        {d: Dim.STATIC if i in decisions.fixed or size < 2 else Dim.AUTO for d, size in enumerate(t.shape)}
+        for i, t in enumerate(decisions.examples)
+    )
     try:
         with decisions.noted(), shape_shortcuts():
             program: ExportedProgram = torch.export.export(
@@ -259,7 +276,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
     table = torch._decomp.decomposition_table
     wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
-        with plain_copies():
+        with plain_copies(), shape_shortcuts():
             functional: ExportedProgram = program.run_decompositions(composite_parts(program))
         return without_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything
@@ -276,7 +293,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
 
 def _assemble(
     program: ExportedProgram,
-    module: torch.nn.Module,
+    found: _Sources,
     model: ir.Model,
     outputs: list[Any],
     structure: OutputStructure,
@@ -284,7 +301,7 @@ def _assemble(
     guards: Guards,
 ) -> Captured:
     graph = model.graph
-    sources, constants, numbers = _sources(program, module, len(names))
+    sources, constants, numbers = found
     kept_inputs = [v for v, s in zip(graph.inputs, sources, strict=True) if s is not None]
     for value, tensor in constants(list(graph.inputs)):
         _make_constant(graph, value, tensor)
@@ -325,17 +342,24 @@ def _key(source: Source, numbers: dict[str, int]) -> str:
     return _PREFIX + source.name
 
 
-def _sources(
-    program: ExportedProgram, module: torch.nn.Module, user_inputs: int
-) -> tuple[list[Source | None], Callable[[list[ir.Value]], list[tuple[ir.Value, torch.Tensor]]], dict[str, int]]:
-    """Where each placeholder comes from; None for a lifted constant, whose tensor the second result gives."""
+# Where each placeholder comes from; None for a lifted constant, whose tensor the second part gives; and the numbers of
+# the call's tensors.
+_Sources: TypeAlias = tuple[
+    list[Source | None], Callable[[list[ir.Value]], list[tuple[ir.Value, torch.Tensor]]], dict[str, int]
+]
+
+
+def _sources(program: ExportedProgram, module: torch.nn.Module, user_inputs: int, parts: Mapping[str, str]) -> _Sources:
+    """Where the placeholders come from. `parts` names what parameters hold, by its names in the export."""
     found: list[Source | None] = []
     lifted: list[tuple[int, torch.Tensor]] = []
     numbers: dict[str, int] = {}
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
     for position, spec in enumerate(program.graph_signature.input_specs):
         target = str(spec.target or "")
-        if spec.kind in kinds:
+        if target.removeprefix(_PREFIX) in parts:
+            found.append(Source("part", parts[target.removeprefix(_PREFIX)]))
+        elif spec.kind in kinds:
             found.append(Source(kinds[spec.kind], target.removeprefix(_PREFIX)))
         elif spec.kind == InputKind.USER_INPUT:
             numbers[spec.arg.name] = len(numbers)

@@ -166,6 +166,10 @@ class Guards:
                 todo="the module runs in PyTorch; compute with a mask on all elements instead of selecting some",
             )
 
+    def same_graph(self, other: Guards) -> bool:
+        """Whether the captured graphs do the same at all sizes."""
+        return self.open == other.open and same_graph(self._proof, other._proof, frozenset())
+
     # The generated function
 
     def _compile(self, alternative: _Alternative) -> Callable[[Sequence[torch.Tensor]], bool]:

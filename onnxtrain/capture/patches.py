@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.four_bit import matmul_4bit
 from onnxtrain.capture.python_op import FunctionCalls
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_call import qualified_name
@@ -41,6 +43,11 @@ def capturing() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         # It looks for side effects too, and takes an LSTM's list of weights, which it exchanges itself, for one.
         warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
+        if not logging.getLogger("onnxtrain").isEnabledFor(logging.INFO):
+            # It writes down the traceback of an operator that fails on fake tensors: what we say names the reason.
+            log = logging.getLogger("torch._subclasses.fake_tensor")
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             stack.enter_context(saved_tensors_hooks(_itself, _itself))
         owner = threading.get_ident()
@@ -133,7 +140,9 @@ def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
         if here and cls is CheckpointFunction:
             return _run_checkpoint(*args, **kwargs)
         if here and not cls.__module__.startswith(_TORCHS_OWN):
-            return calls.apply(cls, args, kwargs)
+            known = _KNOWN_FUNCTIONS.get(f"{cls.__module__}.{cls.__qualname__}")
+            result = known(*args, **kwargs) if known is not None else NotImplemented
+            return calls.apply(cls, args, kwargs) if result is NotImplemented else result
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     return apply
@@ -141,6 +150,10 @@ def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
 
 # Functions that PyTorch applies itself, while it traces.
 _TORCHS_OWN = ("torch._", "torch.utils.checkpoint")
+
+
+# Functions of libraries that the graph has an op for: tried before they become a PythonOp.
+_KNOWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"bitsandbytes.autograd._functions.MatMul4Bit": matmul_4bit}
 
 
 def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *rest: Any) -> Any:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from onnxtrain.capture.four_bit import is_four_bit, refuse_four_bit
 from onnxtrain.capture.snapshot import PLAIN_TENSORS
-from onnxtrain.errors import CaptureError, ORTModuleIOError
+from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
+from onnxtrain.graph import traversal
+from onnxtrain.graph.values import MICROSOFT
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -61,16 +65,28 @@ def _function_modes() -> list[TorchFunctionMode]:
     return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 
-def refuse_module(module: torch.nn.Module) -> None:
+def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -> None:
     """Raises where the module has something that a graph would not run, or would run otherwise than eager does.
 
+    Args:
+        module: the module.
+        hooks_run_outside: whether the module's own hooks, not those of its submodules, run around the graph.
+
     Raises:
+        ORTModuleTorchModelException: the module is a DataParallel.
         CaptureError: names the submodules.
+        QuantizationError: a quantized weight lacks what it is quantized with.
     """
+    if isinstance(module, torch.nn.DataParallel):
+        raise ORTModuleTorchModelException(
+            "ORTModule cannot wrap torch.nn.DataParallel",
+            got=type(module).__name__,
+            todo="wrap the inner module with ORTModule, then use DistributedDataParallel",
+        )
     named = list(module.named_modules())
     hooks = [
         f"{name or 'the module itself'} ({kind})"
-        for name, submodule in named
+        for name, submodule in (named[1:] if hooks_run_outside else named)
         for attribute, kind in _HOOKS.items()
         if not all(map(_is_harmless, getattr(submodule, attribute).values()))
     ]
@@ -80,13 +96,18 @@ def refuse_module(module: torch.nn.Module) -> None:
             where=_some(hooks),
             todo="remove the hooks, or put them on the ORTModule itself",
         )
-    special = [f"{n}: {type(p).__qualname__}" for n, p in module.named_parameters() if type(p) not in PLAIN_TENSORS]
+    special = [
+        f"{name}: {type(parameter).__qualname__}"
+        for name, parameter in module.named_parameters()
+        if type(parameter) not in PLAIN_TENSORS and not is_four_bit(parameter)
+    ]
     if special:
         raise CaptureError(
             "parameters are of a kind that a graph cannot hold",
             where=_some(special),
             todo="the module runs in PyTorch; wrap the module before its parameters are converted",
         )
+    refuse_four_bit(module)
     packing = [name for name, submodule in named if _packs_padding(submodule)]
     if packing:
         raise CaptureError(
@@ -96,15 +117,42 @@ def refuse_module(module: torch.nn.Module) -> None:
         )
 
 
+def refuse_functions(model: ir.Model) -> None:
+    """Raises where forward applies a custom autograd function.
+
+    Raises:
+        CaptureError: names the functions and the lines.
+    """
+    found = [
+        f"{node.attributes.get_string('func_name')} ({traversal.origin(node)})"
+        for node in model.graph
+        if node.op_identifier()[:2] == (MICROSOFT, "PythonOp")
+    ]
+    if found:
+        raise CaptureError(
+            "forward applies custom autograd functions, and the option custom_autograd is off",
+            where=_some(found),
+            todo="the module runs in PyTorch; switch custom_autograd on to have it captured",
+        )
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Whether a hook only marks an output as needing a gradient, which a capture can run on fake tensors.
+def runs_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a hook of ours that a capture can run, and whose work becomes a part of the graph."""
+    hook._onnxtrain_runs_in_graph = True  # type: ignore[attr-defined]  # read below
+    return hook
 
-    transformers leaves this one on the embeddings when gradient checkpointing is switched on.
+
+def _is_harmless(hook: Callable[..., Any]) -> bool:
+    """Whether a hook can run on fake tensors: one of ours, or one that only makes an output require a gradient.
+
+    transformers leaves that one on the embeddings when gradient checkpointing is switched on.
     """
+    if getattr(hook, "_onnxtrain_runs_in_graph", False):
+        return True
     return hook.__module__ == "transformers.modeling_utils" and hook.__name__ == "make_inputs_require_grads"
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.modules import module as torch_module
 
+from onnxtrain.capture.four_bit import parts, quantization
 from onnxtrain.capture.structure import constant_key
 from onnxtrain.errors import CaptureError
 
@@ -203,18 +204,31 @@ class Snapshot:
 
     # Tensors
 
-    def tensor(self, owner: torch.nn.Module, name: str, container: str, value: torch.Tensor, where: str) -> None:
-        """A parameter, buffer or attribute: what is known of it but its elements."""
+    def tensor(self, owner: torch.nn.Module, name: str, place: str, value: torch.Tensor, where: str) -> str:
+        """A parameter, buffer or attribute: what is known of it but its elements. Gives its name in the source."""
         variable = f"t{len(self.tensors)}"
         self._variables[id(owner), name] = variable
         self.tensors[id(owner), name] = value
-        self.emit(f"{variable} = {container}[{name!r}]")
+        self.emit(f"{variable} = {place}")
         for what, fact in zip(_TENSOR_FACTS, _tensor_facts(value), strict=True):
             self._fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
         first = self._first_of_tensor.setdefault(id(value), (variable, where))
         if first[0] != variable:
             self._fact(_TIED, where, first[1])
             self.differs(f"{variable} is not {first[0]}")
+        return variable
+
+    def quantized(self, owner: torch.nn.Module, name: str, variable: str, value: torch.Tensor, where: str) -> None:
+        """What a quantized weight, `variable` in the source, is quantized with."""
+        state = quantization(value)
+        if state is None:
+            return
+        self.owner(value)
+        self.value("quantization", where, state, 0, 0)
+        self.may_differ(f"{variable}.quant_state is not {self.bind(state)}")
+        for way, tensor in parts(value).items():
+            if self.is_named(owner, f"{name}.{way}"):
+                self.tensor(owner, f"{name}.{way}", f"{variable}.{way}", tensor, f"{where}.{way}")
 
     def _fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
         self.facts[what, where] = Fact(key, str(key) if text is None else text)
@@ -372,7 +386,8 @@ class _Visit:
                 snapshot._fact("tensor", where, None)
                 snapshot.differs(f"p[{name!r}] is not None")
             else:
-                snapshot.tensor(self._module, name, "p", value, where)
+                variable = snapshot.tensor(self._module, name, f"p[{name!r}]", value, where)
+                snapshot.quantized(self._module, name, variable, value, where)
 
     def _attributes(self, own: Mapping[str, object]) -> None:
         snapshot, module, path = self._of, self._module, self._path
@@ -383,7 +398,7 @@ class _Visit:
             if name in _BOOKKEEPING or not (read is None or name in read):
                 continue
             if isinstance(value, torch.Tensor) and snapshot.is_named(module, name):
-                snapshot.tensor(module, name, "d", value, name if path == "the module" else f"{path}.{name}")
+                snapshot.tensor(module, name, f"d[{name!r}]", value, name if path == "the module" else f"{path}.{name}")
             else:
                 snapshot.attribute("d", name, value, path)
         for name in snapshot.missed(module):
@@ -454,14 +469,12 @@ def _submodules(module: torch.nn.Module, path: str, seen: set[int]) -> Iterator[
 
 
 def _place(module: torch.nn.Module, name: str) -> tuple[int, str] | None:
-    """The submodule that holds a tensor of this qualified name, and its name there."""
-    *path, last = name.split(".")
-    for step in path:
-        child = module.__dict__["_modules"].get(step)
-        if child is None:
-            return None
+    """The submodule that holds a tensor of this qualified name, and its name there (dots: what a parameter holds)."""
+    steps = name.split(".")
+    while len(steps) > 1 and (child := module.__dict__["_modules"].get(steps[0])) is not None:
         module = child
-    return id(module), last
+        del steps[0]
+    return id(module), ".".join(steps)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Structure:
 
     def constants(self) -> dict[str, Any]:
         """Each constant by its path."""
-        return {path: leaf.value for path, leaf in _leaves(self.tree) if isinstance(leaf, Constant)}
+        return {path: leaf.value for path, leaf in leaves(self.tree) if isinstance(leaf, Constant)}
 
     def difference(self, other: Structure) -> str:
         """In words, the first thing in which `other` differs from this one; "" where they are equal."""
@@ -470,10 +470,10 @@ def _names(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _leaves(tree: Tree, path: str = "") -> Iterable[tuple[str, Slot | Constant]]:
+def leaves(tree: Tree, path: str = "") -> Iterable[tuple[str, Slot | Constant]]:
     if isinstance(tree, Node):
         for child, step in zip(tree.children, tree.steps, strict=True):
-            yield from _leaves(child, path + step)
+            yield from leaves(child, path + step)
     else:
         yield _pretty(path), tree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -78,19 +79,24 @@ def _translate(expr: Any) -> Any:
     return rebuild(*arguments)
 
 
-def number_from_sizes(op: Builder, expr: Any) -> ir.Value | None:
-    """A 0-dimensional double that computes a number from sizes, as `math.sqrt(x.shape[1])`; None where it cannot."""
+def number_from_sizes(op: Builder, expr: Any, element: Callable[[str], ir.Value | None]) -> ir.Value | None:
+    """A 0-dimensional double that computes a number from sizes, as `math.sqrt(x.shape[1])`; None where it cannot.
+
+    `element` gives the double that a symbol stands for which is no size.
+    """
     double = ir.DataType.DOUBLE
     head = type(expr).__name__
     if expr.is_number:
         return op.scalar(float(expr), double)
+    if expr.is_Symbol:
+        return element(expr.name)
     if head == "ToFloat":
         size = sizes.from_sympy(_translate(expr.args[0]))
         return None if any(name.startswith(("u", "zuf")) for name in sizes.symbols(size)) else op.size(size, double)
     node = {"FloatPow": op.Pow, "FloatTrueDiv": op.Div, "Mul": op.Mul, "Add": op.Add}.get(head)
     if head == "IntTrueDiv":
-        return number_from_sizes(op, torch_functions.FloatTrueDiv(*map(torch_functions.ToFloat, expr.args)))
-    operands = [number_from_sizes(op, a) for a in expr.args] if node is not None else []
+        return number_from_sizes(op, torch_functions.FloatTrueDiv(*map(torch_functions.ToFloat, expr.args)), element)
+    operands = [number_from_sizes(op, a, element) for a in expr.args] if node is not None else []
     if node is None or any(o is None for o in operands):
         return None
     total = operands[0]

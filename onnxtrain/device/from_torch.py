@@ -91,6 +91,20 @@ def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
 def _base(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
 ) -> Base:
+    captured = capture_call(module, args, kwargs)
+    updates = name_outputs(captured, output_names)
+    _hold_parameters(module, captured)
+    light, held = hold_out(captured.model)
+    return Base(light, held, list(updates), updates)
+
+
+def capture_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+    """Captures a module as it is, with gradients.
+
+    Raises:
+        ORTModuleFallbackException: forward cannot be captured.
+        ArtifactError: something in it only PyTorch can run.
+    """
     tensors, structure = flatten_call(tuple(args), dict(kwargs))
     refuse_module(module)
     refuse_call(tensors)
@@ -102,10 +116,7 @@ def _base(
             watch.settle()  # what forward does once only (a cache that it fills) is done now
             captured = capture(module, structure, tensors, SideEffects(module))
     _refuse_no_form(captured)
-    updates = _name(captured, output_names)
-    _hold_parameters(module, captured)
-    light, held = hold_out(captured.model)
-    return Base(light, held, list(updates), updates)
+    return captured
 
 
 def _refuse_no_form(captured: Captured) -> None:
@@ -127,7 +138,7 @@ def _share_buffers(training: Base, evaluation: Base) -> None:
     evaluation.buffers = [name for name in training.buffers if name in known]
 
 
-def _name(captured: Captured, output_names: Sequence[str] | None) -> dict[str, str]:
+def name_outputs(captured: Captured, output_names: Sequence[str] | None) -> dict[str, str]:
     """Names the outputs; gives for each buffer that forward changes the name of its new value."""
     graph, results = captured.model.graph, captured.results
     names = list(output_names or (["output"] if results == 1 else [f"output_{i}" for i in range(results)]))

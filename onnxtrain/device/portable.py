@@ -25,18 +25,19 @@ from onnxtrain.passes import JOINT, optimize
 
 # Ops of which one node each ran in wasm and in a WebGPU session of onnxruntime-web 1.30 (Chromium, SwiftShader), with
 # the same numbers to 1e-5, sines and cosines to 2e-4. What WebGPU has no kernel for ran on the CPU there.
+# LSTM, GRU, RNN and Scan were compared in wasm; in a WebGPU session they ran.
 PORTABLE_OPS = frozenset(
     {
         *("Abs", "Acos", "Acosh", "Add", "And", "ArgMax", "ArgMin", "Asin", "Asinh", "Atan", "Atanh"),
         *("AveragePool", "BatchNormalization", "Cast", "Ceil", "Celu", "Clip", "Concat", "Constant"),
         *("ConstantOfShape", "Conv", "ConvTranspose", "Cos", "Cosh", "CumSum", "Div", "Einsum", "Elu", "Equal"),
         *("Erf", "Exp", "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm"),
-        *("GlobalAveragePool", "Greater", "GreaterOrEqual", "GroupNormalization", "HardSigmoid", "HardSwish"),
+        *("GlobalAveragePool", "Greater", "GreaterOrEqual", "GRU", "GroupNormalization", "HardSigmoid", "HardSwish"),
         *("Identity", "If", "InstanceNormalization", "IsInf", "IsNaN", "LayerNormalization", "LeakyRelu"),
-        *("Less", "LessOrEqual", "Log", "LogSoftmax", "MatMul", "Max", "MaxPool", "Min", "Mish", "Mod", "Mul"),
-        *("Neg", "NonZero", "Not", "OneHot", "Or", "PRelu", "Pad", "Pow", "Range", "Reciprocal", "ReduceL1"),
+        *("LSTM", "Less", "LessOrEqual", "Log", "LogSoftmax", "MatMul", "Max", "MaxPool", "Min", "Mish", "Mod", "Mul"),
+        *("Neg", "NonZero", "Not", "OneHot", "Or", "PRelu", "Pad", "Pow", "RNN", "Range", "Reciprocal", "ReduceL1"),
         *("ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
-        *("Relu", "Reshape", "Resize", "Round", "ScatterElements", "ScatterND", "Selu", "Shape", "Sigmoid"),
+        *("Relu", "Reshape", "Resize", "Round", "Scan", "ScatterElements", "ScatterND", "Selu", "Shape", "Sigmoid"),
         *("Sign", "Sin", "Sinh", "Size", "Slice", "Softmax", "Softplus", "Softsign", "Split", "Sqrt"),
         *("Squeeze", "Sub", "Sum", "Tan", "Tanh", "ThresholdedRelu", "Tile", "TopK", "Transpose", "Trilu"),
         *("Unsqueeze", "Where", "Xor"),
@@ -55,12 +56,13 @@ def make_portable(model: ir.Model) -> ir.Model:
     """
     model = traversal.with_graph(model, traversal.clone(model.graph)[0])
     _refuse_foreign(model.graph)
+    drop_unused_outputs(model.graph)
     _pool_without_indices(model.graph)
     model = inline_bodies(model)
     _pad_all_axes(model.graph)
     optimize(model, JOINT)
     drop_unused_outputs(model.graph)
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         _check(node)
     return model
 
@@ -76,12 +78,17 @@ def _refuse_foreign(graph: ir.Graph) -> None:
 
 
 def drop_unused_outputs(graph: ir.Graph) -> None:
-    """Takes the last outputs off standard nodes where nothing reads them: MaxPool's indices cost time and kernels."""
+    """Takes the last outputs off nodes where nothing reads them and they may be absent.
+
+    MaxPool's indices cost time and kernels, and what LSTMTraining keeps for a gradient costs all but a gradient.
+    """
     for node in graph:
-        if node.domain != ONNX or len(node.outputs) < 2 or definition_of(node).outputs[-1].endswith("..."):
+        declared = definition_of(node).outputs
+        if len(node.outputs) < 2 or declared[-1].endswith("..."):
             continue
-        used = [index for index, value in enumerate(node.outputs) if traversal.is_used(value)]
-        node.resize_outputs(max(used, default=0) + 1)
+        needed = 1 if node.domain == ONNX else sum(not name.endswith("?") for name in declared)
+        used = [index + 1 for index, value in enumerate(node.outputs) if traversal.is_used(value)]
+        node.resize_outputs(max(needed, *used))
 
 
 def _check(node: ir.Node) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 
 import onnx_ir as ir
 
-from onnxtrain.device.portable import make_portable
+from onnxtrain.device.portable import drop_unused_outputs, make_portable
 from onnxtrain.errors import ArtifactError, GraphError, OptionError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.opset import convert_opset
@@ -81,6 +81,7 @@ def _with_functions(model: ir.Model) -> ir.Model:
     Overloads would hold all cases, but onnxruntime up to 1.24 at least calls the first of them for all.
     """
     model = inline_bodies(model, keep=_stays)
+    drop_unused_outputs(model.graph)
     written_out: set[str | None] = set()
 
     def stays(node: ir.Node) -> bool:

@@ -83,15 +83,7 @@ def training_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Mod
         ArtifactError: an op on the way from the loss to a parameter has no gradient, or no form in standard ops; a
             parameter that the loss does not depend on.
     """
-    model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
-    optimize(model, FORWARD)
-    _refuse_opaque(model.graph, roles)
-    gradients = _differentiated(model, roles)
-    draws = draw_from_seed(gradients.graph)
-    optimize(gradients, JOINT)
-    _order_inputs(gradients.graph, roles, draws)
-    verify(gradients, lookup)
-    result = for_stock(gradients, portable=portable)
+    result, draws = gradient_model(forward, roles, portable=portable)
     updates = _accumulate(result.graph, roles.trainable)
     updates |= {f"{name}{UPDATED}": name for name in roles.buffers}
     annotate(
@@ -108,6 +100,26 @@ def training_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Mod
     )
     verify_updates(result, updates)
     return result
+
+
+def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[ir.Model, bool]:
+    """The joint graph for stock onnxruntime, and whether it draws random numbers, from an input `random_seed`.
+
+    Its outputs are `roles.outputs`, `<p>_grad` for each trainable p, and `<b>.out` for each buffer. `forward` stays as
+    it is.
+
+    Raises:
+        ArtifactError: as `training_model`.
+    """
+    model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
+    optimize(model, FORWARD)
+    _refuse_opaque(model.graph, roles)
+    gradients = _differentiated(model, roles)
+    draws = draw_from_seed(gradients.graph)
+    optimize(gradients, JOINT)
+    _order_inputs(gradients.graph, roles, draws)
+    verify(gradients, lookup)
+    return for_stock(gradients, portable=portable), draws
 
 
 def eval_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:

@@ -210,6 +210,9 @@ def _random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[t
 class _Boundary(torch.autograd.Function):
     """Forward and backward of a unit, as autograd sees them.
 
+    Backward programs take their arguments from an iterator, which holds nothing once it is read, and autograd lets go
+    of what was saved (unless retain_graph says otherwise): each tensor is freed after its last use, as in eager.
+
     `ctx.call` is (unit, tensors, versions, sizes): one attribute, because each costs as much as a third of a small
     operator. The tensors are held beside the saved ones for create_graph, which runs the module again in PyTorch:
     eager does not refuse a change of a tensor that its backward does not read.
@@ -232,13 +235,14 @@ class _Boundary(torch.autograd.Function):
             return (None, *_differentiable_backward(ctx, cotangents, needed[1:]))
         usual, program = unit.usual
         if needed == usual and not torch._C._is_any_autocast_enabled():
-            gradients, _ = program.run((*ctx.saved_tensors, *cotangents), ctx.call[3])
+            arguments = iter((*ctx.saved_tensors, *cotangents))
+            ctx.maybe_clear_saved_tensors()
+            gradients, _ = program.run(arguments, ctx.call[3])
             return (None, *gradients)
-        saved: Sequence[Any] = ctx.saved_tensors
         if not unit.contexts:
-            return _backward(ctx, saved, cotangents, needed)
+            return _backward(ctx, ctx.saved_tensors, cotangents, needed)
         contexts = dict(zip(unit.contexts, ctx.contexts, strict=True))
-        kept = [contexts.get(i, tensor) for i, tensor in enumerate(saved)]
+        kept = [contexts.get(i, tensor) for i, tensor in enumerate(ctx.saved_tensors)]
         found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, kept, cotangents, needed), unit.renew_backwards)
         return found
 
@@ -269,7 +273,10 @@ def _backward(
 ) -> tuple[Any, ...]:
     unit, _, _, known = ctx.call
     backward = unit.backward(tuple(map(is_not, cotangents, unit.none)), needed)
-    arguments = backward.arguments(saved, cotangents, ctx)
+    arguments = iter(backward.arguments(saved, cotangents, ctx))
+    del saved
+    if not unit.contexts:  # a PythonOp's backward may run twice
+        ctx.maybe_clear_saved_tensors()
     sizes = [known[i] for i in backward.sizes] if backward.sizes else ()
     if torch._C._is_any_autocast_enabled():
         with torch.autocast(unit.device_type, enabled=False):

@@ -58,6 +58,10 @@ class HostInt:
     def smallest(self, other: Int) -> HostInt:
         return HostInt(f"min({self.source}, {_text(other)})")
 
+    def scaled(self, factor: float) -> HostInt:
+        """floor(self * factor) in doubles; no size is negative."""
+        return HostInt(f"int({self.source} * {factor!r})")
+
     def __repr__(self) -> str:
         return self.source
 

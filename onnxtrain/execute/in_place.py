@@ -16,23 +16,24 @@ import onnx_ir as ir
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import ATEN, type_of
 from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops.definition import Kernel
 from onnxtrain.plan.cut import Part
 
 
-def overwritten(part: Part, last_uses: Mapping[ir.Value, int], device: str) -> dict[ir.Node, int]:
+def overwritten(part: Part, last_uses: Mapping[ir.Value, int], kernels: Mapping[ir.Node, Kernel]) -> dict[ir.Node, int]:
     """For each such node, the index of that input.
 
     Args:
         part: the nodes of the program.
         last_uses: for each tensor that is read, the position of the last node that does; past the end for outputs.
-        device: the type of the device, which decides the kernels.
+        kernels: those of all nodes but size arithmetic.
     """
     sets = AliasSets(part.nodes, definition_of)
     own = set(part.nodes)
     found: dict[ir.Node, int] = {}
     for position, node in enumerate(part.nodes):
-        index = definition_of(node).kernel(node, device).in_place
-        value = None if index is None or part.host.issuperset(node.outputs) else node.inputs[index]
+        index = kernels[node].in_place if node in kernels else None
+        value = None if index is None else node.inputs[index]
         if index is None or value is None or value in part.host or not _is_fresh(value, own):
             continue
         members = sets.aliases_of(value)

@@ -19,14 +19,16 @@ import keyword
 import linecache
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
+from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.host_source import HostInt, ShapeSource
 from onnxtrain.execute.in_place import overwritten
+from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
@@ -34,7 +36,8 @@ from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Proper
 from onnxtrain.plan.cut import Part
 
 _SERIAL = itertools.count(1)
-Run = Callable[[Sequence[torch.Tensor], Sequence[int]], "tuple[tuple[Any, ...], tuple[int, ...]]"]
+KernelOf = Callable[[ir.Node, str], Kernel]
+Run = Callable[[Iterable[torch.Tensor], Sequence[int]], "tuple[tuple[Any, ...], tuple[int, ...]]"]
 
 
 class Program:
@@ -45,14 +48,36 @@ class Program:
         source: the generated Python.
         run: (tensors, sizes) -> (tensors, sizes), in the order of the part's inputs and outputs.
         filename: the name under which debuggers and profilers find the source.
+        namespace: the globals of the source.
     """
 
-    def __init__(self, part: Part, name: str, device: torch.device) -> None:
-        writer = _Writer(part, name, device, ranges=False)
-        self.part, self._name, self._device = part, name, device
+    def __init__(
+        self,
+        part: Part,
+        name: str,
+        device: torch.device,
+        kernels: KernelOf = expected_kernel,
+        entry: Sequence[ir.Value] | None = None,
+        layout: ChannelsLast | None = None,
+    ) -> None:
+        """Writes and loads the source.
+
+        Args:
+            part: what to run.
+            name: a title for it.
+            device: where.
+            kernels: the kernel of a node, from the node and the type of the device.
+            entry: where given, `run` goes on only when the shapes of these inputs are those in `namespace`
+                ("shape_0", …), which are None at first, or with a third argument True; all other calls it hands to
+                "elsewhere" there, as a list of tensors and the sizes.
+            layout: what lies channels-last, where anything does.
+        """
+        self.part, self._name, self._device, self._kernels, self._layout = part, name, device, kernels, layout
+        writer = _Writer(part, name, device, kernels, layout, ranges=False, entry=entry)
         self.source = writer.source()
         self.filename = f"<onnxtrain {name} #{next(_SERIAL)}>"
         writer.namespace.update(profiling=torch._C._autograd._profiler_enabled, profiled=self._profiled)
+        self.namespace = writer.namespace
         self.run = self._load(self.source, self.filename, writer.namespace)
         self._ranged: Run | None = None
 
@@ -61,7 +86,7 @@ class Program:
     ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
         """Runs the same program with a profiler range per node, made when a profiler first runs."""
         if self._ranged is None:
-            writer = _Writer(self.part, self._name, self._device, ranges=True)
+            writer = _Writer(self.part, self._name, self._device, self._kernels, self._layout, ranges=True)
             self._ranged = self._load(writer.source(), f"{self.filename[:-1]} profiled>", writer.namespace)
         return self._ranged(tensors, sizes)
 
@@ -83,11 +108,23 @@ class _Ref(str):
 class _Writer:
     """Writes the source of one part."""
 
-    def __init__(self, part: Part, name: str, device: torch.device, ranges: bool) -> None:
+    def __init__(
+        self,
+        part: Part,
+        name: str,
+        device: torch.device,
+        kernels: KernelOf,
+        layout: ChannelsLast | None,
+        ranges: bool,
+        entry: Sequence[ir.Value] | None = None,
+    ) -> None:
         self._part = part
         self._title = name
         self._device = device
+        self._kernels = {node: kernels(node, device.type) for node in part.nodes if not _is_host(node, part)}
+        self._layout = layout
         self._ranges = ranges
+        self._entry = entry
         self.namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self._names: dict[ir.Value, _Ref] = {}
         self._host: dict[ir.Value, Any] = {}
@@ -99,22 +136,28 @@ class _Writer:
             "profiling",
             "profiled",
             "record",
+            "elsewhere",
+            "known",
+            *(f"shape_{i}" for i in range(len(entry or ()))),
             "_",
             *self.namespace,
         }
         self._lines: list[str] = []
         self._last = _last_uses(part)
-        self._overwritten = overwritten(part, self._last, device.type)
+        self._overwritten = overwritten(part, self._last, self._kernels)
 
     # Structure
 
     def source(self) -> str:
         part = self._part
-        self._line("def program(arguments, sizes):", indent=0)
+        known = "" if self._entry is None else ", known=False"
+        self._line(f"def program(arguments, sizes{known}):", indent=0)
         if not self._ranges:
             self._line("if profiling(): return profiled(arguments, sizes)")
         if part.inputs:
             self._line(f"{_tuple_source([self._name(v) for v in part.inputs])} = arguments")
+        if self._entry is not None:
+            self._enter(self._entry)
         if part.sizes_in:
             names = [self._fresh(v.name or "size") for v in part.sizes_in]
             self._line(f"{_tuple_source(names)} = sizes")
@@ -125,16 +168,33 @@ class _Writer:
             self._line(f"del {', '.join(unread)}")
         for position, node in enumerate(part.nodes):
             self._node(node, position)
-        tensors = [self._output(v) for v in part.outputs]
+        tensors = [self._output(v, i < part.leaving) for i, v in enumerate(part.outputs)]
         sizes = [_host_scalar(self._host[v]) for v in part.sizes_out]
         self._line(f"return {_tuple_source(tensors)}, {_tuple_source(sizes)}")
         if self._ranges:
             self.namespace["record"] = torch.profiler.record_function
         return "\n".join([f'"""{self._title}: generated by onnxtrain."""', "", *self._lines, ""])
 
-    def _output(self, value: ir.Value | None) -> str:
+    def _enter(self, entry: Sequence[ir.Value]) -> None:
+        """Sends calls of other shapes elsewhere. Where all sizes are fixed, the empty tuple stands for them.
+
+        The arguments go in a list that can be emptied: nothing here keeps them alive.
+        """
+        shapes = [f"{self._name(v)}.shape" for v in entry] or ["()"]
+        self.namespace.update((f"shape_{i}", None) for i in range(len(shapes)))
+        others = " or ".join(f"{shape} != shape_{i}" for i, shape in enumerate(shapes))
+        names = ", ".join(self._name(v) for v in self._part.inputs)
+        self._line(f"if not known and ({others}):")
+        self._line(f"arguments = [{names}]", indent=2)
+        if names:
+            self._line(f"del {names}", indent=2)
+        self._line("return elsewhere(arguments, sizes)", indent=2)
+
+    def _output(self, value: ir.Value | None, leaves: bool) -> str:
         if value is None:
             return "None"
+        if leaves and self._layout is not None and self._layout.may_hold(value):
+            return f"{self._tensor(value)}.contiguous()"
         # A constant that leaves the program is the user's to change.
         return f"{self._tensor(value)}.clone()" if value.const_value is not None else self._tensor(value)
 
@@ -144,7 +204,7 @@ class _Writer:
 
     def _node(self, node: ir.Node, position: int) -> None:
         definition = definition_of(node)
-        if all(v in self._part.host for v in node.outputs) and node.outputs:
+        if _is_host(node, self._part):
             self._host_node(node, definition)
         else:
             self._tensor_node(node, definition)
@@ -184,9 +244,11 @@ class _Writer:
         return HostInt(name)
 
     def _tensor_node(self, node: ir.Node, definition: OpDef) -> None:
-        kernel = definition.kernel(node, self._device.type)
+        kernel = self._kernels[node]
         view = definition.view(node)
         arguments = self._arguments(node, definition, kernel)
+        if self._layout is not None:
+            arguments = self._layout.arguments(node, arguments)
         call = kernel.lower(view, *arguments)
         if node in self._overwritten:
             call = _in_place(call) or call
@@ -328,6 +390,11 @@ class _Writer:
             known = self._functions[id(thing)] = self._fresh(wish)
             self.namespace[known] = thing
         return known
+
+
+def _is_host(node: ir.Node, part: Part) -> bool:
+    """Whether a node is size arithmetic, done on Python ints."""
+    return bool(node.outputs) and part.host.issuperset(node.outputs)
 
 
 _IN_PLACE = {"+": "add_", "-": "sub_", "*": "mul_", "/": "div_"}

@@ -11,6 +11,7 @@ language writes what PyTorch's ops become, bodies, gradients and passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -60,12 +61,14 @@ class Builder:
         graph: where nodes go, at the end.
         origin: metadata that every node made from now on carries (module path, the user's source line).
         out: during capture, the types that PyTorch gave the outputs of the op being converted.
+        device: during capture, the type of the device that they lie on.
     """
 
     def __init__(self, graph: ir.Graph, schemas: Schemas) -> None:
         self.graph = graph
         self.origin: dict[str, str] = {}
         self.out: tuple[TensorType, ...] = ()
+        self.device = "cpu"
         self.ms = _Domain(self, MICROSOFT)
         self.own = _Domain(self, OWN)
         self.aten = _Domain(self, ATEN)
@@ -199,7 +202,7 @@ class Builder:
             return result
         head = type(expr).__name__
         if head == "floor" and any(part.is_Float for part in expr.atoms()):
-            return self.Cast(self.Floor(self._double(expr.args[0])), to=ir.DataType.INT64)  # type: ignore[no-any-return]
+            return self._scaled_size(expr)
         if head == "floor":
             numerator, denominator = expr.args[0].together().as_numer_denom()
             return self.own.FloorDivide(self._operand(numerator), self._operand(denominator))  # type: ignore[no-any-return]
@@ -214,16 +217,15 @@ class Builder:
             total = fold(total, operand)
         return total
 
-    def _double(self, expr: Any) -> ir.Value:
-        """A size times a scale that is no whole number, as a double: as PyTorch computes the sizes of interpolation."""
-        if expr.is_number:
-            return self.constant([float(expr)], ir.DataType.DOUBLE)
-        if not expr.is_Mul:
-            return self.Cast(self._operand(expr), to=ir.DataType.DOUBLE)  # type: ignore[no-any-return]
-        total, *rest = map(self._double, expr.args)
-        for factor in rest:
-            total = self.Mul(total, factor)
-        return total
+    def _scaled_size(self, expr: Any) -> ir.Value:
+        """floor(size * scale) in doubles: how PyTorch computes the sizes of interpolation."""
+        factor, size = expr.args[0].as_coeff_Mul()
+        if any(part.is_Float for part in size.atoms()):
+            raise GraphError(f"the size {sizes.from_sympy(expr)} cannot be computed inside the graph")
+        mantissa, exponent = math.frexp(factor)
+        how = {"mantissa": int(math.ldexp(mantissa, 53)), "exponent": exponent - 53}
+        result: ir.Value = self.own.ScaledSize(self._operand(size), **how)
+        return result
 
     def _operand(self, expr: Any) -> ir.Value:
         return self._size_vector(sizes.from_sympy(expr))

@@ -126,6 +126,12 @@ def floor_divide(a: Size, b: Size) -> Size:
 
 
 @functools.lru_cache(maxsize=65536)
+def scale(size: Size, factor: float) -> Size:
+    """floor(size * factor), the product being rounded to a double."""
+    return int(size * factor) if isinstance(size, int) else from_sympy(sympy.floor(sympy.Float(factor) * parse(size)))
+
+
+@functools.lru_cache(maxsize=65536)
 def maximum(*sizes: Size) -> Size:
     return from_sympy(sympy.Max(*map(parse, sizes)))
 

@@ -21,6 +21,7 @@ from onnxtrain.ops.definition import (
     GradientRule,
     Infix,
     Kernel,
+    Layout,
     NodeView,
     OpDef,
     numel,
@@ -112,6 +113,7 @@ def unary(
             aliases={},
             flops=flops,
             host=host,
+            layout=Layout(frozenset({"x", "y"})),
         )
     )
 
@@ -169,6 +171,7 @@ def binary(
             aliases={},
             flops=elementwise_flops,
             host=_on_host(host) if host else None,
+            layout=Layout(frozenset({"a", "b", "y"})),
         )
     )
 

@@ -17,7 +17,8 @@ Source: Dumoulin and Visin 2016, https://arxiv.org/abs/1603.07285 (sections 2, 4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -28,8 +29,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
 from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
+from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.spatial import (
     as_list,
     covered,
@@ -185,6 +188,47 @@ def _conv_flops(n: NodeView) -> Size:
     return sizes.multiply(2, sizes.of(n.x)[0], product(positions), product(sizes.of(n.w)))
 
 
+def _seconds(positions: Callable[[NodeView, Shapes], int]) -> Callable[[NodeView, Shapes, Machine], float]:
+    """The cost model; `positions` counts those of the smaller side, at each of which x meets all of w in a sample."""
+
+    def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
+        x, w = (shapes[list(n.definition.inputs).index(name)] for name in ("x", "w"))
+        gradients = sum(n.output_mask[:2]) if "output_mask" in n.definition.attributes else 1
+        flops = 2.0 * gradients * x[0] * positions(n, shapes) * math.prod(w)
+        return expected_seconds("aten", flops, machine, TORCH_DTYPES[dtype_of(n.x)])
+
+    return seconds
+
+
+def _in_float32(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Widens tensors, and rounds the results again."""
+    dtype = next(a.dtype for a in arguments if isinstance(a, torch.Tensor))
+    found = call(*(a.float() if isinstance(a, torch.Tensor) else a for a in arguments))
+    if isinstance(found, torch.Tensor):
+        return found.to(dtype)
+    return tuple(None if v is None else v.to(dtype) for v in found)
+
+
+def in_float32(lower: Callable[..., Call]) -> Kernel:
+    """The same call on narrow elements that are widened before and rounded after it."""
+
+    def lower_wide(n: NodeView, *arguments: Any) -> Call:
+        call = lower(n, *arguments)
+        return Call(_in_float32, call.function, *call.args)
+
+    def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
+        wide = Machine(machine.model, machine.vendor, {})
+        return n.definition.kernels[0].seconds(n, shapes, wide) + widening_seconds(sum(map(math.prod, shapes)))
+
+    narrow = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
+    return Kernel(
+        lower=lower_wide,
+        name="float32",
+        seconds=seconds,
+        applies=lambda n, device: device == "cpu" and dtype_of(n.x) in narrow,
+    )
+
+
 fused(
     ONNX,
     "Conv",
@@ -205,8 +249,11 @@ fused(
     body=STANDARD,
     gradient=(Gradient(_conv_gradient, reads=("x", "w")),),
     lower=_lower_conv,
+    others=(in_float32(_lower_conv),),
+    seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:]) // math.prod(_geometry(n)[0])),
     axes=_conv_axes,
     flops=_conv_flops,
+    layout=Layout(frozenset({"x", "y"}), gains=True),
 )
 
 
@@ -257,8 +304,11 @@ fused(
     body=STANDARD,
     gradient=(Gradient(_conv_transpose_gradient, reads=("x", "w")),),
     lower=_lower_conv_transpose,
+    others=(in_float32(_lower_conv_transpose),),
+    seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
     axes=lambda n: _conv_axes(n, transposed=True),
     flops=_conv_flops,
+    layout=Layout(frozenset({"x", "y"}), gains=True),
 )
 
 
@@ -343,6 +393,14 @@ def _lower_grad(n: NodeView, dy: Any, x: Any, w: Any, output_padding: list[int],
     return Call(aten.convolution_backward.default, dy, x, w, [channels] if mask[2] else None, *how)
 
 
+def _lower_conv_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
+    return _lower_grad(n, dy, x, w, [0] * (rank_of(n.x) - 2), False)
+
+
+def _lower_conv_transpose_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
+    return _lower_grad(n, dy, x, w, _output_padding(n), True)
+
+
 fused(
     MICROSOFT,
     "ConvGrad",
@@ -351,7 +409,10 @@ fused(
     attributes={**_GEOMETRY, "output_mask": (1, 1, 1)},
     shapes=_grad_types,
     body=_conv_grad_body,
-    lower=lambda n, dy, x, w: _lower_grad(n, dy, x, w, [0] * (rank_of(n.x) - 2), False),
+    lower=_lower_conv_grad,
+    others=(in_float32(_lower_conv_grad),),
+    seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
+    layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
     axes=lambda n: _conv_axes(n, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.dy)), product(sizes.of(n.w))),
 )
@@ -363,7 +424,10 @@ fused(
     attributes={**_TRANSPOSED, "output_mask": (1, 1, 1)},
     shapes=_grad_types,
     body=_conv_transpose_grad_body,
-    lower=lambda n, dy, x, w: _lower_grad(n, dy, x, w, _output_padding(n), True),
+    lower=_lower_conv_transpose_grad,
+    others=(in_float32(_lower_conv_transpose_grad),),
+    seconds=_seconds(lambda n, shapes: math.prod(shapes[1][2:])),
+    layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.x)), product(sizes.of(n.w))),
 )

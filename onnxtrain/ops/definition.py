@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import onnx_ir as ir
 import torch
@@ -21,6 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, rank_of
+from onnxtrain.ops.machine import Machine, Shapes
 
 OPSET = 23  # ai.onnx inside the pipeline; written files may ask for another
 
@@ -218,6 +219,10 @@ class Kernel:
         deterministic: whether two runs give the same bits.
         workspace: bytes of scratch memory beside inputs and outputs.
         in_place: index of the input whose memory it can reuse for its first output, or None.
+        name: of the library or the way, where any of several kernels may run the node and speed decides; such kernels
+            take tensors only.
+        seconds: what it is expected to take, from the node, the shapes of its inputs and the machine, where it has a
+            name; infinite where it should not even be tried.
     """
 
     lower: Callable[..., Call]
@@ -228,6 +233,20 @@ class Kernel:
     deterministic: bool = True
     workspace: Callable[[NodeView], Size] = lambda node: 0
     in_place: int | None = None
+    name: str = ""
+    seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
+
+
+class Layout(NamedTuple):
+    """That some inputs and outputs hold pictures [n, c, h, w] in one order of memory, whichever that is.
+
+    Attributes:
+        values: the names of these inputs and outputs.
+        gains: whether the op runs faster where that order is channels-last.
+    """
+
+    values: frozenset[str]
+    gains: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +276,7 @@ class OpDef:
         host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None: it cannot.
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
         objects: outputs that are Python objects in a running program, and no tensors.
+        layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
     """
 
     domain: str
@@ -281,6 +301,7 @@ class OpDef:
     shape_only: frozenset[str] = frozenset()
     detached: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)
@@ -322,6 +343,13 @@ class OpDef:
             if kernel.applies(view, device):
                 return kernel
         raise GraphError(f"no kernel of {self.name} applies on {device} to {node.name}")
+
+    def candidates(self, node: ir.Node, device: str) -> tuple[Kernel, ...]:
+        """The kernels between which speed decides, PyTorch's own way first; one where there is no choice."""
+        first = self.kernel(node, device)
+        view = self.view(node)
+        others = (k for k in self.kernels if k is not first and k.name and k.applies(view, device))
+        return (first, *others) if first.name else (first,)
 
 
 def numel(value: ir.Value | None) -> Size:

@@ -52,7 +52,8 @@ def _forget_sizes(function: ir.Function) -> None:
 
     Tools that inline functions copy the symbols, and onnxruntime gives tensors of equal shapes one buffer.
     """
-    for value in (*function.inputs, *(output for node in function for output in node.outputs)):
+    inner = (value for node in function for graph in traversal.subgraphs(node) for value in graph.inputs)
+    for value in (*function.inputs, *inner, *(output for node in function.all_nodes() for output in node.outputs)):
         if value.shape is not None:
             value.shape = ir.Shape([None] * len(value.shape))
 

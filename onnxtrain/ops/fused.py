@@ -23,16 +23,22 @@ from onnxtrain.ops.definition import (
     FromTorch,
     Gradient,
     Kernel,
+    Layout,
     NodeView,
     NotDifferentiable,
     OpDef,
     Standard,
 )
+from onnxtrain.ops.machine import Machine, Shapes
 from onnxtrain.ops.registry import FROM_TORCH, define
 
 
 def never(node: NodeView) -> bool:
     return False
+
+
+def no_seconds(node: NodeView, shapes: Shapes, machine: Machine) -> float:
+    return 0.0
 
 
 def fused(
@@ -53,15 +59,20 @@ def fused(
     since: int = 1,
     host: frozenset[int] = frozenset(),
     kernels: tuple[Kernel, ...] = (),
+    others: tuple[Kernel, ...] = (),
+    seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
+    layout: Layout | None = None,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
+
+    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
 
     `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
 
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """
-    last = Kernel(lower=lower, host=host)
+    last = Kernel(lower=lower, host=host, name="aten" if others else "", seconds=seconds)
     if atomic_on_gpu:
         kernels = (*kernels, replace(last, applies=lambda node, device: device == "cpu"))
         last = replace(last, deterministic=False)
@@ -79,12 +90,13 @@ def fused(
             native_ok=always if body is STANDARD else never,
             gradient=gradient,
             stops=stops,
-            kernels=(*kernels, last),
+            kernels=(*kernels, last, *others),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
             flops=flops,
             host=None,
+            layout=layout,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )

@@ -67,6 +67,10 @@ class SizeExpression:
         """The smaller of both."""
         return SizeExpression(sizes.minimum(self.size, _size(other)))
 
+    def scaled(self, factor: float) -> SizeExpression:
+        """floor(self * factor) in doubles."""
+        return SizeExpression(sizes.scale(self.size, factor))
+
 
 class _ShapeOf:
     """A tensor of which only the sizes are read."""

@@ -6,6 +6,7 @@ lives in a file of its own; `docs/adding-a-pass.md` walks through one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
@@ -14,14 +15,29 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.dedupe import dedupe
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
+from onnxtrain.passes.fuse_attention import fuse_attention
+from onnxtrain.passes.fuse_patterns import fuse_patterns
+from onnxtrain.passes.key_dropout import key_dropout
+from onnxtrain.passes.move_gathers import move_gathers
+from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
+from onnxtrain.report import PassReport
 
 Pass = Callable[[ir.Graph, Changes], None]
 
 FORWARD: tuple[Pass, ...] = (
     fold_constants,  # first: later passes match constants
     dedupe,  # one value per expression, so that a match has one producer
+    fuse_patterns,  # before differentiation, as the next: one gradient op instead of those of the parts
+    fuse_attention,  # reads q and k behind their rotary embedding
+    drop_unused,  # what nobody reads any more must not hold up rows that move
+    skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
+    move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
+    key_dropout,  # after all that match Dropout or move rows through it
     drop_unused,  # last: what the others left behind
 )
+
+# The passes before those that make an element's place matter: what packs tokens comes between.
+BEFORE_KEYS = FORWARD[: FORWARD.index(key_dropout)]
 
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
@@ -35,7 +51,10 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
     total = Changes()
     for run in passes:
         changes = Changes(run.__name__)
+        start = time.perf_counter()
         run(model.graph, changes)
+        took_ms = (time.perf_counter() - start) * 1e3
+        total.passes.append(PassReport(run.__name__, took_ms, len(changes.made), len(changes.refused)))
         total.made += [f"{run.__name__}: {text}" for text in changes.made]
         total.refused += changes.refused
     return total

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxtrain.report import Refusal
+from onnxtrain.report import PassReport, Refusal
 
 
 @dataclass
 class Changes:
-    """Filled by one pass."""
+    """Filled by one pass; `passes` by those who run several."""
 
     pass_name: str = ""
     made: list[str] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
+    passes: list[PassReport] = field(default_factory=list)
 
     def refuse(self, node: ir.Node, reason: str) -> None:
         """Notes that `node` was left alone, and why."""

@@ -31,6 +31,7 @@ class Part:
         outputs: tensors that go out; None for one that is not wanted.
         sizes_out: sizes that go out as Python ints.
         host: the values of the whole graph that are Python ints.
+        leaving: how many of the outputs, from the first, the user gets to see.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -39,6 +40,7 @@ class Part:
     outputs: tuple[ir.Value | None, ...]
     sizes_out: tuple[ir.Value, ...]
     host: frozenset[ir.Value]
+    leaving: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def whole(model: ir.Model) -> Part:
     """A graph without gradients as one part."""
     nodes = tuple(model.graph)
     host = frozenset(host_values(nodes, definition_of))
-    return Part(nodes, tuple(model.graph.inputs), (), tuple(model.graph.outputs), (), host)
+    return Part(nodes, tuple(model.graph.inputs), (), tuple(model.graph.outputs), (), host, len(model.graph.outputs))
 
 
 def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
@@ -81,8 +83,16 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     forward, _ = _needed([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
     inputs = tuple(v for v in graph.inputs if v not in given)
     return Cut(
-        Part(forward, inputs, (), (*results, *kept), crossing, host),
-        Part(backward, (*kept, *(c for c in joint.cotangents if c is not None)), crossing, gradients, (), host),
+        Part(forward, inputs, (), (*results, *kept), crossing, host, len(results)),
+        Part(
+            backward,
+            (*kept, *(c for c in joint.cotangents if c is not None)),
+            crossing,
+            gradients,
+            (),
+            host,
+            len(gradients),
+        ),
         kept,
         crossing,
     )

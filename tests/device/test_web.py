@@ -147,11 +147,28 @@ class Mlp(nn.Module):
         return self.head(torch.relu(self.hidden(image.flatten(1))))
 
 
+class Rows(nn.Module):
+    """Reads an image row by row, in both directions."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(8, 48, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(768, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(image.flatten(1, 2))[0].flatten(1))
+
+
 @needs("onnxruntime-web", "playwright-core")
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["wasm", "webgpu"])
-@pytest.mark.parametrize("network", [Network, Mlp])
+@pytest.mark.parametrize(
+    ("network", "backend"),
+    [
+        *((network, backend) for network in (Network, Mlp) for backend in ("wasm", "webgpu")),
+        *((partial(Rows, kind), "wasm") for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    ],
+)
 def test_the_browser_trains_as_python_does(network: type[nn.Module], backend: str, tmp_path: Path) -> None:
     assemble(tmp_path)
     make(tmp_path / "artifacts", network())

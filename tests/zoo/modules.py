@@ -237,7 +237,7 @@ def _masked(draw: Draw, batch: int, length: int) -> Call:
 
 
 def _sentences(draw: Draw, batch: int, length: int) -> Call:
-    return Call((draw.ints(WORDS, batch, 6), draw.ints(CLASSES, batch)))
+    return Call((draw.ints(WORDS, batch, length), draw.ints(CLASSES, batch)))
 
 
 def _bags(draw: Draw, batch: int, length: int) -> Call:
@@ -266,8 +266,8 @@ MODELS = (
     ZooModel("mlp", Mlp, _features, mean_square, BATCHES),
     ZooModel("resnet", ResNet, _pictures, _by_key, ((3, 16), (1, 9), (2, 12))),
     ZooModel("transformer-encoder", Encoder, _masked, mean_square),
-    ZooModel("lstm", lambda: Recurrent(nn.LSTM), _sentences, _first, BATCHES),  # length is fixed at capture
-    ZooModel("gru", lambda: Recurrent(nn.GRU), _sentences, _first, BATCHES),
+    ZooModel("lstm", lambda: Recurrent(nn.LSTM), _sentences, _first, SEQUENCES),
+    ZooModel("gru", lambda: Recurrent(nn.GRU), _sentences, _first, SEQUENCES),
     ZooModel("embedding-bag", Bags, _bags, mean_square, BATCHES),
     ZooModel("tied-weights", Tied, _words, mean_square, SEQUENCES),
     ZooModel("no-grad-region", PartlyFrozen, _features, mean_square, BATCHES),

@@ -206,7 +206,8 @@ class _Walk:
             return convert(source)
         definition = OPS.get((node.domain, node.op_type))
         attributes = None if definition is None else _attributes(node, definition)
-        if definition is None or attributes is None or _too_many(node, definition):
+        loops = any(traversal.subgraphs(node))
+        if definition is None or attributes is None or loops or _too_many(node, definition):
             return self._foreign(source)
         return self._op.node(node.domain, node.op_type, source.inputs, attributes).outputs
 

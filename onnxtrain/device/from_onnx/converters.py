@@ -17,10 +17,12 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import constant_of, dtype_of, rank_of
+from onnxtrain.graph.values import MICROSOFT, ONNX, constant_of, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import average, axes_constant, reshaped, times
 from onnxtrain.ops.randomness import dropped_out
+from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
+from onnxtrain.ops.recurrent.standard import reason_against
 from onnxtrain.ops.spatial import cut_out, spatial
 from onnxtrain.ops.symbolic import held_sizes
 
@@ -198,6 +200,23 @@ def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value
     moved = times(op, reshaped(op, variance, [sizes.of(x)[1]]), 1 - momentum)
     result: ir.Value = op.Add(times(op, running, momentum), moved)
     return result
+
+
+def _recurrent(cell: Cell) -> Converter:
+    """An LSTM or GRU of a model that trains keeps its gates, where PyTorch has it too."""
+
+    def convert(s: Source) -> Results:
+        how = {name: attribute.value for name, attribute in s.node.attributes.items()}
+        trained = s.training and reason_against(cell, how, peepholes=s.input(7) is not None) is None
+        domain, name = (MICROSOFT, f"{cell.name}Training") if trained else (ONNX, cell.name)
+        found: Results = s.op.node(domain, name, s.inputs, how).outputs
+        return found
+
+    return convert
+
+
+CONVERTERS["LSTM"] = _recurrent(LSTM)
+CONVERTERS["GRU"] = _recurrent(GRU)
 
 
 # Windows

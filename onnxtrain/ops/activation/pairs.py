@@ -18,6 +18,7 @@ from onnxtrain.ops.definition import (
     Effects,
     FromTorch,
     Kernel,
+    Layout,
     NodeView,
     OpDef,
 )
@@ -75,6 +76,7 @@ def backward(
             aliases={},
             flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
             host=None,
+            layout=Layout(frozenset({"dy", saved, "dx"})),
         )
     )
 

@@ -26,6 +26,7 @@ from onnxtrain.ops.definition import (
     FromTorch,
     Gradient,
     Kernel,
+    Layout,
     Method,
     NodeView,
     OpDef,
@@ -103,6 +104,7 @@ CAST = define(
         aliases={},
         flops=elementwise_flops,
         host=None,
+        layout=Layout(frozenset({"x", "y"})),
     )
 )
 

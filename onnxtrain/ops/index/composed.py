@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import rank_of
+from onnxtrain.graph.values import TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import another_call, total
 from onnxtrain.ops.registry import compose
@@ -33,17 +33,13 @@ def _index_reduce(
     op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
 ) -> Any:
     """A scatter whose places are the same along all other axes."""
-    if not rank_of(x) or not rank_of(index):
-        return NotImplemented
+    shape = sizes.of(x)
+    x, index, source = (v if rank_of(v) else reshaped(op, v, (1,)) for v in (x, index, source))
     axis = in_rank(dim, rank_of(x), "the axis of index_reduce")
     places = expanded(op, along(op, index, axis, rank_of(x)), sizes.of(source))
-    how = {"include_self": include_self}
-    return _call(op, "aten.scatter_reduce.two", x, axis, places, source, reduce, **how)
-
-
-def _call(op: Builder, overload: str, *arguments: Any, **named: Any) -> Any:
-    """Another capture, whose result has the type of this one."""
-    return another_call(op, overload, op.out[0], *arguments, **named)
+    gives = TensorType(dtype_of(x), sizes.of(x))
+    y = another_call(op, "aten.scatter_reduce.two", gives, x, axis, places, source, reduce, include_self=include_self)
+    return reshaped(op, y, shape)
 
 
 def _trace(op: Builder, x: ir.Value) -> Any:

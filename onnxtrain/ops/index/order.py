@@ -2,6 +2,7 @@
 
     TopK(x, k) -> values, places         the k largest (or smallest); of equal ones either may come first
     Sort(x) -> values, places            all of them; equal ones keep their order; NaN is larger than every number
+    KthValue(x, k) -> value, place       the k-th smallest, counted from 1; which of equal ones is left open
 
 The gradient goes back to the places the values came from.
 """
@@ -29,7 +30,7 @@ from onnxtrain.ops.symbolic import needed_sizes
 def _ordered_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dplaces: None) -> Sequence[ir.Value | None]:
     if dvalues is None:
         return [None] * len(n.node.inputs)
-    dx = op.op(MICROSOFT, "GatherElementsGrad")(dvalues, op.shape_of(n.x), n.places, axis=axis_of(n, n.x))
+    dx = op.op(MICROSOFT, "GatherElementsGrad")(dvalues, op.shape_of(n.x), n.node.outputs[1], axis=axis_of(n, n.x))
     return [dx, *[None] * (len(n.node.inputs) - 1)]
 
 
@@ -146,6 +147,45 @@ SORT = movement(
     },
     body=_sort_body,
     axes=_ordered_axes,
+)
+
+
+# KthValue, which keeps its axis with size 1
+
+
+def _kth_types(n: NodeView) -> Sequence[TensorType]:
+    kept = list(sizes.of(n.x))
+    kept[axis_of(n, n.x)] = 1
+    return TensorType(dtype_of(n.x), tuple(kept)), TensorType(ir.DataType.INT64, tuple(kept))
+
+
+def _kth_body(op: Builder, n: NodeView) -> tuple[ir.Value, ...]:
+    """Of all that are sorted."""
+    place = op.Sub(n.k, vector(op, [1]))
+    return tuple(op.Gather(v, place, axis=axis_of(n, n.x)) for v in op.own.Sort(n.x, axis=axis_of(n, n.x)))
+
+
+def _capture_kth(op: Builder, x: ir.Value, k: Size, dim: int = -1, keepdim: bool = False) -> tuple[ir.Value, ...]:
+    wide = x if rank_of(x) else reshaped(op, x, (1,))
+    found = op.own.KthValue(wide, op.sizes([k]), axis=in_rank(dim, rank_of(wide), "the axis of kthvalue"))
+    return tuple(reshaped(op, v, t.shape) for v, t in zip(found, op.out, strict=True))
+
+
+KTH_VALUE = movement(
+    "KthValue",
+    ("x", "k"),
+    _kth_types,
+    lambda n, x, k: Call(torch.kthvalue, x, k[0], axis_of(n, n.x), True),
+    _ordered_gradient,
+    reads=("place",),
+    takes_ints=frozenset({1}),
+    domain=OWN,
+    outputs=("value", "place"),
+    attributes={"axis": -1},
+    from_torch={"aten.kthvalue.default": _capture_kth},
+    body=_kth_body,
+    axes=_ordered_axes,
+    stops=frozenset({"k"}),
 )
 
 

@@ -40,7 +40,7 @@ def _gathered_axes(n: NodeView) -> str:
     return axis_map([words, ["i"]], [*words[:axis], "i", *words[axis + 1 :]])
 
 
-composite(
+SHRUNKEN_GATHER = composite(
     "ShrunkenGather",
     ("x", "rows"),
     lambda op, n: op.Gather(n.x, n.rows, axis=n.axis),

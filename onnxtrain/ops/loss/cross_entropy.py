@@ -323,7 +323,7 @@ def _with_probabilities(
     return loss
 
 
-fused(
+CROSS_ENTROPY = fused(
     MICROSOFT,
     "SoftmaxCrossEntropyLossInternal",
     ("scores", "labels", "weights?", "ignore_index?"),
@@ -429,7 +429,7 @@ def _capture_nll(
     return reshaped(op, loss, ()) if single else loss
 
 
-fused(
+NEGATIVE_LOG_LIKELIHOOD = fused(
     MICROSOFT,
     "NegativeLogLikelihoodLossInternal2",
     ("log_prob", "labels", "weights?", "ignore_index?"),

@@ -25,8 +25,9 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, NodeView, numel
+from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, Layout, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped, times
+from onnxtrain.ops.registry import view
 from onnxtrain.ops.spatial import (
     as_list,
     covered,
@@ -179,6 +180,7 @@ fused(
     lower=_lower_max,
     axes=pooled_axes,
     flops=_flops,
+    layout=Layout(frozenset({"x", "y", "indices"})),
 )
 
 
@@ -254,6 +256,7 @@ fused(
     host=frozenset({2}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.dy),
+    layout=Layout(frozenset({"dy", "indices", "dx"})),
 )
 
 
@@ -281,14 +284,16 @@ def _captured_average(count: int) -> Any:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Any:
-        if divisor_override is not None and ceil_mode:
-            return NotImplemented  # windows are cut off at the end: their sums are not told by their means
         x, single = batched(op, x, count)
         how = windows(kernel_size, stride, padding, count)
         whole = count_include_pad or divisor_override is not None
         y = op.AveragePool(x, **how, ceil_mode=int(ceil_mode), count_include_pad=int(whole))
         if divisor_override is not None:
-            y = times(op, y, int(product(how["kernel_shape"])) / divisor_override)
+            if ceil_mode:  # windows are cut off at the end, each mean is over its own count
+                each = counted(op, view(y.producer()), y, sizes.of(x)[2:])
+                y = times(op, op.Mul(y, op.Cast(each, to=dtype_of(y))), 1 / divisor_override)
+            else:
+                y = times(op, y, int(product(how["kernel_shape"])) / divisor_override)
         return unbatched(op, single, y)[0]
 
     return capture
@@ -308,25 +313,24 @@ fused(
     lower=_lower_average,
     axes=pooled_axes,
     flops=_flops,
+    layout=Layout(frozenset({"x", "y"})),
 )
 
 
 # AveragePoolGrad: each element of dy is spread evenly over its window
 
 
-def counted(op: Builder, n: NodeView, x_sizes: Sizes) -> ir.Value:
-    """By how many elements each window is divided: [1, 1, e]."""
+def counted(op: Builder, n: NodeView, y: ir.Value, x_sizes: Sizes) -> ir.Value:
+    """By how many elements each window is divided: [1, 1, e]. `y` has the sizes of the average."""
     result: ir.Value | None = None
     one = op.scalar(1, ir.DataType.INT64)
-    for axis, (size, count, kernel, stride, pad) in enumerate(
-        zip(x_sizes, spatial(n.dy), *_geometry(n, n.dy), strict=True)
-    ):
+    for axis, (size, count, kernel, stride, pad) in enumerate(zip(x_sizes, spatial(y), *_geometry(n, y), strict=True)):
         number = op.Range(op.scalar(0, ir.DataType.INT64), op.size(count), one)
         start = op.Sub(op.Mul(number, op.size(stride)), op.size(pad))
         end = op.Min(op.Add(start, op.size(kernel)), op.size(sizes.add(size, pad if n.count_include_pad else 0)))
         if not n.count_include_pad:
             start = op.Max(start, op.size(0))
-        places = [1] * rank_of(n.dy)
+        places = [1] * rank_of(y)
         each = reshaped(op, op.Sub(end, start), [*places[: 2 + axis], count, *places[3 + axis :]])
         result = each if result is None else op.Mul(result, each)
     assert result is not None
@@ -337,7 +341,7 @@ def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """A transposed convolution with ones, of each plane by itself."""
     shape = given_shape(n)
     kernel, strides, pads = _geometry(n, n.dy)
-    each = op.Div(n.dy, op.Cast(counted(op, n, shape[2:]), to=dtype_of(n.dy)))
+    each = op.Div(n.dy, op.Cast(counted(op, n, n.dy, shape[2:]), to=dtype_of(n.dy)))
     rows = reshaped(op, each, [product(shape[:2]), 1, *spatial(n.dy)])
     ones = op.Expand(op.scalar(1, like=n.dy), op.sizes([1, 1, *kernel]))
     spread = op.ConvTranspose(rows, ones, strides=strides)
@@ -372,6 +376,7 @@ fused(
     host=frozenset({1}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: sizes.multiply(numel(n.dy), product(n.kernel_shape)),
+    layout=Layout(frozenset({"dy", "dx"})),
 )
 
 
@@ -395,4 +400,5 @@ fused(
     lower=lambda n, x: Call(torch.mean, x, list(range(2, rank_of(n.x))), True),
     axes=lambda n: f"n c {names('d', n.x)} -> n c {' '.join(['1'] * (rank_of(n.x) - 2))}",
     flops=lambda n: numel(n.x),
+    layout=Layout(frozenset({"x", "y"})),
 )

@@ -1,0 +1,97 @@
+"""PyTorch's operators that are several ops, of several families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.fused import another_call, plus, statistics_type, times, total
+from onnxtrain.ops.registry import compose
+from onnxtrain.ops.reshape.movement import in_rank, vector
+from onnxtrain.ops.reshape.rows import zeros
+from onnxtrain.ops.reshape.shape import reshaped
+
+_ORDERS = 3  # of differences that are written out: each is two slices
+
+
+def _diff(
+    op: Builder, x: ir.Value, n: int = 1, dim: int = -1, prepend: ir.Value | None = None, append: ir.Value | None = None
+) -> Any:
+    """Differences of neighbours, n times."""
+    if n not in range(_ORDERS):
+        return NotImplemented
+    if n == 0:
+        return op.Identity(x)  # whatever is to come before and after
+    axis = in_rank(dim, rank_of(x), "the axis of diff")
+    parts = [v for v in (prepend, x, append) if v is not None]
+    found = op.Concat(*parts, axis=axis) if len(parts) > 1 else x
+    is_truth = dtype_of(x) == ir.DataType.BOOL
+    for _ in range(n):
+        last = sizes.of(found)[axis]
+        if last == 0:
+            break
+        later = op.Slice(found, vector(op, [1]), op.sizes([last]), vector(op, [axis]))
+        earlier = op.Slice(found, vector(op, [0]), vector(op, [-1]), vector(op, [axis]))
+        found = op.Xor(later, earlier) if is_truth else op.Sub(later, earlier)
+    return found
+
+
+def _block_diag(op: Builder, tensors: Sequence[ir.Value]) -> Any:
+    """Each matrix in rows and columns of its own."""
+    dtype = op.out[0].dtype
+    matrices = [cast(op, t, dtype) for t in tensors]
+    matrices = [m if rank_of(m) == 2 else reshaped(op, m, (1, sizes.multiply(1, *sizes.of(m)))) for m in matrices]
+    widths = [sizes.of(m)[1] for m in matrices]
+    rows = []
+    for number, matrix in enumerate(matrices):
+        height = sizes.of(matrix)[0]
+        before, after = (sizes.add(0, *part) for part in (widths[:number], widths[number + 1 :]))
+        sides = [zeros(op, (height, width), dtype) if width != 0 else None for width in (before, after)]
+        parts = [v for v in (sides[0], matrix, sides[1]) if v is not None]
+        rows.append(op.Concat(*parts, axis=1))
+    return op.Concat(*rows, axis=0)
+
+
+_RENORM_EPSILON = 1e-7  # PyTorch's
+
+
+def _renorm(op: Builder, x: ir.Value, p: float, dim: int, maxnorm: float) -> Any:
+    """Slices along `dim` whose p-norm is above `maxnorm` are scaled down to it."""
+    axis = in_rank(dim, rank_of(x), "the axis of renorm")
+    others = [i for i in range(rank_of(x)) if i != axis]
+    wide = cast(op, x, statistics_type(dtype_of(x)))
+    gives = TensorType(dtype_of(wide), tuple(s if i == axis else 1 for i, s in enumerate(sizes.of(x))))
+    norm = another_call(op, "aten.linalg_vector_norm.default", gives, wide, p, others, True)
+    scale = op.Div(op.scalar(maxnorm, like=wide), plus(op, norm, _RENORM_EPSILON))
+    factor = op.Where(op.Greater(norm, op.scalar(maxnorm, like=wide)), scale, op.scalar(1, like=wide))
+    return op.Mul(x, cast(op, factor, dtype_of(x)))
+
+
+def _softmax_backward(op: Builder, dy: ir.Value, y: ir.Value, dim: int, input_dtype: Any) -> Any:
+    """(dy - sum(dy y)) y: an operator of PyTorch's own backward, and differentiable here."""
+    if not rank_of(y):
+        return op.Mul(op.Sub(dy, op.Mul(dy, y)), y)
+    axis = in_rank(dim, rank_of(y), "the axis of softmax")
+    products = op.Mul(dy, y)
+    return cast(op, op.Sub(products, op.Mul(y, total(op, products, [axis]))), op.out[0].dtype)
+
+
+def _dropout_backward(op: Builder, dy: ir.Value, mask: ir.Value, scale: float) -> Any:
+    return times(op, op.Mul(dy, cast(op, mask, dtype_of(dy))), scale)
+
+
+compose(
+    {
+        "aten._softmax_backward_data.default": _softmax_backward,
+        "aten.block_diag.default": _block_diag,
+        "aten.diff.default": _diff,
+        "aten.native_dropout_backward.default": _dropout_backward,
+        "aten.renorm.default": _renorm,
+    }
+)

@@ -1,0 +1,109 @@
+"""Running products.
+
+    CumProd(x) -> y                      y[k] = product of x[0..k] along an axis
+    CumProdGrad(dy, x, y) -> dx          dx[i] = sum over k >= i of dy[k] * product of x[0..k] without x[i]
+
+ONNX has CumProd from opset 26 on, without a gradient. The bodies multiply under a triangle: n^2 elements for an axis
+of n, and n^3 for the gradient, which is right where x is 0, too. The kernels take n steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, dtype_of, rank_of, type_of
+from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
+from onnxtrain.ops.fused import axes_constant, fused
+from onnxtrain.ops.reshape.dims import unsqueezed
+from onnxtrain.ops.reshape.movement import axis_of, in_rank
+from onnxtrain.ops.reshape.rows import counting
+
+
+def _axes(n: NodeView) -> str:
+    axis = axis_of(n, n.x)
+    words = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank_of(n.x)))
+    return f"{', '.join([words] * len(n.node.inputs))} -> {words}"
+
+
+def _capture(op: Builder, x: ir.Value, dim: int, *, dtype: Any = None) -> Any:
+    x = cast(op, x, op.out[0].dtype)
+    if not rank_of(x):
+        return op.Identity(x)
+    return op.own.CumProd(x, axis=in_rank(dim, rank_of(x), "the axis of cumprod"))
+
+
+def _last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """Exchanges the node's axis of x and its last one."""
+    perm = list(range(rank_of(x)))
+    perm[axis_of(n, x)], perm[-1] = perm[-1], perm[axis_of(n, x)]
+    return x if axis_of(n, x) == rank_of(x) - 1 else op.Transpose(x, perm=perm)
+
+
+def _triangle(op: Builder, n: NodeView, relation: str) -> ir.Value:
+    """[i, k]: whether k stands in this relation (Less, LessOrEqual) to i."""
+    count = counting(op, sizes.of(n.x)[axis_of(n, n.x)])
+    result: ir.Value = op.op("", relation)(unsqueezed(op, count, 0), unsqueezed(op, count, 1))
+    return result
+
+
+def _body(op: Builder, n: NodeView) -> ir.Value:
+    rows = unsqueezed(op, _last(op, n, n.x), rank_of(n.x) - 1)
+    factors = op.Where(_triangle(op, n, "LessOrEqual"), rows, op.scalar(1, like=n.x))
+    return _last(op, n, op.ReduceProd(factors, axes_constant(op, [rank_of(n.x)]), keepdims=0))
+
+
+def _grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """For i and k: what is before i, times what is after i up to k."""
+    one, zero = op.scalar(1, like=n.x), op.scalar(0, like=n.x)
+    rank = rank_of(n.x)
+    x, dy = (unsqueezed(op, _last(op, n, v), rank - 1) for v in (n.x, n.dy))
+    k = axes_constant(op, [rank])  # from the left: onnxruntime reduces an empty tensor wrongly over a negative axis
+    before = op.ReduceProd(op.Where(_triangle(op, n, "Less"), x, one), k, keepdims=0)
+    behind = op.Not(_triangle(op, n, "LessOrEqual"))
+    after = op.own.CumProd(op.Where(behind, x, one), axis=rank)
+    reached = op.Not(_triangle(op, n, "Less"))
+    total = op.ReduceSum(op.Where(reached, op.Mul(dy, after), zero), k, keepdims=0)
+    return _last(op, n, op.Mul(total, before))
+
+
+def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> Any:
+    return op.own.CumProdGrad(dy, n.x, n.y, axis=axis_of(n, n.x))
+
+
+def cumprod_backward(dy: torch.Tensor, x: torch.Tensor, dim: int, y: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.aten.cumprod_backward.default(dy, x, dim, y)
+    return found
+
+
+fused(
+    OWN,
+    "CumProd",
+    ("x",),
+    ("y",),
+    attributes={"axis": -1},
+    from_torch={"aten.cumprod.default": _capture},
+    shapes=lambda n: (type_of(n.x),),
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("x", "y")),),
+    lower=lambda n, x: Call(torch.cumprod, x, axis_of(n, n.x), dtype=TORCH_DTYPES[dtype_of(n.x)]),
+    axes=_axes,
+    flops=lambda n: numel(n.x),
+)
+fused(
+    OWN,
+    "CumProdGrad",
+    ("dy", "x", "y"),
+    ("dx",),
+    attributes={"axis": -1},
+    shapes=lambda n: (type_of(n.x),),
+    body=_grad_body,
+    lower=lambda n, dy, x, y: Call(cumprod_backward, dy, x, axis_of(n, n.x), y),
+    axes=_axes,
+    flops=lambda n: sizes.multiply(4, numel(n.x)),
+)

@@ -1,0 +1,123 @@
+"""Picks rows before they are computed, not after.
+
+    before   Slice(LayerNormalization(Linear(x)), 0:1)
+    after    LayerNormalization(Linear(Slice(x, 0:1)))
+
+A classifier that reads the first token computes keys and values of its last layer for all tokens, and queries,
+feed-forward and norms for one. Gather, ShrunkenGather and Slice of one axis move as far towards the inputs as the axis
+map of each op lets them.
+
+Refuses where what is picked is not proven to be at most half of the rows, where rows before it are read by others, and
+at ops that read the axis whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.traversal import replace
+from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
+from onnxtrain.ops import builder, view
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.index.gather import GATHER
+from onnxtrain.ops.index.tokens import SHRUNKEN_GATHER
+from onnxtrain.ops.matmul import constant_axes
+from onnxtrain.ops.reshape.dims import squeezed, unsqueezed
+from onnxtrain.ops.reshape.slicing import SLICE
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.rewriting import nodes_before
+from onnxtrain.passes.rowwise import with_rows
+from onnxtrain.passes.selected_rows import Selection, compute_selected, region_before
+
+
+def move_gathers(graph: ir.Graph, changes: Changes) -> None:
+    """Moves selections of rows in `graph` towards its inputs."""
+    op = builder(graph)
+    for node in reversed(list(graph)):
+        picked = _picked(node) if any(is_float(dtype_of(v)) for v in node.outputs) else None
+        if isinstance(picked, str):
+            changes.refuse(node, picked)
+        elif picked is not None:
+            _move(op, picked, changes)
+
+
+@dataclass
+class _Picked(Selection):
+    """What a node picks: `count` rows along one axis, by an op of its kind."""
+
+    node: ir.Node
+    axis: int
+    count: Size
+    reads: Sequence[ir.Value]
+
+    def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
+        n = view(self.node)
+        if n.definition is SLICE:
+            as_many = TensorType(dtype_of(value), with_rows(sizes.of(value), (axis,), self.count))
+            inputs = (value, n.starts, n.ends, constant_axes(op, axis), n.steps)
+            result: ir.Value = op.node("", "Slice", inputs, {}, types=[as_many]).outputs[0]
+        elif n.definition is GATHER:
+            rows = unsqueezed(op, n.rows, 0) if rank_of(n.rows) == 0 else n.rows
+            result = op.Gather(value, rows, axis=axis)
+        else:
+            result = op.ms.ShrunkenGather(value, n.rows, axis=axis)
+        return result
+
+
+def _picked(node: ir.Node) -> _Picked | str | None:
+    """What a node picks; why not; None where it picks no rows."""
+    n = view(node)
+    if n.definition is SLICE:
+        return _sliced(n)
+    if n.definition not in (GATHER, SHRUNKEN_GATHER) or n.x.producer() is None or rank_of(n.rows) > 1:
+        return None
+    axis = normalize_axis(n.axis, rank_of(n.x))
+    count: Size = 1 if rank_of(n.rows) == 0 else sizes.of(n.rows)[0]
+    if n.definition is GATHER and not _fewer(count, sizes.of(n.x)[axis]):
+        return f"{count} rows of {sizes.of(n.x)[axis]} are not proven to be at most half"
+    return _Picked(node, axis, count, (n.rows,))
+
+
+def _sliced(n: NodeView) -> _Picked | str | None:
+    if n.x.producer() is None:
+        return None
+    before, after = sizes.of(n.x), sizes.of(n.node.outputs[0])
+    cut = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    axes = constant_of(n.axes)
+    if len(cut) != 1 or axes is None or axes.size != 1:
+        return None
+    (axis,) = cut
+    if not _fewer(after[axis], before[axis]):
+        return f"{after[axis]} rows of {before[axis]} are not proven to be at most half"
+    reads = tuple(v for v in n.node.inputs[1:] if v is not None)
+    return _Picked(n.node, axis, after[axis], reads)
+
+
+def _fewer(count: Size, total: Size) -> bool:
+    """Whether so many rows are worth a copy: one of an unknown number is, or at most half of a known one."""
+    if isinstance(total, int):
+        return isinstance(count, int) and 2 * count <= total
+    return count == 1
+
+
+def _move(op: Builder, picked: _Picked, changes: Changes) -> None:
+    node = picked.node
+    x = node.inputs[0]
+    assert x is not None
+    region = region_before(op.graph, {x: (picked.axis,)}, [(node, 0)], picked.reads)
+    for at, reason in region.ends.items():
+        changes.refuse(node, f"stops at {at.op_type} {at.name!r}: {reason}")
+    if not region.saves_work():
+        return
+    compute_selected(op, region, picked)
+    with nodes_before(op, node):
+        result = squeezed(op, x, picked.axis) if rank_of(node.outputs[0]) < rank_of(x) else x
+    replace(op.graph, node.outputs[0], result)
+    op.graph.remove(node, safe=True)
+    changes.made.append(f"{len(region.nodes)} nodes before {node.name} compute {picked.count} rows along an axis")

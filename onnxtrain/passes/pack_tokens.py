@@ -1,0 +1,432 @@
+"""Lets tokens flow without padding: [tokens, ..] instead of [batch, steps, ..].
+
+    before   attention(q[b, h, s, e], k, v, mask)  between ops that work on each token by itself
+    after    VarlenAttention(q[t, h, e], k, v, cu) between the same ops on [1, t, ..]
+
+The mask of attention says which tokens are keys; only these are kept. Values of a token that is no key may be dropped
+where nobody reads them: nothing but attention mixes tokens in between, so that is all that has to be shown.
+
+    plan = plan_packing(graph, changes)       static: which nodes run packed, who reads what behind them; refusals
+    plan.questions                            the values that show whether a batch is as assumed
+    plan.apply(causal)                        the graph takes `rows` and `cu` as two further inputs
+
+Who reads rows behind the packed nodes is a `Reader`: a slice of the sequence, rows that are picked, a product with a
+mask that is 0 elsewhere, a choice. For each batch the rows that it reads must be among those that are kept, and masks
+must hide just the tokens that are not (`execute.packing` asks); a batch where that is not so runs unpacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, rank_of, set_type
+from onnxtrain.ops import Effects, builder, definition_of, view
+from onnxtrain.ops.attention.dense import ATTENTION, ATTENTION_DROPOUT
+from onnxtrain.ops.attention.flash import FLASH_ATTENTION
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.elementwise.arithmetic import MUL, number_of
+from onnxtrain.ops.elementwise.selection import WHERE
+from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
+from onnxtrain.ops.reshape.dims import squeezed, transposed, unsqueezed
+from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.reshape.slicing import SLICE
+from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.rewriting import nodes_before
+from onnxtrain.passes.rowwise import NotRowwise, Rows
+from onnxtrain.passes.selected_rows import Plan, Region, Walk, compute_selected
+from onnxtrain.passes.skip_ignored_labels import TokenRows
+
+_ATTENTIONS = (ATTENTION, ATTENTION_DROPOUT, FLASH_ATTENTION)
+_OF_HEADS = (0, 2)  # batch and steps of q, k, v and y
+_OF_TOKENS = (0, 1)  # batch and steps of all else
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask of an attention.
+
+    Attributes:
+        value: bool, true where a row sees a column; or a number that is added.
+        packed: whether the rows are tokens too, packed as the columns are.
+        safe: whether a row gives 0 that sees nothing because -inf hides all of its columns.
+        fill: what hidden scores become where the mask is bool.
+        lowest: the smallest number of the scores' type.
+    """
+
+    value: ir.Value
+    packed: bool
+    safe: bool
+    fill: float
+    lowest: float
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads some rows of a packed value.
+
+    Attributes:
+        node, index: the node, and which of its inputs, of so many axes (`rank`).
+        kind: "slice" of steps, "rows" picked, or "mask": those where `value` is not 0, or is 0 if `negated`.
+        value: the rows or the mask.
+        steps: start, end and step of a slice.
+    """
+
+    node: ir.Node
+    index: int
+    kind: Literal["slice", "rows", "mask"]
+    rank: int
+    value: ir.Value | None = None
+    steps: tuple[int, ...] = ()
+    negated: bool = False
+
+
+@dataclass
+class PackingPlan:
+    """Which nodes run on packed tokens.
+
+    Attributes:
+        graph: the forward graph.
+        batch, steps: the sizes of what is padded.
+        region: the nodes that run packed, attention among them.
+        attentions: those whose queries are packed, then those with few queries for each sequence.
+        masks, readers: what must hold of a batch.
+    """
+
+    graph: ir.Graph
+    batch: Size
+    steps: Size
+    region: Region
+    attentions: list[ir.Node]
+    few_queries: list[ir.Node]
+    masks: list[Mask]
+    readers: list[Reader]
+
+    def questions(self) -> ir.Graph:
+        """A graph that gives the values of all masks, then of the readers that have one."""
+        graph, copies = traversal.clone(self.graph)
+        graph.outputs.clear()
+        asked = [*(m.value for m in self.masks), *(r.value for r in self.readers if r.value is not None)]
+        graph.outputs.extend(copies[v] for v in asked)
+        traversal.remove_unused(graph, lambda node: False)
+        return graph
+
+    def apply(self, causal: bool) -> None:
+        """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin."""
+        op = builder(self.graph)
+        selection = _with_inputs(self)
+        kept = {(r.node, r.index): type_of_input(r.node, r.index) for r in self.readers}
+        packed: dict[ir.Node, _Packed] = {node: _Packed(node, selection, causal) for node in self.attentions}
+        compute_selected(op, self.region, selection, packed)
+        for node in self.few_queries:
+            _attend_with_few(op, node, selection, self.region)
+        dims = (self.batch, self.steps)
+        for (node, index), wanted in kept.items():
+            value = node.inputs[index]
+            assert value is not None
+            if selection.count not in sizes.of(value):
+                continue  # its producer does not run packed
+            with nodes_before(op, node):
+                whole = op.ms.PadAndUnflatten(squeezed(op, value, 0), selection.rows, op.sizes(dims))
+                set_type(whole, wanted)
+                node.replace_input_with(index, whole)
+        traversal.sort(self.graph)
+
+
+def type_of_input(node: ir.Node, index: int) -> TensorType:
+    value = node.inputs[index]
+    assert value is not None
+    return TensorType(dtype_of(value), sizes.of(value))
+
+
+# What can be packed
+
+
+def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
+    """Finds what can run on packed tokens; None where that is nothing. `graph` is not changed."""
+    attentions = [node for node in graph if definition_of(node) in _ATTENTIONS]
+    masked = [node for node in attentions if view(node).mask is not None]
+    if not masked:
+        drawn = next((node for node in graph if node.metadata_props.get("draws") == "eager's"), None)
+        if drawn is not None:
+            changes.refuse(drawn, 'it draws the random numbers that eager PyTorch draws (rng="torch")')
+        return None
+    n = view(masked[0])
+    finder = _Finder(graph, sizes.of(n.k)[0], sizes.of(n.k)[2], masked)
+    finder.walk()
+    for at, reason in finder.ends.items():
+        if any(is_float(dtype_of(v)) for v in at.outputs):
+            changes.refuse(at, reason)
+    if finder.refused or not finder.packed:
+        return None
+    masks = list(dict.fromkeys(_mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
+    changes.made.append(
+        f"{len(finder.rows.inside)} nodes can run without padding, {len(finder.packed)} attentions among them"
+    )
+    region = finder.rows.region(graph)
+    inside = {v for node in finder.rows.inside for v in node.outputs}
+    readers = [r for r in finder.readers if r.node.inputs[r.index] in inside]
+    return PackingPlan(graph, finder.batch, finder.steps, region, finder.packed, finder.few, masks, readers)
+
+
+@dataclass
+class _Finder:
+    """Walks from the last node to the first."""
+
+    graph: ir.Graph
+    batch: Size
+    steps: Size
+    masked: list[ir.Node]
+    rows: Walk = field(default_factory=lambda: Walk({}, set(), set()))
+    packed: list[ir.Node] = field(default_factory=list)
+    few: list[ir.Node] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
+    ends: dict[ir.Node, str] = field(default_factory=dict)
+    refused: bool = False
+
+    def walk(self) -> None:
+        for node in reversed(self.graph):
+            try:
+                if node in self.masked:
+                    self._attention(node)
+                    continue
+                wanted = {v: self.rows.axes[v] for v in node.outputs if v in self.rows.axes}
+                if wanted:
+                    self.rows.visit(node, wanted)
+            except NotRowwise as end:
+                self.ends[node] = end.reason
+                self.refused = self.refused or node in self.masked
+            if node not in self.rows.inside:
+                self._reader(node)
+        self.packed.reverse()
+
+    def _attention(self, node: ir.Node) -> None:
+        n = view(node)
+        if (sizes.of(n.k)[0], sizes.of(n.k)[2]) != (self.batch, self.steps):
+            raise NotRowwise("its keys are other tokens than those of the first attention")
+        if getattr(n, "bias", None) is not None:
+            raise NotRowwise("a bias is added to its scores")
+        for value in (n.mask, getattr(n, "fill", None)):
+            _check_made_of_data(value)
+        if any(traversal.is_used(v) for v in node.outputs[1:]):
+            raise NotRowwise("its probabilities are read")
+        if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("draws") != "any":
+            raise NotRowwise('its dropout draws the random numbers that eager PyTorch draws (rng="torch")')
+        rows = sizes.of(n.q)[2]
+        y = node.outputs[0]
+        if rows == self.steps and self.rows.axes.get(y) == _OF_HEADS:
+            self.rows.check_read_by_rows(y)
+            self._reads(node, (0, 1, 2))
+            self.rows.inside.add(node)
+            self.packed.append(node)
+        elif rows == self.steps:
+            raise NotRowwise(f"padding is read too: {self._reader_of_all(y)}")
+        else:
+            self._reads(node, (1, 2))
+            self.few.append(node)
+
+    def _reader_of_all(self, value: ir.Value) -> str:
+        """Who reads all rows behind a value, in words."""
+        waiting, seen = [value], {value}
+        while waiting:
+            value = waiting.pop(0)
+            if value.is_graph_output():
+                return f"{value.name} is an output of the module: keep_outputs can name those that are read"
+            for node, index in value.uses():
+                if (node, index) in self.rows.uses:
+                    continue
+                behind = [v for v in node.outputs if {self.batch, self.steps} <= set(sizes.of(v))]
+                if not behind:
+                    return f"{node.op_type} {node.name!r} needs all rows of {value.name}"
+                waiting += [v for v in behind if v not in seen]
+                seen.update(behind)
+        return f"nothing reads {value.name}"
+
+    def _reads(self, node: ir.Node, indices: Collection[int]) -> None:
+        for index in indices:
+            value = node.inputs[index]
+            assert value is not None
+            if self.rows.axes.setdefault(value, _OF_HEADS) == _OF_HEADS:
+                self.rows.uses.add((node, index))
+
+    def _reader(self, node: ir.Node) -> None:
+        """Notes a node that reads some rows of tokens."""
+        reader = self._found(node)
+        if reader is None:
+            return
+        value = node.inputs[reader.index]
+        assert value is not None
+        if self.rows.axes.setdefault(value, _OF_TOKENS) == _OF_TOKENS:
+            self.rows.uses.add((node, reader.index))
+            self.readers.append(reader)
+
+    def _found(self, node: ir.Node) -> Reader | None:
+        n = view(node)
+        if n.definition is SLICE and self._is_tokens(n.x):
+            return _slice(n)
+        if n.definition is FLATTEN_AND_UNPAD and self._is_tokens(n.x):
+            return Reader(node, 0, "rows", rank_of(n.x), n.rows) if _is_made_of_data(n.rows) else None
+        if n.definition is MUL:
+            return self._masked(node, 0, node.inputs[1]) or self._masked(node, 1, node.inputs[0])
+        if n.definition is WHERE:
+            for index in (1, 2):
+                if constant_of(node.inputs[3 - index]) is not None:
+                    return self._masked(node, index, node.inputs[0], negated=index == 2)
+        return None
+
+    def _masked(self, node: ir.Node, index: int, mask: ir.Value | None, negated: bool = False) -> Reader | None:
+        x = node.inputs[index]
+        if mask is None or x is None or not self._is_tokens(x) or sizes.of(node.outputs[0]) != sizes.of(x):
+            return None
+        if rank_of(mask) < 2 or not _is_made_of_data(mask):
+            return None
+        return Reader(node, index, "mask", rank_of(x), mask, negated=negated)
+
+    def _is_tokens(self, value: ir.Value | None) -> bool:
+        if value is None or value.producer() is None or rank_of(value) < 3 or not is_float(dtype_of(value)):
+            return False
+        return sizes.of(value)[:2] == (self.batch, self.steps)
+
+
+def _slice(n: NodeView) -> Reader | None:
+    axes, steps = constant_of(n.axes), constant_of(n.steps) if n.steps is not None else None
+    starts, ends = held_sizes(n.starts), held_sizes(n.ends)
+    if axes is None or axes.tolist() != [1] or starts is None or ends is None:
+        return None
+    if not isinstance(starts[0], int) or not isinstance(ends[0], int):
+        return None
+    return Reader(n.node, 0, "slice", rank_of(n.x), steps=(starts[0], ends[0], 1 if steps is None else int(steps[0])))
+
+
+def _mask_of(node: ir.Node, packed: bool) -> Mask:
+    n = view(node)
+    fill = -math.inf if getattr(n, "fill", None) is None else number_of(n.fill)
+    lowest = float(torch.finfo(TORCH_DTYPES[dtype_of(n.q)]).min)
+    # A number that is not known hides nothing for sure.
+    safe = n.definition is FLASH_ATTENTION or bool(n.safe)
+    return Mask(n.mask, packed, safe, 0.0 if fill is None else fill, lowest)
+
+
+def _check_made_of_data(value: ir.Value | None) -> None:
+    if value is not None and not _is_made_of_data(value):
+        raise NotRowwise(f"its mask {value.name} is not made of integers and booleans alone")
+
+
+def _is_made_of_data(value: ir.Value | None) -> bool:
+    """Whether a value depends on integer and boolean inputs only: not on parameters, not on random numbers."""
+    waiting, seen = [value], set[ir.Value | None]()
+    while waiting:
+        v = waiting.pop()
+        if v is None or v in seen or v.const_value is not None:
+            continue
+        seen.add(v)
+        node = v.producer()
+        if node is None:
+            if is_float(dtype_of(v)):
+                return False
+            continue
+        definition = definition_of(node)
+        if definition.effects & ~Effects.HOST_SYNC:
+            return False
+        waiting += [x for i, x in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
+    return True
+
+
+# Packing
+
+
+@dataclass
+class _TokenRows(TokenRows):
+    """The kept tokens, and where each sequence begins among them."""
+
+    cu: ir.Value
+
+
+def _with_inputs(plan: PackingPlan) -> _TokenRows:
+    graph = plan.graph
+    taken = {str(size) for v in graph.inputs for size in sizes.of(v)} | {v.name for v in graph.inputs}
+    names = ["rows", "cu", "tokens"]
+    while taken & set(names):
+        names = [f"{name}_" for name in names]
+    rows, cu = ir.Value(name=names[0]), ir.Value(name=names[1])
+    set_type(rows, TensorType(ir.DataType.INT64, (names[2],)))
+    set_type(cu, TensorType(ir.DataType.INT64, (sizes.add(plan.batch, 1),)))
+    graph.inputs.extend([rows, cu])
+    return _TokenRows(rows, cu)
+
+
+def _by_token(op: Builder, x: ir.Value) -> ir.Value:
+    """x[1, h, t, e] as [t, h, e]."""
+    return squeezed(op, transposed(op, x, [0, 2, 1, 3]), 0)
+
+
+def _varlen(
+    op: Builder, n: NodeView, operands: list[ir.Value], cu_q: ir.Value, cu_k: ir.Value, causal: bool
+) -> ir.Value:
+    how = {"scale": n.scale, "is_causal": int(causal) or None}
+    result: ir.Value
+    if n.definition is not ATTENTION_DROPOUT:
+        result = op.own.VarlenAttention(*operands, cu_q, cu_k, **how)[0]
+        return result
+    outputs = op.own.VarlenAttentionDropout(*operands, cu_q, cu_k, None, n.ratio, n.training_mode, **how)
+    result = outputs[0]
+    node = result.producer()
+    assert node is not None
+    node.metadata_props.update((key, n.node.metadata_props[key]) for key in ("rng", "draws"))
+    return result
+
+
+@dataclass
+class _Packed:
+    """Attention whose queries and keys are the kept tokens."""
+
+    node: ir.Node
+    selection: _TokenRows
+    causal: bool
+
+    def plan(self, region: Region) -> Plan:
+        needed: list[Rows | None] = [None] * len(self.node.inputs)
+        needed[:3] = [Rows(_OF_HEADS)] * 3
+        return needed, {self.node.outputs[0]: _OF_HEADS}
+
+    def replace(self, op: Builder) -> Collection[ir.Value]:
+        n, cu = view(self.node), self.selection.cu
+        with nodes_before(op, self.node):
+            operands = [_by_token(op, x) for x in (n.q, n.k, n.v)]
+            packed = _varlen(op, n, operands, cu, cu, self.causal)
+            y = transposed(op, unsqueezed(op, packed, 0), [0, 2, 1, 3])
+        traversal.replace(op.graph, self.node.outputs[0], y)
+        op.graph.remove(self.node, safe=True)
+        return (y,)
+
+
+def _attend_with_few(op: Builder, node: ir.Node, selection: _TokenRows, region: Region) -> None:
+    """Attention of the same few queries of each sequence to its kept tokens."""
+    n = view(node)
+    batch, heads, few, width = sizes.of(n.q)
+    with nodes_before(op, node):
+        keys = [x if sizes.of(x)[0] == 1 and sizes.of(x)[2] == selection.count else None for x in (n.k, n.v)]
+        k, v = (
+            _by_token(op, x if x is not None else selection.of(op, whole, _OF_HEADS))
+            for x, whole in zip(keys, (n.k, n.v), strict=True)
+        )
+        queries = reshaped(op, transposed(op, n.q, [0, 2, 1, 3]), (sizes.multiply(batch, few), heads, width))
+        cu_q = counting(op, sizes.add(batch, 1))
+        if few != 1:
+            cu_q = op.Mul(cu_q, op.size(few))
+        packed = _varlen(op, n, [queries, k, v], cu_q, selection.cu, causal=False)
+        shape: Sizes = (batch, few, heads, sizes.of(packed)[2])
+        y = transposed(op, reshaped(op, packed, shape), [0, 2, 1, 3])
+    traversal.replace(op.graph, node.outputs[0], y)
+    op.graph.remove(node, safe=True)

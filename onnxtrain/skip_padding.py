@@ -1,0 +1,126 @@
+"""Compiles a captured module twice where that pays: as it is, and for tokens without padding.
+
+    batch ─mask─▶ Question ─▶ few tokens are real:  packed unit (inputs, rows, cu)
+                             most are, or not sure: the unit as it is
+
+The packed unit is compiled when the first such batch comes. Which one runs never changes a result beyond rounding and
+the choice of dropout masks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.capture.export import Captured
+from onnxtrain.compile import Compiled, Rerun, compile_module, note_kernels, one_device
+from onnxtrain.execute.packing import Kept, Question
+from onnxtrain.execute.program import Program
+from onnxtrain.graph import sizes
+from onnxtrain.graph.traversal import clone, with_graph
+from onnxtrain.options import Options
+from onnxtrain.passes import BEFORE_KEYS, optimize
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
+from onnxtrain.plan.cut import whole
+from onnxtrain.report import CompileReport, StageReport
+
+_LOG = logging.getLogger(__name__)
+
+
+def compile_for_batches(
+    module: torch.nn.Module, captured: Captured, inputs: Sequence[torch.Tensor], options: Options, rerun: Rerun
+) -> Compiled:
+    """Compiles a captured module, with a unit that leaves padding out where `options.skip_padding` lets it.
+
+    Takes and raises what `compile_module` does.
+    """
+    start = time.perf_counter()
+    packing = _Packing(module, captured, options, rerun, one_device(inputs)) if _may_pay(captured, options) else None
+    took_ms = (time.perf_counter() - start) * 1e3
+    compiled = compile_module(module, captured, inputs, options, rerun)
+    if packing is None:
+        return compiled
+    report = CompileReport((*compiled.report.stages, packing.stage(took_ms)))
+    if packing.plan is None:
+        return replace(compiled, report=report)
+    return replace(compiled, report=report, run=packing.runner(compiled.run))
+
+
+def _may_pay(captured: Captured, options: Options) -> bool:
+    """Whether there is anything to ask: a product of two values that no constant is, as attention has."""
+    return options.skip_padding != "never" and any(v.dtype == ir.DataType.INT64 for v in captured.model.graph.inputs)
+
+
+class _Packing:
+    """The way without padding of one captured module."""
+
+    def __init__(
+        self, module: torch.nn.Module, captured: Captured, options: Options, rerun: Rerun, device: torch.device
+    ) -> None:
+        self._module, self._captured, self._options, self._rerun = module, captured, options, rerun
+        self._changes = Changes("pack_tokens")
+        self._model = with_graph(captured.model, clone(captured.model.graph)[0])
+        self._units: dict[bool, Compiled] = {}
+        note_kernels(self._model.graph, options, device)
+        optimize(self._model, BEFORE_KEYS)
+        self.plan: PackingPlan | None = plan_packing(self._model.graph, self._changes)
+        if self.plan is not None:
+            asked = with_graph(self._model, self.plan.questions())
+            program = Program(whole(asked), f"{asked.graph.name} padding", device)
+            self._question = Question(program, self.plan.masks, self.plan.readers, options.skip_padding == "always")
+            self._sources = _sources_of((self.plan.batch, self.plan.steps), captured)
+
+    def stage(self, took_ms: float) -> StageReport:
+        """What was found, for the report."""
+        made = tuple(f"pack_tokens: {text}" for text in self._changes.made)
+        return StageReport("pack", took_ms, len(self._model.graph), made, tuple(self._changes.refused))
+
+    def runner(self, dense: Any) -> Any:
+        """Runs each batch packed or as `dense` does."""
+        plan, ask, units, places = self.plan, self._question.ask, self._units, self._sources
+        assert plan is not None
+
+        def run(*tensors: torch.Tensor) -> Any:
+            known = {name: tensors[index].size(axis) for name, index, axis in places}
+            batch, steps = (sizes.evaluate(size, known) for size in (plan.batch, plan.steps))
+            kept = ask(tensors, batch, steps)
+            if kept is None:
+                return dense(*tensors)
+            unit = units.get(kept.causal) or self._compile(tensors, kept)
+            return unit.run(*tensors, kept.rows, kept.cu)
+
+        return run
+
+    def _compile(self, tensors: Sequence[torch.Tensor], kept: Kept) -> Compiled:
+        graph = clone(self._model.graph)[0]
+        plan = plan_packing(graph, Changes())
+        assert plan is not None, "the same graph gives the same plan"
+        plan.apply(kept.causal)
+        captured = replace(self._captured, model=with_graph(self._captured.model, graph))
+        options = replace(self._options, onnx_prefix=f"{self._options.onnx_prefix}_packed", skip_padding="never")
+
+        def rerun(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return self._rerun(tensors[:-2])
+
+        unit = compile_module(self._module, captured, (*tensors, kept.rows, kept.cu), options, rerun)
+        self._units[kept.causal] = unit
+        _LOG.info("%s: batches with padding run without it from now on", type(self._module).__name__)
+        return unit
+
+
+def _sources_of(wanted: Sequence[sizes.Size], captured: Captured) -> list[tuple[str, int, int]]:
+    """(name, input, axis) of each symbol in these sizes."""
+    names = frozenset[str]().union(*map(sizes.symbols, wanted))
+    found: dict[str, tuple[str, int, int]] = {}
+    for index, value in enumerate(captured.model.graph.inputs):
+        for axis, size in enumerate(sizes.of(value)):
+            if size in names:
+                found.setdefault(str(size), (str(size), index, axis))
+    return list(found.values())

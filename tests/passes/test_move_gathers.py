@@ -1,0 +1,192 @@
+"""Rows are picked before they are computed: as eager, and visible in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from tests.passes.less_work import CLASSES, WIDTH, check_equals_eager, forward_graph, made, refusals, shapes, wrap
+from tests.zoo.entry import Call, Draw, ragged_mask
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    """What stands after the last attention of an encoder; `pick` takes rows of the result."""
+
+    def __init__(self, pick: Pick, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.pick = pick
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.heads = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("position", torch.randn(1, 40, WIDTH, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, steps, _ = x.shape
+        split = self.heads(x + self.position[:, :steps]).view(batch, steps, 4, -1).transpose(1, 2)
+        joined = torch.tanh(split).transpose(1, 2).reshape(batch, steps, -1)
+        x = self.norm(x + self.dropout(joined))
+        return torch.sin(self.pick(self.last(x + self.down(F.gelu(self.up(x))))))
+
+
+def _floats(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, length, WIDTH, grad=True),))
+
+
+PICKS: dict[str, Pick] = {
+    "first": lambda y: y[:, 0],
+    "first kept": lambda y: y[:, :1],
+    "last": lambda y: y[:, -1],
+    "third": lambda y: y[:, 2],
+    "one sequence": lambda y: y[0],
+    "two picks": lambda y: y[:, 0] * y[:, 1],
+    "index_select of one": lambda y: y.index_select(1, torch.tensor([1])),
+}
+
+
+FEW = ("first", "last", "two picks", "index_select of one")
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [pytest.param(pick, id=name, marks=() if name in FEW else (pytest.mark.slow,)) for name, pick in PICKS.items()],
+)
+def test_picked_rows_equal_eager(pick: Pick) -> None:
+    check_equals_eager(lambda: Layer(pick), _floats, ((3, 9), (1, 6), (2, 4)))
+
+
+@pytest.mark.parametrize("name", ["first", "last", "index_select of one"])
+def test_the_layer_runs_on_one_row(name: str, tmp_path: Path) -> None:
+    model = wrap(Layer(PICKS[name]), tmp_path)
+    model(torch.randn(3, 9, WIDTH)).sum().backward()
+    graph = forward_graph(tmp_path)
+    assert all(",1," in shape for shape in shapes(graph, "Linear")), shapes(graph, "Linear")
+    assert made(model, "move_gathers")
+
+
+def test_a_classifier_computes_its_last_layer_for_one_token(tmp_path: Path) -> None:
+    """Keys and values of all tokens; queries, feed-forward and norms of the first."""
+    model = wrap(_bert(transformers.BertForSequenceClassification), tmp_path)
+    call = _sentences(Draw(1), 3, 9)
+    model(**call.kwargs).loss.backward()
+    last = [
+        (node.inputs[1].name, str(node.outputs[0].shape))
+        for node in forward_graph(tmp_path)
+        if node.op_type == "Linear" and "layer.1" in (node.inputs[1].name or "")
+    ]
+    whole = {name.split("layer.1.")[1] for name, shape in last if ",1," not in shape}
+    assert len(last) == 6
+    assert whole == {"attention.self.key.weight", "attention.self.value.weight"}
+
+
+def _bert(kind: type[nn.Module], dropout: float = 0.0) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return kind(config)
+
+
+def _sentences(draw: Draw, batch: int, length: int) -> Call:
+    words, mask = draw.ints(50, batch, length), ragged_mask(batch, length)
+    return Call(kwargs={"input_ids": words, "attention_mask": mask, "labels": draw.ints(2, batch)})
+
+
+def test_a_classifier_equals_eager() -> None:
+    check_equals_eager(lambda: _bert(transformers.BertForSequenceClassification), _sentences, loss=lambda y: y.loss)
+
+
+def test_dropout_is_crossed_where_any_numbers_will_do_and_not_where_eagers_are_asked_for(tmp_path: Path) -> None:
+    x = torch.randn(3, 9, WIDTH)
+    for rng in ("fast", "torch"):
+        (tmp_path / rng).mkdir()
+        model = wrap(Layer(PICKS["first"], dropout=0.5), tmp_path / rng, rng=rng)
+        results = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            results.append(model(x))
+        assert torch.equal(*results)
+        one_row = [",1," in shape for shape in shapes(forward_graph(tmp_path / rng), "Linear")]
+        assert one_row == ([True] * 3 if rng == "fast" else [False, True, True])
+        assert any('rng="torch"' in text for text in refusals(model, "move_gathers")) == (rng == "torch")
+
+
+def test_under_rng_torch_dropout_draws_as_eager() -> None:
+    check_equals_eager(lambda: Layer(PICKS["first"], dropout=0.5), _floats)
+
+
+# What stops a selection
+
+
+class Stopped(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(self.inner(x))
+        if self.kind == "output":
+            return y[:, 0] * 2, y
+        if self.kind == "read whole":
+            return y[:, 0] + y.sum(1)
+        if self.kind == "softmax over rows":
+            return torch.softmax(y, 1)[:, 0] * 2
+        if self.kind == "same tensor twice":
+            return (y @ y.transpose(1, 2))[:, 0] * 2
+        if self.kind == "unknown number":
+            return y.index_select(1, rows)
+        if self.kind == "chosen by the rows":
+            return y.index_select(1, y[0, :, 0].argmax()[None])
+        assert self.kind == "many"
+        return y[:, 1:] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("output", "is an output of the module"),
+        ("read whole", "needs all rows"),
+        ("softmax over rows", "reads all rows together"),
+        ("same tensor twice", "needs all rows"),
+        ("unknown number", "not proven"),
+        ("chosen by the rows", "depends on"),
+        ("many", "not proven"),
+    ],
+)
+def test_what_is_refused_equals_eager_and_has_a_reason(kind: str, reason: str, tmp_path: Path) -> None:
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return Call((draw.floats(batch, length, WIDTH, grad=True), draw.ints(length, 4)))
+
+    def loss(y: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return sum((part.square().mean() for part in (y if isinstance(y, tuple) else (y,))), torch.zeros(()))
+
+    check_equals_eager(lambda: Stopped(kind), call, ((3, 9), (2, 4)), loss)
+    model = wrap(Stopped(kind), tmp_path)
+    loss(model(*call(Draw(0), 3, 9).args)).backward()
+    assert any(reason in text for text in refusals(model, "move_gathers")), refusals(model, "move_gathers")
+    linear = shapes(forward_graph(tmp_path), "Linear")
+    assert len(linear) == 1
+    assert ",1," not in linear[0]
+
+
+def test_a_selection_of_classes_takes_rows_of_the_weight() -> None:
+    """Features are rows too, of the weight that makes them."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 2 * CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(torch.tanh(self.inner(x))[..., :CLASSES])
+
+    check_equals_eager(Head, _floats)
