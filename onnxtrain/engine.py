@@ -28,7 +28,7 @@ from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from onnxtrain.compile import Compiled, Rerun
-from onnxtrain.errors import ChangedArgumentError, ORTModuleFallbackException
+from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
 from onnxtrain.observe import logs
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
@@ -293,7 +293,8 @@ class Engine:
         """What runs the module in pieces; None where that is not wanted, or none of its parts may be a graph."""
         if self._way.pieces is None or not self._options.pieces:
             return None
-        if isinstance(error, ChangedArgumentError):  # generate() fills a cache: PyTorch is done before pieces are found
+        # generate() fills a cache: PyTorch is done before pieces are found. A parameter would be changed in each piece.
+        if isinstance(error, ChangedArgumentError | ChangedParameterError):
             return None
         try:
             self._refuse(flatten_call(args, kwargs)[0])

@@ -79,6 +79,10 @@ class ChangedArgumentError(CaptureError):
     """Forward changes a container among its arguments, as a cache of keys and values that it fills."""
 
 
+class ChangedParameterError(CaptureError):
+    """Forward changes a parameter, as an embedding with `max_norm` does."""
+
+
 class UnsupportedOperatorError(ORTModuleONNXModelException):
     """A PyTorch operator has no definition in the graph."""
 

@@ -107,7 +107,7 @@ def test_weight_and_scales_are_read_through_the_module() -> None:
     for model in (module, eager):  # another weight, with scales of another number: captured again
         torch.manual_seed(9)
         other = torch.randn(96, 64)
-        model.base.weight = bitsandbytes.nn.Params4bit(other, quant_type="fp4", blocksize=128, module=model.base)
+        model.base.weight = bitsandbytes.nn.Params4bit(other, quant_type="fp4", blocksize=32, module=model.base)
         model.to("cpu")
     same_step(ours, eager, x)
     assert engine(ours).captures == 2

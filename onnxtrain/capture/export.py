@@ -35,7 +35,7 @@ from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
-from onnxtrain.errors import CaptureError, ChangedArgumentError, OnnxTrainError
+from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 
@@ -321,7 +321,7 @@ def _assemble(
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             mutated.append((value, str(spec.target)))
         else:
-            raise CaptureError(
+            raise ChangedParameterError(
                 "forward changes a parameter or an object that a graph cannot hold",
                 where=str(spec.target or spec.arg),
                 got=spec.kind.name,

@@ -182,9 +182,12 @@ def _lower_bnb(n: NodeView, a: Any, b: Any, absmax: Any, *nested: Any) -> Call:
 
 
 def _bnb_applies(n: NodeView, device: str) -> bool:
-    """Bitsandbytes is imported, as it is wherever a weight of its kind is, and takes this."""
+    """Bitsandbytes is imported, as it is wherever a weight of its kind is, and takes this.
+
+    Where blocks go over the ends of rows, its kernel for CPUs (0.50) gives wrong numbers.
+    """
     known = hasattr(torch.ops.bitsandbytes, "gemm_4bit") and hasattr(torch.ops.bitsandbytes, "dequantize_4bit")
-    return known and dtype_of(n.a) in _BNB_TYPES and n.block_size in _BNB_BLOCKS
+    return known and dtype_of(n.a) in _BNB_TYPES and n.block_size in _BNB_BLOCKS and n.K % n.block_size == 0
 
 
 # Definition

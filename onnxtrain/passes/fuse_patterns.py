@@ -108,9 +108,14 @@ def _is_parameter(scale: ir.Value | None, x: ir.Value) -> bool:
 
 
 def _of_type(x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
-    """x, or what it is a cast of, where that has this type."""
+    """x, or what it is a cast of, where that has this type.
+
+    Not where the cast takes digits away: the fused op would keep them, and give other numbers than eager.
+    """
     if dtype_of(x) == dtype:
         return x
+    if dtype == ir.DataType.DOUBLE:
+        return None
     node = x.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
     return source if source is not None and dtype_of(source) == dtype else None
@@ -144,6 +149,17 @@ def _rms_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
 # Activations
 
 
+def _is_half(x: ir.Value) -> bool:
+    """Whether x has fewer than 32 bits, or was widened from such.
+
+    There eager rounds after each op, and one op would not: closer to the true numbers on average, but further off
+    eager's than the tolerance allows (a gradient of GPT-2 under autocast: 1.3 times).
+    """
+    node = x.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    return min(dtype_of(v).itemsize for v in (x, source) if v is not None) < 4
+
+
 def _times_half(x: Pattern, factor: Pattern) -> tuple[Op, ...]:
     """0.5 * x * factor, in any order."""
     halves = op("Mul", op("Mul", x, 0.5), factor), op("Mul", op("Mul", x, factor), 0.5)
@@ -162,20 +178,22 @@ _ERF = op("Erf", either(op("Div", _X, math.sqrt(2)), op("Mul", _X, math.sqrt(0.5
 
 @_rewrite("FastGelu", *_times_half(_X, op("Add", op("Tanh", _INNER), 1.0)))
 def _fast_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    return ops.ms.FastGelu(found.values["x"])  # type: ignore[no-any-return]
+    x = found.values["x"]
+    return None if _is_half(x) else ops.ms.FastGelu(x)
 
 
 @_rewrite("Gelu", *_times_half(_X, op("Add", _ERF, 1.0)))
 def _gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    return ops.Gelu(found.values["x"])  # type: ignore[no-any-return]
+    x = found.values["x"]
+    return None if _is_half(x) else ops.Gelu(x)
 
 
 @_rewrite("QuickGelu", op("Mul", _X, op("Sigmoid", either(_X, op("Mul", _X, Num("alpha"))))))
 def _quick_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    alpha = found.numbers.get("alpha", 1.0)
-    if dtype_of(old) == ir.DataType.DOUBLE and not is_exact_attribute(alpha):
+    x, alpha = found.values["x"], found.numbers.get("alpha", 1.0)
+    if _is_half(x) or (dtype_of(old) == ir.DataType.DOUBLE and not is_exact_attribute(alpha)):
         return None
-    return ops.ms.QuickGelu(found.values["x"], alpha=float(alpha))  # type: ignore[no-any-return]
+    return ops.ms.QuickGelu(x, alpha=float(alpha))  # type: ignore[no-any-return]
 
 
 # Rotary embeddings

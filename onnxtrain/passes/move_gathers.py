@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
+from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.traversal import replace
+from onnxtrain.graph.traversal import replace, users
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
-from onnxtrain.ops import builder, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.gather import GATHER
 from onnxtrain.ops.index.tokens import SHRUNKEN_GATHER
@@ -106,10 +107,22 @@ def _fewer(count: Size, total: Size) -> bool:
     return count == 1
 
 
+def _leaves(value: ir.Value) -> bool:
+    """Whether the value, or a view of it, is an output of the graph."""
+    return value.is_graph_output() or any(
+        viewed(user, output.index() or 0, definition_of(user)) is value and _leaves(output)
+        for user in users(value)
+        for output in user.outputs
+    )
+
+
 def _move(op: Builder, picked: _Picked, changes: Changes) -> None:
     node = picked.node
     x = node.inputs[0]
     assert x is not None
+    if viewed(node, 0, definition_of(node)) is x and _leaves(node.outputs[0]):
+        changes.refuse(node, "the module gives out its result, which is a view there")
+        return
     region = region_before(op.graph, {x: (picked.axis,)}, [(node, 0)], picked.reads)
     for at, reason in region.ends.items():
         changes.refuse(node, f"stops at {at.op_type} {at.name!r}: {reason}")

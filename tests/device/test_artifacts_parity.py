@@ -71,8 +71,14 @@ def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
     return found
 
 
+LONG = {("lstm", "torchscript"), ("lstm", "dynamo")}
 EXPORTERS = ("torch", "torchscript", "dynamo")
-CASES = [(name, exporter, portable) for name in MODELS for exporter in EXPORTERS for portable in (False, True)]
+CASES = [
+    pytest.param(name, exporter, portable, marks=[pytest.mark.slow] if (name, exporter) in LONG else [])
+    for name in MODELS
+    for exporter in EXPORTERS
+    for portable in (False, True)
+]
 
 
 @pytest.mark.filterwarnings("ignore")

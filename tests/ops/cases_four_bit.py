@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import bitsandbytes  # noqa: F401  # so that its kernels are candidates
 import torch
 
 from onnxtrain.ops.four_bit import LEVELS
@@ -49,6 +50,8 @@ def case(n: int, k: int, block: int, quant_type: int, trans: int, nested: bool =
 
 
 CASES = [
+    *(case(6, 64, 32, quant_type, trans) for quant_type in (0, 1) for trans in (0, 1)),  # bitsandbytes takes these
+    case(5, 64, 64, 1, 0, nested=True),
     *(case(6, 16, 32, quant_type, trans) for quant_type in (0, 1) for trans in (0, 1)),
     case(3, 7, 16, 1, 1),  # an odd number of elements, and a block that is not full
     case(3, 7, 16, 0, 0),
