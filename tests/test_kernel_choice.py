@@ -376,7 +376,7 @@ def test_small_products_are_not_measured(tmp_path: pathlib.Path) -> None:
 
 def test_what_is_handed_elsewhere_is_not_kept_alive() -> None:
     tensors = [torch.randn(3, 3)]
-    drained = tuned._drained(tensors)
+    drained = tuned.drained(tensors)
     assert next(drained).shape == (3, 3)
     assert tensors == []
 

@@ -1,22 +1,34 @@
 """What options do that have no other place for a test."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-import torch
 
+SCRIPT = """
+import sys, torch
 from onnxtrain import ORTModule
+ORTModule(torch.nn.Linear(1, 1))
+before = torch.backends.cudnn.benchmark
+ORTModule(torch.nn.Linear(1, 1), **({} if sys.argv[1] == "variable" else {"conv_algo_search": "EXHAUSTIVE"}))
+print(before, torch.backends.cudnn.benchmark)
+"""
 
 
-@pytest.mark.parametrize("by_variable", [True, False])
-def test_an_exhaustive_search_is_cudnns_benchmark(by_variable, monkeypatch):
-    # PyTorch's own test tools, which other tests import, forbid to set it.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    monkeypatch.delenv("ORTMODULE_CONV_ALGO_SEARCH", raising=False)
-    ORTModule(torch.nn.Linear(1, 1))
-    assert not torch.backends.cudnn.benchmark
-    if by_variable:
-        monkeypatch.setenv("ORTMODULE_CONV_ALGO_SEARCH", "EXHAUSTIVE")
-        ORTModule(torch.nn.Linear(1, 1))
-    else:
-        ORTModule(torch.nn.Linear(1, 1), conv_algo_search="EXHAUSTIVE")
-    assert torch.backends.cudnn.benchmark
+@pytest.mark.parametrize(("way", "expected"), [("option", "False True"), ("variable", "True True")])
+def test_an_exhaustive_search_is_cudnns_benchmark(way: str, expected: str) -> None:
+    """In a process of its own: PyTorch's test tools, which other tests import, forbid to set the flag."""
+    environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_CONV_ALGO_SEARCH"}
+    if way == "variable":
+        environment["ORTMODULE_CONV_ALGO_SEARCH"] = "EXHAUSTIVE"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, way],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout.strip() == expected

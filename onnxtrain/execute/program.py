@@ -19,7 +19,7 @@ import keyword
 import linecache
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -97,6 +97,13 @@ class Program:
         exec(compile(source, filename, "exec"), namespace)  # our own generated source
         run: Run = namespace["program"]
         return run
+
+
+def drained(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in order, none of which the list keeps alive."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
 
 
 class _Ref(str):

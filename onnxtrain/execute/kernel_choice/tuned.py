@@ -11,7 +11,7 @@ each call of a candidate is a step's own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel, expected_s
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import WORTH_SECONDS, Answers, rounded
 from onnxtrain.execute.kernel_choice.trial import Trial
-from onnxtrain.execute.program import KernelOf, Program
+from onnxtrain.execute.program import KernelOf, Program, drained
 from onnxtrain.graph import sizes
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Call, Kernel
@@ -105,9 +105,9 @@ class TunedProgram(Program):
         if settled is None:
             return self._try(tensors, given, size_class)
         if settled is not self:
-            return settled.run(_drained(tensors), given)
+            return settled.run(drained(tensors), given)
         self.namespace.update((f"shape_{i}", shape) for i, shape in enumerate(shapes or [()]))
-        return self._as_written(_drained(tensors), given, True)
+        return self._as_written(drained(tensors), given, True)
 
     def _try(self, tensors: list[torch.Tensor], given: Sequence[int], size_class: tuple[int, ...]) -> Results:
         """Runs the nodes by their candidates in turn; where that settled all, the next call goes straight."""
@@ -118,7 +118,7 @@ class TunedProgram(Program):
                 for node in self._open_nodes
             }
             self._trying = self._with_kernels(f"{self._name} trying", self._trial_or_expected)
-        result = self._trying.run(_drained(tensors), given)
+        result = self._trying.run(drained(tensors), given)
         chosen = [trial.chosen for trial in self._trials.values()]
         if all(kernel is not None for kernel in chosen):
             names = tuple(kernel.name for kernel in chosen if kernel is not None)
@@ -144,13 +144,6 @@ class TunedProgram(Program):
 
     def _with_kernels(self, name: str, kernels: KernelOf) -> Program:
         return Program(self.part, name, self._device, kernels, layout=self._layout)
-
-
-def _drained(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in order, none of which the list keeps alive."""
-    tensors.reverse()
-    while tensors:
-        yield tensors.pop()
 
 
 class _Chosen:

@@ -23,7 +23,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.execute.one_call.arrays import UnsupportedError, strides_of
 from onnxtrain.execute.one_call.source import LARGEST, NAME, Function, write
 from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
-from onnxtrain.execute.program import Program, Run
+from onnxtrain.execute.program import Program, Run, drained
 from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.values import dtype_of
@@ -98,7 +98,7 @@ class OneCall:
     # 1
 
     def _counting(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
-        tensors = tuple(tensors)
+        tensors = list(tensors)
         shapes = (*(t.shape for t in tensors), *given)
         self._seen = self._seen + 1 if shapes == self._shapes else 0
         self._shapes = shapes
@@ -110,7 +110,7 @@ class OneCall:
             )
             self._program.run = self._ordinary
             self._work.start()
-        return self._ordinary(tensors, given)
+        return self._ordinary(drained(tensors), given)
 
     # 2
 
