@@ -57,6 +57,13 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
         raise ORTModuleTorchModelException(
             f"a {type(model).__name__} cannot be prepared", todo="prepare the PyTorch module itself"
         )
+    if not isinstance(model, torch.nn.Module):
+        raise ORTModuleTorchModelException(
+            "this cannot be prepared",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            todo="pass the model itself",
+        )
     if isinstance(model, torch.nn.DataParallel):
         refuse_module(model)
     unprepare(model)

@@ -73,7 +73,7 @@ def test_errors_of_the_package_are_shown_without_a_traceback(
 
 def test_every_command_has_its_module() -> None:
     folder = pathlib.Path(cli.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")}
     assert modules == {name.replace("-", "_") for name in cli.COMMANDS}
 
 
@@ -90,3 +90,16 @@ assert "torch" not in sys.modules
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "ops" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["ops", "--write"], ["options", "--write"], ["run"]], ids=" ".join)
+def test_a_path_that_is_not_there(command: list[str], tmp_path: pathlib.Path) -> None:
+    file = str(tmp_path / "missing" / "page.md")
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxtrain", *command, file], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert file in said.replace("\n", "")
+    assert "to do:" in said
+    assert "Traceback" not in said

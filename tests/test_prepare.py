@@ -318,3 +318,8 @@ def test_blocks_of_a_transformer() -> None:
     assert [region.shares for region in report_of(model).regions] == [False, True]
     states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     assert len(states) == 3
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(errors.ORTModuleTorchModelException, match=r"torch\.nn\.Module"):
+        onnxtrain.prepare(3)

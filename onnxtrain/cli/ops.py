@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from onnxtrain.cli.page import write_page
 from onnxtrain.graph.values import ATEN, MICROSOFT, ONNX, OWN
 from onnxtrain.ops import BY_BODY, FROM_TORCH, NOT_DIFFERENTIABLE, OPS, STANDARD, Effects, NoBody, OpDef
 from onnxtrain.ops.definition import OPSET
@@ -222,8 +223,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     console = Console()
     if options.write is not None:
-        options.write.write_text(page(), encoding="utf-8")
-        console.print(f"wrote {options.write}", markup=False)
+        write_page(options.write, page())
         return 0
     try:
         found = selected(options.pattern)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from onnxtrain.cli.page import write_page
 from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, Resolved, knobs, resolved
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
@@ -120,8 +121,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the table, and the variables that are set and have no effect."""
     console = Console()
     if options.write is not None:
-        options.write.write_text(page(), encoding="utf-8")
-        console.print(f"wrote {options.write}", markup=False)
+        write_page(options.write, page())
         return 0
     console.print(table(resolved(path=options.json)))
     for name, meaning in PROCESS_VARIABLES.items():

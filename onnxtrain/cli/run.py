@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from onnxtrain.cli import FAILED
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, OptionError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the script as the main program, with `onnxruntime.training` in place."""
+    if not options.is_module and not Path(options.script).exists():
+        raise OptionError(
+            "there is no such script",
+            where="onnxtrain run",
+            expected="the path of a Python script",
+            got=options.script,
+            todo="check the path, or put -m before the name of a module",
+        )
     importlib.import_module("onnxtrain.dropin")
     sys.argv = [options.script, *options.arguments]
     try:
