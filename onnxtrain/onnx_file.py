@@ -4,7 +4,7 @@
 
 Names are kept: weights have those of the module, values those of PyTorch's own graph; each node carries the module and
 the user's line it comes from. An op whose function has several cases (ranks, types, attributes) has a name for each:
-GeluGrad, GeluGrad_case2. As overloads of one name, onnxruntime up to 1.24.1 would call the first for all, without a word.
+GeluGrad, GeluGrad_case2. Of overloads with one name, onnxruntime up to 1.24.1 calls the first for all, without a word.
 The file appears whole or not at all.
 """
 
@@ -86,15 +86,17 @@ def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
 
 def _without_overloads(model: ir.Model) -> ir.Model:
     """The same model, in which no two functions have one name."""
-    for call in (*model.graph.all_nodes(), *model.functions.values()):
-        if call.overload:
-            name = f"{call.name if isinstance(call, ir.Function) else call.op_type}_case{int(call.overload) + 1}"
-            if isinstance(call, ir.Function):
-                call.name = name
-            else:
-                call.op_type = name
-            call.overload = ""
+    for node in model.graph.all_nodes():
+        if node.overload:
+            node.op_type, node.overload = _case_name(node.op_type, node.overload), ""
+    for function in model.functions.values():
+        if function.overload:
+            function.name, function.overload = _case_name(function.name, function.overload), ""
     return traversal.with_graph(model, model.graph, list(model.functions.values()))
+
+
+def _case_name(name: str, overload: str) -> str:
+    return f"{name}_case{int(overload) + 1}"
 
 
 def _output_names(outputs: list[ir.Value]) -> list[str]:

@@ -50,7 +50,7 @@ def test_a_file_holds_functions_names_and_origins(tmp_path):
 
 
 def test_each_case_of_an_op_has_a_name_of_its_own(tmp_path):
-    """onnxruntime up to 1.24.1 takes the first of several overloads for all calls."""
+    """As overloads, onnxruntime up to 1.24.1 would take the first of them for all calls."""
     op, (x, y) = graph_of(x=("b", 4), y=("b", "c", 4))
     results = [op.ms.QuickGelu(x, alpha=a) for a in (1.0, 2.0, 1.0)] + [op.own.LogSigmoid(v) for v in (x, y)]
     op.graph.outputs.extend([*results, op.ms.ReluGrad(x, x), op.ms.ReluGrad(y, y)])
