@@ -26,6 +26,8 @@ ANY = Spec("b s h")
 UNIT = Spec("b s h", low=0.05, high=0.95)
 
 FUNCTIONS = {
+    "angle": (lambda a: torch.angle(a) * a + torch.angle(a * a), ANY),
+    "angle-int": (torch.angle, WHOLE),
     "deg2rad": (torch.deg2rad, ANY),
     "deg2rad-int": (torch.deg2rad, WHOLE),
     "rad2deg": (torch.rad2deg, ANY),
