@@ -353,7 +353,7 @@ VARLEN_ATTENTION_GRAD = define_gradient(
     body=_grad_body,
     kernels=(
         Kernel(lower=_lower_grad_compiled, applies=_may_compile),
-        Kernel(lower=_lower_grad_flash, applies=_grad_may_flash, deterministic=False),
+        Kernel(lower=_lower_grad_flash, applies=_grad_may_flash),
         Kernel(lower=_lower_grad),
     ),
     axes=no_axes,  # a kernel keeps what it likes
