@@ -21,10 +21,11 @@ from typing import Any, Literal, TypeAlias
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.device.accumulation import GRADIENT
 from onnxtrain.device.block import Block, ForwardBlock, current_base
 from onnxtrain.device.in_place import verify_updates
 from onnxtrain.device.stock import for_stock
-from onnxtrain.device.training_graph import GRADIENT, UPDATED, annotate
+from onnxtrain.device.training_graph import UPDATED, annotate
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, is_float, set_type, type_of
@@ -149,9 +150,9 @@ class Optimizer(ForwardBlock):
         in_chunks = [name for name, kind in parameters if not portable and _size(kind) > _IN_CHUNKS_FROM]
         kinds = {n: _chunked(kind, index) if n in in_chunks else kind for index, (n, kind) in enumerate(parameters)}
         wide = {name: FLOAT if kind.dtype in _HALF else kind.dtype for name, kind in parameters}
-        columns = [[_declare(graph, f"{n}{end}", kind) for n, kind in kinds.items()] for end in ("", GRADIENT)]
-        for s in self.state:
-            columns.append([_declare(graph, f"{n}.{s}", TensorType(wide[n], kind.shape)) for n, kind in kinds.items()])
+        moments = {name: TensorType(wide[name], kind.shape) for name, kind in kinds.items()}
+        groups = {"": kinds, GRADIENT: kinds} | {f".{state}": moments for state in self.state}
+        columns = [[_declare(graph, f"{n}{end}", kind) for n, kind in own.items()] for end, own in groups.items()]
         rule = self._rule(op, op.Squeeze(rate, axes_constant(op, [0])), step)
         if self._clip_grad is not None:
             rule = self._clip_grad.ahead_of(rule, op, columns[1])
