@@ -23,6 +23,7 @@ from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
@@ -33,7 +34,7 @@ from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.report import CompileReport
-from onnxtrain.stages import Stages
+from onnxtrain.stages import Mode, Stages
 
 Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -115,15 +116,18 @@ def compile_module(
         ORTModuleFallbackException: the module cannot be differentiated.
     """
     training = torch.is_grad_enabled()
-    stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
+    mode: Mode = "training" if module.training and training else "inference"
+    device = one_device(inputs)
+    work = WorkCounter(inputs, device) if options.count_work else None
+    stages = Stages(options, mode, type(module).__name__, work)
 
     model = stages.record("capture", captured.model, took_ms=captured.took_ms)
-    device = one_device(inputs)
     note_kernels(model.graph, options, device)
+    wrt = tuple(training and t.requires_grad for t in inputs)
+    before = work(_differentiated(captured, wrt)) if work else None
 
     model = stages.record("optimize", model, optimize(model, FORWARD))
     views = _views(captured, model)
-    wrt = tuple(training and t.requires_grad for t in inputs)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
     layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
     build = _Build(captured, model, wrt, views, device, options, layout)
@@ -137,7 +141,15 @@ def compile_module(
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+    return Compiled(captured, unit, stages.report(before), _runner(captured, unit))
+
+
+def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
+    """The joint graph of a capture as it is, without any pass; the capture itself where no gradient is asked for."""
+    if not any(wrt):
+        return captured.model
+    of = [i < captured.results for i in range(len(captured.model.graph.outputs))]
+    return differentiate(with_graph(captured.model, clone(captured.model.graph)[0]), wrt, of).model
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
