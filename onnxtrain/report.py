@@ -28,12 +28,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass took, and how many changes it made and refused."""
+    """What one pass took, the changes that it made, as sentences, and those that it refused."""
 
     name: str
     took_ms: float
-    made: int
-    refused: int
+    made: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()
 
 
 @dataclass(frozen=True)

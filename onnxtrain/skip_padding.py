@@ -29,7 +29,7 @@ from onnxtrain.passes import BEFORE_KEYS, optimize
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import whole
-from onnxtrain.report import CompileReport, StageReport
+from onnxtrain.report import CompileReport, PassReport, StageReport
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,8 +81,9 @@ class _Packing:
 
     def stage(self, took_ms: float) -> StageReport:
         """What was found, for the report."""
-        made = tuple(f"pack_tokens: {text}" for text in self._changes.made)
-        return StageReport("pack", took_ms, len(self._model.graph), made, tuple(self._changes.refused))
+        done = PassReport("pack_tokens", took_ms, tuple(self._changes.made), tuple(self._changes.refused))
+        made = tuple(f"{done.name}: {text}" for text in done.made)
+        return StageReport("pack", took_ms, len(self._model.graph), made, done.refused, (done,))
 
     def runner(self, dense: Any) -> Any:
         """Runs each batch packed or as `dense` does."""

@@ -54,7 +54,7 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
         start = time.perf_counter()
         run(model.graph, changes)
         took_ms = (time.perf_counter() - start) * 1e3
-        total.passes.append(PassReport(run.__name__, took_ms, len(changes.made), len(changes.refused)))
+        total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.made), tuple(changes.refused)))
         total.made += [f"{run.__name__}: {text}" for text in changes.made]
         total.refused += changes.refused
     return total
