@@ -133,7 +133,8 @@ def compile_module(
     build = _Build(captured, model, wrt, views, device, options, layout)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
-        joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
+        changes = optimize(joint.model, JOINT)
+        joint = stages.record_joint("optimize-joint", joint.renewed(), changes)
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         unit = build.training_unit(joint, random, rerun)
@@ -249,6 +250,11 @@ class _Build:
         of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
 
+    def optimized_joint(self, given: Flags | None = None) -> Joint:
+        joint = self.joint(given)
+        optimize(joint.model, JOINT)
+        return joint.renewed()
+
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self._device, self._options, self._layout)
         if _may_compile_behind(self._options) and self._device.type == "cpu":
@@ -322,9 +328,7 @@ class _Backwards:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
         if given == self._differentiable:
             return self._backward(cut(self._joint, needed), given)
-        joint = self._build.joint(given)
-        optimize(joint.model, JOINT)
-        special = cut(joint, needed)
+        special = cut(self._build.optimized_joint(given), needed)
         if self._has_all(special):
             return self._backward(special, given)
         zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
@@ -332,8 +336,7 @@ class _Backwards:
 
     def renew(self) -> None:
         """Differentiates again: gradient rules know more now."""
-        self._joint = self._build.joint()
-        optimize(self._joint.model, JOINT)
+        self._joint = self._build.optimized_joint()
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""
