@@ -36,7 +36,8 @@ from onnxtrain.graph.values import (
 from onnxtrain.graph.verify import verify
 from onnxtrain.ops import NOT_DIFFERENTIABLE, builder, definition_of, foreign, lookup
 from onnxtrain.ops.bodies import close
-from onnxtrain.passes import FORWARD, JOINT, optimize
+from onnxtrain.options import Options
+from onnxtrain.passes import JOINT, forward_passes, optimize
 
 METADATA = "onnxtrain"
 RESET = "lazy_reset_grad"
@@ -44,6 +45,9 @@ GRADIENT = "_grad"
 BUFFER = "_grad.accumulation.buffer"
 ACCUMULATED = "_grad.accumulation.out"
 UPDATED = ".out"
+
+# Stock onnxruntime would run a chunked loss by its body, which holds all scores as well.
+_FORWARD = forward_passes(Options(chunked_loss=False))
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[
         ArtifactError: as `training_model`.
     """
     model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
-    optimize(model, FORWARD)
+    optimize(model, _FORWARD)
     _refuse_opaque(model.graph, roles)
     gradients = _differentiated(model, roles)
     draws = draw_from_seed(gradients.graph)
@@ -129,7 +133,7 @@ def eval_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:
         ArtifactError: an op has no form in standard ops.
     """
     model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
-    optimize(model, FORWARD)
+    optimize(model, _FORWARD)
     read = {v.name for v in model.graph.inputs if traversal.is_used(v) or v.name in roles.inputs}
     kept = [v for v in model.graph.inputs if v.name in read]
     model.graph.inputs.clear()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from onnxtrain.options import Options
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
@@ -39,15 +40,28 @@ FORWARD: tuple[Pass, ...] = (
     drop_unused,  # last: what the others left behind
 )
 
-# The passes before those that make an element's place matter: what packs tokens comes between.
-BEFORE_KEYS = FORWARD[: FORWARD.index(key_dropout)]
-
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
     dedupe,  # several rules compute the same sizes and views
     gradients_with_loss,  # which gradients are read is known now
     drop_unused,  # gradients that nobody asked for
 )
+
+
+def forward_passes(options: Options) -> tuple[Pass, ...]:
+    """FORWARD without the passes that the options switch off."""
+    wanted = {
+        skip_ignored_labels: options.label_sparsity,
+        move_gathers: True,
+        chunk_losses: options.chunked_loss,
+    }
+    return tuple(run for run in FORWARD if run not in wanted or (options.compute_optimizer and wanted[run]))
+
+
+def passes_before_keys(options: Options) -> tuple[Pass, ...]:
+    """The passes before those that make an element's place matter: what packs tokens comes between."""
+    passes = forward_passes(options)
+    return passes[: passes.index(key_dropout)]
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
