@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain.options import Options
+from onnxtrain.passes.cancel_casts import cancel_casts
+from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
@@ -22,6 +24,7 @@ from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.key_dropout import key_dropout
 from onnxtrain.passes.move_gathers import move_gathers
+from onnxtrain.passes.multiply_convolutions import multiply_convolutions
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
 from onnxtrain.report import PassReport
 
@@ -32,6 +35,9 @@ FORWARD: tuple[Pass, ...] = (
     dedupe,  # one value per expression, so that a match has one producer
     fuse_patterns,  # before differentiation, as the next: one gradient op instead of those of the parts
     fuse_attention,  # reads q and k behind their rotary embedding
+    multiply_convolutions,  # before transposes cancel: it leaves some that do
+    cancel_transposes,  # after fusions, which know the transposes of attention
+    cancel_casts,  # after fusions, which know the casts of norms
     drop_unused,  # what nobody reads any more must not hold up rows that move
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
