@@ -234,7 +234,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
     )
 
 
-fused(
+CONV = fused(
     ONNX,
     "Conv",
     ("x", "w", "b?"),
