@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -37,27 +37,41 @@ class Executed:
         self.is_whole = False
         self._found: dict[int, tuple[CodeType, Mapping[str, Any]]] = {}
         self._generated: set[int] = set()
+        self._outside: FrameType | None = None  # the frame in which `noted()` is held
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event != "call" or id(code) in self._found:
+        if event != "call" or id(code) in self._found or self._is_import(frame):
             return
         self._found[id(code)] = (code, frame.f_globals)
         caller = frame.f_back
         if code.co_name == "<module>" and caller is not None and is_known_by_version(caller.f_code.co_filename):
             self._generated.update(map(id, _with_nested(code)))  # PyTorch runs a text that it made
 
+    def _is_import(self, frame: FrameType) -> bool:
+        """Whether code runs because forward imports a module: what forward itself runs of it is noted then."""
+        if is_known_by_version(frame.f_code.co_filename):
+            return False  # it does not count anyhow
+        above = frame.f_back
+        while above is not None and above is not self._outside:
+            if above.f_code.co_filename == "<frozen importlib._bootstrap>":
+                return True
+            above = above.f_back
+        return False
+
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes what this thread runs. The place of a profiler that is at work is not taken: nothing is noted then."""
         self.is_whole = sys.getprofile() is None
         if self.is_whole:
+            self._outside = sys._getframe(2)  # 1 is of contextlib
             sys.setprofile(self._note)
         try:
             yield
         finally:
             if self.is_whole:
                 sys.setprofile(None)
+                self._outside = None
 
     def files(self) -> Files:
         """The hash of each file whose code is not known by its version.
@@ -76,7 +90,7 @@ class Executed:
         found: dict[str, set[str]] = {}
         for code, scope in self._own():
             if not code.co_flags & CO_OPTIMIZED:
-                continue  # the body of a module or a class, which is imported here
+                continue  # the body of a class
             if outside := _FROM_OUTSIDE.intersection(code.co_names):
                 raise NotStorableError(f"{code.co_qualname} reads {min(outside)}, which may be other in another run")
             module = str(scope.get("__name__"))
@@ -84,12 +98,8 @@ class Executed:
                 raise NotStorableError(f"{code.co_qualname} is in no module that can be imported")
             names = found.setdefault(module, set())
             for name in code.co_names:
-                if name not in scope:
-                    continue
-                names.add(name)
-                if isinstance(scope[name], ModuleType):
-                    inner = vars(scope[name])
-                    names.update(f"{name}.{part}" for part in code.co_names if part in inner)
+                if name in scope:
+                    names.update(_paths(name, scope[name], code.co_names))
         return {module: sorted(names) for module, names in sorted(found.items())}
 
     def _own(self) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
@@ -108,6 +118,15 @@ def _is_generated(code: CodeType, scope: Mapping[str, Any]) -> bool:
     if code.co_filename != "<string>":
         return code.co_filename.startswith(("<eval_with_key>", "<onnxtrain"))
     return code.co_qualname.startswith("__create_fn__") or str(scope.get("__name__")).startswith("namedtuple_")
+
+
+def _paths(path: str, value: object, names: Collection[str]) -> Iterator[str]:
+    """A name, and where it stands for a module those that code may go on with: `nn`, `nn.functional`, ..."""
+    yield path
+    if isinstance(value, ModuleType) and path.count(".") < len(names):
+        for name in names:
+            if name in vars(value):
+                yield from _paths(f"{path}.{name}", vars(value)[name], names)
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:
