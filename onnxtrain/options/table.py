@@ -84,6 +84,12 @@ class Options:
         "where a tenth or more of 512 or more tokens are padding",
         "ONNXTRAIN_SKIP_PADDING",
     )
+    count_work: bool = _knob(
+        False,
+        BOOL,
+        "count the floating-point operations and bytes of each graph for the report: `onnxtrain explain` sets it",
+        "ONNXTRAIN_COUNT_WORK",
+    )
     save_onnx: bool = _knob(False, BOOL, "write the graph of each stage as an ONNX file")
     onnx_prefix: str = _knob("", TEXT, "how the names of the files of save_onnx begin")
     save_path: Path = _knob(

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_patterns import fuse_patterns
+from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.key_dropout import key_dropout
 from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
@@ -32,6 +34,7 @@ FORWARD: tuple[Pass, ...] = (
     drop_unused,  # what nobody reads any more must not hold up rows that move
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
+    chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
     drop_unused,  # last: what the others left behind
 )
@@ -42,6 +45,7 @@ BEFORE_KEYS = FORWARD[: FORWARD.index(key_dropout)]
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
     dedupe,  # several rules compute the same sizes and views
+    gradients_with_loss,  # which gradients are read is known now
     drop_unused,  # gradients that nobody asked for
 )
 
@@ -54,7 +58,7 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
         start = time.perf_counter()
         run(model.graph, changes)
         took_ms = (time.perf_counter() - start) * 1e3
-        total.passes.append(PassReport(run.__name__, took_ms, len(changes.made), len(changes.refused)))
+        total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.made), tuple(changes.refused)))
         total.made += [f"{run.__name__}: {text}" for text in changes.made]
         total.refused += changes.refused
     return total

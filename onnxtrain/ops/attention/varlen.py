@@ -97,8 +97,13 @@ def _axes(n: NodeView) -> str:
 
 
 def _flops(products: int) -> Any:
-    """As if all tokens saw each other: how many do is not known before the graph runs."""
-    return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), sizes.of(n.k)[0])
+    """As if sequences were of equal length: how long each is, is not known before the graph runs."""
+
+    def flops(n: NodeView) -> sizes.Size:
+        sequences = sizes.maximum(1, sizes.subtract(sizes.of(n.cu_k)[0], 1))
+        return sizes.multiply(2 * products, *sizes.of(n.q), sizes.floor_divide(sizes.of(n.k)[0], sequences))
+
+    return flops
 
 
 # Bodies: all tokens together, with a mask of those that belong to one sequence
