@@ -193,6 +193,11 @@ class Guards:
             return False
         return self.open == other.open and same_graph(self._proof, other._proof, frozenset())
 
+    @property
+    def exported(self) -> Proof | None:
+        """The exported graph; None where the capture was read from disk."""
+        return self._proof
+
     # On disk
 
     def kept(self) -> KeptGuards:
