@@ -58,13 +58,8 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--only", nargs="+", choices=(*_GROUPS, *_NAMES), default=["cpu", "gpu"], help="what to measure (default: all)")
-    add(
-        "--contenders",
-        nargs="+",
-        choices=tuple(CONTENDERS),
-        default=tuple(CONTENDERS),
-        help="who is timed (default: all)",
-    )
+    everyone = tuple(CONTENDERS)
+    add("--contenders", nargs="+", choices=everyone, default=everyone, help="who is timed (default: all)")
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
     add("--rounds", "--steps", type=int, help="how often each step is timed (default: by workload, 20 to 3000)")
@@ -111,13 +106,8 @@ class Run:
     def _behind(self) -> Behind:
         found = processes.run("benchmarks.behind", [], self._caches.empty(), self._watch.doing)
         circumstances = self._circumstances(found.pop("others_cores"))
-        return Behind(
-            behind.WORKLOAD.title,
-            circumstances,
-            tuple(found["during_s"]),
-            tuple(found["after_s"]),
-            found["compiling_s"],
-        )
+        during_s, after_s = tuple(found["during_s"]), tuple(found["after_s"])
+        return Behind(behind.WORKLOAD.title, circumstances, during_s, after_s, found["compiling_s"])
 
     def _workload(self, workload: Workload) -> Measured:
         contenders = [name for name in of_device(workload.device) if name in self._plan.contenders]
@@ -178,7 +168,7 @@ def write_all(plan: Plan, console: Console) -> None:
     console.print(f"Times, table and chart: {plan.folder.resolve()}", soft_wrap=True, highlight=False)
     if plan.pages is not None:
         behinds = [result for result in found if isinstance(result, Behind)]
-        page = write_page(measured, behinds[0] if behinds else None, not torch.cuda.is_available(), plan.pages)
+        page = write_page(measured, behinds[0] if behinds else None, plan.pages)
         console.print(f"The page: {page.resolve()}", soft_wrap=True, highlight=False)
 
 

@@ -58,11 +58,11 @@ def _speeds(measured: Measured) -> list[tuple[str, float, float, float]]:
 def _bar(contender: str, top: float, scale: float, low: float, speed: float, high: float) -> list[str]:
     middle = top + _BAR / 2
     said = f"{contender}: {speed:.2f} × (quartiles {low:.2f} – {high:.2f})"
+    bar = f'<rect class="{_CLASSES[contender]}" x="{_LEFT}" y="{top}" width="{speed * scale:.1f}" height="{_BAR}">'
+    ends = f'x1="{_LEFT + low * scale:.1f}" x2="{_LEFT + high * scale:.1f}" y1="{middle}" y2="{middle}"'
     return [
-        f'<rect class="{_CLASSES[contender]}" x="{_LEFT}" y="{top}" width="{speed * scale:.1f}" height="{_BAR}">'
-        f"<title>{escape(said)}</title></rect>",
-        f'<line class="range" x1="{_LEFT + low * scale:.1f}" x2="{_LEFT + high * scale:.1f}" '
-        f'y1="{middle}" y2="{middle}"/>',
+        f"{bar}<title>{escape(said)}</title></rect>",
+        f'<line class="range" {ends}/>',
         _text(_LEFT + max(speed, high) * scale + 6, top + _BAR - 2.5, f"{speed:.2f}", "figure", "start"),
     ]
 

@@ -102,11 +102,7 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
 def _beside(circumstances: Circumstances) -> str:
     load = f"load average before the run {circumstances.machine.load:.2f}"
     others = f"other programs kept {circumstances.others_cores:.2f} cores busy meanwhile"
-    return (
-        f"DISTURBED, not to be quoted: {others}; {load}."
-        if circumstances.disturbed
-        else f"Undisturbed: {others}; {load}."
-    )
+    return f"{'DISTURBED, not to be quoted' if circumstances.disturbed else 'Undisturbed'}: {others}; {load}."
 
 
 def behind_rows(behind: Behind) -> Rows:
@@ -121,9 +117,9 @@ def behind_rows(behind: Behind) -> Rows:
         ("slowest step while compiling", duration(max(behind.during_s)), f"at most {limit}: {above}"),
     )
     notes = (
-        f"{len(behind.during_s)} steps in the {behind.compiling_s:.0f} s until the last compiler ended; the first step"
-        f" of all, which captures the model, is left out. No step may lie more than {MOST_ABOVE_S:g} s above"
-        f" {MOST_SLOWDOWN:g} × the median afterwards.",
+        f"{len(behind.during_s)} steps in the {behind.compiling_s:.0f} s until the last compiler ended.",
+        "The first step of all, which captures the model, is left out.",
+        f"No step may lie more than {MOST_ABOVE_S:g} s above {MOST_SLOWDOWN:g} × the median afterwards.",
         _beside(behind.circumstances),
     )
     return Rows(f"While kernels compile, caches empty: {behind.workload}", ("", "", "goal"), rows, notes)

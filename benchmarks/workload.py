@@ -1,4 +1,7 @@
-"""What a workload is: a model, its batches, and the way from both to a loss. Weights are random: no time depends on them."""
+"""What a workload is: a model, its batches, and the way from both to a loss.
+
+Weights are random: no time depends on them.
+"""
 
 from __future__ import annotations
 
