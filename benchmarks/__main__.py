@@ -57,7 +57,13 @@ def parse(arguments: Sequence[str]) -> Plan:
     """What a command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--only", nargs="+", choices=(*_GROUPS, *_NAMES), default=["cpu", "gpu"], help="what to measure (default: all)")
+    add(
+        "--only",
+        nargs="*",
+        choices=(*_GROUPS, *_NAMES),
+        default=["cpu", "gpu"],
+        help="what to measure (default: all; none: nothing)",
+    )
     everyone = tuple(CONTENDERS)
     add("--contenders", nargs="+", choices=everyone, default=everyone, help="who is timed (default: all)")
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
@@ -145,7 +151,7 @@ def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
         second_s=tuple(first["second_s"] for first in firsts),
         rounds_s=tuple(found["rounds_s"]),
         peak_bytes=found["peak_bytes"],
-        loss=found["loss"],
+        losses=tuple(found["losses"]),
     )
 
 

@@ -118,7 +118,7 @@ class Stepper:
         self._on_gpu = workload.device == "cuda"
         self._parameters = list(plain.parameters())
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=True) if workload.optimized else None
-        self.loss = float("nan")
+        self.losses: list[float] = []
         started = time.perf_counter()
         self._forward = CONTENDERS[contender](plain)
         self.prepare_s = time.perf_counter() - started
@@ -135,7 +135,7 @@ class Stepper:
         if self._on_gpu:
             torch.cuda.synchronize()
         taken = time.perf_counter() - started
-        self.loss = loss.item()
+        self.losses.append(loss.item())
         return taken
 
 

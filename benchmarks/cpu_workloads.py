@@ -61,7 +61,7 @@ MINILM = Workload(
     title="MiniLM (6 × 384), 16 × 128 tokens, all real",
     make_model=models.minilm,
     make_batches=lambda: [models.classified_tokens(16, 128)],
-    rounds=30,
+    rounds=20,
     goals=_goals(2.1, compiled=2.1, speed={"eager, oneDNN Linears": 1.4}, share=0.6),
     **_LANGUAGE,
 )
@@ -91,7 +91,7 @@ _ON_A_CPU = (
         title="MiniLM, 16 × 128 tokens, autocast to bfloat16",
         make_model=models.minilm,
         make_batches=lambda: [models.classified_tokens(16, 128)],
-        rounds=20,
+        rounds=15,
         goals=Goals({"eager": 1.25}),
         **_LANGUAGE | {"loss": _in_bfloat16},
     ),

@@ -34,7 +34,9 @@ def bert_masked() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_embd=256, n_layer=4, n_head=8, vocab_size=_VOCABULARY, use_cache=False)
+    config = transformers.GPT2Config(
+        n_embd=256, n_layer=4, n_head=8, vocab_size=_VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
     return transformers.GPT2LMHeadModel(config)
 
 

@@ -41,14 +41,18 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Timed:
-    """One contender's times in seconds: of its first and second step in each fresh process, and of each round."""
+    """One contender's times in seconds: of its first and second step in each fresh process, and of each round.
+
+    Attributes:
+        losses: of its first steps, in which all contenders see the same batches.
+    """
 
     contender: str
     first_s: tuple[float, ...]
     second_s: tuple[float, ...]
     rounds_s: tuple[float, ...]
     peak_bytes: int
-    loss: float  # of the last step; all train on the same batches
+    losses: tuple[float, ...]
 
     @property
     def median_s(self) -> float:

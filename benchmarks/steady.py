@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks import processes
-from benchmarks.contenders import EAGER, Stepper, make_batches, make_model
+from benchmarks.contenders import EAGER, ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.memory import peak_bytes
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.processes import Tell
@@ -28,6 +28,8 @@ from benchmarks.workloads import WORKLOADS
 # Enough steps that each kernel of a choice of four is tried four times and one-call programs are compared.
 _LEAST_WARM_UP = 24
 _LEAST_WARM_UP_S = 4.0
+_WARM_UP_OF_OTHERS = 5  # steps of those that change nothing while they run
+_COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all contenders see the same batches
 _MOST_WARM_UP_S = 150.0
 _SHOW_EVERY_S = 1.0
 
@@ -56,7 +58,8 @@ def measure(
     return {
         "items": sum(workload.items(batches[number % len(batches)]) for number in range(rounds)),
         "contenders": [
-            {"contender": n, "rounds_s": times[n], "peak_bytes": peaks[n], "loss": steppers[n].loss} for n in contenders
+            {"contender": n, "rounds_s": times[n], "peak_bytes": peaks[n], "losses": steppers[n].losses[:_COMMON_STEPS]}
+            for n in contenders
         ],
         "products_s": times[_PRODUCTS],
         "products": products.count if products else 0,
@@ -107,7 +110,7 @@ def _timed(
 
 
 def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) -> None:
-    """Steps until kernels are chosen and whatever is compiled behind them is there."""
+    """Steps until onnxtrain has chosen its kernels and whatever it compiles behind them is there."""
     tell("warming up")
     started = time.monotonic()
     count = 0
@@ -115,8 +118,9 @@ def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell)
         enough = count >= max(_LEAST_WARM_UP, len(batches)) and taken >= _LEAST_WARM_UP_S
         if enough and not is_compiling():
             return
-        for stepper in steppers.values():
-            stepper.step(batches[count % len(batches)])
+        for contender, stepper in steppers.items():
+            if contender == ONNXTRAIN or count < _WARM_UP_OF_OTHERS:
+                stepper.step(batches[count % len(batches)])
         count += 1
 
 

@@ -94,8 +94,9 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
         later = ours.first_median_s - eager.first_median_s
         met = "met" if later <= MOST_AFTER_EAGER_S else "missed"
         yield f"First step {later:+.1f} s after eager's; goal {MOST_AFTER_EAGER_S:g} s: {met}."
-    losses = ", ".join(f"{timed.contender} {timed.loss:.3f}" for timed in measured.contenders)
-    yield f"Loss of the last step: {losses}."
+    common = min(len(timed.losses) for timed in measured.contenders)
+    losses = ", ".join(f"{timed.contender} {timed.losses[common - 1]:.3f}" for timed in measured.contenders)
+    yield f"Loss of step {common}: {losses}."
     yield _beside(measured.circumstances)
 
 
