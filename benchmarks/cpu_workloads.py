@@ -100,7 +100,7 @@ _ON_A_CPU = (
         title="BERT (4 × 256), masked language model, 8 × 128 tokens",
         make_model=models.bert_masked,
         make_batches=lambda: [models.masked_tokens(8, 128)],
-        rounds=30,
+        rounds=20,
         **_LANGUAGE,
     ),
     Workload(
