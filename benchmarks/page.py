@@ -47,7 +47,7 @@ meanwhile. A table that was disturbed says so.
 def write_page(results: Sequence[tuple[Workload, Measured]], behind: Behind | None, folder: Path) -> Path:
     """Writes benchmarks.md and benchmarks.svg into a folder; the path of the page."""
     (folder / "benchmarks.svg").write_text(speed_chart(results), encoding="utf-8")
-    parts = [_METHOD, "## Summary", _summary(results).as_markdown(), _MISSED, "![Speeds](benchmarks.svg)"]
+    parts = [_METHOD, "## Summary", _summary(results).as_markdown(), _LEGEND, "![Speeds](benchmarks.svg)"]
     on_cpu = [(w, m) for w, m in results if w.device == "cpu"]
     on_gpu = [(w, m) for w, m in results if w.device == "cuda"]
     parts += ["## On a CPU", *(_section(workload_rows(w, m), m) for w, m in on_cpu)]
@@ -65,24 +65,29 @@ _NO_GPU = """\
 Not measured: there was no GPU. Where there is one, `python -m benchmarks --only gpu` measures BERT-large, GPT-2 medium
 and a Llama of 1.2 billion parameters in bfloat16, and BiasGelu and Slice at ONNX Runtime Training's own sizes.
 """
-_MISSED = "A figure in *italics* misses its goal. Each column is one contender: how many times its speed onnxtrain has."
+_LEGEND = """\
+`×` a contender: how many times its speed onnxtrain has, in *italics* where the project's goal is missed. Products: what
+the step's matrix products alone take of onnxtrain's step. Limit: how many times eager's speed a step of nothing but
+these products would have.
+"""
 
 
 def _summary(results: Sequence[tuple[Workload, Measured]]) -> Rows:
     against = (EAGER, ONEDNN, COMPILE, COMPILE_DYNAMIC)
-    header = ("", "eager", "onnxtrain", *(f"× {name}" for name in against), "products")
+    header = ("", "eager", "onnxtrain", *(f"× {name}" for name in against), "products", "limit")
     rows = []
     for workload, measured in results:
         eager, ours = measured.of(EAGER), measured.of(ONNXTRAIN)
         if eager is None or ours is None:
             continue
-        share = measured.share(ours)
+        share, limit = measured.share(ours), measured.limit()
         times = (eager.total_s, ours.total_s) if workload.cold else (eager.median_s, ours.median_s)
         rows.append((
             workload.title,
             *(duration(seconds) for seconds in times),
             *(_ratio(workload, measured, name) for name in against),
             "" if share is None else _marked(f"{share:.0%}", share, workload.goals.share),
+            "" if limit is None else f"{limit:.2f}",
         ))  # fmt: skip
     return Rows("Summary", header, tuple(rows))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders import EAGER
 from benchmarks.machine import Machine
 from benchmarks.other_programs import MOST
 
@@ -88,8 +89,13 @@ class Measured:
         return next((timed for timed in self.contenders if timed.contender == contender), None)
 
     def share(self, contender: Timed) -> float | None:
-        """How much of a contender's step its matrix products would take at their best."""
+        """How much of a contender's step the eager step's matrix products would take at their best."""
         return statistics.median(self.products_s) / contender.median_s if self.products_s else None
+
+    def limit(self) -> float | None:
+        """How many times eager's speed a step of nothing but these products would have."""
+        eager = self.of(EAGER)
+        return 1 / self.share(eager) if eager is not None and self.share(eager) else None
 
 
 def speed_over(fast: Timed, slow: Timed) -> Quartiles:

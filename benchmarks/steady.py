@@ -7,11 +7,10 @@ alone are timed in the same rounds.
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -40,7 +39,10 @@ def measure(
     """Times `rounds` rounds; all but the first steps and the circumstances of a `Measured`."""
     batches = make_batches(workload)
     model = make_model(workload)
-    products = None if workload.cold or len(batches) > 1 else Products(_eager_step(workload, model, batches[0]))
+    products = None
+    if not workload.cold and len(batches) == 1:
+        eager = Stepper(workload, EAGER, model)
+        products = Products(lambda: eager.step(batches[0]))
     steppers: dict[str, Stepper] = {}
     if not workload.cold:
         for contender in contenders:
@@ -68,11 +70,6 @@ def measure(
 
 
 _PRODUCTS = "products alone"
-
-
-def _eager_step(workload: Workload, model: Any, batch: Batch) -> Callable[[], object]:
-    stepper = Stepper(workload, EAGER, copy.deepcopy(model))
-    return lambda: stepper.step(batch)
 
 
 def _timed(

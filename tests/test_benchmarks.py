@@ -138,7 +138,7 @@ def test_steps_behind_a_compiler_are_told_from_those_after(monkeypatch: pytest.M
 
 
 def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(RuntimeError, match="No module named benchmarks.missing"):
+    with pytest.raises(RuntimeError, match=r"No module named benchmarks\.missing"):
         processes.run("benchmarks.missing", [], {}, lambda _: None)
 
 

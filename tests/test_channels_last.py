@@ -148,6 +148,34 @@ def test_under_autocast() -> None:
         assert g.stride() == e.stride()
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of the compiled batch norm, which is there."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    library = channels_last.LIBRARY
+    assert library.wait(), library.why_not
+    found: list[str] = []
+
+    def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            found.append(name)
+            function(*arguments)
+
+        return call
+
+    functions = {name: noted(name, function) for name, function in vars(library.functions).items()}
+    monkeypatch.setattr(library, "functions", SimpleNamespace(**functions))
+    return found
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_step_runs_the_compiled_batch_norm_where_it_may(native: bool, calls: list[str]) -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3))
+    ORTModule(plain, native=native)(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert calls == (["forward", "backward"] if native else [])
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -167,17 +195,9 @@ def test_under_autocast() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batch_norms_are_as_exact_as_in_the_usual_order(
-    shape: tuple[int, ...], training: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], training: bool, compiled: bool, calls: list[str]
 ) -> None:
     """PyTorch's own kernels for this order are not: they add all rows one after the other."""
-    calls: list[str] = []
-    if compiled:
-        if shutil.which("c++") is None:
-            pytest.skip("needs a C++ compiler")
-        assert channels_last.LIBRARY.wait(), channels_last.LIBRARY.why_not
-        known = vars(channels_last.LIBRARY.functions).items()
-        noted = {name: lambda *a, name=name, call=call: (calls.append(name), call(*a)) for name, call in known}
-        monkeypatch.setattr(channels_last.LIBRARY, "functions", SimpleNamespace(**noted))
     torch.manual_seed(0)
     channels = shape[1]
     x, dy = torch.randn(shape) + 0.5, torch.randn(shape)
