@@ -17,6 +17,7 @@ from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_patterns import fuse_patterns
+from onnxtrain.passes.keep_scores import keep_scores
 from onnxtrain.passes.key_dropout import key_dropout
 from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
@@ -33,6 +34,7 @@ FORWARD: tuple[Pass, ...] = (
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
     key_dropout,  # after all that match Dropout or move rows through it
+    keep_scores,  # after all that match losses
     drop_unused,  # last: what the others left behind
 )
 
