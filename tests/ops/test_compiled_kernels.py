@@ -121,7 +121,7 @@ def test_cross_entropy_matches_autograd(case: OpCase, dtype: torch.dtype, calls:
 
 def test_cross_entropy_refuses_a_label_that_is_no_class(calls: Counter[str]) -> None:
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        rows.forward_compiled(torch.randn(3, 7), torch.tensor([0, 7, -100]), None, 1, -100)
+        rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, 7, -100]), None, 1, -100)
     assert calls["forward_float"] == 1
 
 
@@ -133,9 +133,9 @@ def test_cross_entropy_of_scores_far_from_zero(dtype: torch.dtype, calls: Counte
     target = torch.tensor([3, 1002, 0, 500, 7])
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
-        loss, peak, log_sum, total = rows.forward_compiled(x, target, None, 1, -100)
+        loss, peak, log_sum, total = rows.rows_loss_compiled(x, target, None, 1, -100)
         dy = torch.ones((), dtype=x.dtype)
-        return [loss, rows.backward_compiled(dy, x, peak, log_sum, target, None, total, 1, -100)]
+        return [loss, rows.rows_gradient_compiled(dy, x, peak, log_sum, target, None, total, 1, -100)]
 
     def eager(x: torch.Tensor) -> list[torch.Tensor]:
         x = x.detach().requires_grad_()

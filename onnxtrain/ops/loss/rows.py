@@ -54,7 +54,7 @@ LIBRARY = Library(
 # Kernels
 
 
-def forward(
+def rows_loss(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """PyTorch's operators; the sum is read off the log-probability of the largest score."""
@@ -66,7 +66,7 @@ def forward(
     return loss, scores.amax(1), log_prob.amax(1).neg_(), total_weight
 
 
-def backward(
+def rows_gradient(
     dy: Tensor,
     scores: Tensor,
     peak: Tensor,
@@ -96,13 +96,13 @@ def _cotangents(
     return torch.where(ignored, torch.zeros((), dtype=each.dtype, device=each.device), each), known
 
 
-def forward_compiled(
+def rows_loss_compiled(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The compiled kernel as soon as it is there. A label that is no class is PyTorch's to refuse."""
     name = _NAMES.get(scores.dtype)
     if LIBRARY.functions is None or name is None or not _is_plain(scores, labels, weights):
-        return forward(scores, labels, weights, reduction, ignore_index)
+        return rows_loss(scores, labels, weights, reduction, ignore_index)
     rows, classes = scores.shape
     each, weight, peak, log_sum = (scores.new_empty(rows) for _ in range(4))
     wrong = torch.empty((), dtype=torch.int64)
@@ -111,7 +111,7 @@ def forward_compiled(
     run = getattr(LIBRARY.functions, f"forward_{name}")
     run(*given, *pointers, rows, classes, torch.get_num_threads())
     if wrong.item():
-        return forward(scores, labels, weights, reduction, ignore_index)
+        return rows_loss(scores, labels, weights, reduction, ignore_index)
     total_weight = weight.sum()
     if reduction == 0:
         return each, peak, log_sum, total_weight
@@ -119,7 +119,7 @@ def forward_compiled(
     return loss / total_weight if reduction == 1 else loss, peak, log_sum, total_weight
 
 
-def backward_compiled(
+def rows_gradient_compiled(
     dy: Tensor,
     scores: Tensor,
     peak: Tensor,
@@ -133,7 +133,7 @@ def backward_compiled(
     """The compiled kernel as soon as it is there, whichever way forward went."""
     name = _NAMES.get(scores.dtype)
     if LIBRARY.functions is None or name is None or not _is_plain(scores, labels, weights):
-        return backward(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
+        return rows_gradient(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
     rows, classes = scores.shape
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
@@ -196,14 +196,14 @@ def _axes(n: NodeView) -> str:
 
 
 def _lower(n: NodeView, scores: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int | None) -> Call:
-    return Call(forward, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
+    return Call(rows_loss, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
 
 
 def _lower_compiled(
     n: NodeView, scores: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int | None
 ) -> Call:
     LIBRARY.request()
-    return Call(forward_compiled, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
+    return Call(rows_loss_compiled, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
 
 
 CROSS_ENTROPY_OF_ROWS = fused(
@@ -247,12 +247,12 @@ def _grad_arguments(n: NodeView, *given: Tensor) -> tuple[object, ...]:
 
 
 def _lower_grad(n: NodeView, *given: Tensor) -> Call:
-    return Call(backward, *_grad_arguments(n, *given))
+    return Call(rows_gradient, *_grad_arguments(n, *given))
 
 
 def _lower_grad_compiled(n: NodeView, *given: Tensor) -> Call:
     LIBRARY.request()
-    return Call(backward_compiled, *_grad_arguments(n, *given))
+    return Call(rows_gradient_compiled, *_grad_arguments(n, *given))
 
 
 fused(
