@@ -22,6 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.native import Library, text
+from onnxtrain.ops import large_memory
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, total
 from onnxtrain.ops.loss.cross_entropy import (
@@ -137,7 +138,7 @@ def rows_gradient_compiled(
     rows, classes = scores.shape
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
-    dx = torch.empty_like(scores)
+    dx = large_memory.empty(scores.shape, scores)
     given = [t.data_ptr() for t in (scores, labels, factor, peak.contiguous(), log_sum.contiguous())]
     run = getattr(LIBRARY.functions, f"backward_{name}")
     run(*given, ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())
