@@ -8,11 +8,12 @@ tracer, was left behind.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,8 +77,20 @@ class FakesMade:
         known = {id(leaf) for leaf in results}
         for node in mode.tracer.graph.nodes:
             known.update(map(id, tree_leaves(node.meta.get("val"))))
-        alive = [tensor for ref in self._made if (tensor := ref()) is not None]
-        return [tensor for tensor in alive if id(tensor) not in known]
+        alive = [tensor for ref in self._made if (tensor := ref()) is not None and id(tensor) not in known]
+        tensor = None  # no name here holds the last one
+        mine = next(_references(value) for value in [object()])
+        return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > mine]
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+def _is_in_autograd(tensor: FakeTensor) -> bool:
+    """Whether C++ holds a tensor, which counts as one reference. Where it cannot be asked, any holder is looked for."""
+    count: Callable[[], int] = getattr(tensor, "_use_count", lambda: 1)
+    return count() > 1
 
 
 def _holders(value: Any, own: list[list[Any]]) -> list[Any]:

@@ -135,6 +135,17 @@ def cut_out(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[S
     return result
 
 
+def every(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], count: Sizes) -> ir.Value:
+    """`count` places of x along each axis after the channels, `steps` apart."""
+    spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
+    ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
+    axes = axes_constant(op, range(2, 2 + len(starts)))
+    inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
+    taken = TensorType(dtype_of(x), (*sizes.of(x)[:2], *count))
+    result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
+    return result
+
+
 def extended(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
     """Puts so many zeros after each axis after the channels."""
     if all(m == 0 for m in missing):
