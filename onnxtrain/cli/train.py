@@ -103,7 +103,9 @@ def _check(options: argparse.Namespace) -> None:
 def _files(folder: Path, prefix: str) -> dict[str, Path]:
     """The files by their names without the prefix."""
     needed = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
-    files = {name: folder / f"{prefix}{name}" for name in (*needed, "trained_checkpoint", "inference.onnx", "quantized.onnx")}
+    files = {
+        name: folder / f"{prefix}{name}" for name in (*needed, "trained_checkpoint", "inference.onnx", "quantized.onnx")
+    }
     missing = [files[name].name for name in needed if not files[name].is_file()]
     if missing:
         todo = "make them: onnxtrain artifacts model.onnx -o out/ (with an optimizer), or give --prefix"
