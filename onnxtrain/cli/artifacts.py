@@ -7,9 +7,10 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import onnx
 from rich.console import Console
 
-from onnxtrain.artifacts import LossType, generate_artifacts
+from onnxtrain.artifacts import LossType, fake_quantize, generate_artifacts
 from onnxtrain.device.light_model import hold_out
 from onnxtrain.errors import ArtifactError
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
@@ -50,16 +51,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default="", help="of the files' names")
     parser.add_argument("--portable", action="store_true", help="keep to what also runs on WebGPU")
     parser.add_argument("--nominal", action="store_true", help="write a checkpoint without values too")
+    parser.add_argument("--qat", action="store_true", help="the model is quantized (Q/DQ): train with its rounding")
+    parser.add_argument("--learn-scales", action="store_true", help="with --qat: train the scales too")
     parser.add_argument("--custom-ops", type=Path, metavar="LIBRARY", help="the library of the model's custom ops")
 
 
 def run(options: argparse.Namespace) -> int:
     """Writes the artifacts and lists what is trained."""
-    floating = _floating(options.model)
+    model, floating = _model(options)
     frozen = _matching(floating, options.freeze or (), options.model)
     trained = [name for name in _matching(floating, options.train or ("*",), options.model) if name not in frozen]
     generate_artifacts(
-        options.model,
+        model,
         requires_grad=trained,
         frozen_params=frozen,
         loss=_LOSSES[options.loss],
@@ -79,9 +82,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _floating(path: Path) -> dict[str, int]:
+def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[str, int]]:
+    """The model to make artifacts of, and what can be trained of it."""
+    if options.learn_scales and not options.qat:
+        raise ArtifactError("Only a quantized model has scales to learn.", "--learn-scales", todo="give --qat too")
+    if not options.qat:
+        return options.model, _floating(options.model)
+    quantized = fake_quantize(options.model, learn_scales=options.learn_scales)
+    floating = _floating(quantized.model)
+    return quantized.model, {name: floating.get(name, 1) for name in (*quantized.parameters, *quantized.scales)}
+
+
+def _floating(model: Path | onnx.ModelProto) -> dict[str, int]:
     """The floating initializers that have a dimension, with how many elements they have."""
-    light, _ = hold_out(path)
+    light, _ = hold_out(model)
     found: dict[str, int] = {}
     for tensor in light.graph.initializer:
         if tensor.data_type in (1, 10, 11, 16) and tensor.dims:  # float32, float16, float64, bfloat16

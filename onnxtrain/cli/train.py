@@ -41,6 +41,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the samples and of dropout")
     parser.add_argument("--resume", action="store_true", help="go on from what this command saved")
     parser.add_argument("--prefix", default="", help="of the files' names")
+    parser.add_argument(
+        "--quantized", type=Path, metavar="MODEL", help="of artifacts --qat: write it with the trained values too"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<number>")
 
 
@@ -49,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     console = Console(soft_wrap=True)
     files = _files(options.folder, options.prefix)
+    if options.quantized is not None and not options.quantized.is_file():
+        raise TrainingError("The quantized model is not there.", f"--quantized {options.quantized}")
     start = files["trained_checkpoint" if options.resume else "checkpoint"]
     if not start.is_file():
         raise TrainingError(f"{start.name} is not there.", str(start), todo="leave out --resume")
@@ -65,11 +70,23 @@ def run(options: argparse.Namespace) -> int:
     loss, accuracy = _train(module, optimizer, evaluation, training, test, size, options, console)
     CheckpointState.save_checkpoint(state, files["trained_checkpoint"], include_optimizer_state=True)
     module.export_model_for_inferencing(files["inference.onnx"], evaluation.outputs)
+    written = ["trained_checkpoint", "inference.onnx"]
+    if options.quantized is not None:
+        _write_quantized(options.quantized, state, files["quantized.onnx"])
+        written.append("quantized.onnx")
     shown = f"test loss {loss:.4f}" + ("" if accuracy is None else f", test accuracy {accuracy:.1%}")
     console.print(f"{optimizer.step_count} updates in all: {shown}", markup=False)
-    for name in ("trained_checkpoint", "inference.onnx"):
+    for name in written:
         console.print(f"Wrote {files[name].resolve()}", markup=False)
     return 0
+
+
+def _write_quantized(model: Path, state: CheckpointState, path: Path) -> None:
+    import onnx  # noqa: PLC0415  the rest of the command does without
+
+    from onnxtrain.artifacts import quantize_trained  # noqa: PLC0415  as above: it needs PyTorch
+
+    onnx.save(quantize_trained(model, state), path)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -86,7 +103,9 @@ def _check(options: argparse.Namespace) -> None:
 def _files(folder: Path, prefix: str) -> dict[str, Path]:
     """The files by their names without the prefix."""
     needed = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
-    files = {name: folder / f"{prefix}{name}" for name in (*needed, "trained_checkpoint", "inference.onnx")}
+    files = {
+        name: folder / f"{prefix}{name}" for name in (*needed, "trained_checkpoint", "inference.onnx", "quantized.onnx")
+    }
     missing = [files[name].name for name in needed if not files[name].is_file()]
     if missing:
         todo = "make them: onnxtrain artifacts model.onnx -o out/ (with an optimizer), or give --prefix"

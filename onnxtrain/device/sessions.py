@@ -211,12 +211,14 @@ class Graph:
             elif name in self._bound:
                 self._binding.bind_ortvalue_output(output, self._bound[name].value)
 
-    def _memory_in_chunks(self, buffer: Buffer) -> tuple[str, int, int, list[int], int]:
+    def _memory_in_chunks(self, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
         """A buffer's device, index, element type, shape as [chunks, elements], and address."""
         size = math.prod(buffer.shape)
         chunks = _chunks(size) if self._device.kind == "cpu" else 1  # a GPU is best at all at once
         value = buffer.value
-        return self._device.kind, self._device.index, value.element_type(), [chunks, size // chunks], value.data_ptr()
+        # onnxruntime before 1.20 takes no numbers here, and numpy has no bfloat16.
+        element = value.element_type() if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype).type
+        return self._device.kind, self._device.index, element, [chunks, size // chunks], value.data_ptr()
 
     def run(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
         """Runs the graph once, updates what is bound in place, and returns `outputs` in new memory on the CPU.

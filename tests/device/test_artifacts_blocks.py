@@ -289,7 +289,22 @@ def graph_of(nodes: list[onnx.NodeProto], outputs: list[str], **weights: np.ndar
 
 
 AXIS = {"axes": np.array([0])}
+
+
+def scan(reads: tuple[str, str], **directions: list[int]) -> onnx.NodeProto:
+    """p.out and dx, an element at a time, from two inputs."""
+    body = helper.make_graph(
+        [node("Sub", ["a", "b"], ["a.out"]), node("Mul", ["b", "b"], ["d"])],
+        "body",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, []) for n in ("a", "b")],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, []) for n in ("a.out", "d")],
+    )
+    return node("Scan", list(reads), ["p.out", "dx"], body=body, num_scan_inputs=2, **directions)
+
+
 UNSAFE = {
+    "a scan that writes from the other end": ([scan(("p", "g"), scan_output_directions=[1, 1])], {}),
+    "a scan that reads each slice after its update": ([scan(("g", "p"))], {}),
     "a reader beside the update": ([node("Sub", ["p", "g"], ["p.out"]), node("Mul", ["p", "g"], ["dx"])], {}),
     "a reader of a view": (
         [node("Identity", ["p"], ["v"]), node("Sub", ["p", "g"], ["p.out"]), node("Mul", ["v", "g"], ["dx"])],
@@ -339,6 +354,7 @@ def test_a_safe_update_is_accepted() -> None:
         node("Neg", ["p.out"], ["dx"]),
     ]
     verify_updates(graph_of(nodes, ["p.out", "dx"]), {"p.out": "p"})
+    verify_updates(graph_of([scan(("p", "g"))], ["p.out", "dx"]), {"p.out": "p"})
     verify_updates(
         graph_of([node("Sub", ["p", "g"], ["p.out"]), node("Neg", ["g"], ["dx"])], ["p.out", "dx"]), {"p.out": "p"}
     )

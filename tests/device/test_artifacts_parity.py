@@ -6,14 +6,17 @@ import copy
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
 
+from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, generate_artifacts
+from onnxtrain.device.checkpoint import load
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
 from tests.device.models import MODELS, Batch, batches, export, make
-from tests.device.stock import Stock, train_torch
+from tests.device.stock import Stock, facts, train_torch
 
 LR = 1e-3
 DECAY = 0.01
@@ -221,3 +224,71 @@ def test_batches_of_other_sizes(tmp_path: Path) -> None:
         x, y = torch.randn(size, 3, 28, 28), torch.randint(0, 10, (size,))
         found = float(run.step(x.numpy(), y.numpy())[0])
         assert found == pytest.approx(float(F.cross_entropy(module(x), y).detach()), rel=1e-5)
+
+
+def wide() -> torch.nn.Module:
+    """Has a parameter of 140,800 elements."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 2200), torch.nn.ReLU(), torch.nn.Linear(2200, 10))
+
+
+class Prime(torch.nn.Module):
+    """Its parameter has a prime number of elements, so that it can only be one chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.linspace(-1, 1, 131_101))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table[:64] @ self.table[64:704].reshape(64, 10)
+
+
+@pytest.mark.parametrize(
+    ("block", "make_optimizer", "clip"),
+    [
+        (adamw(), torch_adamw, None),
+        (SGD(ClipGradNorm(0.5), momentum=0.9), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), 0.5),
+        (SGD(), lambda p: torch.optim.SGD(p, lr=LR), None),
+    ],
+)
+@pytest.mark.parametrize("make_module", [wide, Prime])
+def test_large_parameters_are_updated_in_chunks(
+    make_module: type[torch.nn.Module], block: SGD | AdamW, make_optimizer: object, clip: float | None, tmp_path: Path
+) -> None:
+    data = batches("mlp", 10)
+    artifacts("mlp", make_module(), data[0], "torch", tmp_path, optimizer=block)
+    name = next(n for n, p in make_module().named_parameters() if p.numel() > 2**17)
+    assert facts(tmp_path / "optimizer_model.onnx")["in_chunks"] == [name]
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state)
+    optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
+    losses = []
+    for x, y in data:
+        losses.append(float(module(x.numpy(), y.numpy())))
+        optimizer.step()
+        module.lazy_reset_grad()
+    other = make_module()
+    expected = train_torch(other, F.cross_entropy, data, make_optimizer, clip)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=0)
+    CheckpointState.save_checkpoint(state, tmp_path / "saved", include_optimizer_state=True)
+    for moments in load(tmp_path / "saved").optimizer.values():
+        assert moments[name].shape == other.get_parameter(name).shape, "the checkpoint knows nothing of chunks"
+
+
+def test_large_gradients_are_computed_into_their_buffers(tmp_path: Path) -> None:
+    """Then onnxruntime copies none of them; a sum over three calls stays one."""
+    data = batches("mlp", 3)
+    module = wide()
+    artifacts("mlp", module, data[0], "torch", tmp_path)
+    graph = onnx.load(tmp_path / "training_model.onnx").graph
+    copied = [n.input[0] for node in graph.node for a in node.attribute for n in a.g.node if n.op_type == "Identity"]
+    assert copied, "small gradients are copied"
+    assert not [name for name in copied if name in ("0.weight_grad", "2.weight_grad")]
+    run = Stock(tmp_path)
+    for number, (x, y) in enumerate(data):
+        run.step(x.numpy(), y.numpy(), reset=number == 0)
+        F.cross_entropy(module(x), y).backward()
+    for name, p in module.named_parameters():
+        assert p.grad is not None
+        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
+        np.testing.assert_allclose(found, p.grad.numpy(), rtol=1e-5, atol=1e-6)

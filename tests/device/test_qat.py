@@ -16,6 +16,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from sklearn.datasets import load_digits
 from torch import nn
 
+from onnxtrain import cli
 from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, fake_quantize, generate_artifacts, quantize_trained
 from onnxtrain.errors import ArtifactError
@@ -370,3 +371,37 @@ def test_refuses_the_state_of_another_model(trained: Path, tmp_path: Path) -> No
     training.state.parameters["0.weight"].data[0] = np.nan
     with pytest.raises(ArtifactError, match="not finite"):
         training.integers()
+
+
+# The commands
+
+
+def test_the_commands_go_there_and_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One scale for channels of very different sizes makes a bad model of 4 bits; training repairs it."""
+    small = quantized(trained, tmp_path, "QInt4")
+    assert accuracy(logits(small)) < 0.7
+    out = tmp_path / "out"
+    assert cli.main(["artifacts", str(small), "--qat", "--learn-scales", "-o", str(out)]) == 0
+    assert ".log_factor" in capsys.readouterr().out
+    how = ["--data", "digits", "--learning-rate", "0.003", "--epochs", "8", "--quantized", str(small)]
+    assert cli.main(["train", str(out), *how]) == 0
+    assert "quantized.onnx" in capsys.readouterr().out.replace("\n", "")
+    found = onnx.load(out / "quantized.onnx")
+    assert {t.name: t.data_type for t in found.graph.initializer} == {
+        t.name: t.data_type for t in onnx.load(small).graph.initializer
+    }
+    assert accuracy(logits(out / "quantized.onnx")) > 0.9
+
+
+def test_the_commands_refuse_what_is_not_quantized(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, says in (
+        (["--qat"], "The model is not quantized."),
+        (["--learn-scales"], "give --qat too"),
+    ):
+        assert cli.main(["artifacts", str(trained), *given, "-o", str(tmp_path)]) == cli.FAILED
+        assert says in " ".join(capsys.readouterr().err.split())
+    small = quantized(trained, tmp_path)
+    assert cli.main(["artifacts", str(small), "-o", str(tmp_path / "plain")]) == cli.FAILED
+    assert "give --qat" in " ".join(capsys.readouterr().err.split())
