@@ -185,6 +185,18 @@ class Options:
         "the folder for measured times of kernels; None is `kernels` in the cache folder",
         "ORTMODULE_TUNING_RESULTS_PATH",
     )
+    cache_dir: Path | None = _knob(
+        None,
+        optional(PATH),
+        "the folder in which captures are kept, so that later runs begin without one; None: none are kept",
+        "ORTMODULE_CACHE_DIR",
+    )
+    cache_limit_mb: int = _knob(
+        1024,
+        COUNT,
+        "what the captures in cache_dir may take together, in MiB; the least recently used go",
+        "ONNXTRAIN_CACHE_LIMIT_MB",
+    )
     dump_dir: Path | None = _knob(
         None, optional(PATH), "a folder to which every stage writes its graph", "ONNXTRAIN_DUMP"
     )

@@ -49,7 +49,6 @@ VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL": _NO_RECOMPUTE,
     "ORTMODULE_ENABLE_MEMORY_ALLEVIATION": _NO_RECOMPUTE,
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _NO_EFFICIENT_GRADIENTS,
-    "ORTMODULE_CACHE_DIR": WithoutEffect("captures are not kept on disk: each process captures anew, in seconds."),
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect(
         "a capture leaves the module as it was, and copies nothing to do so."
     ),

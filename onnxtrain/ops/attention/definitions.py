@@ -20,12 +20,11 @@ from onnxtrain.ops.registry import define
 
 Types = Callable[[NodeView], Sequence[TensorType]]
 Axes = Callable[[NodeView], str]
-
-
 Columns = Callable[[NodeView], sizes.Size]
 
 
-def _flops(products: int, columns: Columns) -> Callable[[NodeView], sizes.Size]:
+def _flops(products: int, columns: Columns) -> Columns:
+    """Of as many products of all rows with their columns."""
     return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), columns(n))
 
 
@@ -44,7 +43,7 @@ def define_attention(
     columns: Columns,
     attributes: Mapping[str, Any],
 ) -> OpDef:
-    """Defines one op that attends. Its second output is named `kept`; `columns` says how many a row sees.
+    """Defines one op that attends. Its second output is named `kept`; `columns` is how many a row sees.
 
     `constants` are operands that are never differentiated. The gradient reads them all but `fill`, a number.
     """
