@@ -67,9 +67,8 @@ def fused(
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
-    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
-
-    `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
+    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `atomic_on_gpu`: on
+    a GPU `lower` adds in no fixed order.
 
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """

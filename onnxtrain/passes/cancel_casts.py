@@ -16,7 +16,7 @@ from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.values import TensorType, dtype_of, is_float, set_type
 from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.definition import numel
-from onnxtrain.ops.elementwise.copies import CAST
+from onnxtrain.ops.elementwise.copies import CAST, CLONE
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import only_user
 
@@ -49,7 +49,7 @@ def cancel_casts(graph: ir.Graph, changes: Changes) -> None:
 
 
 def _widened(node: ir.Node) -> tuple[ir.Node, list[ir.Node]] | None:
-    """The cast to a wider type that `node` takes back, and the views in between."""
+    """The cast to a wider type that `node` takes back, and what only moves elements in between."""
     value, reader, between = node.inputs[0], node, list[ir.Node]()
     while value is not None and only_user(value) is reader:
         before = value.producer()
@@ -57,12 +57,18 @@ def _widened(node: ir.Node) -> tuple[ir.Node, list[ir.Node]] | None:
             return None
         if view(before).definition is CAST:
             return (before, between) if _is_undone(before, node) else None
-        source = viewed(before, 0, definition_of(before))
-        if source is None or source is not before.inputs[0] or numel(source) != numel(value):
+        source = before.inputs[0]
+        if source is None or not _only_moves(before, source, value):
             return None
         between.append(before)
         value, reader = source, before
     return None
+
+
+def _only_moves(node: ir.Node, source: ir.Value, value: ir.Value) -> bool:
+    definition = definition_of(node)
+    copies = definition is CLONE or viewed(node, 0, definition) is source
+    return copies and numel(source) == numel(value)
 
 
 def _is_undone(widening: ir.Node, narrowing: ir.Node) -> bool:
