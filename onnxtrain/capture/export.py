@@ -79,6 +79,7 @@ class Captured:
         reads: the attributes of modules that forward read.
         took_ms: how long the capture took.
         kept: which of forward's tensors are results; None: all of them.
+        stored: the name of the capture on disk that this is; "" where it is on none.
     """
 
     model: ir.Model
@@ -91,6 +92,7 @@ class Captured:
     reads: frozenset[tuple[int, str]] = frozenset()
     took_ms: float = 0.0
     kept: tuple[int, ...] | None = None
+    stored: str = ""
 
 
 class _Found:

@@ -33,10 +33,14 @@ from onnxtrain.graph.values import (
 from onnxtrain.graph.verify import verify
 from onnxtrain.ops import NOT_DIFFERENTIABLE, builder, definition_of, foreign, lookup
 from onnxtrain.ops.bodies import close
-from onnxtrain.passes import FORWARD, JOINT, optimize
+from onnxtrain.options import Options
+from onnxtrain.passes import JOINT, forward_passes, optimize
 
 METADATA = "onnxtrain"
 UPDATED = ".out"
+
+# Stock onnxruntime would run a chunked loss by its body, which holds all scores as well.
+_FORWARD = forward_passes(Options(chunked_loss=False))
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[
         ArtifactError: as `training_model`.
     """
     model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
-    optimize(model, FORWARD)
+    optimize(model, _FORWARD)
     _refuse_opaque(model.graph, roles)
     gradients = _differentiated(model, roles)
     draws = draw_from_seed(gradients.graph)
@@ -122,7 +126,7 @@ def eval_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:
         ArtifactError: an op has no form in standard ops.
     """
     model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
-    optimize(model, FORWARD)
+    optimize(model, _FORWARD)
     read = {v.name for v in model.graph.inputs if traversal.is_used(v) or v.name in roles.inputs}
     kept = [v for v in model.graph.inputs if v.name in read]
     model.graph.inputs.clear()

@@ -234,7 +234,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
     )
 
 
-fused(
+CONV = fused(
     ONNX,
     "Conv",
     ("x", "w", "b?"),
@@ -369,7 +369,7 @@ def _weight_gradient_by_place(op: Builder, n: NodeView, source: ir.Value, moving
     found = []
     for place in itertools.product(*(range(int(k)) for k in kernel)):
         starts = [index * dilation for index, dilation in zip(place, dilations, strict=True)]
-        columns = reshaped(op, every(op, source, starts, strides, positions), [batch, channels, count])
+        columns = reshaped(op, every(op, source, starts, strides, tuple(positions)), [batch, channels, count])
         found.append(total(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True))
     places = op.Concat(*found, axis=0) if len(found) > 1 else found[0]
     return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), [outs, channels, *kernel])

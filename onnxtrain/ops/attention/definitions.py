@@ -20,11 +20,12 @@ from onnxtrain.ops.registry import define
 
 Types = Callable[[NodeView], Sequence[TensorType]]
 Axes = Callable[[NodeView], str]
+Columns = Callable[[NodeView], sizes.Size]
 
 
-def _flops(products: int, columns: int) -> Callable[[NodeView], sizes.Size]:
-    """Of as many products of all rows with all columns: of packed sequences, how many see each other is not known."""
-    return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), sizes.of(n.k)[columns])
+def _flops(products: int, columns: Columns) -> Columns:
+    """Of as many products of all rows with their columns."""
+    return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), columns(n))
 
 
 def define_attention(
@@ -39,10 +40,10 @@ def define_attention(
     constants: frozenset[str],
     kernels: tuple[Kernel, ...],
     axes: Axes,
-    columns: int,
+    columns: Columns,
     attributes: Mapping[str, Any],
 ) -> OpDef:
-    """Defines one op that attends. Its second output is named `kept`; `columns` is the axis of k that they are.
+    """Defines one op that attends. Its second output is named `kept`; `columns` is how many a row sees.
 
     `constants` are operands that are never differentiated. The gradient reads them all but `fill`, a number.
     """
@@ -83,7 +84,7 @@ def define_gradient(
     body: Body,
     kernels: tuple[Kernel, ...],
     axes: Axes,
-    columns: int,
+    columns: Columns,
     attributes: Mapping[str, Any],
 ) -> OpDef:
     """Defines the gradient of both; the attribute `of_<fourth>` asks for its output `d<fourth>`."""

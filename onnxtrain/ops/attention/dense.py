@@ -290,7 +290,7 @@ def _define(dropout: bool) -> OpDef:
         constants=frozenset({"fill"}),
         kernels=_WITH_DROPOUT if dropout else _PLAIN,
         axes=_axes,
-        columns=2,
+        columns=lambda n: sizes.of(n.k)[2],
         attributes=_ATTRIBUTES,
     )
 
@@ -309,6 +309,6 @@ ATTENTION_GRAD = define_gradient(
         Kernel(lower=_lower_grad, scalars=True),
     ),
     axes=_grad_axes,
-    columns=2,
+    columns=lambda n: sizes.of(n.k)[2],
     attributes=_ATTRIBUTES,
 )

@@ -109,6 +109,12 @@ def _axes(n: NodeView) -> str:
     return f"{', '.join(operands[: len(n.node.inputs)])} -> {', '.join(results)}"
 
 
+def _columns(n: NodeView) -> sizes.Size:
+    """As if sequences were of equal length: how long each is, is not known before the graph runs."""
+    sequences = sizes.maximum(1, sizes.subtract(sizes.of(n.cu_k)[0], 1))
+    return sizes.floor_divide(sizes.of(n.k)[0], sequences)
+
+
 # Bodies: all tokens together, with a mask of those that belong to one sequence
 
 
@@ -337,7 +343,7 @@ def _define(dropout: bool) -> OpDef:
         constants=frozenset({"cu_q", "cu_k"}),
         kernels=_WITH_DROPOUT if dropout else _PLAIN,
         axes=_axes,
-        columns=0,
+        columns=_columns,
         attributes=_ATTRIBUTES,
     )
 
@@ -357,6 +363,6 @@ VARLEN_ATTENTION_GRAD = define_gradient(
         Kernel(lower=_lower_grad),
     ),
     axes=no_axes,  # a kernel keeps what it likes
-    columns=0,
+    columns=_columns,
     attributes=_ATTRIBUTES,
 )
