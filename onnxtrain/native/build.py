@@ -74,7 +74,8 @@ def _compile(found: compiler.Compiler, source: str, target: Path) -> None:
         os.replace(library, target)
 
 
-# A tenth of a processor's time beside a busy thread. At 19, with 1.5 %, the kernels would come minutes later.
+# A tenth of a processor's time beside a busy thread, by Linux's weights. At 19 it is 1.5 %: beside MiniLM's training on
+# two cores, 90 steps were done and the kernels were not there yet.
 _NICENESS = "10"
 _running: set[subprocess.Popen[str]] = set()
 _lock = threading.Lock()
