@@ -219,6 +219,7 @@ def test_the_page_marks_missed_goals_and_says_that_there_was_no_gpu(tmp_path: Pa
     written = page.write_page([(MINILM, made_up())], None, tmp_path).read_text(encoding="utf-8")
     assert "| *2.00* | *1.00* |" in written
     assert "there was no GPU" in written
+    assert f"Not measured in these runs: {CPU_WORKLOADS['minilm-lengths'].title};" in written
     assert "A processor, 2 threads" in written
     assert (tmp_path / "benchmarks.svg").exists()
 
