@@ -120,7 +120,7 @@ class Run:
         contenders = [name for name in of_device(workload.device) if name in self._plan.contenders]
         firsts: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
         inductor = []
-        if not self._read_files:  # by one process first: the files that all read are in memory from then on
+        if self._plan.warm and not self._read_files:  # one process first: the files that all read are then in memory
             self._watch.doing("a first process, not counted")
             processes.run("benchmarks.first_step", [MLP.name, ONNXTRAIN], self._caches.empty(), self._watch.doing)
             self._read_files = True

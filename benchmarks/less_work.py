@@ -23,10 +23,10 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from benchmarks.contenders import EAGER
+from benchmarks.cpu_workloads import MINILM
 from benchmarks.machine import describe_machine
-from benchmarks.steady import Steady
+from benchmarks.results import Rounds, speed_over
 from benchmarks.tables import machine_table
-from benchmarks.workloads import MINILM
 from onnxtrain import FallbackPolicy, ORTModule
 
 Batch = Mapping[str, torch.Tensor]
@@ -89,7 +89,7 @@ def _paragraphs(by_length: bool, count: int = 6) -> Batches:
 
 
 def _full(by_length: bool) -> Batches:
-    return [MINILM.make_batch()]
+    return [*MINILM.make_batches()]
 
 
 # Language models
@@ -211,7 +211,7 @@ class _Stepper:
         return time.perf_counter() - started
 
 
-def measure(scene: Scene, rounds: int) -> tuple[Steady, ...]:
+def measure(scene: Scene, rounds: int) -> tuple[Rounds, ...]:
     """Rounds of all contenders in turn, after two for each to warm up and, for kernels, five seconds."""
     steppers = {name: _Stepper(scene, contender) for name, contender in scene.contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in steppers}
@@ -228,8 +228,7 @@ def measure(scene: Scene, rounds: int) -> tuple[Steady, ...]:
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
             times[name].append(steppers[name].round())
     gc.enable()
-    eager = tuple(times[EAGER])
-    return tuple(Steady(name, tuple(taken), eager) for name, taken in times.items())
+    return tuple(Rounds(name, tuple(taken)) for name, taken in times.items())
 
 
 def peak_mb(scene: Scene, contender: str) -> float:
@@ -260,19 +259,20 @@ def _peaks(name: str) -> dict[str, float]:
     return found
 
 
-def table(scene: Scene, results: Sequence[Steady], peaks: Mapping[str, float]) -> Table:
+def table(scene: Scene, results: Sequence[Rounds], peaks: Mapping[str, float]) -> Table:
     """One line a contender: its time, how many times as fast as eager and as the pass switched off, its memory."""
     shown = Table(title=scene.title, title_justify="left")
     for header in ("", "median of a round", "x eager", "x pass off", "peak memory", "of eager's"):
         shown.add_column(header, justify="right")
     off = next((r for r in results if r.contender == OFF), None)
+    eager = next(r for r in results if r.contender == EAGER)
     for result in results:
         ratio = "" if off is None else f"{off.median_s / result.median_s:.2f}"
         memory = ("", "")
         if result.contender in peaks:
             peak = peaks[result.contender]
             memory = (f"{peak:.0f} MB", f"{peak / peaks[EAGER]:.2f}")
-        low, middle, high = result.speedup
+        low, middle, high = speed_over(result, eager)
         shown.add_row(
             result.contender, f"{1e3 * result.median_s:.0f} ms", f"{middle:.2f} ({low:.2f}-{high:.2f})", ratio, *memory
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.chart import speed_chart
 from benchmarks.contenders import COMPILE, COMPILE_DYNAMIC, EAGER, ONEDNN, ONNXTRAIN
+from benchmarks.cpu_workloads import CPU_WORKLOADS
 from benchmarks.results import Behind, Measured, speed_over
 from benchmarks.tables import Rows, behind_rows, duration, workload_rows
 from benchmarks.workload import Workload
@@ -16,9 +17,9 @@ _METHOD = """\
 
 Written by `python -m benchmarks --write` from what was measured; `make bench` measures.
 
-    python -m benchmarks                         everything, with torch.compile: about an hour on two cores
+    python -m benchmarks                         everything; on two cores, two to four minutes a workload
     python -m benchmarks --only gpt2 cnn         these workloads
-    python -m benchmarks --no-compile            without torch.compile: about a quarter of an hour
+    python -m benchmarks --no-compile            without torch.compile: about a minute a workload
     python -m benchmarks --quick                 few rounds, to see that it runs: figures are rough
 
 Each run writes `build/bench/<workload>.json` (every single time), `table.txt` and `speeds.svg`.
@@ -53,6 +54,11 @@ def write_page(results: Sequence[tuple[Workload, Measured]], behind: Behind | No
     parts += ["## On a CPU", *(_section(workload_rows(w, m), m) for w, m in on_cpu)]
     if behind is not None:
         parts += [_section(behind_rows(behind), behind)]
+    measured = {workload.name for workload, _ in results}
+    missing = [workload.title for workload in CPU_WORKLOADS.values() if workload.name not in measured]
+    missing += [] if behind is not None else ["steps while kernels compile"]
+    if missing:
+        parts.append(f"Not measured in these runs: {'; '.join(missing)}.")
     parts += ["## On a GPU", *(_section(workload_rows(w, m), m) for w, m in on_gpu)]
     if not on_gpu:
         parts.append(_NO_GPU)

@@ -41,19 +41,11 @@ class Circumstances:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One contender's times in seconds: of its first and second step in each fresh process, and of each round.
-
-    Attributes:
-        losses: of its first steps, in which all contenders see the same batches.
-    """
+class Rounds:
+    """One contender's time in each round, in seconds."""
 
     contender: str
-    first_s: tuple[float, ...]
-    second_s: tuple[float, ...]
     rounds_s: tuple[float, ...]
-    peak_bytes: int
-    losses: tuple[float, ...]
 
     @property
     def median_s(self) -> float:
@@ -62,6 +54,22 @@ class Timed:
     @property
     def total_s(self) -> float:
         return sum(self.rounds_s)
+
+
+@dataclass(frozen=True)
+class Timed(Rounds):
+    """And the rest that is known of it.
+
+    Attributes:
+        first_s, second_s: its first and second step in each fresh process.
+        peak_bytes: of a step.
+        losses: of its first steps, in which all contenders see the same batches.
+    """
+
+    first_s: tuple[float, ...]
+    second_s: tuple[float, ...]
+    peak_bytes: int
+    losses: tuple[float, ...]
 
     @property
     def first_median_s(self) -> float | None:
@@ -98,7 +106,7 @@ class Measured:
         return 1 / self.share(eager) if eager is not None and self.share(eager) else None
 
 
-def speed_over(fast: Timed, slow: Timed) -> Quartiles:
+def speed_over(fast: Rounds, slow: Rounds) -> Quartiles:
     """How many times `slow`'s speed `fast` has: lower quartile, median and upper quartile over the rounds."""
     ratios = [s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)]
     if len(ratios) == 1:

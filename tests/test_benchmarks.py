@@ -13,9 +13,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import benchmarks.__main__ as program
-from benchmarks import behind, other_programs, page, processes, results, steady, tables
+from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables
 from benchmarks.chart import speed_chart
 from benchmarks.contenders import COMPILE, CONTENDERS, EAGER, ONEDNN, ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
@@ -23,7 +24,7 @@ from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine
 from benchmarks.memory import peak_bytes
 from benchmarks.products import Products
-from benchmarks.results import Behind, Circumstances, Measured, Timed, speed_over
+from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, speed_over
 from benchmarks.workload import Batch, Goals, Workload
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
@@ -32,7 +33,7 @@ LOUD = dataclasses.replace(QUIET, others_cores=1.0)
 
 
 def timed(contender: str, *rounds_s: float, first_s: float = 1.0) -> Timed:
-    return Timed(contender, (first_s,), (0.5,), rounds_s, 1 << 20, (0.5, 0.25))
+    return Timed(contender, rounds_s, (first_s,), (0.5,), 1 << 20, (0.5, 0.25))
 
 
 def made_up(circumstances: Circumstances = QUIET) -> Measured:
@@ -152,10 +153,14 @@ def test_all_models_of_a_gpu_can_be_made() -> None:
 # -------------------------------------------------------------------------------------------------------- what is shown
 
 
-def shown(rows: tables.Rows) -> str:
+def drawn(table: Table) -> str:
     file = io.StringIO()
-    Console(file=file, width=180).print(rows.for_terminal())
+    Console(file=file, width=180).print(table)
     return file.getvalue()
+
+
+def shown(rows: tables.Rows) -> str:
+    return drawn(rows.for_terminal())
 
 
 def test_a_table_says_which_goals_are_met_and_which_missed() -> None:
@@ -202,8 +207,8 @@ def test_results_come_back_from_their_files(tmp_path: Path) -> None:
 
 
 def test_the_chart_is_xml_with_a_bar_for_each_contender() -> None:
-    drawn = speed_chart([(MINILM, made_up()), (CPU_WORKLOADS["gpt2"], made_up())])
-    root = ElementTree.fromstring(drawn)
+    chart = speed_chart([(MINILM, made_up()), (CPU_WORKLOADS["gpt2"], made_up())])
+    root = ElementTree.fromstring(chart)
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles.count("onnxtrain: 2.00 × (quartiles 2.00 – 2.50)") == 2
     assert len(titles) == 4
@@ -214,8 +219,18 @@ def test_the_page_marks_missed_goals_and_says_that_there_was_no_gpu(tmp_path: Pa
     written = page.write_page([(MINILM, made_up())], None, tmp_path).read_text(encoding="utf-8")
     assert "| *2.00* | *1.00* |" in written
     assert "there was no GPU" in written
+    assert f"Not measured in these runs: {CPU_WORKLOADS['minilm-lengths'].title};" in written
     assert "A processor, 2 threads" in written
     assert (tmp_path / "benchmarks.svg").exists()
+
+
+def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> None:
+    scene = less_work.SCENES["padding"]
+    measured = (Rounds(EAGER, (2.0,)), Rounds(less_work.OFF, (1.0,)), Rounds(less_work.ON, (0.5,)))
+    text = drawn(less_work.table(scene, measured, {EAGER: 100.0, less_work.ON: 25.0}))
+    assert "4.00 (4.00-4.00)" in text
+    assert "25 MB" in text
+    assert "0.25" in text
 
 
 def test_the_command_line_chooses() -> None:
