@@ -23,17 +23,18 @@ from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
-from onnxtrain.passes import FORWARD, JOINT, optimize
+from onnxtrain.passes import JOINT, forward_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.report import CompileReport
-from onnxtrain.stages import Stages
+from onnxtrain.stages import Mode, Stages
 
 Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -65,7 +66,7 @@ class Compiled:
             and mine.sources == captured.sources
             and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
             and mine.output == captured.output
-            and mine.guards.same_graph(captured.guards)
+            and (mine.stored == captured.stored != "" or mine.guards.same_graph(captured.guards))
         )
 
     def of(self, captured: Captured, rerun: Rerun) -> Compiled:
@@ -115,21 +116,25 @@ def compile_module(
         ORTModuleFallbackException: the module cannot be differentiated.
     """
     training = torch.is_grad_enabled()
-    stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
+    mode: Mode = "training" if module.training and training else "inference"
+    device = one_device(inputs)
+    work = WorkCounter(inputs, device) if options.count_work else None
+    stages = Stages(options, mode, type(module).__name__, work)
 
     model = stages.record("capture", captured.model, took_ms=captured.took_ms)
-    device = one_device(inputs)
     note_kernels(model.graph, options, device)
-
-    model = stages.record("optimize", model, optimize(model, FORWARD))
-    views = _views(captured, model)
     wrt = tuple(training and t.requires_grad for t in inputs)
+    before = work(_differentiated(captured, wrt)) if work else None
+
+    model = stages.record("optimize", model, optimize(model, forward_passes(options)))
+    views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
     layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
     build = _Build(captured, model, wrt, views, device, options, layout)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
-        joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
+        changes = optimize(joint.model, JOINT)
+        joint = stages.record_joint("optimize-joint", joint.renewed(), changes)
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         unit = build.training_unit(joint, random, rerun)
@@ -137,7 +142,15 @@ def compile_module(
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+    return Compiled(captured, unit, stages.report(before), _runner(captured, unit))
+
+
+def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
+    """The joint graph of a capture as it is, without any pass; the capture itself where no gradient is asked for."""
+    if not any(wrt):
+        return captured.model
+    of = [i < captured.results for i in range(len(captured.model.graph.outputs))]
+    return differentiate(with_graph(captured.model, clone(captured.model.graph)[0]), wrt, of).model
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -237,6 +250,11 @@ class _Build:
         of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
 
+    def optimized_joint(self, given: Flags | None = None) -> Joint:
+        joint = self.joint(given)
+        optimize(joint.model, JOINT)
+        return joint.renewed()
+
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self._device, self._options, self._layout)
         if _may_compile_behind(self._options) and self._device.type == "cpu":
@@ -310,9 +328,7 @@ class _Backwards:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
         if given == self._differentiable:
             return self._backward(cut(self._joint, needed), given)
-        joint = self._build.joint(given)
-        optimize(joint.model, JOINT)
-        special = cut(joint, needed)
+        special = cut(self._build.optimized_joint(given), needed)
         if self._has_all(special):
             return self._backward(special, given)
         zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
@@ -320,8 +336,7 @@ class _Backwards:
 
     def renew(self) -> None:
         """Differentiates again: gradient rules know more now."""
-        self._joint = self._build.joint()
-        optimize(self._joint.model, JOINT)
+        self._joint = self._build.optimized_joint()
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""

@@ -12,7 +12,7 @@ ever carries a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -44,6 +44,11 @@ class Joint:
     active: tuple[bool, ...]
     cotangents: tuple[ir.Value | None, ...]
     gradients: tuple[ir.Value | None, ...]
+
+    def renewed(self) -> Joint:
+        """This, after passes that put other values in the place of gradients."""
+        given = iter(self.model.graph.outputs[self.outputs :])
+        return replace(self, gradients=tuple(None if g is None else next(given) for g in self.gradients))
 
 
 def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> Joint:

@@ -144,6 +144,7 @@ def binary(
     native_ok: Callable[[NodeView], bool] | None = None,
     scalars: bool = False,
     lower: Callable[..., Call] | None = None,
+    commutative: bool = False,
 ) -> OpDef:
     """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
@@ -176,6 +177,7 @@ def binary(
             flops=elementwise_flops,
             host=_on_host(host) if host else None,
             layout=Layout(frozenset({"a", "b", "y"})),
+            commutative=commutative,
         )
     )
 

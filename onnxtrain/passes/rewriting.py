@@ -20,7 +20,9 @@ def nodes_before(op: Builder, anchor: ir.Node) -> Iterator[None]:
     name once.
     """
     last = op.graph[-1]
-    origin = {key: text for key, text in anchor.metadata_props.items() if key in ("module", "line", NOTE)}
+    origin = {
+        key: text for key, text in anchor.metadata_props.items() if key in ("module", "line", "gradient_of", NOTE)
+    }
     with op.at(origin):
         yield
     added: list[ir.Node] = []
