@@ -184,9 +184,7 @@ class CaptureCache:
         if isinstance(module, torch.fx.GraphModule):
             raise NotStorableError("its forward is a graph that was made in this process")
         own = (*module._parameters.items(), *module._buffers.items())
-        tensors = [
-            (name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in own
-        ]
+        tensors = [(name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in own]
         return path, found.of_class(type(module)), found.of(tensors), module.training
 
 

@@ -19,11 +19,7 @@ _NAMES = {
 _HEADS: Mapping[str, Any] = {
     **_UNEVALUATED,
     **{name: getattr(sympy, name) for name in ("Add", "Mul", "Max", "Min", "Pow", "Mod")},
-    **{
-        name: getattr(functions, name)
-        for name in ("FloorDiv", "CleanDiv", "PythonMod", "Mod")
-        if name in dir(functions)
-    },
+    **{name: getattr(functions, name) for name in ("FloorDiv", "CleanDiv", "PythonMod", "Mod") if name in dir(functions)},
 }
 
 
