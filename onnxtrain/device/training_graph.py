@@ -40,7 +40,7 @@ from onnxtrain.passes.keep_scores import keep_scores
 METADATA = "onnxtrain"
 UPDATED = ".out"
 
-# Stock onnxruntime would run these losses by their bodies, which hold all scores as well; for LogSoftmax it has a kernel.
+# Stock onnxruntime would run these losses by their bodies, which hold all scores; LogSoftmax has a kernel there.
 _FORWARD = tuple(p for p in forward_passes(Options(chunked_loss=False)) if p is not keep_scores)
 
 
