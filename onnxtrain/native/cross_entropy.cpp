@@ -22,13 +22,6 @@ template <class T> static T largest(const T *x, int64_t count) {
     return one;
 }
 
-// The last elements of a row as a vector, with `rest` behind them.
-template <class T> static inline Vec<T> last(const T *x, int64_t count, T rest) {
-    Vec<T> v = Vec<T>{} + rest;
-    std::memcpy(&v, x, size_t(count) * sizeof(T));
-    return v;
-}
-
 template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
     const int64_t whole = count / LANES<T> * LANES<T>;
     Vec<T> sum[2] = {};  // two: one addition need not wait for the other
@@ -38,7 +31,7 @@ template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
         sum[1] += exponential<T>(load<T>(x + i + LANES<T>) - peak);
     }
     if (i < whole) sum[0] += exponential<T>(load<T>(x + i) - peak);
-    if (whole < count) sum[1] += exponential<T>(last(x + whole, count - whole, -std::numeric_limits<T>::infinity()) - peak);
+    if (whole < count) sum[1] += exponential<T>(load_first<T>(x + whole, count - whole, -std::numeric_limits<T>::infinity()) - peak);
     return over_lanes<T>(sum[0] + sum[1], [](T a, T b) { return a + b; });
 }
 
@@ -79,8 +72,8 @@ static void backward(const T *x, const int64_t *labels, const T *cotangents, con
             for (int64_t i = 0; i < whole; i += LANES<T>)
                 store<T>(out + i, exponential<T>(load<T>(row + i) - most - log_of) * factor);
             if (whole < classes) {
-                const Vec<T> v = exponential<T>(last(row + whole, classes - whole, most) - most - log_of) * factor;
-                std::memcpy(out + whole, &v, size_t(classes - whole) * sizeof(T));
+                const Vec<T> v = load_first<T>(row + whole, classes - whole, most);
+                store_first<T>(out + whole, classes - whole, exponential<T>(v - most - log_of) * factor);
             }
             out[labels[r]] -= factor;
         }

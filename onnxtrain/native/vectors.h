@@ -24,4 +24,11 @@ template <class T> constexpr int LANES = VECTOR_BYTES / sizeof(T);
 
 template <class T> static inline Vec<T> load(const T *p) { Vec<T> v; std::memcpy(&v, p, sizeof v); return v; }
 template <class T> static inline void store(T *p, Vec<T> v) { std::memcpy(p, &v, sizeof v); }
+// Fewer elements than lanes: what is not there is `rest`, and is not written.
+template <class T> static inline Vec<T> load_first(const T *p, int64_t count, T rest) {
+    Vec<T> v = Vec<T>{} + rest;
+    std::memcpy(&v, p, size_t(count) * sizeof(T));
+    return v;
+}
+template <class T> static inline void store_first(T *p, int64_t count, Vec<T> v) { std::memcpy(p, &v, size_t(count) * sizeof(T)); }
 template <class T> static inline int64_t padded(int64_t n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }

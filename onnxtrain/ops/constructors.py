@@ -85,8 +85,12 @@ def unary(
     lower: Callable[..., Call] | None = None,
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host: Callable[..., Any] | None = None,
+    first: tuple[Kernel, ...] = (),
 ) -> OpDef:
-    """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable."""
+    """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
+
+    `first` are kernels that are tried before `lower`.
+    """
 
     def capture(op: Builder, x: ir.Value) -> Any:
         return op.op(domain, name)(cast(op, x, op.out[0].dtype))
@@ -107,7 +111,7 @@ def unary(
             native_ok=native_ok or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             stops=_NO_STOPS,
-            kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place=0),),
+            kernels=(*first, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place=0)),
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
             aliases={},

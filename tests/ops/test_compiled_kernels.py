@@ -19,6 +19,7 @@ import torch
 from onnxtrain import ORTModule, testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import builder, draws
+from onnxtrain.ops.activation import gelu_compiled
 from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.compiled import Drops, Masks
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
@@ -117,6 +118,37 @@ def test_cross_entropy_matches_autograd(case: OpCase, dtype: torch.dtype, calls:
     ran = [check.check_sizes(known) for known in case.size_sets()]
     assert ran[0]
     assert bool(calls) != str(case).endswith("-3d")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1001)], ids=str)  # whole vectors, and rests
+def test_tanh_gelu_matches_autograd(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(gelu_compiled.LIBRARY, "functions", counting(gelu_compiled.LIBRARY, found))
+
+    def eager(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = torch.nn.functional.gelu(x, approximate="tanh")
+        return [y.detach(), *torch.autograd.grad(y, x, dy)]
+
+    x, dy = torch.randn(shape, dtype=dtype) * 4, torch.randn(shape, dtype=dtype)
+    x.view(-1)[:8] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 90.0, -90.0, 1e-30])
+    got = gelu_compiled.tanh_gelu(x), gelu_compiled.tanh_gelu_backward(dy, x)
+    for what, ours, theirs, exact in zip(("y", "dx"), got, eager(x, dy), eager(x.double(), dy.double()), strict=True):
+        assert_no_worse_than_eager(what, ours, theirs, exact)
+    assert len(found) == 2
+
+
+def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(gelu_compiled.LIBRARY, "functions", counting(gelu_compiled.LIBRARY, found))
+    rows = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU("tanh"), torch.nn.Linear(256, 8))
+    model = ORTModule(rows)
+    for count, calls in ((8, {}), (64, {"forward_float": 1, "backward_float": 1})):
+        model(torch.randn(count, 64)).sum().backward()
+        assert found == calls
 
 
 def test_cross_entropy_refuses_a_label_that_is_no_class(calls: Counter[str]) -> None:

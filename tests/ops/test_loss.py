@@ -12,7 +12,7 @@ from tests.ops.modules import check_module, ops_of
 SIZES = ({"n": 4, "d": 3}, {"n": 2, "d": 5}, {"n": 1, "d": 2})
 REDUCTIONS = ["none", "mean", "sum"]
 CLASSES = 7
-CROSS_ENTROPY = "com.microsoft::SoftmaxCrossEntropyLossInternal"
+CROSS_ENTROPY = "onnxtrain::CrossEntropy"
 
 
 def labels(shape, dtype, generator):

@@ -47,9 +47,13 @@ def backward(
     attributes: Mapping[str, Any] | None = None,
     flops: int = 4,
     on_gpu: Lower | None = None,
+    first: Sequence[Kernel] = (),
 ) -> OpDef:
-    """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y". `on_gpu` is another way there."""
-    kernels = [Kernel(lower=lower)]
+    """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
+
+    `on_gpu` is another way there, and `first` are kernels that are tried before.
+    """
+    kernels = [*first, Kernel(lower=lower)]
     if on_gpu is not None:
         kernels.insert(0, Kernel(lower=on_gpu, applies=lambda node, device: device == "cuda"))
 
@@ -98,8 +102,12 @@ def activation(
     native_ok: Callable[[NodeView], bool] | None = None,
     flops: int = 4,
     grad_on_gpu: Lower | None = None,
+    first: tuple[Kernel, Kernel] | None = None,
 ) -> tuple[OpDef, OpDef]:
-    """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes."""
+    """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes.
+
+    `first` are kernels of the two that are tried before `lower` and `grad_lower`.
+    """
     grad_name = grad_name or f"{name}Grad"
     defaults = attributes or {}
 
@@ -121,6 +129,7 @@ def activation(
         native_ok=native_ok,
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
+        first=first[:1] if first else (),
     )
     return forward, backward(
         grad_name,
@@ -131,4 +140,5 @@ def activation(
         attributes=defaults,
         flops=flops,
         on_gpu=grad_on_gpu,
+        first=first[1:] if first else (),
     )

@@ -20,9 +20,11 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
+from onnxtrain.ops.activation.gelu_compiled import LIBRARY, tanh_gelu, tanh_gelu_backward
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
-from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Infix, NodeView
+from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Infix, Kernel, NodeView
+from onnxtrain.ops.native import may_compile
 
 _aten = torch.ops.aten
 _softplus = torch._C._nn.softplus  # the functions that torch.nn.functional calls after its checks
@@ -109,6 +111,20 @@ def _capture_gelu(op: Builder, x: ir.Value, *, approximate: str = "none") -> Any
     return op.Gelu(x, approximate=approximate)
 
 
+def _compiled_gelu(n: NodeView, x: Any) -> Call:
+    LIBRARY.request()
+    return Call(tanh_gelu, x)
+
+
+def _compiled_gelu_backward(n: NodeView, dy: Any, x: Any) -> Call:
+    LIBRARY.request()
+    return Call(tanh_gelu_backward, dy, x)
+
+
+def _is_compiled(n: NodeView, device: str) -> bool:
+    return n.approximate == "tanh" and may_compile(n, device)
+
+
 GELU, GELU_GRAD = activation(
     "Gelu",
     {"aten.gelu.default": _capture_gelu},
@@ -120,6 +136,10 @@ GELU, GELU_GRAD = activation(
     attributes={"approximate": "none"},
     since=20,
     flops=10,
+    first=(
+        Kernel(lower=_compiled_gelu, applies=_is_compiled),
+        Kernel(lower=_compiled_gelu_backward, applies=_is_compiled),
+    ),
 )
 
 

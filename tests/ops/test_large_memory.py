@@ -1,0 +1,57 @@
+"""Large pages for large tensors: same results, and far fewer page faults where the system has such pages."""
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onnxtrain.ops import large_memory
+from onnxtrain.ops.matmul.candidates import product_in_large_pages
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Begin and length of the memory that large pages are asked for."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(large_memory, "_madvise", lambda: lambda begin, count, advice: found.append((begin, count)))
+    return found
+
+
+def test_only_whole_pages_inside_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked_for(monkeypatch)
+    like = torch.empty(0)
+    small = large_memory.empty((1024, 1024), like)
+    assert not found
+    large = large_memory.empty((1025, 8192), like)
+    ((begin, count),) = found
+    assert begin % (2 << 20) == 0
+    assert count % (2 << 20) == 0
+    assert large.data_ptr() <= begin
+    assert begin + count <= large.data_ptr() + large.nbytes
+    assert count >= large.nbytes - (4 << 20)
+    assert small.shape == (1024, 1024)
+
+
+def test_products_are_those_of_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_memory, "LARGE", 0)
+    for rows in ((3, 5), (0,), (1,), (7, 1, 2)):
+        a, b, bias = torch.randn(*rows, 4), torch.randn(4, 6), torch.randn(6)
+        torch.testing.assert_close(product_in_large_pages(a, b, bias, 1.0), a @ b + bias)
+        torch.testing.assert_close(product_in_large_pages(a, b, None, 0.5), 0.5 * (a @ b))
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not _SETTING.exists() or "[madvise]" not in _SETTING.read_text(),
+    reason="large pages are not for the asking here",
+)
+@pytest.mark.slow  # whether the system has large pages left depends on what else runs
+def test_fewer_page_faults() -> None:
+    def faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    before = faults()
+    large_memory.empty((64 << 18,), torch.empty(0)).fill_(1)
+    assert faults() - before < 8192  # of 16384 small pages
