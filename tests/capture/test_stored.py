@@ -210,7 +210,7 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "other attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    "a default dtype": lambda: contextlib.contextmanager(at_float64)(),
+    "a default dtype": contextlib.contextmanager(at_float64),
 }
 
 
