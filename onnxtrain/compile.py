@@ -30,7 +30,7 @@ from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
-from onnxtrain.passes import FORWARD, JOINT, optimize
+from onnxtrain.passes import JOINT, forward_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.report import CompileReport
@@ -126,7 +126,7 @@ def compile_module(
     wrt = tuple(training and t.requires_grad for t in inputs)
     before = work(_differentiated(captured, wrt)) if work else None
 
-    model = stages.record("optimize", model, optimize(model, FORWARD))
+    model = stages.record("optimize", model, optimize(model, forward_passes(options)))
     views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
     layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None

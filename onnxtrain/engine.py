@@ -31,6 +31,7 @@ from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from onnxtrain.compile import Compiled, Rerun
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
 from onnxtrain.observe import logs
+from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, answer_variables
@@ -352,7 +353,10 @@ def set_up(engine: Engine, name: str, options: Options) -> Call:
     answer_variables()
     if options.conv_algo_search == "EXHAUSTIVE":
         torch.backends.cudnn.benchmark = True
-    return MemoryWatch(engine, name) if options.print_memory_stats else engine
+    run: Call = engine
+    if options.print_input_density:
+        run = DensityWatch(run, engine.newest, name)
+    return MemoryWatch(run, name) if options.print_memory_stats else run
 
 
 def untraced(function: _F) -> _F:

@@ -25,7 +25,7 @@ from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.options import Options
-from onnxtrain.passes import BEFORE_KEYS, optimize
+from onnxtrain.passes import optimize, passes_before_keys
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import whole
@@ -56,7 +56,8 @@ def compile_for_batches(
 
 def _may_pay(captured: Captured, options: Options) -> bool:
     """Whether there is anything to ask: a product of two values that no constant is, as attention has."""
-    return options.skip_padding != "never" and any(v.dtype == ir.DataType.INT64 for v in captured.model.graph.inputs)
+    wanted = options.compute_optimizer and options.skip_padding != "never"
+    return wanted and any(v.dtype == ir.DataType.INT64 for v in captured.model.graph.inputs)
 
 
 class _Packing:
@@ -71,7 +72,7 @@ class _Packing:
         self._units: dict[bool, Compiled] = {}
         self.reports: dict[str, CompileReport] = {}
         note_kernels(self._model.graph, options, device)
-        optimize(self._model, BEFORE_KEYS)
+        optimize(self._model, passes_before_keys(options))
         self.plan: PackingPlan | None = plan_packing(self._model.graph, self._changes)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())

@@ -277,6 +277,9 @@ class OpDef:
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
         objects: outputs that are Python objects in a running program, and no tensors.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
+        commutative: whether its two inputs may stand in either order.
+        same_elements: whether its output has the elements of its first input in their order, in another shape or
+            element type perhaps.
     """
 
     domain: str
@@ -302,6 +305,8 @@ class OpDef:
     detached: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
     layout: Layout | None = None
+    commutative: bool = False
+    same_elements: bool = False
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)

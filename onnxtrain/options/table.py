@@ -22,6 +22,7 @@ from onnxtrain.options.kinds import (
     Kind,
     Knob,
     OldName,
+    auto_or_never,
     one_of,
     one_of_or,
     opposite,
@@ -77,12 +78,40 @@ class Options:
         "the outputs of the module that are read, such as 'loss'; what only others need is not computed, and using one "
         "of them raises; None keeps all",
     )
+    compute_optimizer: bool = _knob(
+        True,
+        BOOL,
+        "leave out work that nobody reads: rows are picked before they are computed, and what the next three options "
+        "say; if off, those are off too",
+        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",
+    )
+    label_sparsity: bool = _knob(
+        True,
+        BOOL,
+        "tokens whose label is ignored go through no layer behind the last that mixes tokens",
+        "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER",
+        OldName("ORTMODULE_ENABLE_LABEL_SPARSITY_OPT"),
+    )
+    chunked_loss: bool = _knob(
+        True,
+        BOOL,
+        "the scores of a vocabulary are computed for some rows at a time, with their loss, and never held whole",
+        "ONNXTRAIN_CHUNKED_LOSS",
+    )
     skip_padding: str = _knob(
         "auto",
         one_of("auto", "always", "never"),
         "leave the padding of token batches out of the computation, where it is proven that nobody reads it; 'auto': "
         "where a tenth or more of 512 or more tokens are padding",
         "ONNXTRAIN_SKIP_PADDING",
+        OldName("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER", auto_or_never),
+    )
+    print_input_density: bool = _knob(
+        False,
+        BOOL,
+        "print how many of the tokens of each step are real, where padding can be left out, and how many have a label",
+        "ORTMODULE_PRINT_INPUT_DENSITY",
+        OldName("ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR"),
     )
     count_work: bool = _knob(
         False,

@@ -32,10 +32,6 @@ _NO_RECOMPUTE = WithoutEffect(
     "onnxtrain keeps what backward reads and recomputes nothing by itself: "
     "use torch.utils.checkpoint, or the model's own gradient checkpointing, which is captured."
 )
-_NO_SPARSITY = WithoutEffect(
-    "padding, ignored labels and rows that nobody reads are left out wherever that is proven to change nothing: "
-    "the option skip_padding decides about padding."
-)
 _NO_TRITON = WithoutEffect("no part of the graph is compiled by Triton: each node runs a kernel of PyTorch.")
 _FUSED_ATTENTION = WithoutEffect(
     "attention runs PyTorch's fused kernels where they apply; torch.nn.attention.sdpa_kernel chooses among them."
@@ -48,12 +44,6 @@ VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_SKIPPED_AUTOGRAD_FUNCTIONS": WithoutEffect(
         "autograd functions are told apart by module and full name, so that none need be skipped."
     ),
-    "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_LABEL_SPARSITY_OPT": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR": _NO_SPARSITY,
-    "ORTMODULE_PRINT_INPUT_DENSITY": _NO_SPARSITY,
     "ORTMODULE_MEMORY_OPT_LEVEL": _NO_RECOMPUTE,
     "ORTMODULE_MEMORY_OPT_CONFIG": _NO_RECOMPUTE,
     "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL": _NO_RECOMPUTE,
