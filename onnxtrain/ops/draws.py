@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from onnxtrain.native import Library, text
+from onnxtrain.ops import large_memory
 
 DRAWS = 65536  # what 16 bits tell apart
 GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as signed numbers
@@ -111,7 +112,7 @@ def drop_compiled(x: torch.Tensor, key: torch.Tensor, dropped: int, scale: float
     count, least, threads = x.numel(), least_kept(dropped), torch.get_num_threads()
     name = _COMPILED.get(x.dtype)
     if name is not None and x.is_contiguous():
-        y = torch.empty_like(x)
+        y = large_memory.empty(x.shape, x)
         getattr(native, name)(x.data_ptr(), y.data_ptr(), key.data_ptr(), least, scale, count, threads)
         return y
     mask = torch.empty(count, dtype=torch.uint8)

@@ -22,6 +22,7 @@ from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
+from onnxtrain.passes.keep_scores import keep_scores
 from onnxtrain.passes.key_dropout import key_dropout
 from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.multiply_convolutions import multiply_convolutions
@@ -43,6 +44,7 @@ FORWARD: tuple[Pass, ...] = (
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
     chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
+    keep_scores,  # after all that match losses
     drop_unused,  # last: what the others left behind
 )
 

@@ -61,6 +61,46 @@ PAIR = (Spec("n d"), Spec("n d"))
 TOTAL = Spec("", low=1.0, high=9.0)
 
 
+def of_rows(reduction: str) -> Any:
+    def reference(scores: Any, target: Any, weights: Any, ignore_index: Any) -> Any:
+        loss = F.cross_entropy(scores, target, weights, reduction=reduction, ignore_index=int(ignore_index))
+        peak = scores.detach().amax(1)
+        return loss, peak, (scores.detach() - peak[:, None]).logsumexp(1), None
+
+    return reference
+
+
+def of_rows_grad(reduction: str) -> Any:
+    """The gradient of rows whose two numbers are any: they belong to no scores. The total weight is any too."""
+
+    def gradient(dy: Any, x: Any, peak: Any, log_sum: Any, target: Any, weights: Any, index: Any, total: Any) -> Any:
+        each = dy / total if reduction == "mean" else dy
+        kept = (target != int(index)) * each * (1 if weights is None else weights[target])
+        one_hot = F.one_hot(target, x.shape[1]).movedim(-1, 1)
+        return ((x - peak[:, None] - log_sum[:, None]).exp() - one_hot) * kept[:, None]
+
+    return gradient
+
+
+def rows() -> list[OpCase]:
+    """Cross entropy of rows of 7 and of 37 classes: no whole vector, and whole ones with a rest."""
+    found = []
+    for reduction in ("none", "mean", "sum"):
+        for axes, classes, weights in (("", 7, WEIGHTS), ("", 37, None), ("d", 7, None)):
+            scores, target = Spec(f"n {classes} {axes}"), Spec(f"n {axes}", "int64", make=labels)
+            label = f"{reduction}-{classes}-{2 + len(axes)}d"
+            attributes = {"reduction": reduction}
+            forward = (scores, target, weights, INDEX)
+            dy, each = Spec(f"n {axes}" if reduction == "none" else ""), Spec(f"n {axes}")
+            backward = (dy, scores, each, each, target, weights, INDEX, TOTAL)
+            for name, inputs, reference in (
+                ("CrossEntropy", forward, of_rows(reduction)),
+                ("CrossEntropyGrad", backward, of_rows_grad(reduction)),
+            ):
+                found.append(OpCase("onnxtrain", name, inputs, reference, attributes, sizes=SIZES, label=label))
+    return found
+
+
 def cross_entropies() -> list[OpCase]:
     """Both ops with every reduction, with and without weights, for two, three, four and five axes."""
     found = []
@@ -132,6 +172,24 @@ CONSTANT = {"grad": False}
 
 CASES = [
     *cross_entropies(),
+    *rows(),
+    OpCase(
+        "onnxtrain",
+        "CrossEntropy",
+        (Spec("n 7"), Spec("n", "int64", make=all_ignored), WEIGHTS, INDEX),
+        of_rows("mean"),
+        label="all-ignored",
+        sizes=SIZES,
+    ),
+    OpCase(
+        "onnxtrain",
+        "CrossEntropy",
+        (Spec("n 37"), TARGET),
+        lambda x, t: (F.cross_entropy(x, t), None, None, None),
+        specials=True,
+        label="plain",
+        sizes=SIZES,
+    ),
     OpCase(
         "com.microsoft",
         "SoftmaxCrossEntropyLossInternal",

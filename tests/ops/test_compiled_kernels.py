@@ -22,9 +22,10 @@ from onnxtrain.ops import builder, draws
 from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.compiled import Drops, Masks
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
+from onnxtrain.ops.loss import rows
 from onnxtrain.ops.native import NOTE
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
-from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout
+from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout, cases_loss
 from tests.ops.captures import OfTensors
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -80,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return model
 
     found: Counter[str] = Counter()
-    for library in (compiled.LIBRARY, draws.LIBRARY):
+    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, found))
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
@@ -107,6 +108,46 @@ def test_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str])
     ran = [check.check_sizes(known) for known in case.size_sets()]
     assert ran[0]
     assert bool(calls) != str(case).endswith(BY_OPERATORS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", [c for c in cases_loss.CASES if c.name.startswith("CrossEntropy")], ids=str)
+def test_cross_entropy_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str]) -> None:
+    check = CaseCheck(case, dtype)
+    ran = [check.check_sizes(known) for known in case.size_sets()]
+    assert ran[0]
+    assert bool(calls) != str(case).endswith("-3d")
+
+
+def test_cross_entropy_refuses_a_label_that_is_no_class(calls: Counter[str]) -> None:
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, 7, -100]), None, 1, -100)
+    assert calls["forward_float"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_cross_entropy_of_scores_far_from_zero(dtype: torch.dtype, calls: Counter[str]) -> None:
+    """Where peak + log_sum would lose what is behind the point; and rows of -inf but one score."""
+    scores = torch.randn(5, 1003, dtype=torch.float64) + torch.tensor([3e4, -2e4, 0.0, 1e-3, 7e5]).double()[:, None]
+    scores[2, 1:] = -torch.inf
+    target = torch.tensor([3, 1002, 0, 500, 7])
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        loss, peak, log_sum, total = rows.rows_loss_compiled(x, target, None, 1, -100)
+        dy = torch.ones((), dtype=x.dtype)
+        return [loss, rows.rows_gradient_compiled(dy, x, peak, log_sum, target, None, total, 1, -100)]
+
+    def eager(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(x, target)
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    scores = scores.to(dtype)
+    for name, got, plain, exact in zip(
+        ("loss", "gradient"), run(scores), eager(scores), eager(scores.double()), strict=True
+    ):
+        assert_no_worse_than_eager(name, got, plain, exact)
+    assert len(calls) == 2
 
 
 def heads(batch: int, count: int, length: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -255,7 +296,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
-    for library in (compiled.LIBRARY, draws.LIBRARY):
+    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not

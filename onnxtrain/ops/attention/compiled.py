@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
 LIBRARY = Library(
     "attention",
-    text("vectors.h", "draws.h", "attention.cpp"),
+    text("vectors.h", "exponential.h", "draws.h", "attention.cpp"),
     {f"{way}_{name}": "p" * count for name in _NAMES.values() for way, count in (("forward", 8), ("backward", 11))},
 )
 _PROBLEM = struct.Struct("10q 24q 4q 4q 3q q 3d")  # `Problem` of attention.cpp

@@ -132,7 +132,7 @@ def _summed(op: Builder, x: ir.Value) -> ir.Value:
     return total(op, x, range(rank_of(x)), keepdims=False)
 
 
-def _losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.Value]:
+def losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The reduced loss and total_weight."""
     ignored, one = _ignored(op, n), axes_constant(op, [1])
     weight = _weight_of_each(op, n, ignored, dtype_of(log_prob))
@@ -144,7 +144,7 @@ def _losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.
     return (loss if n.reduction == "none" else _summed(op, loss)), total_weight
 
 
-def _weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value:
+def weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value:
     """-dloss/dlog_prob at each label: [n, 1, d]."""
     weight = _weight_of_each(op, n, _ignored(op, n), dtype)
     dy = cast(op, n.dy, dtype)
@@ -154,7 +154,7 @@ def _weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Valu
     return result
 
 
-def _at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+def at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     """Whether the class is the label: a mask of x's shape."""
     shape = sizes.of(x)
     classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
@@ -166,22 +166,22 @@ def _at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 # Axes and types
 
 
-def _names(x: ir.Value) -> tuple[str, str]:
+def names_of(x: ir.Value) -> tuple[str, str]:
     """The axes of scores and those of labels."""
     inner = [f"d{i}" for i in range(rank_of(x) - 2)]
     return " ".join(["n", "[c]", *inner]), " ".join(["n", *inner])
 
 
-def _of_loss(n: NodeView, labels: str) -> str:
+def of_loss(n: NodeView, labels: str) -> str:
     return labels if n.reduction == "none" else ""
 
 
-def _axes(n: NodeView, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+def axes_of(n: NodeView, inputs: Sequence[str], outputs: Sequence[str]) -> str:
     given = [name if value is not None else "-" for name, value in zip(inputs, n.node.inputs, strict=False)]
     return f"{', '.join(given)} -> {', '.join(outputs)}"
 
 
-def _loss_type(n: NodeView, dtype: ir.DataType) -> TensorType:
+def loss_type(n: NodeView, dtype: ir.DataType) -> TensorType:
     return TensorType(dtype, sizes.of(n.labels) if n.reduction == "none" else ())
 
 
@@ -194,12 +194,12 @@ def _torch_type(n: NodeView) -> torch.dtype | None:
 
 def _types(n: NodeView) -> Sequence[TensorType]:
     dtype = dtype_of(n.scores) if n.output_type is None else ir.DataType(n.output_type)
-    return _loss_type(n, dtype), TensorType(dtype, sizes.of(n.scores)), TensorType(dtype, ())
+    return loss_type(n, dtype), TensorType(dtype, sizes.of(n.scores)), TensorType(dtype, ())
 
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(cast(op, n.scores, _types(n)[1].dtype), axis=1)
-    loss, total_weight = _losses(op, n, log_prob)
+    loss, total_weight = losses(op, n, log_prob)
     return loss, log_prob, total_weight
 
 
@@ -226,8 +226,8 @@ def _gradient(
 
 
 def _cross_entropy_axes(n: NodeView) -> str:
-    scores, labels = _names(n.scores)
-    return _axes(n, (scores, labels, "[c]", ""), (_of_loss(n, labels), scores, ""))
+    scores, labels = names_of(n.scores)
+    return axes_of(n, (scores, labels, "[c]", ""), (of_loss(n, labels), scores, ""))
 
 
 def _capture(
@@ -335,7 +335,7 @@ CROSS_ENTROPY = fused(
     gradient=(Gradient(_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
     stops=frozenset({"labels", "weights", "ignore_index"}),
     lower=lambda n, scores, labels, weights, ignore_index: Call(
-        cross_entropy, scores, labels, weights, number_of(n.reduction), _or_none(ignore_index), _torch_type(n)
+        cross_entropy, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index), _torch_type(n)
     ),
     host=frozenset({3}),
     axes=_cross_entropy_axes,
@@ -343,7 +343,7 @@ CROSS_ENTROPY = fused(
 )
 
 
-def _or_none(ignore_index: Any) -> Any:
+def index_or_none(ignore_index: Any) -> Any:
     """PyTorch's kernels always ignore one label: where none is to be, one that no class can have."""
     return -100 if ignore_index is None else ignore_index
 
@@ -358,15 +358,15 @@ def _grad_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    weighted = _weighted_cotangent(op, n, dtype_of(n.log_prob))
-    at_label = op.Where(_at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
-    dx = cast(op, op.Sub(op.Mul(op.Exp(n.log_prob), weighted), at_label), _grad_type(n)[0].dtype)
+    weighted = weighted_cotangent(op, n, dtype_of(n.log_prob))
+    hit = op.Where(at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
+    dx = cast(op, op.Sub(op.Mul(op.Exp(n.log_prob), weighted), hit), _grad_type(n)[0].dtype)
     return dx if n.bias is None else op.Add(dx, n.bias)
 
 
 def _grad_axes(n: NodeView) -> str:
-    scores, labels = _names(n.log_prob)
-    return _axes(n, (_of_loss(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
+    scores, labels = names_of(n.log_prob)
+    return axes_of(n, (of_loss(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
 
 
 fused(
@@ -386,7 +386,7 @@ fused(
         bias,
         total_weight,
         number_of(n.reduction),
-        _or_none(ignore_index),
+        index_or_none(ignore_index),
         _torch_type(n),
     ),
     host=frozenset({4}),
@@ -399,7 +399,7 @@ fused(
 
 
 def _nll_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    return _losses(op, n, n.log_prob)
+    return losses(op, n, n.log_prob)
 
 
 def _nll_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dtotal: ir.Value | None) -> list[ir.Value | None]:
@@ -412,8 +412,8 @@ def _nll_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dtotal: ir.Valu
 
 
 def _nll_axes(n: NodeView) -> str:
-    scores, labels = _names(n.log_prob)
-    return _axes(n, (scores, labels, "[c]", ""), (_of_loss(n, labels), ""))
+    scores, labels = names_of(n.log_prob)
+    return axes_of(n, (scores, labels, "[c]", ""), (of_loss(n, labels), ""))
 
 
 def _capture_nll(
@@ -440,12 +440,12 @@ NEGATIVE_LOG_LIKELIHOOD = fused(
         "aten.nll_loss.default": _capture_nll,
         "aten.nll_loss2d.default": _capture_nll,
     },
-    shapes=lambda n: (_loss_type(n, dtype_of(n.log_prob)), TensorType(dtype_of(n.log_prob), ())),
+    shapes=lambda n: (loss_type(n, dtype_of(n.log_prob)), TensorType(dtype_of(n.log_prob), ())),
     body=_nll_body,
     gradient=(Gradient(_nll_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
     stops=frozenset({"labels", "weights", "ignore_index"}),
     lower=lambda n, x, labels, weights, ignore_index: Call(
-        nll_loss, x, labels, weights, number_of(n.reduction), _or_none(ignore_index)
+        nll_loss, x, labels, weights, number_of(n.reduction), index_or_none(ignore_index)
     ),
     host=frozenset({3}),
     axes=_nll_axes,
@@ -454,14 +454,14 @@ NEGATIVE_LOG_LIKELIHOOD = fused(
 
 
 def _nll_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    weighted = op.Neg(_weighted_cotangent(op, n, dtype_of(n.log_prob)))
-    dx: ir.Value = op.Where(_at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
+    weighted = op.Neg(weighted_cotangent(op, n, dtype_of(n.log_prob)))
+    dx: ir.Value = op.Where(at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
     return dx
 
 
 def _nll_grad_axes(n: NodeView) -> str:
-    scores, labels = _names(n.log_prob)
-    return _axes(n, (_of_loss(n, labels), scores, labels, "[c]", "", ""), (scores,))
+    scores, labels = names_of(n.log_prob)
+    return axes_of(n, (of_loss(n, labels), scores, labels, "[c]", "", ""), (scores,))
 
 
 fused(
@@ -473,7 +473,7 @@ fused(
     shapes=lambda n: (type_of(n.log_prob),),
     body=_nll_grad_body,
     lower=lambda n, dy, x, labels, weights, ignore_index, total_weight: Call(
-        nll_loss_backward, dy, x, labels, weights, number_of(n.reduction), _or_none(ignore_index), total_weight
+        nll_loss_backward, dy, x, labels, weights, number_of(n.reduction), index_or_none(ignore_index), total_weight
     ),
     host=frozenset({4}),
     axes=_nll_grad_axes,

@@ -1,6 +1,7 @@
 """The libraries that can compute a matrix product, and what each is expected to take.
 
     aten           what PyTorch itself would call: MKL for float32 and float64, oneDNN for narrower types
+    large pages    the same, written to large pages of fresh memory: for results of 32 MB and more
     onednn         oneDNN's inner product, which takes a transposed right operand as it lies
     convolution    a weight gradient dyᵀ @ x as the backward of a 1×1 convolution: nothing is transposed in memory
     float32        narrow operands widened before the product and its result rounded: as exact, and faster where the
@@ -21,8 +22,9 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.ops import large_memory
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
 from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, widening_seconds
 
 _NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
@@ -61,6 +63,17 @@ def product_dims(a: tuple[int, ...], b: tuple[int, ...]) -> Dims:
 
 
 # Kernels
+
+
+def product_in_large_pages(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
+    """Alpha * a[..., m, k] @ b[k, n] + bias[n]."""
+    y = large_memory.empty((*a.shape[:-1], b.size(1)), a)
+    rows, into = a.flatten(0, -2), y.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, b, out=into)
+    else:
+        torch.addmm(bias, rows, b, out=into)
+    return y if alpha == 1 else y.mul_(alpha)
 
 
 def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
@@ -113,6 +126,13 @@ def _seconds(way: str, dims: Dims, machine: Machine, dtype: torch.dtype = torch.
     return expected_seconds(way, 2.0 * math.prod(dims), machine, dtype)
 
 
+def _large_pages_seconds(dims: Dims, machine: Machine, dtype: torch.dtype) -> float:
+    """A little less than small pages take, and not even tried where the allocator keeps such memory."""
+    m, _, n, _ = dims
+    gains = m * n * dtype.itemsize >= large_memory.LARGE
+    return 0.95 * _seconds("aten", dims, machine, dtype) if gains else math.inf
+
+
 def _convolution_seconds(dims: Dims, machine: Machine) -> float:
     return _seconds("convolution", dims, machine) if _picture_height(dims[1]) else math.inf
 
@@ -157,12 +177,21 @@ def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf
     def aten_seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         return _seconds("aten", dims(n, shapes), machine, TORCH_DTYPES[_dtype(n)])
 
+    def large_pages_seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
+        return _large_pages_seconds(dims(n, shapes), machine, TORCH_DTYPES[_dtype(n)])
+
     def onednn_seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         way = "onednn transposed" if _sure(of(n)).transposed else "onednn"
         return _seconds(way, dims(n, shapes), machine)
 
     return (
         Kernel(lower=lower, name="aten", seconds=aten_seconds),
+        Kernel(
+            lower=call(product_in_large_pages),
+            name="large pages",
+            seconds=large_pages_seconds,
+            applies=applies(lambda n, found: found.of_matrix and _may_be_large(n)),
+        ),
         Kernel(lower=call(onednn_product), name="onednn", seconds=onednn_seconds, applies=applies(_in_onednn)),
         Kernel(
             lower=lower_convolution,
@@ -188,6 +217,13 @@ def _dtype(n: NodeView) -> ir.DataType:
     first = n.node.inputs[0]
     assert first is not None
     return dtype_of(first)
+
+
+def _may_be_large(n: NodeView) -> bool:
+    """Whether the result takes 32 MB or more at some sizes."""
+    y = n.node.outputs[0]
+    count = numel(y)
+    return isinstance(count, str) or count * dtype_of(y).itemsize >= large_memory.LARGE
 
 
 def _in_onednn(n: NodeView, product: Product) -> bool:

@@ -1,0 +1,104 @@
+// Cross entropy of rows of scores [n, c] with class indices. Each row is read from memory once in each direction.
+//
+//     peak = max x      log_sum = log sum exp(x - peak)      loss = weight * (log_sum + peak - x[label])
+//     dx = cotangent * (exp(x - peak - log_sum) - (class == label))
+
+template <class T, class V> static inline T over_lanes(Vec<T> found, V choose) {
+    T one = found[0];
+    for (int j = 1; j < LANES<T>; j++) one = choose(one, T(found[j]));
+    return one;
+}
+
+// A NaN among the scores may be passed over here: `log_sum` is NaN then.
+template <class T> static T largest(const T *x, int64_t count) {
+    const int64_t whole = count / LANES<T> * LANES<T>;
+    Vec<T> most = Vec<T>{} - std::numeric_limits<T>::infinity();
+    for (int64_t i = 0; i < whole; i += LANES<T>) {
+        const Vec<T> v = load<T>(x + i);
+        most = v > most ? v : most;
+    }
+    T one = over_lanes<T>(most, [](T a, T b) { return a > b ? a : b; });
+    for (int64_t i = whole; i < count; i++) one = x[i] > one ? x[i] : one;
+    return one;
+}
+
+// The last elements of a row as a vector, with `rest` behind them.
+template <class T> static inline Vec<T> last(const T *x, int64_t count, T rest) {
+    Vec<T> v = Vec<T>{} + rest;
+    std::memcpy(&v, x, size_t(count) * sizeof(T));
+    return v;
+}
+
+template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
+    const int64_t whole = count / LANES<T> * LANES<T>;
+    Vec<T> sum[2] = {};  // two: one addition need not wait for the other
+    int64_t i = 0;
+    for (; i + LANES<T> < whole; i += 2 * LANES<T>) {
+        sum[0] += exponential<T>(load<T>(x + i) - peak);
+        sum[1] += exponential<T>(load<T>(x + i + LANES<T>) - peak);
+    }
+    if (i < whole) sum[0] += exponential<T>(load<T>(x + i) - peak);
+    if (whole < count) sum[1] += exponential<T>(last(x + whole, count - whole, -std::numeric_limits<T>::infinity()) - peak);
+    return over_lanes<T>(sum[0] + sum[1], [](T a, T b) { return a + b; });
+}
+
+template <class T>
+static void forward(const T *x, const int64_t *labels, const T *weights, int64_t ignored, T *loss, T *weight, T *peak,
+                    T *log_sum, int64_t *wrong, int64_t rows, int64_t classes, int64_t threads) {
+    std::atomic<int64_t> any{0};
+    parallel_for(rows * classes < 32768 ? 1 : threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const T *row = x + r * classes;
+            const int64_t label = labels[r];
+            peak[r] = largest(row, classes);
+            log_sum[r] = std::log(sum_of_powers(row, classes, peak[r]));
+            loss[r] = weight[r] = 0;
+            if (label == ignored) continue;
+            if (label < 0 || label >= classes) { any = 1; continue; }
+            weight[r] = weights ? weights[label] : T(1);
+            loss[r] = weight[r] * (log_sum[r] - (row[label] - peak[r]));
+        }
+    });
+    *wrong = any;
+}
+
+// `cotangents` [n]: of each row's loss, times its weight; 0 where the row is ignored.
+template <class T>
+static void backward(const T *x, const int64_t *labels, const T *cotangents, const T *peak, const T *log_sum,
+                     int64_t ignored, T *dx, int64_t rows, int64_t classes, int64_t threads) {
+    parallel_for(rows * classes < 32768 ? 1 : threads, rows, [=](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const T *row = x + r * classes;
+            T *out = dx + r * classes;
+            if (labels[r] == ignored) {
+                std::memset(out, 0, size_t(classes) * sizeof(T));
+                continue;
+            }
+            const T most = peak[r], log_of = log_sum[r], factor = cotangents[r];
+            const int64_t whole = classes / LANES<T> * LANES<T>;
+            for (int64_t i = 0; i < whole; i += LANES<T>)
+                store<T>(out + i, exponential<T>(load<T>(row + i) - most - log_of) * factor);
+            if (whole < classes) {
+                const Vec<T> v = exponential<T>(last(row + whole, classes - whole, most) - most - log_of) * factor;
+                std::memcpy(out + whole, &v, size_t(classes - whole) * sizeof(T));
+            }
+            out[labels[r]] -= factor;
+        }
+    });
+}
+
+#define FORWARD(NAME, T)                                                                                               \
+    extern "C" void NAME(const T *x, const int64_t *labels, const T *weights, int64_t ignored, T *loss, T *weight,     \
+                         T *peak, T *log_sum, int64_t *wrong, int64_t rows, int64_t classes, int64_t threads) {        \
+        forward<T>(x, labels, weights, ignored, loss, weight, peak, log_sum, wrong, rows, classes, threads);           \
+    }
+#define BACKWARD(NAME, T)                                                                                              \
+    extern "C" void NAME(const T *x, const int64_t *labels, const T *cotangents, const T *peak, const T *log_sum,      \
+                         int64_t ignored, T *dx, int64_t rows, int64_t classes, int64_t threads) {                     \
+        backward<T>(x, labels, cotangents, peak, log_sum, ignored, dx, rows, classes, threads);                        \
+    }
+
+FORWARD(forward_float, float)
+FORWARD(forward_double, double)
+BACKWARD(backward_float, float)
+BACKWARD(backward_double, double)
