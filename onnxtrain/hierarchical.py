@@ -57,7 +57,6 @@ class HierarchicalORTModule(ORTModule):
         _wrap_children(self.module, self.__dict__["_debug_options"], made)
         self.__dict__["_parts"] = list(made.values())
 
-
     def _log_parts(self) -> None:
         """One line for all graphs of the first call."""
         report = CompileReport(tuple(stage for each in self._reports() for stage in each.stages))

@@ -77,9 +77,7 @@ class ORTModule(torch.nn.Module):
         self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
         self.__dict__["_original"] = module
         self.__dict__["_options"] = options
-        engine = self.__dict__["_engine"] = Engine(
-            module, options, Way(pieces=pieces(options), is_part=self._is_part)
-        )
+        engine = self.__dict__["_engine"] = Engine(module, options, Way(pieces=pieces(options), is_part=self._is_part))
         self.__dict__["_run"] = set_up(engine, type(module).__name__, options)
 
     @property

@@ -1,4 +1,4 @@
-"""The one tolerance: a result may be at most twice as far from the float64 result as eager PyTorch's own, plus rounding."""
+"""The one tolerance: at most twice as far from the float64 result as eager PyTorch's own result, plus rounding."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ class Verdict:
         wrong = [tensor for tensor in self.tensors if not tensor.is_right]
         if not wrong:
             worst = max((t.error / t.allowed for t in self.tensors if t.allowed), default=0.0)
-            return f"right: {len(self.tensors)} tensors agree with eager PyTorch (the worst uses {worst:.0%} of what is allowed)"
+            agreed = f"{len(self.tensors)} tensors agree with eager PyTorch"
+            return f"right: {agreed} (the worst uses {worst:.0%} of what is allowed)"
         lines = [f"WRONG: {len(wrong)} of {len(self.tensors)} tensors differ from eager PyTorch"]
         lines += [f"  {t.name}: off by {t.error:.3g}, allowed {t.allowed:.3g}" for t in wrong[:10]]
         if len(wrong) > 10:
@@ -207,7 +208,9 @@ def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(_SEED)
     found = []
     for output in outputs:
-        numbers = torch.randn(output.shape, generator=generator, dtype=torch.float32) if output.dim() else torch.ones(())
+        numbers = (
+            torch.randn(output.shape, generator=generator, dtype=torch.float32) if output.dim() else torch.ones(())
+        )
         found.append(numbers.to(torch.bfloat16).to(output.device, output.dtype))  # of so few bits as any dtype has
     return found
 
@@ -233,7 +236,9 @@ def _largest(tensors: Iterator[torch.Tensor]) -> float:
 # The first operator that differs
 
 
-def _first_operator(captured: Captured, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> FirstOperator | None:
+def _first_operator(
+    captured: Captured, module: torch.nn.Module, tensors: Sequence[torch.Tensor]
+) -> FirstOperator | None:
     """The first node of the joint graph whose result is off, of those whose value the exported graph has too."""
     exported = captured.guards.exported
     if exported is None or any(source.kind == "part" for source in captured.sources):
@@ -325,12 +330,16 @@ def _values_of_graph(
         optimize(joint.model, JOINT)
         model = joint.model
         shapes = [eager.get(str(v.name)) for v in list(model.graph.outputs)[:results]]
-        ends = [t for t, cotangent in zip(shapes, joint.cotangents, strict=False) if cotangent is not None and t is not None]
+        ends = [
+            t for t, cotangent in zip(shapes, joint.cotangents, strict=False) if cotangent is not None and t is not None
+        ]
         tensors += _cotangents(ends)
     graph = model.graph
     nodes = list(graph)
     graph.outputs.clear()
-    graph.outputs.extend(v for node in nodes for v in node.outputs if v.name and v.dtype is not None and is_float(v.dtype))
+    graph.outputs.extend(
+        v for node in nodes for v in node.outputs if v.name and v.dtype is not None and is_float(v.dtype)
+    )
     names = [str(v.name) for v in graph.outputs]
     program = Program(whole(model), "verify", one_device(tensors))
     with torch.no_grad(), torch.random.fork_rng([t.device.index or 0 for t in inputs if t.is_cuda]):

@@ -77,7 +77,9 @@ def test_the_operator_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = OPS["com.microsoft", "TanhGrad"]
-    wrong = tuple(dataclasses.replace(k, lower=lambda n, dy, y: Call(wrong_gradient, dy, y), in_place=None) for k in grad.kernels)
+    wrong = tuple(
+        dataclasses.replace(k, lower=lambda n, dy, y: Call(wrong_gradient, dy, y), in_place=None) for k in grad.kernels
+    )
     monkeypatch.setitem(OPS, ("com.microsoft", "TanhGrad"), dataclasses.replace(grad, kernels=wrong))
     verdict = onnxtrain.verify(Net(), batch())
     assert {t.name for t in verdict.tensors if not t.is_right} >= {"gradient of first.weight"}

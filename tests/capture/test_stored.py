@@ -210,7 +210,7 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "other attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    "a default dtype": lambda: contextlib.contextmanager(at_float64)(),
+    "a default dtype": contextlib.contextmanager(at_float64),
 }
 
 
@@ -483,3 +483,10 @@ def test_processes_share_captures_until_the_source_changes(tmp_path: Path) -> No
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "0"
     script.write_text(textwrap.dedent(SCRIPT).replace("FACTOR", "3"))
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "1"
+
+
+@pytest.mark.parametrize(("limit", "left"), [(0, 1), (1024, 2)])
+def test_the_option_cache_limit_mb_bounds_the_folder(limit: int, left: int, tmp_path: Path) -> None:
+    step(model(tmp_path, cache_limit_mb=limit))
+    step(model(tmp_path, cache_limit_mb=limit), double=True)
+    assert len(files(tmp_path)) == left

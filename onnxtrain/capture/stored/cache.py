@@ -184,7 +184,9 @@ class CaptureCache:
         if isinstance(module, torch.fx.GraphModule):
             raise NotStorableError("its forward is a graph that was made in this process")
         own = (*module._parameters.items(), *module._buffers.items())
-        tensors = [(name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in own]
+        tensors = [
+            (name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in own
+        ]
         return path, found.of_class(type(module)), found.of(tensors), module.training
 
 
@@ -206,6 +208,6 @@ def _devices() -> list[str]:
     """The devices by which forward may decide."""
     found = [torch.backends.cpu.get_cpu_capability()]
     if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            found.append(f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}")
+        gpus = range(torch.cuda.device_count())
+        found += [f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus]
     return found

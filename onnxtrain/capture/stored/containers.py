@@ -12,7 +12,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.stored.fingerprint import NotStorableError
-from onnxtrain.capture.structure import Constant, Node, OutputStructure, Slot, Tree, constant_key, dataclass_builder, freeze
+from onnxtrain.capture.structure import (
+    Constant,
+    Node,
+    OutputStructure,
+    Slot,
+    Tree,
+    constant_key,
+    dataclass_builder,
+    freeze,
+)
 
 # Dtypes, layouts and memory formats by their names: `torch.float32`.
 _TORCH = {

@@ -84,9 +84,7 @@ class Entry:
             raise ValueError(f"its form is {self._rest['form']}, and {FORM} is read")
         found: Mapping[str, Any] = self._rest["conditions"]
         reads = tuple((str(path), str(name)) for path, name in found["reads"])
-        self.conditions = Conditions(
-            reads, str(found["state"]), tuple(found["names"]), found["files"], found["values"]
-        )
+        self.conditions = Conditions(reads, str(found["state"]), tuple(found["names"]), found["files"], found["values"])
         self.guards = _guards_from_json(self._rest["guards"])
 
     def captured(self, reads: frozenset[tuple[int, str]], name: str) -> Captured:

@@ -114,7 +114,7 @@ class Executed:
 
 
 def _is_generated(code: CodeType, scope: Mapping[str, Any]) -> bool:
-    """Whether PyTorch, onnxtrain, a dataclass or a named tuple wrote this code: what it was made from is what counts."""
+    """Whether PyTorch, onnxtrain, a dataclass or a named tuple wrote this code: what it was made from counts."""
     if code.co_filename != "<string>":
         return code.co_filename.startswith(("<eval_with_key>", "<onnxtrain"))
     return code.co_qualname.startswith("__create_fn__") or str(scope.get("__name__")).startswith("namedtuple_")

@@ -13,13 +13,21 @@ from onnxtrain.capture.stored.fingerprint import NotStorableError
 # Kept as they are: sympy would decide some of them from what it knows of their symbols.
 _UNEVALUATED = {name: getattr(sympy, name) for name in ("Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or")}
 _NAMES = {
-    **{"Equality": "Eq", "Unequality": "Ne", "StrictLessThan": "Lt", "LessThan": "Le", "StrictGreaterThan": "Gt"},
-    **{"GreaterThan": "Ge"},
+    "Equality": "Eq",
+    "Unequality": "Ne",
+    "StrictLessThan": "Lt",
+    "LessThan": "Le",
+    "StrictGreaterThan": "Gt",
+    "GreaterThan": "Ge",
 }
 _HEADS: Mapping[str, Any] = {
     **_UNEVALUATED,
     **{name: getattr(sympy, name) for name in ("Add", "Mul", "Max", "Min", "Pow", "Mod")},
-    **{name: getattr(functions, name) for name in ("FloorDiv", "CleanDiv", "PythonMod", "Mod") if name in dir(functions)},
+    **{
+        name: getattr(functions, name)
+        for name in ("FloorDiv", "CleanDiv", "PythonMod", "Mod")
+        if name in dir(functions)
+    },
 }
 
 

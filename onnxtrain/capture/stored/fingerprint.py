@@ -61,7 +61,7 @@ _PACKAGES = tuple({f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platl
 
 def is_known_by_version(file: str) -> bool:
     """Whether the code in this file is that of PyTorch, of a package beneath it, of Python or of onnxtrain."""
-    if file.startswith(_FOLDERS) or file.startswith("<frozen "):
+    if file.startswith((*_FOLDERS, "<frozen ")):
         return True
     return file.startswith(_LIBRARY) and not file.startswith(_PACKAGES) and "/site-packages/" not in file
 
@@ -136,11 +136,8 @@ class Fingerprints:
 
     def of_class(self, kind: type, depth: int = 0) -> Hashable:
         """A class by its name; where it is not known by version, by what stands in it and in its bases too."""
-        found: list[Hashable] = [_name(kind)]
-        for base in kind.__mro__:
-            if not _is_known(base):
-                found.append((_name(base), *self._members(base, depth)))
-        return tuple(found)
+        bases = (base for base in kind.__mro__ if not _is_known(base))
+        return _name(kind), *((_name(base), *self._members(base, depth)) for base in bases)
 
     def _members(self, kind: type, depth: int) -> list[Hashable]:
         if kind in self._classes:

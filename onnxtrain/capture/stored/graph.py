@@ -50,7 +50,9 @@ def from_bytes(data: bytes, beside: Any) -> ir.Model:
     for node, found in zip(model.graph.all_nodes(), beside["floats"], strict=True):
         for name, value in found.items():
             exact = plain_from_json(value)
-            node.attributes[name] = ir.AttrFloat32(name, exact) if type(exact) is float else ir.AttrFloat32s(name, exact)
+            node.attributes[name] = (
+                ir.AttrFloat32(name, exact) if type(exact) is float else ir.AttrFloat32s(name, exact)
+            )
     values = {value.name: value for value in _values(model)}
     for name, found in beside["known"].items():
         values[name].meta.update({key: plain_from_json(value) for key, value in found.items()})

@@ -115,17 +115,14 @@ class ModelReport:
 
     def other_stages(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         """Stages that did or refused something by themselves, and not in a pass."""
-        found = []
-        for stage in self.compiled.stages:
-            if not stage.passes and (stage.made or stage.refused):
-                found.append((stage.name, stage.made, tuple(map(str, stage.refused))))
-        return found
+        stages = (s for s in self.compiled.stages if not s.passes and (s.made or s.refused))
+        return [(stage.name, stage.made, tuple(map(str, stage.refused))) for stage in stages]
 
     def op_changes(self) -> list[tuple[str, int, int]]:
         """How often each op stands in the captured graph, and in that which runs; those that differ first."""
         ops = sorted({n.op for n in (*self.captured.nodes, *self.executed.nodes)})
         rows = [(op, self.captured.count(op), self.executed.count(op)) for op in ops]
-        return sorted(rows, key=lambda row: (row[1] == row[2], -max(row[1:]), row[0]))
+        return sorted(rows, key=lambda row: (row[1] == row[2], -row[1] - row[2], row[0]))
 
     def time_by_op(self) -> list[tuple[str, float, int]]:
         """Op, milliseconds and count, the slowest first."""
@@ -185,7 +182,7 @@ def node_times(profile: torch.profiler.profile, ops: Iterable[str], steps: int) 
     for event in profile.key_averages():
         op, _, module = event.key.partition(" ")
         if op in known:
-            total = event.device_time_total if event.device_time_total else event.cpu_time_total
+            total = event.device_time_total or event.cpu_time_total
             count = max(1, round(event.count / steps))
             found += [NodeTime(op, module, total / 1e3 / steps / count)] * count
     return tuple(found)

@@ -1,0 +1,139 @@
+"""Faults in a step: the error is the user's own, the state is intact, and the next step works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onnxtrain
+from onnxtrain import ORTModule
+
+
+class Faults:
+    """What a step of `Net` does besides computing."""
+
+    in_forward: Callable[[], object] | None = None
+    in_backward: Callable[[], object] | None = None
+
+
+class Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if Faults.in_forward is not None and not torch.compiler.is_exporting():
+            Faults.in_forward()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Faults.in_backward is not None:
+            Faults.in_backward()
+        return gradient * 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(Watched.apply(self.linear(x)))
+        return result.square().mean()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def fail() -> None:
+    raise ZeroDivisionError("the user's own")
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object] | None], None]:
+    return lambda where, what: monkeypatch.setattr(Faults, where, what)
+
+
+def step(run: nn.Module, module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A step, and what it leaves: loss, gradients, buffers."""
+    module.zero_grad()
+    loss = run(x)
+    loss.backward()
+    found = {"loss": loss.detach()} | {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return found | {name: b.clone() for name, b in module.named_buffers()}
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ORTModule": lambda net: ORTModule(net, native=False),
+    "prepare": lambda net: onnxtrain.prepare(net, native=False),
+}
+
+
+@pytest.mark.parametrize("wrap", list(WRAPS))
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("where", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("what", [interrupt, fail])
+def test_the_step_after_a_fault_is_eagers(
+    wrap: str, first: bool, where: str, what: Callable[[], object], faults: Callable[..., None]
+) -> None:
+    torch.manual_seed(0)
+    net, eager = Net(), Net()
+    eager.load_state_dict(net.state_dict())
+    run = WRAPS[wrap](net)
+    x = torch.randn(3, 4)
+    error = KeyboardInterrupt if what is interrupt else ZeroDivisionError
+    if not first:
+        step(run, net, x), step(eager, eager, x)
+    faults(where, what)
+    for subject, module in ((run, net), (eager, eager)):
+        with pytest.raises(error):
+            step(subject, module, x)
+    faults(where, None)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    for _ in range(2):
+        got, want = step(run, net, x), step(eager, eager, x)
+        assert got.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> None:
+    class Checks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+            self.refuses = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.refuses:
+                raise LookupError("not yet")
+            return self.linear(x)
+
+    net = Checks()
+    ort = ORTModule(net, native=False)
+    with pytest.warns(UserWarning, match="not yet"), pytest.raises(LookupError, match="not yet"):
+        ort(torch.randn(3, 4))
+    net.refuses = False
+    x = torch.randn(3, 4)
+    assert torch.equal(ort(x), net(x))
+    assert ort.__dict__["_engine"].captures == 1
+
+
+def test_an_interrupt_while_the_module_is_captured_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    attributes = {name: list(vars(module)) for name, module in net.named_modules()}
+    ort = ORTModule(net, native=False)
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        ort(torch.randn(3, 4))
+    monkeypatch.undo()
+    assert {name: list(vars(module)) for name, module in net.named_modules()} == attributes
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert "__getattribute__" not in vars(nn.Module)
+    ort(torch.randn(3, 4)).backward()
+    assert ort.__dict__["_engine"].captures == 1
