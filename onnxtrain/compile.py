@@ -7,6 +7,7 @@ nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─diff
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +19,9 @@ from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute import channels_last
-from onnxtrain.execute.boundary import Backward, Flags, Unit
+from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.channels_last import ChannelsLast
+from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
@@ -32,8 +34,11 @@ from onnxtrain.options import Options
 from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.cut import Cut, Part, cut, whole
+from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.report import CompileReport
 from onnxtrain.stages import Stages
+
+_LOG = logging.getLogger(__name__)
 
 Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -261,9 +266,21 @@ class _Build:
                 )
         full = cut(joint)
         forward = self.program(full.forward, "forward")
-        make = _Backwards(self, joint, full, differentiable)
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
-        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts)
+        groups = self._groups(full, contexts)
+        make = _Backwards(self, joint, full, differentiable, groups)
+        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
+
+    def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
+        """The gradients that each stage of backward hands over; () where all leave at its end."""
+        if not self._options.early_gradients:
+            return ()
+        if contexts or any(self._views):
+            why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
+            _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
+            return ()
+        groups = group_gradients(full)
+        return groups if len(groups) > 1 else ()
 
     def _unit(
         self,
@@ -274,6 +291,7 @@ class _Build:
         rerun: Rerun,
         unsaved: Sequence[int],
         contexts: Sequence[int] = (),
+        groups: Groups = (),
     ) -> Unit:
         return Unit(
             forward=program,
@@ -287,6 +305,7 @@ class _Build:
             rerun=rerun,
             unsaved=unsaved,
             contexts=contexts,
+            differentiably=StagedBoundary(groups, len(self._wrt)) if groups else None,
         )
 
 
@@ -302,9 +321,9 @@ def _is_object(value: ir.Value) -> bool:
 class _Backwards:
     """Makes the backward program for each pattern of given cotangents and needed gradients."""
 
-    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags) -> None:
+    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, groups: Groups) -> None:
         self._build, self._joint, self._full = build, joint, full
-        self._differentiable = differentiable
+        self._differentiable, self._groups = differentiable, groups
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
@@ -329,11 +348,16 @@ class _Backwards:
         sizes = {v.name for v in self._full.sizes}
         return {v.name for v in special.kept} <= tensors and {v.name for v in special.sizes} <= sizes
 
+    def _program(self, parts: Cut) -> BackwardProgram:
+        if not self._groups:
+            return self._build.program(parts.backward, "backward")
+        return StagedProgram(parts.backward, split(parts, self._groups), self._groups, self._build.program)
+
     def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
         kept = {v.name: i for i, v in enumerate(self._full.kept)}
         sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
         return Backward(
-            self._build.program(parts.backward, "backward"),
+            self._program(parts),
             [kept[v.name] for v in parts.kept],
             [sizes[v.name] for v in parts.sizes],
             [i for i, g in enumerate(given) if g],

@@ -131,6 +131,13 @@ class Options:
         "print the memory before and after forward and backward, in the first ten steps and those of a power of two",
         "ORTMODULE_PRINT_MEMORY_STATS",
     )
+    early_gradients: bool = _knob(
+        False,
+        BOOL,
+        "add each layer's gradients to .grad, and free them, while backward goes on, not all at its end; hooks fire as "
+        "layer by layer in eager",
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
+    )
     tuning: bool = _knob(
         True,
         BOOL,
