@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -52,6 +52,8 @@ class Compiled:
         unit: the programs and the autograd boundary.
         report: what each stage did.
         run: takes the tensors of the capture's inputs and gives the module's output.
+        parts: the plan of a unit with gradients; None without.
+        known: the number of each size in the call that it was compiled for.
         is_shared: whether the programs were made for another module, whose graph is the same.
     """
 
@@ -59,6 +61,8 @@ class Compiled:
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
+    parts: Cut | None = None
+    known: Mapping[str, int] = field(default_factory=dict)
     is_shared: bool = False
 
     def is_twin(self, captured: Captured) -> bool:
@@ -77,7 +81,7 @@ class Compiled:
         """This unit, for the module of a capture that is its twin."""
         unit = copy.copy(self.unit)  # the programs are shared
         unit.rerun = rerun
-        return Compiled(captured, unit, self.report, _runner(captured, unit), is_shared=True)
+        return replace(self, captured=captured, unit=unit, run=_runner(captured, unit), is_shared=True)
 
 
 def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
@@ -91,13 +95,18 @@ def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The sizes that forward returns as ints."""
-    known = {
+    known = known_sizes(captured, tensors)
+    return tuple(sizes.evaluate(size, known) for size in captured.sizes)
+
+
+def known_sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The number that each size of the graph's inputs is in these tensors."""
+    return {
         size: tensor.size(axis)
         for value, tensor in zip(captured.model.graph.inputs, tensors, strict=True)
         for axis, size in enumerate(sizes.of(value))
         if isinstance(size, str) and size.isidentifier()
     }
-    return tuple(sizes.evaluate(size, known) for size in captured.sizes)
 
 
 def compile_module(
@@ -142,7 +151,8 @@ def compile_module(
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+    run, known = _runner(captured, unit), known_sizes(captured, inputs)
+    return Compiled(captured, unit, stages.report(), run, build.parts, known)
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -233,6 +243,7 @@ class _Build:
         self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
         self._options, self._layout = options, layout
         self._name = model.graph.name or "module"
+        self.parts: Cut | None = None
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
         self._of = (*(True for _ in views), *(False for _ in captured.mutations))
@@ -264,7 +275,7 @@ class _Build:
                     got=self._model.graph.outputs[mutation.output].name,
                     todo="detach() the value before it is written",
                 )
-        full = cut(joint)
+        full = self.parts = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
         groups = self._groups(full, contexts)
