@@ -118,13 +118,9 @@ class LargeTensor:
 
 def as_bytes(count: float) -> str:
     """Bytes for people: "12.3 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            break
-        count /= 1024
-    else:
-        unit = "GiB"
-    return f"{count:,.0f} B" if unit == "B" else f"{count:,.{0 if count >= 100 else 1}f} {unit}"
+    power = min(int(math.log(abs(count), 1024)), 3) if abs(count) >= 1024 else 0
+    number = count / 1024**power
+    return f"{number:,.{0 if power == 0 or number >= 100 else 1}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def legend(timelines: Sequence[MemoryTimeline]) -> str:

@@ -6,8 +6,8 @@ tensors. Gradients are counted from nothing, as after `zero_grad()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ _BAND = {
     Kind.TEMPORARY: "temporary",
 }
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
+_PHASES = (_FORWARD, _BACKWARD, _OPTIMIZER)
 _WARM_UP = 2  # steps that compile, and make the optimizer's state
 
 
@@ -55,7 +56,15 @@ def predicted(title: str, plan: Timeline, state: Mapping[str, int]) -> MemoryTim
     return MemoryTimeline(title, "nodes", tuple(stretches), ((_FORWARD, 0), (_BACKWARD, plan.forward)))
 
 
-def large_tensors(plan: Timeline, storages: Storages, count: int, again: Iterable[str | None] = ()) -> list[LargeTensor]:
+def activations_of(plan: Timeline) -> int:
+    """The peak of a plan without its gradients, in bytes."""
+    kept = replace(plan, allocations=tuple(a for a in plan.allocations if a.kind is not Kind.GRADIENT))
+    return kept.peak
+
+
+def large_tensors(
+    plan: Timeline, storages: Storages, count: int, again: Iterable[str | None] = ()
+) -> list[LargeTensor]:
     """The largest tensors that a step makes, by bytes.
 
     Args:
@@ -66,13 +75,12 @@ def large_tensors(plan: Timeline, storages: Storages, count: int, again: Iterabl
     """
     held = plan.held()
     peak = max(range(len(held)), key=held.__getitem__, default=0)
-    computed_again = set(again)
     found = []
     for one in sorted(plan.allocations, key=lambda one: -one.nbytes)[:count]:
         node = one.value.producer()
         assert node is not None  # an allocation is made by a node
         props = node.metadata_props
-        status = "computed again" if one.value.name in computed_again else "kept" if one.kind is Kind.KEPT else ""
+        status = "computed again" if one.value.name in again else "kept" if one.kind is Kind.KEPT else ""
         found.append(
             LargeTensor(
                 name=one.value.name or "",
@@ -177,7 +185,9 @@ def _measured(title: str, recording: Recording, gradients: set[int], state: Mapp
         stretches.append(Stretch(ms, ms, held_by_band({**state, **held}), maker))
     last = stretches[-1]
     stretches[-1] = Stretch(last.start, (end - start) / 1000, last.held, last.doing)
-    phases = [(r.name, (r.start - start) / 1000) for r in recording.ranges if r.name in (_FORWARD, _BACKWARD, _OPTIMIZER)]
+    phases = [
+        (r.name, (r.start - start) / 1000) for r in recording.ranges if r.name in (_FORWARD, _BACKWARD, _OPTIMIZER)
+    ]
     in_step = [one for one in own if bands[one] != "gradients" and (one.start or start) <= backward.end]
     return MeasuredStep(MemoryTimeline(title, "ms", tuple(stretches), tuple(phases)), peak_bytes(in_step), dict(state))
 
