@@ -218,6 +218,8 @@ class Kernel:
         applies: whether this kernel can run the node (dtypes, attributes, device type).
         deterministic: whether two runs give the same bits.
         workspace: bytes of scratch memory beside inputs and outputs.
+        output_bytes: what those outputs take that this kernel gives in another form than the op's types say, by name.
+            It may wait until a compiled kernel is there: only then it is known which form.
         in_place: index of the input whose memory it can reuse for its first output, or None.
         name: of the library or the way, where any of several kernels may run the node and speed decides; such kernels
             take tensors only.
@@ -232,6 +234,7 @@ class Kernel:
     applies: Callable[[NodeView, str], bool] = lambda node, device: True
     deterministic: bool = True
     workspace: Callable[[NodeView], Size] = lambda node: 0
+    output_bytes: Callable[[NodeView], Mapping[str, Size]] = lambda node: {}
     in_place: int | None = None
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0

@@ -60,19 +60,20 @@ def fused(
     host: frozenset[int] = frozenset(),
     kernels: tuple[Kernel, ...] = (),
     others: tuple[Kernel, ...] = (),
+    workspace: Callable[[NodeView], Size] = lambda node: 0,
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     layout: Layout | None = None,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
-    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
+    `workspace` is what `lower` takes; `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
 
     `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
 
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """
-    last = Kernel(lower=lower, host=host, name="aten" if others else "", seconds=seconds)
+    last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
     if atomic_on_gpu:
         kernels = (*kernels, replace(last, applies=lambda node, device: device == "cpu"))
         last = replace(last, deterministic=False)
