@@ -21,8 +21,8 @@ from onnxtrain.cli.page import write_page
 from onnxtrain.engine import Engine
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
-from onnxtrain.observe.memory_timeline import LargeTensor, as_bytes
-from onnxtrain.observe.step_memory import MeasuredStep, activations_of, large_tensors, measure_step, predicted
+from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
+from onnxtrain.observe.step_memory import MeasuredStep, activations_of, largest_tensors, measure_step, predicted
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.plan.lifetimes import Timeline, timeline
 from onnxtrain.plan.storage import Storages
@@ -41,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the peaks and the largest tensors; writes the page where one is asked for."""
     loaded = model_of(options)
+    name = type(loaded.module).__name__
     twin = copy.deepcopy(loaded.module)
     eager = _measure("Measured in eager PyTorch", loaded, twin, twin, options.optimizer)
     # What is tried, and another program for padded batches, would make this step unlike the plan.
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     engine = Engine(loaded.module, replace(settings, tuning=False, skip_padding="never"))
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
     plan, storages = _plan(engine)
-    tensors = large_tensors(plan, storages, options.largest)
+    tensors = largest_tensors(plan, storages, options.largest)
     peaks = {
         "eager PyTorch, measured": eager.activations,
         "onnxtrain, predicted": activations_of(plan),
@@ -58,14 +59,17 @@ def run(options: argparse.Namespace) -> int:
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.html is not None:
+        plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
             Chart(eager.timeline, "The allocator's events of one step."),
-            Chart(predicted("Predicted from the plan", plan, ours.state), "Before a step runs, from the sizes."),
+            Chart(
+                predicted("Predicted from the plan", plan, storages, ours.state), "Before a step runs, from the sizes."
+            ),
             Chart(ours.timeline, "The allocator's events of one step."),
         )
-        about = f"One training step of {loaded.name}, optimizer {options.optimizer}, gradients from nothing."
+        about = f"One training step of {loaded.name}, optimizer {options.optimizer}; gradients are counted from none."
         tiles = [Tile(as_bytes(count), f"activations, {name}") for name, count in peaks.items()]
-        write_page(options.html, render(f"Memory of {loaded.name}", about, tiles, charts, tensors))
+        write_page(options.html, render(f"Memory of {name}", about, tiles, charts, tensors))
     return 0
 
 
@@ -85,7 +89,7 @@ def _measure(
     if not parameters:
         raise OptionError("MODEL has nothing to train.", where=loaded.name, todo="give a model with parameters")
     chosen = None if optimizer == "none" else _OPTIMIZERS[optimizer](parameters)
-    return measure_step(title, module, chosen, lambda: loss_of(run(*loaded.args, **loaded.kwargs)))
+    return measure_step(title, module, chosen, lambda: run(*loaded.args, **loaded.kwargs), loss_of)
 
 
 def _peaks(peaks: Mapping[str, int], step: MeasuredStep) -> Table:
@@ -99,10 +103,10 @@ def _peaks(peaks: Mapping[str, int], step: MeasuredStep) -> Table:
     return result
 
 
-def _tensors(tensors: Sequence[LargeTensor]) -> Table:
+def _tensors(tensors: Sequence[TensorGroup]) -> Table:
     result = Table(header_style="bold", title="largest tensors", title_justify="left")
     for name, is_number in COLUMNS:
         result.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    for tensor in tensors:
-        result.add_row(*(cell.replace("[", r"\[") for cell in cells(tensor)))
+    for group in tensors:
+        result.add_row(*(cell.replace("[", r"\[") for cell in cells(group)))
     return result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from onnxtrain.observe.memory_timeline import STYLE, LargeTensor, MemoryTimeline, as_bytes, draw, legend
+from onnxtrain.observe.memory_timeline import STYLE, MemoryTimeline, TensorGroup, as_bytes, draw, legend
 
 _STYLE = """
 :root { --page: #fafaf8; --card: #ffffff; --text: #1c1c1a; --quiet: #62625c; --rule: #e3e2dc; }
@@ -18,7 +18,7 @@ body {
   margin: 0; background: var(--page); color: var(--text);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
 }
-main { max-width: 980px; margin: 0 auto; padding: 36px 20px 64px; }
+main { max-width: 1080px; margin: 0 auto; padding: 36px 20px 64px; }
 h1 { font-size: 28px; line-height: 1.2; margin: 0 0 8px; }
 h2 { font-size: 20px; margin: 36px 0 6px; }
 p { margin: 6px 0 12px; max-width: 75ch; }
@@ -36,13 +36,13 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-nu
 th, td { padding: 7px 12px; text-align: left; border-top: 1px solid var(--rule); vertical-align: top; }
 thead th { border-top: 0; font-weight: 600; color: var(--quiet); white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
-code { font: 13px/1.5 ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+code { font: 13px/1.5 ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace; white-space: nowrap; }
 """
 
 # The columns of the table of tensors: heading, and whether they hold numbers.
 COLUMNS = (
-    ("bytes", True), ("tensor", False), ("made by", False), ("module", False), ("source line", False),
-    ("held as", False), ("at the peak", False),
+    ("bytes", True), ("count", True), ("sizes", False), ("made by", False), ("module", False), ("source line", False),
+    ("held as", False), ("at the peak", True),
 )  # fmt: skip
 
 
@@ -62,18 +62,18 @@ class Chart:
     caption: str
 
 
-def cells(tensor: LargeTensor) -> tuple[str, ...]:
+def cells(group: TensorGroup) -> tuple[str, ...]:
     """A row of the table of tensors, by COLUMNS."""
-    sizes = "×".join(map(str, tensor.shape)) or "scalar"
-    held = f"{tensor.held_for}, {tensor.status}" if tensor.status == "computed again" else tensor.held_for
+    sizes = f"{group.dtype} {'×'.join(map(str, group.shape)) or 'scalar'}"
+    held = f"{group.held_for}, {group.status}" if group.status == "computed again" else group.held_for
     return (
-        as_bytes(tensor.bytes), f"{tensor.name} {tensor.dtype} {sizes}", tensor.op, tensor.module or "(model)",
-        tensor.line, held, "yes" if tensor.at_peak else "",
+        as_bytes(group.bytes), str(group.count), sizes, group.op, group.module or "(model)", group.line, held,
+        str(group.at_peak),
     )  # fmt: skip
 
 
 def render(
-    title: str, about: str, tiles: Sequence[Tile], charts: Sequence[Chart], tensors: Sequence[LargeTensor]
+    title: str, about: str, tiles: Sequence[Tile], charts: Sequence[Chart], tensors: Sequence[TensorGroup]
 ) -> str:
     """The page as text. All charts have one scale."""
     top = max(chart.timeline.peak.total for chart in charts)
@@ -100,20 +100,20 @@ def render(
     )
 
 
-def _table(tensors: Sequence[LargeTensor]) -> str:
+def _table(tensors: Sequence[TensorGroup]) -> str:
     heads = "".join(f"<th{_class(number)}>{escape(name)}</th>" for name, number in COLUMNS)
     rows = []
-    for tensor in tensors:
+    for group in tensors:
         inner = "".join(
             f"<td{_class(number)}>{f'<code>{escape(cell)}</code>' if name in _CODE else escape(cell)}</td>"
-            for (name, number), cell in zip(COLUMNS, cells(tensor), strict=True)
+            for (name, number), cell in zip(COLUMNS, cells(group), strict=True)
         )
         rows.append(f"<tr>{inner}</tr>")
     body = "".join(rows)
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-_CODE = {"tensor", "module", "source line"}
+_CODE = {"sizes", "module", "source line"}
 
 
 def _class(number: bool) -> str:

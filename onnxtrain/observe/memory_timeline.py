@@ -17,7 +17,8 @@ from html import escape
 BANDS = ("parameters", "optimizer state", "gradients", "activations kept", "temporary")
 
 _WIDTH, _HEIGHT = 860, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 34, 30
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 22, 46
+_NARROW = 70  # pixels that the name of a phase takes
 _MOST_STRETCHES = 640  # finer than a screen shows
 
 STYLE = """
@@ -88,32 +89,34 @@ class MemoryTimeline:
 
 
 @dataclass(frozen=True)
-class LargeTensor:
-    """A tensor that a step holds.
+class TensorGroup:
+    """Tensors of one kind that a step holds: those that equal layers make on the same line of the user's code.
 
     Attributes:
-        name: its name in the graph.
-        op: what makes it.
-        module: the qualified name of the submodule.
+        name: the first one's name in the graph.
+        count: how many they are.
+        bytes: what they take together.
+        op: what makes them.
+        module: the qualified name of the submodule, with {} for the layer's number where they differ.
         line: the user's source line.
-        shape: its sizes in this step.
-        dtype: its element type.
-        bytes: what it takes.
+        shape: sizes in this step.
+        dtype: the element type.
         held_for: one of BANDS.
-        status: what the plan does with it: "kept", "computed again", or "".
-        at_peak: whether it is held when most is.
+        status: what the plan does with them: "kept", "computed again", or "".
+        at_peak: how many of them are held when most is.
     """
 
     name: str
+    count: int
+    bytes: int
     op: str
     module: str
     line: str
     shape: tuple[int, ...]
     dtype: str
-    bytes: int
     held_for: str
     status: str = ""
-    at_peak: bool = False
+    at_peak: int = 0
 
 
 def as_bytes(count: float) -> str:
@@ -223,7 +226,8 @@ def _phases(timeline: MemoryTimeline, across: Callable[[float], float]) -> Itera
     for name, start in timeline.phases:
         x = across(start)
         yield f'<line class="phase-line" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-        yield f'<text class="phase" x="{x + 4:.1f}" y="{_HEIGHT - 8}">{escape(name)}</text>'
+        place = f'x="{x + 4:.1f}"' if x + _NARROW < _WIDTH else f'x="{_WIDTH - 2}" text-anchor="end"'
+        yield f'<text class="phase" {place} y="{_HEIGHT - 28}">{escape(name)}</text>'
 
 
 def _peak(timeline: MemoryTimeline, across: Callable[[float], float], down: Callable[[float], float]) -> Iterator[str]:

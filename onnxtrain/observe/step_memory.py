@@ -6,8 +6,10 @@ tensors. Gradients are counted from nothing, as after `zero_grad()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torch.profiler import record_function
 
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.observe.allocations import Allocation, Recording, peak_bytes, record
-from onnxtrain.observe.memory_timeline import LargeTensor, MemoryTimeline, Stretch, held_by_band
+from onnxtrain.observe.memory_timeline import MemoryTimeline, Stretch, TensorGroup, held_by_band
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.plan.lifetimes import Allocation as PlannedAllocation
 from onnxtrain.plan.lifetimes import Kind, Timeline
 from onnxtrain.plan.storage import Storages
 
@@ -33,12 +37,13 @@ _WARM_UP = 2  # steps that compile, and make the optimizer's state
 # Predicted
 
 
-def predicted(title: str, plan: Timeline, state: Mapping[str, int]) -> MemoryTimeline:
-    """The timeline of a plan.
+def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str, int]) -> MemoryTimeline:
+    """The timeline of a plan; arithmetic on sizes, which takes no memory, is left out.
 
     Args:
         title: what it is of.
         plan: which memory is held at which node.
+        storages: what it was made from.
         state: the bytes that are there all the time, by their band.
     """
     changes = [dict.fromkeys(_BAND.values(), 0) for _ in range(len(plan.nodes) + 1)]
@@ -46,14 +51,19 @@ def predicted(title: str, plan: Timeline, state: Mapping[str, int]) -> MemoryTim
         changes[one.first][_BAND[one.kind]] += one.nbytes
         changes[min(one.last, len(plan.nodes) - 1) + 1][_BAND[one.kind]] -= one.nbytes
     held = dict.fromkeys(_BAND.values(), 0)
-    stretches = []
+    stretches: list[Stretch] = []
+    backward = 0
     for position, node in enumerate(plan.nodes):
         held = {band: held[band] + changes[position][band] for band in held}
+        if storages.host.issuperset(node.outputs):
+            continue
+        if position < plan.forward:
+            backward = len(stretches) + 1
         now = {**state, **held, "temporary": held["temporary"] + plan.workspace[position]}
         module = node.metadata_props.get("module", "")
         doing = f"{'gradient of ' * ('gradient_of' in node.metadata_props)}{node.op_type} {module}".strip()
-        stretches.append(Stretch(position, position + 1, held_by_band(now), doing))
-    return MemoryTimeline(title, "nodes", tuple(stretches), ((_FORWARD, 0), (_BACKWARD, plan.forward)))
+        stretches.append(Stretch(len(stretches), len(stretches) + 1, held_by_band(now), doing))
+    return MemoryTimeline(title, "nodes", tuple(stretches), ((_FORWARD, 0), (_BACKWARD, backward)))
 
 
 def activations_of(plan: Timeline) -> int:
@@ -62,40 +72,61 @@ def activations_of(plan: Timeline) -> int:
     return kept.peak
 
 
-def large_tensors(
+def largest_tensors(
     plan: Timeline, storages: Storages, count: int, again: Iterable[str | None] = ()
-) -> list[LargeTensor]:
-    """The largest tensors that a step makes, by bytes.
+) -> list[TensorGroup]:
+    """What takes most bytes of what a step makes.
 
     Args:
         plan: which memory is held at which node.
         storages: the sizes.
-        count: how many.
-        again: the names of those that backward computes again.
+        count: how many groups.
+        again: the names of the values that backward computes again.
     """
-    held = plan.held()
+    held, computed_again = plan.held(), set(again)
     peak = max(range(len(held)), key=held.__getitem__, default=0)
-    found = []
-    for one in sorted(plan.allocations, key=lambda one: -one.nbytes)[:count]:
+    groups: dict[TensorGroup, list[PlannedAllocation]] = {}
+    for one in plan.allocations:
         node = one.value.producer()
         assert node is not None  # an allocation is made by a node
         props = node.metadata_props
-        status = "computed again" if one.value.name in again else "kept" if one.kind is Kind.KEPT else ""
-        found.append(
-            LargeTensor(
-                name=one.value.name or "",
-                op=("gradient of " if "gradient_of" in props else "") + node.op_type,
-                module=props.get("module", ""),
-                line=props.get("line", ""),
-                shape=storages.shape(one.value),
-                dtype=dtype_of(one.value).name.lower(),
-                bytes=one.nbytes,
-                held_for=_BAND[one.kind],
-                status=status,
-                at_peak=one.first <= peak <= one.last,
-            )
+        status = "computed again" if one.value.name in computed_again else "kept" if one.kind is Kind.KEPT else ""
+        key = TensorGroup(
+            name="",
+            count=0,
+            bytes=0,
+            op="gradient of " * ("gradient_of" in props) + node.op_type,
+            module=_without_numbers(props.get("module", "")),
+            line=_short(props.get("line", "")),
+            shape=storages.shape(one.value),
+            dtype=str(TORCH_DTYPES[dtype_of(one.value)]).removeprefix("torch."),
+            held_for=_BAND[one.kind],
+            status=status,
         )
-    return found
+        groups.setdefault(key, []).append(one)
+    found = [_filled(key, members, peak) for key, members in groups.items()]
+    return sorted(found, key=lambda group: -group.bytes)[:count]
+
+
+def _filled(key: TensorGroup, members: Sequence[PlannedAllocation], peak: int) -> TensorGroup:
+    modules = {p.metadata_props.get("module", "") for one in members if (p := one.value.producer()) is not None}
+    return replace(
+        key,
+        name=members[0].value.name or "",
+        count=len(members),
+        bytes=sum(one.nbytes for one in members),
+        module=modules.pop() if len(modules) == 1 else key.module,
+        at_peak=sum(one.first <= peak <= one.last for one in members),
+    )
+
+
+def _without_numbers(module: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "{}", module)
+
+
+def _short(line: str) -> str:
+    """A source line without the folder that packages are installed in, or the current one."""
+    return re.sub(r"^.*/(?:site|dist)-packages/", "", line.removeprefix(f"{Path.cwd()}/"))
 
 
 # Measured
@@ -120,23 +151,26 @@ def measure_step(
     title: str,
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    loss: Callable[[], torch.Tensor],
+    run: Callable[[], Any],
+    loss_of: Callable[[Any], torch.Tensor],
 ) -> MeasuredStep:
-    """Trains for a few steps and records the last.
+    """Trains for a few steps and records the last. The output is held until backward is done, as in most loops.
 
     Args:
         title: what it is of.
         module: what is trained.
         optimizer: steps on its parameters; None: without.
-        loss: runs forward and gives the loss.
+        run: runs forward and gives the output.
+        loss_of: the loss of an output.
     """
 
     def step() -> None:
         with record_function(_FORWARD):
-            value = loss()
+            output = run()
+            loss = loss_of(output)
         with record_function(_BACKWARD):
-            value.backward()
-        del value
+            loss.backward()
+        del output, loss
         addresses.update(_address(p.grad) for p in module.parameters() if p.grad is not None)
         if optimizer is not None:
             with record_function(_OPTIMIZER):
