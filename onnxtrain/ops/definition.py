@@ -240,6 +240,18 @@ class Kernel:
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
 
 
+class Replay(NamedTuple):
+    """How backward computes a random op again, exactly as it was.
+
+    Attributes:
+        reads: the names of those outputs that are kept for it: what was drawn.
+        build: (op, node, *these outputs) -> the first output, from them and the node's inputs, bit for bit.
+    """
+
+    reads: tuple[str, ...]
+    build: Callable[..., ir.Value]
+
+
 class Layout(NamedTuple):
     """That some inputs and outputs hold pictures [n, c, h, w] in one order of memory, whichever that is.
 
@@ -279,6 +291,7 @@ class OpDef:
         host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None: it cannot.
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
         objects: outputs that are Python objects in a running program, and no tensors.
+        replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
     """
 
@@ -304,6 +317,7 @@ class OpDef:
     shape_only: frozenset[str] = frozenset()
     detached: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
+    replay: Replay | None = None
     layout: Layout | None = None
 
     def __post_init__(self) -> None:

@@ -148,6 +148,8 @@ class _Program:
             if part.host.issuperset(node.outputs):
                 continue
             for index, value in enumerate(node.outputs):
+                if value in given:  # kept, though its node runs again
+                    continue
                 source = node.inputs[reused[node]] if node in reused and index == 0 else storages.source(value)
                 if source is None:
                     spot = self._spots[value] = _Spot(value, storages.bytes_of(value), position)
