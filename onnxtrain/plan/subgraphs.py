@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxtrain.ops import definition_of
-from onnxtrain.options.policies import MemoryOptLevel, SubgraphConfig
+from onnxtrain.options import MemoryOptLevel, SubgraphConfig
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.recompute import drawn, reads_again, recomputable, with_recomputed
 from onnxtrain.plan.storage import Storages
@@ -172,7 +172,7 @@ def by_layers(parts: Cut, level: MemoryOptLevel, subgraphs: Sequence[Subgraph]) 
             if value not in drawn(node) and all(layer_of(reader) == layer for reader in readers):
                 again.add(value)
     again -= set(parts.forward.outputs[: parts.forward.leaving]) | set(parts.forward.host)
-    if level is MemoryOptLevel.LAYERWISE_WITH_COMPROMISE:
+    if level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
         again.update(v for subgraph in subgraphs for candidate in subgraph.candidates for v in candidate.again)
     return again
 
