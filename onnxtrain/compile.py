@@ -7,7 +7,7 @@ nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─diff
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
@@ -31,7 +32,10 @@ from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
 from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
+from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
+from onnxtrain.plan.recompute import NOTHING, Choice, applied
+from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.report import CompileReport
 from onnxtrain.stages import Stages
 
@@ -47,6 +51,7 @@ class Compiled:
         unit: the programs and the autograd boundary.
         report: what each stage did.
         run: takes the tensors of the capture's inputs and gives the module's output.
+        units: where the unit depends on sizes, all of them; `unit` is the first.
         is_shared: whether the programs were made for another module, whose graph is the same.
     """
 
@@ -54,13 +59,15 @@ class Compiled:
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
+    units: SizedUnits | None = None
     is_shared: bool = False
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
         mine = self.captured
         return (
-            [(v.dtype, v.shape) for v in mine.model.graph.inputs]
+            self.units is None
+            and [(v.dtype, v.shape) for v in mine.model.graph.inputs]
             == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
             and mine.sources == captured.sources
             and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
@@ -84,14 +91,14 @@ def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
     return lambda *tensors: unflatten(apply(unit, *tensors), ())
 
 
+def _runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]:
+    unflatten = captured.output.unflatten
+    return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
+
+
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The sizes that forward returns as ints."""
-    known = {
-        size: tensor.size(axis)
-        for value, tensor in zip(captured.model.graph.inputs, tensors, strict=True)
-        for axis, size in enumerate(sizes.of(value))
-        if isinstance(size, str) and size.isidentifier()
-    }
+    known = known_sizes(captured.model.graph.inputs, tensors)
     return tuple(sizes.evaluate(size, known) for size in captured.sizes)
 
 
@@ -132,12 +139,41 @@ def compile_module(
         joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
+        if options.memory_budget_bytes is not None:
+            return _within_budget(build, joint, inputs, random, rerun, stages)
         unit = build.training_unit(joint, random, rerun)
         stages.done("plan", joint.model)
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
     return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+
+
+def _within_budget(
+    build: _Build, joint: Joint, inputs: Sequence[torch.Tensor], random: bool, rerun: Rerun, stages: Stages
+) -> Compiled:
+    """The unit, or the units by size, whose steps fit into `memory_budget_bytes`."""
+    captured, options = build.captured, build.options
+    assert options.memory_budget_bytes is not None
+    allowed = bytes_allowed(options.memory_budget_bytes, inputs)
+    changed = [joint.model.graph.inputs[m.target] for m in captured.mutations]
+    parts = cut(joint)
+
+    def chosen(known: Mapping[str, int]) -> Choice:
+        return choose(parts, Storages(joint.model.graph, known, build.device.type), allowed, changed)
+
+    def made(choice: Choice) -> Unit:
+        planned = applied(joint.copy(), choice)
+        unit = build.training_unit(planned, random, rerun, choice)
+        stages.done("plan", planned.model, [str(choice)])
+        return unit
+
+    if isinstance(allowed, float):
+        unit = made(chosen(known_sizes(joint.model.graph.inputs, inputs)))
+        return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+    units = SizedUnits(joint.model.graph.inputs, chosen, made)
+    unit = units.unit(inputs)
+    return Compiled(captured, unit, stages.report(), _runner_by_sizes(captured, units), units)
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -225,8 +261,8 @@ class _Build:
         options: Options,
         layout: ChannelsLast | None,
     ) -> None:
-        self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
-        self._options, self._layout = options, layout
+        self.captured, self.device, self.options = captured, device, options
+        self._model, self._wrt, self._views, self._layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
@@ -234,25 +270,26 @@ class _Build:
 
     def joint(self, given: Flags | None = None) -> Joint:
         """The joint graph for these results' cotangents (None: all that can have one)."""
-        of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
+        of = self._of if given is None else (*given, *(False for _ in self.captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
 
     def program(self, part: Part, title: str) -> Program:
-        program = make_program(part, f"{self._name} {title}", self._device, self._options, self._layout)
-        if _may_compile_behind(self._options) and self._device.type == "cpu":
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)
+        if _may_compile_behind(self.options) and self.device.type == "cpu":
             one_call.watch(program)
         return program
 
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
         part = whole(self._model)
         program = self.program(part, "inference")
-        flags = (False,) * self._captured.results
+        flags = (False,) * self.captured.results
         return self._unit(program, flags, random, None, rerun, ())
 
-    def training_unit(self, joint: Joint, random: bool, rerun: Rerun) -> Unit:
-        results = self._captured.results
+    def training_unit(self, joint: Joint, random: bool, rerun: Rerun, choice: Choice = NOTHING) -> Unit:
+        """The unit of a joint graph to which `choice` is applied already."""
+        results = self.captured.results
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
-        for mutation in self._captured.mutations:
+        for mutation in self.captured.mutations:
             if joint.active[mutation.output]:
                 raise CaptureError(
                     "forward writes a value that has a gradient into a buffer or an input",
@@ -261,7 +298,7 @@ class _Build:
                 )
         full = cut(joint)
         forward = self.program(full.forward, "forward")
-        make = _Backwards(self, joint, full, differentiable)
+        make = _Backwards(self, joint, full, differentiable, choice)
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
         return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts)
 
@@ -277,12 +314,12 @@ class _Build:
     ) -> Unit:
         return Unit(
             forward=program,
-            results=self._captured.results,
-            mutations=[m.target for m in self._captured.mutations],
+            results=self.captured.results,
+            mutations=[m.target for m in self.captured.mutations],
             differentiable=differentiable,
             views=self._views,
             random=random,
-            device_type=self._device.type,
+            device_type=self.device.type,
             backward=make,
             rerun=rerun,
             unsaved=unsaved,
@@ -302,17 +339,15 @@ def _is_object(value: ir.Value) -> bool:
 class _Backwards:
     """Makes the backward program for each pattern of given cotangents and needed gradients."""
 
-    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags) -> None:
+    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice) -> None:
         self._build, self._joint, self._full = build, joint, full
-        self._differentiable = differentiable
+        self._differentiable, self._choice = differentiable, choice
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
         if given == self._differentiable:
             return self._backward(cut(self._joint, needed), given)
-        joint = self._build.joint(given)
-        optimize(joint.model, JOINT)
-        special = cut(joint, needed)
+        special = cut(self._differentiated(given), needed)
         if self._has_all(special):
             return self._backward(special, given)
         zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
@@ -320,8 +355,12 @@ class _Backwards:
 
     def renew(self) -> None:
         """Differentiates again: gradient rules know more now."""
-        self._joint = self._build.joint()
-        optimize(self._joint.model, JOINT)
+        self._joint = self._differentiated()
+
+    def _differentiated(self, given: Flags | None = None) -> Joint:
+        joint = self._build.joint(given)
+        optimize(joint.model, JOINT)
+        return applied(joint, self._choice)
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""

@@ -123,9 +123,10 @@ class Stages:
         self.record(name, joint.model, changes)
         return joint
 
-    def done(self, name: str, model: ir.Model) -> None:
-        """Ends a stage that left `model` as it was: it is not verified again."""
-        self._stages.append(StageReport(name, (time.perf_counter() - self._clock) * 1e3, len(model.graph)))
+    def done(self, name: str, model: ir.Model, made: Sequence[str] = ()) -> None:
+        """Ends a stage, with what it did, that is the last: `model` is not verified again."""
+        took_ms = (time.perf_counter() - self._clock) * 1e3
+        self._stages.append(StageReport(name, took_ms, len(model.graph), tuple(made)))
         self._write(name, model)
         self._clock = time.perf_counter()
 

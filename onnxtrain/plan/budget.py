@@ -12,16 +12,19 @@ search also tries choices that keep all that crosses some places of forward, as 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import networkx
 import onnx_ir as ir
+import torch
 
 from onnxtrain.errors import MemoryBudgetError
-from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
 from onnxtrain.ops import definition_of
+from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
 from onnxtrain.plan.recompute import Choice, drawn, reads_again, recomputable, with_recomputed
@@ -32,22 +35,49 @@ _DEEP = 1e-8  # at which all that is no border of a stage is computed again
 _STAGES = (2, 3, 4, 6, 8, 12, 16, 24)
 _HALVINGS = 5  # of an interval of prices or places
 _TRIED = 3  # numbers of stages, of those that fit
+_SHARE_OF_FREE = 0.9
 _TILT = 0.1  # what is kept from the beginning is kept longest: its price is so much higher
 
 
-def choose(parts: Cut, storages: Storages, budget: int, changed: Collection[ir.Value] = ()) -> Choice:
+def bytes_allowed(budget: int | float | str, inputs: Sequence[torch.Tensor]) -> int | float:
+    """A budget as the option gives it, in bytes, or as a share: "auto" is what is free now.
+
+    Gradients that are not there yet will take as much as their parameters.
+    """
+    if budget != "auto":
+        assert not isinstance(budget, str)
+        return budget
+    device = next((t.device for t in inputs if t.device.type == "cuda"), None)
+    free = torch.cuda.mem_get_info(device)[0] if device is not None else _free_on_host()
+    coming = sum(t.nbytes for t in inputs if t.requires_grad and t.is_leaf and t.grad is None)
+    return max(int(_SHARE_OF_FREE * free) - coming, 1)
+
+
+def _free_on_host() -> int:
+    """The bytes that the system can give without swapping; where it does not say, its free pages."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def choose(parts: Cut, storages: Storages, budget: int | float, changed: Collection[ir.Value] = ()) -> Choice:
     """The choice that is expected to take the least time of those found whose peak is within the budget.
 
     Args:
         parts: the cut in which everything is kept.
         storages: the sizes for which it is to hold.
-        budget: bytes.
+        budget: bytes, or a share of the peak without a budget.
         changed: inputs of the graph whose contents are others when backward runs.
 
     Raises:
         MemoryBudgetError: none fits; it names the smallest budget that can be met.
     """
     search = _Search(parts, storages, changed)
+    if isinstance(budget, float):
+        budget = int(budget * search.nothing.peak)
     if search.nothing.peak <= budget:
         return search.nothing
     fitting = [c for c in search.choices(budget) if c.peak <= budget]

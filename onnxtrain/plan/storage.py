@@ -30,6 +30,16 @@ class Layout(Protocol):
     def arguments(self, node: ir.Node, arguments: list[Any]) -> list[Any]: ...
 
 
+def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """The integer of each symbol that is the size of an input, for these tensors."""
+    return {
+        size: tensor.size(axis)
+        for value, tensor in zip(inputs, tensors, strict=False)
+        for axis, size in enumerate(sizes.of(value))
+        if isinstance(size, str) and size.isidentifier()
+    }
+
+
 class Storages:
     """The memory of a graph's values at known sizes.
 
