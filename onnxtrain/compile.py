@@ -25,6 +25,7 @@ from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
@@ -33,9 +34,13 @@ from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
 from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
+from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
+from onnxtrain.plan.recompute import NOTHING, Choice, applied
 from onnxtrain.plan.split import Groups, group_gradients, split
-from onnxtrain.report import CompileReport
+from onnxtrain.plan.storage import Storages, known_sizes
+from onnxtrain.plan.subgraphs import steer
+from onnxtrain.report import CompileReport, SubgraphReport
 from onnxtrain.stages import Stages
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +59,7 @@ class Compiled:
         run: takes the tensors of the capture's inputs and gives the module's output.
         parts: the plan of a unit with gradients; None without.
         known: the number of each size in the call that it was compiled for.
+        units: where the unit depends on sizes, all of them; `unit` is the first.
         is_shared: whether the programs were made for another module, whose graph is the same.
     """
 
@@ -63,13 +69,15 @@ class Compiled:
     run: Callable[..., Any]
     parts: Cut | None = None
     known: Mapping[str, int] = field(default_factory=dict)
+    units: SizedUnits | None = None
     is_shared: bool = False
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
         mine = self.captured
         return (
-            [(v.dtype, v.shape) for v in mine.model.graph.inputs]
+            self.units is None
+            and [(v.dtype, v.shape) for v in mine.model.graph.inputs]
             == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
             and mine.sources == captured.sources
             and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
@@ -93,20 +101,15 @@ def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
     return lambda *tensors: unflatten(apply(unit, *tensors), ())
 
 
+def _runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]:
+    unflatten = captured.output.unflatten
+    return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
+
+
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The sizes that forward returns as ints."""
-    known = known_sizes(captured, tensors)
+    known = known_sizes(captured.model.graph.inputs, tensors)
     return tuple(sizes.evaluate(size, known) for size in captured.sizes)
-
-
-def known_sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """The number that each size of the graph's inputs is in these tensors."""
-    return {
-        size: tensor.size(axis)
-        for value, tensor in zip(captured.model.graph.inputs, tensors, strict=True)
-        for axis, size in enumerate(sizes.of(value))
-        if isinstance(size, str) and size.isidentifier()
-    }
 
 
 def compile_module(
@@ -146,13 +149,57 @@ def compile_module(
         joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
-        unit = build.training_unit(joint, random, rerun)
-        stages.done("plan", joint.model)
+        if options.memory_budget_bytes is not None:
+            return _within_budget(build, joint, inputs, random, rerun, stages)
+        joint, choice, subgraphs = _steered(build, joint, inputs)
+        unit = build.training_unit(joint, random, rerun, choice)
+        stages.done("plan", joint.model, [str(choice)] if choice.values else (), subgraphs)
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    run, known = _runner(captured, unit), known_sizes(captured, inputs)
-    return Compiled(captured, unit, stages.report(), run, build.parts, known)
+    known = known_sizes(captured.model.graph.inputs, inputs)
+    return Compiled(captured, unit, stages.report(), _runner(captured, unit), build.parts, known)
+
+
+def _within_budget(
+    build: _Build, joint: Joint, inputs: Sequence[torch.Tensor], random: bool, rerun: Rerun, stages: Stages
+) -> Compiled:
+    """The unit, or the units by size, whose steps fit into `memory_budget_bytes`."""
+    captured, options = build.captured, build.options
+    assert options.memory_budget_bytes is not None
+    allowed = bytes_allowed(options.memory_budget_bytes, inputs)
+    changed = build.changed(joint)
+    parts = cut(joint)
+
+    def chosen(known: Mapping[str, int]) -> Choice:
+        return choose(parts, Storages(joint.model.graph, known, build.device.type), allowed, changed)
+
+    def made(choice: Choice) -> Unit:
+        planned = applied(joint.copy(), choice)
+        unit = build.training_unit(planned, random, rerun, choice)
+        stages.done("plan", planned.model, [str(choice)])
+        return unit
+
+    known = known_sizes(joint.model.graph.inputs, inputs)
+    if isinstance(allowed, float):
+        unit = made(chosen(known))
+        return Compiled(captured, unit, stages.report(), _runner(captured, unit), build.parts, known)
+    units = SizedUnits(joint.model.graph.inputs, chosen, made)
+    unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
+    return Compiled(captured, unit, stages.report(), run, build.parts, known, units)
+
+
+def _steered(
+    build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
+) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
+    """The joint graph as memory_opt_level and memory_opt_config want it, and what there was to choose from."""
+    options = build.options
+    if not (options.memory_opt_level or options.memory_opt_config):
+        return joint, NOTHING, ()
+    known = known_sizes(joint.model.graph.inputs, inputs)
+    storages = Storages(joint.model.graph, known, build.device.type)
+    choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
+    return applied(joint, choice), choice, subgraphs
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -240,8 +287,8 @@ class _Build:
         options: Options,
         layout: ChannelsLast | None,
     ) -> None:
-        self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
-        self._options, self._layout = options, layout
+        self.captured, self.device, self.options = captured, device, options
+        self._model, self._wrt, self._views, self._layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         self.parts: Cut | None = None
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
@@ -250,25 +297,30 @@ class _Build:
 
     def joint(self, given: Flags | None = None) -> Joint:
         """The joint graph for these results' cotangents (None: all that can have one)."""
-        of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
+        of = self._of if given is None else (*given, *(False for _ in self.captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
 
+    def changed(self, joint: Joint) -> list[ir.Value]:
+        """The inputs whose contents are others when backward runs."""
+        return [joint.model.graph.inputs[m.target] for m in self.captured.mutations]
+
     def program(self, part: Part, title: str) -> Program:
-        program = make_program(part, f"{self._name} {title}", self._device, self._options, self._layout)
-        if _may_compile_behind(self._options) and self._device.type == "cpu":
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)
+        if _may_compile_behind(self.options) and self.device.type == "cpu":
             one_call.watch(program)
         return program
 
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
         part = whole(self._model)
         program = self.program(part, "inference")
-        flags = (False,) * self._captured.results
+        flags = (False,) * self.captured.results
         return self._unit(program, flags, random, None, rerun, ())
 
-    def training_unit(self, joint: Joint, random: bool, rerun: Rerun) -> Unit:
-        results = self._captured.results
+    def training_unit(self, joint: Joint, random: bool, rerun: Rerun, choice: Choice = NOTHING) -> Unit:
+        """The unit of a joint graph to which `choice` is applied already."""
+        results = self.captured.results
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
-        for mutation in self._captured.mutations:
+        for mutation in self.captured.mutations:
             if joint.active[mutation.output]:
                 raise CaptureError(
                     "forward writes a value that has a gradient into a buffer or an input",
@@ -279,12 +331,12 @@ class _Build:
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
         groups = self._groups(full, contexts)
-        make = _Backwards(self, joint, full, differentiable, groups)
+        make = _Backwards(self, joint, full, differentiable, choice, groups)
         return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
 
     def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
         """The gradients that each stage of backward hands over; () where all leave at its end."""
-        if not self._options.early_gradients:
+        if not self.options.early_gradients:
             return ()
         if contexts or any(self._views):
             why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
@@ -306,12 +358,12 @@ class _Build:
     ) -> Unit:
         return Unit(
             forward=program,
-            results=self._captured.results,
-            mutations=[m.target for m in self._captured.mutations],
+            results=self.captured.results,
+            mutations=[m.target for m in self.captured.mutations],
             differentiable=differentiable,
             views=self._views,
             random=random,
-            device_type=self._device.type,
+            device_type=self.device.type,
             backward=make,
             rerun=rerun,
             unsaved=unsaved,
@@ -332,17 +384,17 @@ def _is_object(value: ir.Value) -> bool:
 class _Backwards:
     """Makes the backward program for each pattern of given cotangents and needed gradients."""
 
-    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, groups: Groups) -> None:
+    def __init__(
+        self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice, groups: Groups
+    ) -> None:
         self._build, self._joint, self._full = build, joint, full
-        self._differentiable, self._groups = differentiable, groups
+        self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
         if given == self._differentiable:
             return self._backward(cut(self._joint, needed), given)
-        joint = self._build.joint(given)
-        optimize(joint.model, JOINT)
-        special = cut(joint, needed)
+        special = cut(self._differentiated(given), needed)
         if self._has_all(special):
             return self._backward(special, given)
         zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
@@ -350,8 +402,12 @@ class _Backwards:
 
     def renew(self) -> None:
         """Differentiates again: gradient rules know more now."""
-        self._joint = self._build.joint()
-        optimize(self._joint.model, JOINT)
+        self._joint = self._differentiated()
+
+    def _differentiated(self, given: Flags | None = None) -> Joint:
+        joint = self._build.joint(given)
+        optimize(joint.model, JOINT)
+        return applied(joint, self._choice)
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""

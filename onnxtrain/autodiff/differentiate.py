@@ -20,6 +20,7 @@ import onnx_ir as ir
 from onnxtrain.errors import GradientError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.graph.values import dtype_of, is_differentiable_type, is_float, set_type, type_of
 from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OpDef, builder, definition_of
 from onnxtrain.ops.aten import aten_sum
@@ -45,6 +46,19 @@ class Joint:
     active: tuple[bool, ...]
     cotangents: tuple[ir.Value | None, ...]
     gradients: tuple[ir.Value | None, ...]
+
+    def copy(self) -> Joint:
+        """A joint graph of its own, with the same names."""
+        graph, values = clone(self.model.graph)
+        nodes = dict(zip(self.model.graph, graph, strict=True))
+        return Joint(
+            with_graph(self.model, graph),
+            frozenset(nodes[node] for node in self.forward_nodes),
+            self.outputs,
+            self.active,
+            tuple(None if c is None else values[c] for c in self.cotangents),
+            tuple(None if g is None else values[g] for g in self.gradients),
+        )
 
 
 def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> Joint:

@@ -155,6 +155,22 @@ def _read_count(value: object) -> int:
     return int(value)
 
 
+def _read_budget(value: object) -> int | float | str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _refuse(value)
+    if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
+        count = int(value)
+        if count < 1:
+            raise _refuse(value)
+        return count
+    share = float(value)
+    if not 0 < share <= 1:
+        raise _refuse(value)
+    return share
+
+
 def _read_opset(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
         raise _refuse(value)
@@ -216,6 +232,7 @@ TEXT = Kind("text", _read_text)
 NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or joined by commas", _read_names, ",".join)
 PATH = Kind("a path", _read_path)
 COUNT = Kind("a whole number from 0 up", _read_count)
+BUDGET: Kind[int | float | str] = Kind("bytes as a whole number, a share such as 0.5, or 'auto'", _read_budget)
 OPSET = Kind("a whole number from 1 up", _read_opset)
 LOG_LEVEL: Kind[LogLevel] = Kind(", ".join(LogLevel.__members__), _read_log_level, lambda level: level.name)
 MEMORY_OPT_LEVEL: Kind[MemoryOptLevel] = Kind("0, 1 or 2", _read_memory_level, lambda level: str(int(level)))

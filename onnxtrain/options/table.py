@@ -12,6 +12,7 @@ from onnxtrain.errors import OptionError
 from onnxtrain.options import json_file, without_effect
 from onnxtrain.options.kinds import (
     BOOL,
+    BUDGET,
     COUNT,
     FALLBACK_POLICY,
     LOG_LEVEL,
@@ -78,6 +79,14 @@ class Options:
         optional(NAMES),
         "the outputs of the module that are read, such as 'loss'; what only others need is not computed, and using one "
         "of them raises; None keeps all",
+    )
+    memory_budget_bytes: int | float | str | None = _knob(
+        None,
+        optional(BUDGET),
+        "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward computes "
+        "again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes of the first "
+        "call; 'auto' is nine tenths of the memory that is free when the module is compiled",
+        "ONNXTRAIN_MEMORY_BUDGET",
     )
     skip_padding: str = _knob(
         "auto",

@@ -12,16 +12,19 @@ search also tries choices that keep all that crosses some places of forward, as 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import networkx
 import onnx_ir as ir
+import torch
 
 from onnxtrain.errors import MemoryBudgetError
-from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
 from onnxtrain.ops import definition_of
+from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
 from onnxtrain.plan.recompute import Choice, drawn, reads_again, recomputable, with_recomputed
@@ -32,22 +35,49 @@ _DEEP = 1e-8  # at which all that is no border of a stage is computed again
 _STAGES = (2, 3, 4, 6, 8, 12, 16, 24)
 _HALVINGS = 5  # of an interval of prices or places
 _TRIED = 3  # numbers of stages, of those that fit
+_SHARE_OF_FREE = 0.9
 _TILT = 0.1  # what is kept from the beginning is kept longest: its price is so much higher
 
 
-def choose(parts: Cut, storages: Storages, budget: int, changed: Collection[ir.Value] = ()) -> Choice:
+def bytes_allowed(budget: int | float | str, inputs: Sequence[torch.Tensor]) -> int | float:
+    """A budget as the option gives it, in bytes, or as a share: "auto" is what is free now.
+
+    Gradients that are not there yet will take as much as their parameters.
+    """
+    if budget != "auto":
+        assert not isinstance(budget, str)
+        return budget
+    device = next((t.device for t in inputs if t.device.type == "cuda"), None)
+    free = torch.cuda.mem_get_info(device)[0] if device is not None else _free_on_host()
+    coming = sum(t.nbytes for t in inputs if t.requires_grad and t.is_leaf and t.grad is None)
+    return max(int(_SHARE_OF_FREE * free) - coming, 1)
+
+
+def _free_on_host() -> int:
+    """The bytes that the system can give without swapping; where it does not say, its free pages."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def choose(parts: Cut, storages: Storages, budget: int | float, changed: Collection[ir.Value] = ()) -> Choice:
     """The choice that is expected to take the least time of those found whose peak is within the budget.
 
     Args:
         parts: the cut in which everything is kept.
         storages: the sizes for which it is to hold.
-        budget: bytes.
+        budget: bytes, or a share of the peak without a budget.
         changed: inputs of the graph whose contents are others when backward runs.
 
     Raises:
         MemoryBudgetError: none fits; it names the smallest budget that can be met.
     """
     search = _Search(parts, storages, changed)
+    if isinstance(budget, float):
+        budget = int(budget * search.nothing.peak)
     if search.nothing.peak <= budget:
         return search.nothing
     fitting = [c for c in search.choices(budget) if c.peak <= budget]
@@ -92,7 +122,7 @@ class _Search:
         self._parts, self._storages = parts, storages
         self._changed = set(changed)
         self._nodes = [n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)]
-        self._seconds = {n: _seconds(n, storages) for n in self._nodes}
+        self._seconds = {n: node_seconds(n, storages) for n in self._nodes}
         self._again = {n for n in self._nodes if self._may_run_again(n)}
         results = {v for v in parts.forward.outputs[: parts.forward.leaving] if v is not None}
         self._bytes = {v: self._to_keep(v, results) for n in self._nodes for v in n.outputs}
@@ -100,16 +130,11 @@ class _Search:
         self.least = self.nothing.peak
 
     def _may_run_again(self, node: ir.Node) -> bool:
-        return recomputable(node) and not any(self._root(v) in self._changed for v in reads_again(node))
-
-    def _root(self, value: ir.Value) -> ir.Value:
-        while (source := self._storages.source(value)) is not None:
-            value = source
-        return value
+        return recomputable(node) and not any(self._storages.root(v) in self._changed for v in reads_again(node))
 
     def _to_keep(self, value: ir.Value, results: set[ir.Value]) -> int:
         """What it takes to keep a value: the memory that it is a view of; nothing where that is there anyway."""
-        root = self._root(value)
+        root = self._storages.root(value)
         return 0 if root.producer() is None or root in results else self._storages.bytes_of(root)
 
     def choices(self, budget: int) -> Iterator[Choice]:
@@ -184,9 +209,7 @@ class _Search:
     def _crossing(self) -> list[list[ir.Value]]:
         """For the place before each node, the values that are made before it and read by forward from it on."""
         place = {n: i for i, n in enumerate(self._nodes)}
-        last = {
-            v: max((place[use.node] for use in v.uses() if use.node in place), default=-1) for v in self._bytes
-        }
+        last = {v: max((place[use.node] for use in v.uses() if use.node in place), default=-1) for v in self._bytes}
         found, live = [], dict[ir.Value, None]()
         for position, node in enumerate(self._nodes):
             live = {v: None for v in live if last[v] >= position}
@@ -205,7 +228,7 @@ class _Search:
         return kept
 
 
-def _seconds(node: ir.Node, storages: Storages) -> float:
+def node_seconds(node: ir.Node, storages: Storages) -> float:
     """What a node is expected to take."""
     if all(storages.source(v) is not None for v in node.outputs):
         return 1e-6  # a view

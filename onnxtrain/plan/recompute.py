@@ -35,9 +35,16 @@ class Choice:
         peak: the bytes that a step is then predicted to hold at most.
     """
 
-    values: frozenset[str]
+    values: frozenset[str] = frozenset()
     seconds: float = 0.0
     peak: int = 0
+
+    def __str__(self) -> str:
+        cost = f"in about {self.seconds * 1e3:.1f} ms: " if self.values else ""
+        return f"recompute: {len(self.values)} values {cost}peak {self.peak / 2**20:.1f} MiB"
+
+
+NOTHING = Choice()
 
 
 def recomputable(node: ir.Node) -> bool:
@@ -124,6 +131,8 @@ def with_recomputed(parts: Cut, again: Collection[ir.Value]) -> Cut:
 
 def applied(joint: Joint, choice: Choice) -> Joint:
     """The joint graph with what is chosen computed again in backward. Changes the graph in place."""
+    if not choice.values:
+        return joint
     graph = joint.model.graph
     again = {v for n in joint.forward_nodes for v in n.outputs if v.name in choice.values}
     backward = [n for n in graph if n not in joint.forward_nodes]

@@ -30,6 +30,16 @@ class Layout(Protocol):
     def arguments(self, node: ir.Node, arguments: list[Any]) -> list[Any]: ...
 
 
+def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """The integer of each symbol that is the size of an input, for these tensors."""
+    return {
+        size: tensor.size(axis)
+        for value, tensor in zip(inputs, tensors, strict=False)
+        for axis, size in enumerate(sizes.of(value))
+        if isinstance(size, str) and size.isidentifier()
+    }
+
+
 class Storages:
     """The memory of a graph's values at known sizes.
 
@@ -67,6 +77,12 @@ class Storages:
     def source(self, value: ir.Value) -> ir.Value | None:
         """The input of its node that a value is a view of; None where its memory is new."""
         return self._sources.get(value)
+
+    def root(self, value: ir.Value) -> ir.Value:
+        """The value in whose memory this one lies: itself where it is no view."""
+        while (source := self._sources.get(value)) is not None:
+            value = source
+        return value
 
     def kernel(self, node: ir.Node) -> Kernel:
         """What runs a node, where speed does not decide otherwise."""

@@ -10,18 +10,23 @@ the first three. Which nodes are cheap is asked of their definitions.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnxtrain.ops import definition_of
-from onnxtrain.options import MemoryOptLevel, SubgraphConfig
+from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
+from onnxtrain.plan.budget import node_seconds
 from onnxtrain.plan.cut import Cut
-from onnxtrain.plan.recompute import drawn, reads_again, recomputable, with_recomputed
+from onnxtrain.plan.lifetimes import timeline
+from onnxtrain.plan.recompute import Choice, drawn, reads_again, recomputable, with_recomputed
 from onnxtrain.plan.storage import Storages
+from onnxtrain.report import SubgraphReport
 
+_LOG = logging.getLogger(__name__)
 _CHEAP = 64  # operations per element that is written: all that is elementwise, norms and softmax, and no product
 _MOST_NODES = 50  # of a subgraph, as in the predecessor
 
@@ -61,15 +66,19 @@ class Subgraph:
         return sum(candidate.saved for candidate in self.candidates)
 
 
-def find_subgraphs(parts: Cut, storages: Storages, with_products: bool = False) -> tuple[Subgraph, ...]:
+def find_subgraphs(
+    parts: Cut, storages: Storages, changed: Collection[ir.Value] = (), with_products: bool = False
+) -> tuple[Subgraph, ...]:
     """All subgraphs, by the bytes that they save.
 
     Args:
         parts: the cut in which everything is kept.
         storages: the sizes for which bytes are counted.
+        changed: inputs of the graph whose contents are others when backward runs.
         with_products: whether matrix products may be computed again too.
     """
-    usable = {n for n in parts.forward.nodes if recomputable(n) and (with_products or _is_cheap(n, storages))}
+    again = _can_run_again(parts, storages, changed)
+    usable = {node for node in again if with_products or _is_cheap(node, storages)}
     position = {node: index for index, node in enumerate(parts.forward.nodes)}
     found: dict[str, list[Candidate]] = {}
     for value in parts.kept:
@@ -85,9 +94,13 @@ def find_subgraphs(parts: Cut, storages: Storages, with_products: bool = False) 
     return tuple(sorted(subgraphs, key=lambda subgraph: -subgraph.saved))
 
 
+def _can_run_again(parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> set[ir.Node]:
+    """The nodes of forward whose results are the same when they run in backward."""
+    nodes = (n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs) and recomputable(n))
+    return {n for n in nodes if not any(storages.root(v) in changed for v in reads_again(n))}
+
+
 def _is_cheap(node: ir.Node, storages: Storages) -> bool:
-    if storages.host.issuperset(node.outputs):
-        return False
     definition = definition_of(node)
     elements = sum(storages.bytes_of(v) / v.dtype.itemsize for v in node.outputs if v.dtype is not None)
     return storages.number(definition.flops(definition.view(node))) <= _CHEAP * max(elements, 1)
@@ -117,33 +130,57 @@ def _candidate(value: ir.Value, again: frozenset[ir.Value], parts: Cut, storages
 
 def _kept(parts: Cut, storages: Storages) -> dict[ir.Value, int]:
     """The memory that is kept: what a kept value is a view of, with its bytes. Inputs are there anyway."""
-    roots = {}
-    for value in parts.kept:
-        while (source := storages.source(value)) is not None:
-            value = source
-        if value.producer() is not None:
-            roots[value] = storages.bytes_of(value)
-    return roots
+    roots = map(storages.root, parts.kept)
+    return {root: storages.bytes_of(root) for root in roots if root.producer() is not None}
 
 
 # What to compute again
 
 
-def by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig], warn: Callable[[str], None]) -> set[ir.Value]:
-    """What the user's configuration computes again.
+def steer(
+    parts: Cut, storages: Storages, options: Options, changed: Collection[ir.Value]
+) -> tuple[Choice, list[SubgraphReport]]:
+    """What memory_opt_level and memory_opt_config compute again, and all that the latter can name.
 
-    Args:
-        subgraphs: those that there are.
-        config: what to do with each pattern.
-        warn: is told of patterns that there are not.
+    The summary is logged at INFO, as ONNX Runtime Training did. Takes what `find_subgraphs` does, and the options.
     """
+    subgraphs = find_subgraphs(parts, storages, changed, options.memory_opt_probe_recompute_level == "1")
+    if options.memory_opt_level is MemoryOptLevel.USER_SPECIFIED:
+        again = _by_patterns(subgraphs, options.memory_opt_config)
+    else:
+        again = _by_layers(parts, _can_run_again(parts, storages, changed))
+        if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
+            again.update(v for subgraph in subgraphs for candidate in subgraph.candidates for v in candidate.again)
+    rows = reports(subgraphs, again)
+    _LOG.info("%s", _summary(options, rows))
+    planned, own = with_recomputed(parts, again), set(parts.forward.nodes)
+    seconds = sum(node_seconds(n, storages) for n in planned.backward.nodes if n in own)
+    return Choice(frozenset(str(v.name) for v in again), seconds, timeline(planned, storages).peak), rows
+
+
+def reports(subgraphs: Sequence[Subgraph], again: Collection[ir.Value]) -> list[SubgraphReport]:
+    """One row for each pattern."""
+    return [
+        SubgraphReport(
+            pattern=subgraph.pattern,
+            frequency=len(subgraph.candidates),
+            saved_bytes=subgraph.saved,
+            computed_again=sum(candidate.value in again for candidate in subgraph.candidates),
+            config=f"{subgraph.pattern}:{2 if any(c.compromise for c in subgraph.candidates) else 1}:-1",
+        )
+        for subgraph in subgraphs
+    ]
+
+
+def _by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig]) -> set[ir.Value]:
     known = {subgraph.pattern: subgraph for subgraph in subgraphs}
     again: set[ir.Value] = set()
     for entry in config:
         subgraph = known.get(entry.pattern)
         if subgraph is None:
             near = difflib.get_close_matches(entry.pattern, known, 1)
-            warn(f"no activation is computed by {entry.pattern}" + (f": is {near[0]} meant?" if near else ""))
+            meant = f": is {near[0]} meant?" if near else ""
+            _LOG.warning("memory_opt_config: no kept activation is computed by %s%s", entry.pattern, meant)
             continue
         fitting = [c for c in subgraph.candidates if entry.kind == 2 or not c.compromise] if entry.kind else []
         for candidate in fitting if entry.count < 0 else fitting[: entry.count]:
@@ -151,54 +188,34 @@ def by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig],
     return again
 
 
-def by_layers(parts: Cut, level: MemoryOptLevel, subgraphs: Sequence[Subgraph]) -> set[ir.Value]:
-    """What layer-wise recompute computes again: all that a layer makes for itself.
-
-    A layer is a submodule with a number in its name; what other modules read of it is kept.
-
-    Args:
-        parts: the cut in which everything is kept.
-        level: with compromise, all `subgraphs` outside the layers are computed again too.
-        subgraphs: those that there are.
-    """
-    again: set[ir.Value] = set()
+def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
+    """All that a layer makes for itself; what other modules read of it, and what is drawn, is kept."""
     own = set(parts.forward.nodes)
-    for node in parts.forward.nodes:
-        layer = layer_of(node)
-        if layer is None or not recomputable(node):
-            continue
+    results = set(parts.forward.outputs[: parts.forward.leaving])
+    again: set[ir.Value] = set()
+    for node in usable:
+        layer = _layer_of(node)
         for value in node.outputs:
-            readers = [reader for reader, _ in value.uses() if reader in own]
-            if value not in drawn(node) and all(layer_of(reader) == layer for reader in readers):
+            readers = (reader for reader, _ in value.uses() if reader in own)
+            inside = layer is not None and all(_layer_of(reader) == layer for reader in readers)
+            if inside and value not in results and value not in drawn(node):
                 again.add(value)
-    again -= set(parts.forward.outputs[: parts.forward.leaving]) | set(parts.forward.host)
-    if level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
-        again.update(v for subgraph in subgraphs for candidate in subgraph.candidates for v in candidate.again)
+    if not again:
+        _LOG.warning("memory_opt_level: there is no layer: no submodule with a number in its name can run again")
     return again
 
 
-def layer_of(node: ir.Node) -> str | None:
-    """The name of the numbered submodule that a node belongs to, as `encoder.layer.3`; None outside of any."""
+def _layer_of(node: ir.Node) -> str | None:
+    """The outermost numbered submodule that a node belongs to, as `encoder.layer.3`; None outside of any."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", node.metadata_props.get("module", ""))
     return found[0] if found else None
 
 
-# The summary
-
-
-def summary(subgraphs: Sequence[Subgraph], again: set[ir.Value], bytes_text: Callable[[int], str]) -> list[Mapping[str, str]]:
-    """The rows of the table of subgraphs: pattern, frequency, bytes saved, what is done, and how to ask for it."""
-    rows = []
-    for subgraph in subgraphs:
-        done = sum(candidate.again <= again for candidate in subgraph.candidates)
-        kind = 2 if any(candidate.compromise for candidate in subgraph.candidates) else 1
-        rows.append(
-            {
-                "pattern": subgraph.pattern,
-                "frequency": str(len(subgraph.candidates)),
-                "saves": bytes_text(subgraph.saved),
-                "status": f"{done} of {len(subgraph.candidates)} computed again" if done else "kept",
-                "config": f"{subgraph.pattern}:{kind}:-1",
-            }
-        )
-    return rows
+def _summary(options: Options, rows: Sequence[SubgraphReport]) -> str:
+    table = [("pattern", "freq", "saves MiB", "status", "memory_opt_config")]
+    table += [(r.pattern, str(r.frequency), f"{r.saved_bytes / 2**20:.1f}", r.status, r.config) for r in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    config = ",".join(map(str, options.memory_opt_config)) or "none"
+    head = f"memory optimization: level {int(options.memory_opt_level)}, config {config}"
+    return "\n".join([head, *lines])
