@@ -62,9 +62,7 @@ def run(options: argparse.Namespace) -> int:
         plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
             Chart(eager.timeline, "The allocator's events of one step."),
-            Chart(
-                predicted("Predicted from the plan", plan, storages, ours.state), "Before a step runs, from the sizes."
-            ),
+            Chart(plan_drawn, "Before a step runs, from the sizes."),
             Chart(ours.timeline, "The allocator's events of one step."),
         )
         about = f"One training step of {loaded.name}, optimizer {options.optimizer}; gradients are counted from none."

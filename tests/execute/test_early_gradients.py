@@ -313,7 +313,10 @@ class WithFunction(nn.Module):
 
 @pytest.mark.parametrize(
     ("function", "why"),
-    [(lambda y, x: (Double.apply(y), y), "a custom autograd function"), (lambda y, x: (y, x.view(-1)), "an output may be a view")],
+    [
+        (lambda y, x: (Double.apply(y), y), "a custom autograd function"),
+        (lambda y, x: (y, x.view(-1)), "an output may be a view"),
+    ],
     ids=["autograd-function", "view"],
 )
 def test_what_has_no_stages_says_so_and_is_right(
