@@ -34,7 +34,7 @@ from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
-from onnxtrain.plan.recompute import NOTHING, Choice, applied
+from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.report import CompileReport
 from onnxtrain.stages import Stages
@@ -141,8 +141,9 @@ def compile_module(
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         if options.memory_budget_bytes is not None:
             return _within_budget(build, joint, inputs, random, rerun, stages)
-        unit = build.training_unit(joint, random, rerun)
-        stages.done("plan", joint.model)
+        choice = of_checkpoints(joint, build.changed(joint))
+        unit = build.training_unit(applied(joint, choice), random, rerun, choice)
+        stages.done("plan", joint.model, [str(choice)] if choice.values else [])
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
@@ -156,8 +157,7 @@ def _within_budget(
     captured, options = build.captured, build.options
     assert options.memory_budget_bytes is not None
     allowed = bytes_allowed(options.memory_budget_bytes, inputs)
-    changed = [joint.model.graph.inputs[m.target] for m in captured.mutations]
-    parts = cut(joint)
+    changed, parts = build.changed(joint), cut(joint)
 
     def chosen(known: Mapping[str, int]) -> Choice:
         return choose(parts, Storages(joint.model.graph, known, build.device.type), allowed, changed)
@@ -272,6 +272,10 @@ class _Build:
         """The joint graph for these results' cotangents (None: all that can have one)."""
         of = self._of if given is None else (*given, *(False for _ in self.captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
+
+    def changed(self, joint: Joint) -> list[ir.Value]:
+        """The inputs of a joint graph that forward's results are written into."""
+        return [joint.model.graph.inputs[m.target] for m in self.captured.mutations]
 
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)

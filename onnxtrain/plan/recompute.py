@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
+from onnxtrain.capture.checkpoints import REGION
 from onnxtrain.graph import traversal
+from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.host import is_root
 from onnxtrain.ops import Effects, builder, definition_of
 from onnxtrain.passes.rewriting import nodes_before
@@ -41,6 +43,8 @@ class Choice:
 
     def __str__(self) -> str:
         cost = f"in about {self.seconds * 1e3:.1f} ms: " if self.values else ""
+        if not self.peak:
+            return f"recompute: {len(self.values)} values, as torch.utils.checkpoint asks"
         return f"recompute: {len(self.values)} values {cost}peak {self.peak / 2**20:.1f} MiB"
 
 
@@ -53,6 +57,33 @@ def recomputable(node: ir.Node) -> bool:
     if definition.objects:
         return False
     return definition.effects == Effects.NONE or definition.replay is not None
+
+
+def repeatable(nodes: Sequence[ir.Node], changed: Collection[ir.Value]) -> set[ir.Node]:
+    """Those of `nodes` that can be computed again: not where they read an input in `changed`, or a view of one."""
+    sets = AliasSets(nodes, definition_of)
+    roots = {sets.root(v) for v in changed}
+    return {n for n in nodes if recomputable(n) and not any(sets.root(v) in roots for v in reads_again(n))}
+
+
+def of_checkpoints(joint: Joint, changed: Collection[ir.Value]) -> Choice:
+    """What the user's regions of torch.utils.checkpoint ask for: all inside but what other nodes of forward read."""
+    nodes = [n for n in joint.model.graph if n in joint.forward_nodes]
+    if not any(REGION in n.metadata_props for n in nodes):
+        return NOTHING
+    again = repeatable(nodes, changed)
+    results = set(joint.model.graph.outputs[: joint.outputs])
+    found = []
+    for node in nodes:
+        region = node.metadata_props.get(REGION)
+        if region is None or node not in again:
+            continue
+        for value in node.outputs:
+            readers = [n for n in traversal.users(value) if n in joint.forward_nodes]
+            inside = all(n.metadata_props.get(REGION) == region for n in readers)
+            if inside and value not in results and value not in drawn(node):
+                found.append(str(value.name))
+    return Choice(frozenset(found))
 
 
 def drawn(node: ir.Node) -> tuple[ir.Value, ...]:
