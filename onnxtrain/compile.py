@@ -7,8 +7,9 @@ nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─diff
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -18,8 +19,9 @@ from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute import channels_last
-from onnxtrain.execute.boundary import Backward, Flags, Unit
+from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.channels_last import ChannelsLast
+from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
@@ -35,9 +37,13 @@ from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrit
 from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
+from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
-from onnxtrain.report import CompileReport
+from onnxtrain.plan.subgraphs import steer
+from onnxtrain.report import CompileReport, SubgraphReport
 from onnxtrain.stages import Stages
+
+_LOG = logging.getLogger(__name__)
 
 Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -51,6 +57,8 @@ class Compiled:
         unit: the programs and the autograd boundary.
         report: what each stage did.
         run: takes the tensors of the capture's inputs and gives the module's output.
+        parts: the plan of a unit with gradients; None without.
+        known: the number of each size in the call that it was compiled for.
         units: where the unit depends on sizes, all of them; `unit` is the first.
         is_shared: whether the programs were made for another module, whose graph is the same.
     """
@@ -59,6 +67,8 @@ class Compiled:
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
+    parts: Cut | None = None
+    known: Mapping[str, int] = field(default_factory=dict)
     units: SizedUnits | None = None
     is_shared: bool = False
 
@@ -79,7 +89,7 @@ class Compiled:
         """This unit, for the module of a capture that is its twin."""
         unit = copy.copy(self.unit)  # the programs are shared
         unit.rerun = rerun
-        return Compiled(captured, unit, self.report, _runner(captured, unit), is_shared=True)
+        return replace(self, captured=captured, unit=unit, run=_runner(captured, unit), is_shared=True)
 
 
 def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
@@ -141,13 +151,14 @@ def compile_module(
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         if options.memory_budget_bytes is not None:
             return _within_budget(build, joint, inputs, random, rerun, stages)
-        choice = of_checkpoints(joint, build.changed(joint))
-        unit = build.training_unit(applied(joint, choice), random, rerun, choice)
-        stages.done("plan", joint.model, [str(choice)] if choice.values else [])
+        joint, choice, subgraphs = _steered(build, joint, inputs)
+        unit = build.training_unit(joint, random, rerun, choice)
+        stages.done("plan", joint.model, [str(choice)] if choice.values else (), subgraphs)
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+    known = known_sizes(captured.model.graph.inputs, inputs)
+    return Compiled(captured, unit, stages.report(), _runner(captured, unit), build.parts, known)
 
 
 def _within_budget(
@@ -168,12 +179,27 @@ def _within_budget(
         stages.done("plan", planned.model, [str(choice)])
         return unit
 
+    known = known_sizes(joint.model.graph.inputs, inputs)
     if isinstance(allowed, float):
-        unit = made(chosen(known_sizes(joint.model.graph.inputs, inputs)))
-        return Compiled(captured, unit, stages.report(), _runner(captured, unit))
+        unit = made(chosen(known))
+        return Compiled(captured, unit, stages.report(), _runner(captured, unit), build.parts, known)
     units = SizedUnits(joint.model.graph.inputs, chosen, made)
-    unit = units.unit(inputs)
-    return Compiled(captured, unit, stages.report(), _runner_by_sizes(captured, units), units)
+    unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
+    return Compiled(captured, unit, stages.report(), run, build.parts, known, units)
+
+
+def _steered(
+    build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
+) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
+    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen."""
+    options, asked = build.options, of_checkpoints(joint, build.changed(joint))
+    if not (options.memory_opt_level or options.memory_opt_config):
+        return applied(joint, asked), asked, ()
+    known = known_sizes(joint.model.graph.inputs, inputs)
+    storages = Storages(joint.model.graph, known, build.device.type)
+    choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
+    choice = replace(choice, values=choice.values | asked.values)
+    return applied(joint, choice), choice, subgraphs
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -264,6 +290,7 @@ class _Build:
         self.captured, self.device, self.options = captured, device, options
         self._model, self._wrt, self._views, self._layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
+        self.parts: Cut | None = None
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
         self._of = (*(True for _ in views), *(False for _ in captured.mutations))
@@ -274,7 +301,7 @@ class _Build:
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
 
     def changed(self, joint: Joint) -> list[ir.Value]:
-        """The inputs of a joint graph that forward's results are written into."""
+        """The inputs whose contents are others when backward runs."""
         return [joint.model.graph.inputs[m.target] for m in self.captured.mutations]
 
     def program(self, part: Part, title: str) -> Program:
@@ -300,11 +327,23 @@ class _Build:
                     got=self._model.graph.outputs[mutation.output].name,
                     todo="detach() the value before it is written",
                 )
-        full = cut(joint)
+        full = self.parts = cut(joint)
         forward = self.program(full.forward, "forward")
-        make = _Backwards(self, joint, full, differentiable, choice)
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
-        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts)
+        groups = self._groups(full, contexts)
+        make = _Backwards(self, joint, full, differentiable, choice, groups)
+        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
+
+    def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
+        """The gradients that each stage of backward hands over; () where all leave at its end."""
+        if not self.options.early_gradients:
+            return ()
+        if contexts or any(self._views):
+            why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
+            _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
+            return ()
+        groups = group_gradients(full)
+        return groups if len(groups) > 1 else ()
 
     def _unit(
         self,
@@ -315,6 +354,7 @@ class _Build:
         rerun: Rerun,
         unsaved: Sequence[int],
         contexts: Sequence[int] = (),
+        groups: Groups = (),
     ) -> Unit:
         return Unit(
             forward=program,
@@ -328,6 +368,7 @@ class _Build:
             rerun=rerun,
             unsaved=unsaved,
             contexts=contexts,
+            differentiably=StagedBoundary(groups, len(self._wrt)) if groups else None,
         )
 
 
@@ -343,9 +384,11 @@ def _is_object(value: ir.Value) -> bool:
 class _Backwards:
     """Makes the backward program for each pattern of given cotangents and needed gradients."""
 
-    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice) -> None:
+    def __init__(
+        self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice, groups: Groups
+    ) -> None:
         self._build, self._joint, self._full = build, joint, full
-        self._differentiable, self._choice = differentiable, choice
+        self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
@@ -372,11 +415,16 @@ class _Backwards:
         sizes = {v.name for v in self._full.sizes}
         return {v.name for v in special.kept} <= tensors and {v.name for v in special.sizes} <= sizes
 
+    def _program(self, parts: Cut) -> BackwardProgram:
+        if not self._groups:
+            return self._build.program(parts.backward, "backward")
+        return StagedProgram(parts.backward, split(parts, self._groups), self._groups, self._build.program)
+
     def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
         kept = {v.name: i for i, v in enumerate(self._full.kept)}
         sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
         return Backward(
-            self._build.program(parts.backward, "backward"),
+            self._program(parts),
             [kept[v.name] for v in parts.kept],
             [sizes[v.name] for v in parts.sizes],
             [i for i, g in enumerate(given) if g],

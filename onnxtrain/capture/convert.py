@@ -20,9 +20,9 @@ from torch.export.exported_program import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from onnxtrain.capture import source_line
-from onnxtrain.capture.checkpoints import REGION, region_of
 from onnxtrain.capture.aten_gradient import TracedGradient
 from onnxtrain.capture.autocast import refuse_hidden_casts
+from onnxtrain.capture.checkpoints import REGION, region_of
 from onnxtrain.capture.symbolic import number_from_sizes, size_of, tensor_type
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes

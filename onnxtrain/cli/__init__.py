@@ -23,6 +23,7 @@ from onnxtrain.errors import OnnxTrainError
 # The command and what it does. Its module has the same name, with _ for -.
 COMMANDS: Mapping[str, str] = {
     "artifacts": "make the files that train an ONNX model on a device",
+    "memory": "show where the memory of a training step goes, tensor by tensor",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
     "options": "list all options: value, what decided it, meaning",
     "run": "run a script of ONNX Runtime Training, unchanged: onnxtrain run script.py ...",

@@ -1,7 +1,7 @@
 """Units of one graph that fit into a number of bytes, each up to some sizes.
 
-    sizes of a call ──is there a unit for these or larger ones?──yes──> it
-                          └─no─> another is planned, for sizes a little larger
+sizes of a call ──is there a unit for these or larger ones?──yes──> it
+                      └─no─> another is planned, for sizes a little larger
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from onnxtrain.options.kinds import (
     COUNT,
     FALLBACK_POLICY,
     LOG_LEVEL,
+    MEMORY_OPT_CONFIG,
+    MEMORY_OPT_LEVEL,
     NAMES,
     OPSET,
     PATH,
@@ -28,7 +30,7 @@ from onnxtrain.options.kinds import (
     opposite,
     optional,
 )
-from onnxtrain.options.policies import FallbackPolicy, LogLevel
+from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SubgraphConfig
 
 T = TypeVar("T")
 
@@ -81,9 +83,9 @@ class Options:
     memory_budget_bytes: int | float | str | None = _knob(
         None,
         optional(BUDGET),
-        "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward computes "
-        "again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes of the first "
-        "call; 'auto' is nine tenths of the memory that is free when the module is compiled",
+        "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward "
+        "computes again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes "
+        "of the first call; 'auto' is nine tenths of the memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
     skip_padding: str = _knob(
@@ -139,6 +141,33 @@ class Options:
         BOOL,
         "print the memory before and after forward and backward, in the first ten steps and those of a power of two",
         "ORTMODULE_PRINT_MEMORY_STATS",
+    )
+    memory_opt_level: MemoryOptLevel = _knob(
+        MemoryOptLevel.USER_SPECIFIED,
+        MEMORY_OPT_LEVEL,
+        "what backward computes again: 0: what memory_opt_config says; 1: all that a numbered layer makes for itself; 2: "
+        "and all subgraphs outside the layers, where something smaller may be kept in their place",
+        "ORTMODULE_MEMORY_OPT_LEVEL",
+    )
+    memory_opt_config: tuple[SubgraphConfig, ...] = _knob(
+        (),
+        MEMORY_OPT_CONFIG,
+        "the subgraphs that backward computes again, as pattern:kind:count; `onnxtrain memory MODEL` lists them",
+        "ORTMODULE_MEMORY_OPT_CONFIG",
+        OldName("ORTMODULE_ENABLE_MEMORY_ALLEVIATION"),
+    )
+    memory_opt_probe_recompute_level: str = _knob(
+        "0",
+        one_of("0", "1"),
+        "the nodes of which subgraphs consist: '0': cheap ones; '1': matrix products too",
+        "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL",
+    )
+    early_gradients: bool = _knob(
+        False,
+        BOOL,
+        "add each layer's gradients to .grad, and free them, while backward goes on, not all at its end; hooks fire as "
+        "layer by layer in eager",
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
     )
     tuning: bool = _knob(
         True,

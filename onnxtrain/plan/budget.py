@@ -121,21 +121,16 @@ class _Search:
     def __init__(self, parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> None:
         self._parts, self._storages = parts, storages
         self._nodes = [n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)]
-        self._seconds = {n: _seconds(n, storages) for n in self._nodes}
+        self._seconds = {n: node_seconds(n, storages) for n in self._nodes}
         self._again = repeatable(self._nodes, changed)
         results = {v for v in parts.forward.outputs[: parts.forward.leaving] if v is not None}
         self._bytes = {v: self._to_keep(v, results) for n in self._nodes for v in n.outputs}
         self.nothing = Choice(frozenset(), 0.0, timeline(parts, storages).peak)
         self.least = self.nothing.peak
 
-    def _root(self, value: ir.Value) -> ir.Value:
-        while (source := self._storages.source(value)) is not None:
-            value = source
-        return value
-
     def _to_keep(self, value: ir.Value, results: set[ir.Value]) -> int:
         """What it takes to keep a value: the memory that it is a view of; nothing where that is there anyway."""
-        root = self._root(value)
+        root = self._storages.root(value)
         return 0 if root.producer() is None or root in results else self._storages.bytes_of(root)
 
     def choices(self, budget: int) -> Iterator[Choice]:
@@ -210,9 +205,7 @@ class _Search:
     def _crossing(self) -> list[list[ir.Value]]:
         """For the place before each node, the values that are made before it and read by forward from it on."""
         place = {n: i for i, n in enumerate(self._nodes)}
-        last = {
-            v: max((place[use.node] for use in v.uses() if use.node in place), default=-1) for v in self._bytes
-        }
+        last = {v: max((place[use.node] for use in v.uses() if use.node in place), default=-1) for v in self._bytes}
         found, live = [], dict[ir.Value, None]()
         for position, node in enumerate(self._nodes):
             live = {v: None for v in live if last[v] >= position}
@@ -231,7 +224,7 @@ class _Search:
         return kept
 
 
-def _seconds(node: ir.Node, storages: Storages) -> float:
+def node_seconds(node: ir.Node, storages: Storages) -> float:
     """What a node is expected to take."""
     if all(storages.source(v) is not None for v in node.outputs):
         return 1e-6  # a view

@@ -78,6 +78,12 @@ class Storages:
         """The input of its node that a value is a view of; None where its memory is new."""
         return self._sources.get(value)
 
+    def root(self, value: ir.Value) -> ir.Value:
+        """The value in whose memory this one lies: itself where it is no view."""
+        while (source := self._sources.get(value)) is not None:
+            value = source
+        return value
+
     def kernel(self, node: ir.Node) -> Kernel:
         """What runs a node, where speed does not decide otherwise."""
         if node not in self._kernels:

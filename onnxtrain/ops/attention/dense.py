@@ -292,9 +292,7 @@ _PLAIN = (
     Kernel(lower=_lower, scalars=True),
 )
 _WITH_DROPOUT = (
-    Kernel(
-        lower=_lower_dropout_compiled, scalars=True, applies=_dropout_may_compile, output_bytes=_compiled_bytes
-    ),
+    Kernel(lower=_lower_dropout_compiled, scalars=True, applies=_dropout_may_compile, output_bytes=_compiled_bytes),
     Kernel(lower=_lower_dropout, scalars=True),
 )
 

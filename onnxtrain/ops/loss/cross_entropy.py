@@ -94,7 +94,9 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The backward kernels of what `cross_entropy` runs."""
     d_log_prob = nll_loss_backward(dy, log_prob, labels, weights, reduction, ignore_index, total_weight)
-    if dy.device.type == "cpu":  # each row is summed before any of it is written: no second tensor as large as the scores
+    if (
+        dy.device.type == "cpu"
+    ):  # each row is summed before any of it is written: no second tensor as large as the scores
         dx = aten._log_softmax_backward_data.out(d_log_prob, log_prob, 1, log_prob.dtype, out=d_log_prob)
     else:
         dx = torch._log_softmax_backward_data(d_log_prob, log_prob, 1, log_prob.dtype)
