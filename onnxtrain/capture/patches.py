@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -57,6 +58,7 @@ def capturing() -> Iterator[None]:
         # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.
         stack.enter_context(_replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
         stack.enter_context(_replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
+        stack.enter_context(preserve_node_meta())  # else nothing is noted
         regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
         stack.enter_context(_replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
         for lost in _LOST:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
+
+from onnxtrain.observe.allocations import peak_bytes, record
 
 Batch = dict[str, torch.Tensor]
 _VOCABULARY = 300
@@ -107,15 +106,6 @@ def step(run: Callable[..., Any], batch: Batch, seed: int = 1) -> Any:
     return output
 
 
-def peak_of(run: Callable[[], object], folder: Path) -> int:
+def peak_of(run: Callable[[], object]) -> int:
     """The most bytes that PyTorch's allocator has given out at a time during `run`, above those at its beginning."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    path = folder / "trace.json"
-    profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e["name"] == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
+    return peak_bytes(record(run).allocations)
