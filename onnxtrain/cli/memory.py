@@ -18,6 +18,7 @@ from rich.table import Table
 
 from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
 from onnxtrain.cli.page import write_page
+from onnxtrain.compile import Compiled
 from onnxtrain.engine import Engine
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
@@ -26,6 +27,8 @@ from onnxtrain.observe.step_memory import MeasuredStep, activations_of, largest_
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.plan.lifetimes import Timeline, timeline
 from onnxtrain.plan.storage import Storages
+from onnxtrain.plan.subgraphs import find_subgraphs, reports
+from onnxtrain.report import SubgraphReport
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -35,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     parser.add_argument("--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="(default: adamw)")
     parser.add_argument("--largest", type=int, default=20, metavar="N", help="how many tensors to list (default: 20)")
+    parser.add_argument("--subgraphs", action="store_true", help="list what memory_opt_config can name")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page")
 
 
@@ -58,13 +62,13 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
+    if options.subgraphs:
+        console.print(_subgraphs(_what_can_be_named(engine.newest(), storages)))
     if options.html is not None:
         plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
             Chart(eager.timeline, "The allocator's events of one step."),
-            Chart(
-                predicted("Predicted from the plan", plan, storages, ours.state), "Before a step runs, from the sizes."
-            ),
+            Chart(plan_drawn, "Before a step runs, from the sizes."),
             Chart(ours.timeline, "The allocator's events of one step."),
         )
         about = f"One training step of {loaded.name}, optimizer {options.optimizer}; gradients are counted from none."
@@ -80,6 +84,13 @@ def _plan(engine: Engine) -> tuple[Timeline, Storages]:
     nodes = (*compiled.parts.forward.nodes, *compiled.parts.backward.nodes)
     storages = Storages(nodes, compiled.known, compiled.unit.device_type)
     return timeline(compiled.parts, storages), storages
+
+
+def _what_can_be_named(compiled: Compiled, storages: Storages) -> Sequence[SubgraphReport]:
+    if compiled.report.subgraphs or compiled.parts is None:
+        return compiled.report.subgraphs
+    changed = [compiled.parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
+    return reports(find_subgraphs(compiled.parts, storages, changed), ())
 
 
 def _measure(
@@ -109,4 +120,13 @@ def _tensors(tensors: Sequence[TensorGroup]) -> Table:
         result.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for group in tensors:
         result.add_row(*(cell.replace("[", r"\[") for cell in cells(group)))
+    return result
+
+
+def _subgraphs(rows: Sequence[SubgraphReport]) -> Table:
+    result = Table(header_style="bold", title="activations that can be computed again", title_justify="left")
+    for name in ("saves", "count", "status", "memory_opt_config"):
+        result.add_column(name, justify="right" if name in ("saves", "count") else "left", overflow="fold")
+    for row in rows:
+        result.add_row(as_bytes(row.saved_bytes), str(row.frequency), row.status, row.config)
     return result

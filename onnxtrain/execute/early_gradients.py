@@ -94,9 +94,9 @@ class StagedRun:
                 )
         taken = [tensors.pop(value) if value in last_reads else tensors[value] for value in part.inputs]
         found, sizes = program.run(drained(taken), [self._sizes[value] for value in part.sizes_in])
-        for value, tensor in zip(part.outputs[part.leaving :], found[part.leaving :], strict=True):
-            assert value is not None  # it is read later
-            tensors[value] = tensor
+        for carried, tensor in zip(part.outputs[part.leaving :], found[part.leaving :], strict=True):
+            assert carried is not None  # it is read later
+            tensors[carried] = tensor
         self._sizes.update(zip(part.sizes_out, sizes, strict=True))
         return list(found[: part.leaving])
 
@@ -118,11 +118,13 @@ class StagedBoundary:
         self.needed = (False, *(index in members for index in range(inputs)))
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
-        call, token = _Call(self, unit, tensors), None
+        call = _Call(self, unit, tensors)
+        later: Callable[..., torch.Tensor] = _Later.apply
+        first: Callable[..., Sequence[Any]] = _First.apply
+        token = None
         for stage in range(len(self.groups) - 1, 0, -1):
-            token = _Later.apply(call, stage, token, *[tensors[index] for index in self.groups[stage]])
-        results: Sequence[Any] = _First.apply(call, token, *[tensors[index] for index in self.groups[0]])
-        return results
+            token = later(call, stage, token, *[tensors[index] for index in self.groups[stage]])
+        return first(call, token, *[tensors[index] for index in self.groups[0]])
 
 
 class _Call:
@@ -143,7 +145,11 @@ class _Call:
             run = program.begin(arguments, sizes)
         number, runs = torch._C._current_graph_task_id(), self._runs
         runs[number] = run
-        Variable._execution_engine.queue_callback(lambda: runs.pop(number, None))
+
+        def drop() -> None:
+            runs.pop(number, None)
+
+        Variable._execution_engine.queue_callback(drop)
 
     def advance(self, stage: int) -> Sequence[torch.Tensor | None]:
         """The gradients of a stage, which runs now."""

@@ -145,8 +145,8 @@ class Options:
     memory_opt_level: MemoryOptLevel = _knob(
         MemoryOptLevel.USER_SPECIFIED,
         MEMORY_OPT_LEVEL,
-        "what backward computes again: 0: what memory_opt_config says; 1: all that a numbered layer makes for itself; 2: "
-        "and all subgraphs outside the layers, where something smaller may be kept in their place",
+        "what backward computes again: 0: what memory_opt_config says; 1: all that a numbered layer makes for itself; "
+        "2: and all subgraphs outside the layers, where something smaller may be kept in their place",
         "ORTMODULE_MEMORY_OPT_LEVEL",
     )
     memory_opt_config: tuple[SubgraphConfig, ...] = _knob(
@@ -197,6 +197,13 @@ class Options:
         for knob in knobs():
             value = knob.read(getattr(self, knob.name), f"the code's {knob.name}=")
             object.__setattr__(self, knob.name, value)
+        if self.memory_budget_bytes is not None and (self.memory_opt_level or self.memory_opt_config):
+            raise OptionError(
+                "Two options say what backward computes again.",
+                expected="memory_budget_bytes, or memory_opt_level and memory_opt_config",
+                got=f"memory_budget_bytes={self.memory_budget_bytes} and one of the others",
+                todo="Set one of them; memory_budget_bytes chooses by cost.",
+            )
 
     @classmethod
     def resolve(cls, **code: Any) -> Options:

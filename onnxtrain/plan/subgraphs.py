@@ -3,7 +3,7 @@
     kept ◀─ Add ◀─ Mul ◀─ (not cheap, or kept itself)        the pattern "Mul+Add+"
 
 A kept activation is a candidate where cheap nodes compute it from what is kept anyway; or, "with compromise", from
-something smaller that is then kept in its place. `"Mul+Add+:1:-1"` computes all such activations again, `"Mul+Add+:1:3"`
+something smaller that is then kept in its place. "Mul+Add+:1:-1" computes all such activations again, "Mul+Add+:1:3"
 the first three. Which nodes are cheap is asked of their definitions.
 """
 
@@ -77,8 +77,7 @@ def find_subgraphs(
         changed: inputs of the graph whose contents are others when backward runs.
         with_products: whether matrix products may be computed again too.
     """
-    again = _usable(parts, storages, changed)
-    usable = {node for node in again if with_products or _is_cheap(node, storages)}
+    usable = {n for n in _usable(parts, storages, changed) if with_products or _is_cheap(n, storages)}
     position = {node: index for index, node in enumerate(parts.forward.nodes)}
     found: dict[str, list[Candidate]] = {}
     for value in parts.kept:
