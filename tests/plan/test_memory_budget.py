@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.deterministic
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -145,7 +146,7 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_reads_a_changed_buffer_is_kept() -> None:
     """The count is another one when backward runs."""
     results = []
-    for share in (None, 0.5):
+    for share in (None, 0.7):
         torch.manual_seed(3)
         module = Stack(counts=True)
         model = ORTModule(module, rng="torch", memory_budget_bytes=share)
