@@ -36,7 +36,7 @@ from onnxtrain.passes import FORWARD, JOINT, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
-from onnxtrain.plan.recompute import NOTHING, Choice, applied
+from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
@@ -168,8 +168,7 @@ def _within_budget(
     captured, options = build.captured, build.options
     assert options.memory_budget_bytes is not None
     allowed = bytes_allowed(options.memory_budget_bytes, inputs)
-    changed = build.changed(joint)
-    parts = cut(joint)
+    changed, parts = build.changed(joint), cut(joint)
 
     def chosen(known: Mapping[str, int]) -> Choice:
         return choose(parts, Storages(joint.model.graph, known, build.device.type), allowed, changed)
@@ -192,13 +191,14 @@ def _within_budget(
 def _steered(
     build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
 ) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
-    """The joint graph as memory_opt_level and memory_opt_config want it, and what there was to choose from."""
-    options = build.options
+    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen."""
+    options, asked = build.options, of_checkpoints(joint, build.changed(joint))
     if not (options.memory_opt_level or options.memory_opt_config):
-        return joint, NOTHING, ()
+        return applied(joint, asked), asked, ()
     known = known_sizes(joint.model.graph.inputs, inputs)
     storages = Storages(joint.model.graph, known, build.device.type)
     choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
+    choice = replace(choice, values=choice.values | asked.values)
     return applied(joint, choice), choice, subgraphs
 
 

@@ -14,8 +14,8 @@ import torch
 
 from onnxtrain.errors import MemoryBudgetError
 from onnxtrain.execute.boundary import Unit
+from onnxtrain.graph import sizes
 from onnxtrain.plan.recompute import Choice
-from onnxtrain.plan.storage import known_sizes
 
 _STEPS = 8  # from a size to its double: so often at most a growing size is planned for
 
@@ -36,7 +36,13 @@ class SizedUnits:
             choose: from the integer of each size, what backward computes again; raises MemoryBudgetError.
             make: the unit for a choice.
         """
-        self._inputs, self._choose, self._make = inputs, choose, make
+        self._choose, self._make = choose, make
+        self._places = {
+            size: (index, axis)
+            for index, value in enumerate(inputs)
+            for axis, size in enumerate(sizes.of(value))
+            if isinstance(size, str) and size.isidentifier()
+        }
         self._planned: list[tuple[dict[str, int], Unit]] = []
         self._units: dict[frozenset[str], Unit] = {}
         self._known: dict[tuple[int, ...], Unit] = {}
@@ -44,10 +50,10 @@ class SizedUnits:
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> Unit:
         """The unit for a call. Raises MemoryBudgetError where none fits."""
-        known = known_sizes(self._inputs, tensors)
-        key = tuple(known.values())
+        key = tuple(tensors[index].size(axis) for index, axis in self._places.values())
         found = self._known.get(key)
         if found is None:
+            known = dict(zip(self._places, key, strict=True))
             with self._lock:
                 found = self._known[key] = self._found(known) or self._new(known)
         return found

@@ -67,7 +67,9 @@ def fused(
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
-    `workspace` is what `lower` takes; `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
+    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
+
+    `workspace`: see Kernel; that of `lower`.
 
     `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
 

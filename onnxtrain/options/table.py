@@ -83,9 +83,9 @@ class Options:
     memory_budget_bytes: int | float | str | None = _knob(
         None,
         optional(BUDGET),
-        "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward computes "
-        "again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes of the first "
-        "call; 'auto' is nine tenths of the memory that is free when the module is compiled",
+        "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward "
+        "computes again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes "
+        "of the first call; 'auto' is nine tenths of the memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
     skip_padding: str = _knob(

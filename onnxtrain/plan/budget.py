@@ -27,7 +27,7 @@ from onnxtrain.ops import definition_of
 from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
-from onnxtrain.plan.recompute import Choice, drawn, reads_again, recomputable, with_recomputed
+from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable, with_recomputed
 from onnxtrain.plan.storage import Storages
 
 _PRICES = (1e-10, 3e-10, 1e-9, 3e-9, 1e-8)  # seconds a byte
@@ -120,17 +120,13 @@ class _Search:
 
     def __init__(self, parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> None:
         self._parts, self._storages = parts, storages
-        self._changed = set(changed)
         self._nodes = [n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)]
         self._seconds = {n: node_seconds(n, storages) for n in self._nodes}
-        self._again = {n for n in self._nodes if self._may_run_again(n)}
+        self._again = repeatable(self._nodes, changed)
         results = {v for v in parts.forward.outputs[: parts.forward.leaving] if v is not None}
         self._bytes = {v: self._to_keep(v, results) for n in self._nodes for v in n.outputs}
         self.nothing = Choice(frozenset(), 0.0, timeline(parts, storages).peak)
         self.least = self.nothing.peak
-
-    def _may_run_again(self, node: ir.Node) -> bool:
-        return recomputable(node) and not any(self._storages.root(v) in self._changed for v in reads_again(node))
 
     def _to_keep(self, value: ir.Value, results: set[ir.Value]) -> int:
         """What it takes to keep a value: the memory that it is a view of; nothing where that is there anyway."""

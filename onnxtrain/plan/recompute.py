@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
+from onnxtrain.capture.checkpoints import REGION
 from onnxtrain.graph import traversal
-from onnxtrain.graph.host import is_root
+from onnxtrain.graph.alias import AliasSets
+from onnxtrain.graph.host import host_values, is_root
 from onnxtrain.ops import Effects, builder, definition_of
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import Cut
@@ -40,8 +42,12 @@ class Choice:
     peak: int = 0
 
     def __str__(self) -> str:
-        cost = f"in about {self.seconds * 1e3:.1f} ms: " if self.values else ""
-        return f"recompute: {len(self.values)} values {cost}peak {self.peak / 2**20:.1f} MiB"
+        facts = [f"recompute: {len(self.values)} values"]
+        if self.seconds:
+            facts.append(f"in about {self.seconds * 1e3:.1f} ms")
+        if self.peak:
+            facts.append(f"peak {self.peak / 2**20:.1f} MiB")
+        return ", ".join(facts)
 
 
 NOTHING = Choice()
@@ -52,16 +58,44 @@ def recomputable(node: ir.Node) -> bool:
     definition = definition_of(node)
     if definition.objects:
         return False
-    return definition.effects == Effects.NONE or definition.replay is not None
+    return definition.effects == Effects.NONE or bool(drawn(node))
+
+
+def repeatable(nodes: Sequence[ir.Node], changed: Collection[ir.Value]) -> set[ir.Node]:
+    """Those of `nodes` that can be computed again: not where they read an input in `changed`, or a view of one."""
+    sets = AliasSets(nodes, definition_of)
+    roots = {sets.root(v) for v in changed}
+    return {n for n in nodes if recomputable(n) and not any(sets.root(v) in roots for v in reads_again(n))}
+
+
+def of_checkpoints(joint: Joint, changed: Collection[ir.Value]) -> Choice:
+    """What the user's regions of torch.utils.checkpoint ask for: all inside but what other nodes of forward read."""
+    nodes = [n for n in joint.model.graph if n in joint.forward_nodes]
+    if not any(REGION in n.metadata_props for n in nodes):
+        return NOTHING
+    again = repeatable(nodes, changed)
+    apart = {*joint.model.graph.outputs[: joint.outputs], *host_values(nodes, definition_of)}
+    found = []
+    for node in nodes:
+        region = node.metadata_props.get(REGION)
+        if region is None or node not in again:
+            continue
+        for value in node.outputs:
+            readers = [n for n in traversal.users(value) if n in joint.forward_nodes]
+            inside = all(n.metadata_props.get(REGION) == region for n in readers)
+            if inside and value not in apart and value not in drawn(node):
+                found.append(str(value.name))
+    return Choice(frozenset(found))
 
 
 def drawn(node: ir.Node) -> tuple[ir.Value, ...]:
-    """The outputs of a random node that must be kept, so that it can be replayed."""
+    """The outputs of a random node that must be kept, so that it can be replayed; () where it cannot be."""
     definition = definition_of(node)
     if definition.replay is None:
         return ()
     view = definition.view(node)
-    return tuple(getattr(view, name) for name in definition.replay.reads)
+    found = tuple(getattr(view, name) for name in definition.replay.reads)
+    return () if None in found else found
 
 
 def reads_again(node: ir.Node) -> Iterator[ir.Value]:
@@ -149,7 +183,9 @@ def applied(joint: Joint, choice: Choice) -> Joint:
             with nodes_before(op, user):
                 replayed = replay.build(op, definition_of(copy).view(copy), *drawn(node))
             copies[node.outputs[0]] = replayed
-            replayed.producer().metadata_props.update(copy.metadata_props)
+            made = replayed.producer()
+            assert made is not None, "a replay computes something"
+            made.metadata_props.update(copy.metadata_props)
             copy.resize_inputs(0)  # it was only what the replay was built from
         elif not is_root(node, definition_of(node)):
             for index, value in enumerate(node.inputs):

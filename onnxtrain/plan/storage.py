@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -22,12 +22,6 @@ from onnxtrain.ops import Effects, OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Kernel, Method
 from onnxtrain.ops.symbolic import held_sizes
-
-
-class Layout(Protocol):
-    """The order of memory in which nodes read their inputs (`execute.channels_last`)."""
-
-    def arguments(self, node: ir.Node, arguments: list[Any]) -> list[Any]: ...
 
 
 def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
@@ -155,7 +149,7 @@ class Storages:
             return ()
         try:
             result = _on_meta(call)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return ()  # no such kernel for meta tensors
         return result if isinstance(result, tuple) else (result,)
 

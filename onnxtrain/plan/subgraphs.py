@@ -22,7 +22,7 @@ from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
 from onnxtrain.plan.budget import node_seconds
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
-from onnxtrain.plan.recompute import Choice, drawn, reads_again, recomputable, with_recomputed
+from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable, with_recomputed
 from onnxtrain.plan.storage import Storages
 from onnxtrain.report import SubgraphReport
 
@@ -77,7 +77,7 @@ def find_subgraphs(
         changed: inputs of the graph whose contents are others when backward runs.
         with_products: whether matrix products may be computed again too.
     """
-    usable = {n for n in _can_run_again(parts, storages, changed) if with_products or _is_cheap(n, storages)}
+    usable = {n for n in _usable(parts, storages, changed) if with_products or _is_cheap(n, storages)}
     position = {node: index for index, node in enumerate(parts.forward.nodes)}
     found: dict[str, list[Candidate]] = {}
     for value in parts.kept:
@@ -93,10 +93,9 @@ def find_subgraphs(
     return tuple(sorted(subgraphs, key=lambda subgraph: -subgraph.saved))
 
 
-def _can_run_again(parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> set[ir.Node]:
-    """The nodes of forward whose results are the same when they run in backward."""
-    nodes = (n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs) and recomputable(n))
-    return {n for n in nodes if not any(storages.root(v) in changed for v in reads_again(n))}
+def _usable(parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> set[ir.Node]:
+    """The nodes of forward that give the same results in backward."""
+    return repeatable([n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)], changed)
 
 
 def _is_cheap(node: ir.Node, storages: Storages) -> bool:
@@ -147,7 +146,9 @@ def steer(
     if options.memory_opt_level is MemoryOptLevel.USER_SPECIFIED:
         again = _by_patterns(subgraphs, options.memory_opt_config)
     else:
-        again = _by_layers(parts, _can_run_again(parts, storages, changed))
+        again = _by_layers(
+            parts, _usable(parts, storages, changed)
+        )
         if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
             again.update(v for subgraph in subgraphs for candidate in subgraph.candidates for v in candidate.again)
     rows = reports(subgraphs, again)
