@@ -7,8 +7,9 @@ nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─diff
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -18,11 +19,13 @@ from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute import channels_last
-from onnxtrain.execute.boundary import Backward, Flags, Unit
+from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.channels_last import ChannelsLast
+from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
@@ -32,9 +35,16 @@ from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
 from onnxtrain.passes import JOINT, forward_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
+from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
-from onnxtrain.report import CompileReport
+from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
+from onnxtrain.plan.split import Groups, group_gradients, split
+from onnxtrain.plan.storage import Storages, known_sizes
+from onnxtrain.plan.subgraphs import steer
+from onnxtrain.report import CompileReport, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
+
+_LOG = logging.getLogger(__name__)
 
 Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -48,6 +58,9 @@ class Compiled:
         unit: the programs and the autograd boundary.
         report: what each stage did.
         run: takes the tensors of the capture's inputs and gives the module's output.
+        parts: the plan of a unit with gradients; None without.
+        known: the number of each size in the call that it was compiled for.
+        units: where the unit depends on sizes, all of them; `unit` is the first.
         is_shared: whether the programs were made for another module, whose graph is the same.
     """
 
@@ -55,13 +68,17 @@ class Compiled:
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
+    parts: Cut | None = None
+    known: Mapping[str, int] = field(default_factory=dict)
+    units: SizedUnits | None = None
     is_shared: bool = False
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
         mine = self.captured
         return (
-            [(v.dtype, v.shape) for v in mine.model.graph.inputs]
+            self.units is None
+            and [(v.dtype, v.shape) for v in mine.model.graph.inputs]
             == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
             and mine.sources == captured.sources
             and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
@@ -73,7 +90,7 @@ class Compiled:
         """This unit, for the module of a capture that is its twin."""
         unit = copy.copy(self.unit)  # the programs are shared
         unit.rerun = rerun
-        return Compiled(captured, unit, self.report, _runner(captured, unit), is_shared=True)
+        return replace(self, captured=captured, unit=unit, run=_runner(captured, unit), is_shared=True)
 
 
 def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
@@ -85,14 +102,14 @@ def _runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
     return lambda *tensors: unflatten(apply(unit, *tensors), ())
 
 
+def _runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]:
+    unflatten = captured.output.unflatten
+    return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
+
+
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The sizes that forward returns as ints."""
-    known = {
-        size: tensor.size(axis)
-        for value, tensor in zip(captured.model.graph.inputs, tensors, strict=True)
-        for axis, size in enumerate(sizes.of(value))
-        if isinstance(size, str) and size.isidentifier()
-    }
+    known = known_sizes(captured.model.graph.inputs, tensors)
     return tuple(sizes.evaluate(size, known) for size in captured.sizes)
 
 
@@ -137,12 +154,16 @@ def compile_module(
         joint = stages.record_joint("optimize-joint", joint.renewed(), changes)
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
-        unit = build.training_unit(joint, random, rerun)
-        stages.done("plan", joint.model)
+        if options.memory_budget_bytes is not None:
+            return _within_budget(build, joint, inputs, random, rerun, stages, before)
+        joint, choice, subgraphs = _steered(build, joint, inputs)
+        unit = build.training_unit(joint, random, rerun, choice)
+        stages.done("plan", joint.model, [str(choice)] if choice.values else (), subgraphs)
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
-    return Compiled(captured, unit, stages.report(before), _runner(captured, unit))
+    known = known_sizes(captured.model.graph.inputs, inputs)
+    return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
 
 
 def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
@@ -151,6 +172,53 @@ def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
         return captured.model
     of = [i < captured.results for i in range(len(captured.model.graph.outputs))]
     return differentiate(with_graph(captured.model, clone(captured.model.graph)[0]), wrt, of).model
+
+
+def _within_budget(
+    build: _Build,
+    joint: Joint,
+    inputs: Sequence[torch.Tensor],
+    random: bool,
+    rerun: Rerun,
+    stages: Stages,
+    before: Work | None,
+) -> Compiled:
+    """The unit, or the units by size, whose steps fit into `memory_budget_bytes`."""
+    captured, options = build.captured, build.options
+    assert options.memory_budget_bytes is not None
+    allowed = bytes_allowed(options.memory_budget_bytes, inputs)
+    changed, parts = build.changed(joint), cut(joint)
+
+    def chosen(known: Mapping[str, int]) -> Choice:
+        return choose(parts, Storages(joint.model.graph, known, build.device.type), allowed, changed)
+
+    def made(choice: Choice) -> Unit:
+        planned = applied(joint.copy(), choice)
+        unit = build.training_unit(planned, random, rerun, choice)
+        stages.done("plan", planned.model, [str(choice)])
+        return unit
+
+    known = known_sizes(joint.model.graph.inputs, inputs)
+    if isinstance(allowed, float):
+        unit = made(chosen(known))
+        return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
+    units = SizedUnits(joint.model.graph.inputs, chosen, made)
+    unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
+    return Compiled(captured, unit, stages.report(before), run, build.parts, known, units)
+
+
+def _steered(
+    build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
+) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
+    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen."""
+    options, asked = build.options, of_checkpoints(joint, build.changed(joint))
+    if not (options.memory_opt_level or options.memory_opt_config):
+        return applied(joint, asked), asked, ()
+    known = known_sizes(joint.model.graph.inputs, inputs)
+    storages = Storages(joint.model.graph, known, build.device.type)
+    choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
+    choice = replace(choice, values=choice.values | asked.values)
+    return applied(joint, choice), choice, subgraphs
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -238,17 +306,22 @@ class _Build:
         options: Options,
         layout: ChannelsLast | None,
     ) -> None:
-        self._captured, self._model, self._wrt, self._views, self._device = captured, model, wrt, views, device
-        self._options, self._layout = options, layout
+        self.captured, self.device, self.options = captured, device, options
+        self._model, self._wrt, self._views, self._layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
+        self.parts: Cut | None = None
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
         self._of = (*(True for _ in views), *(False for _ in captured.mutations))
 
     def joint(self, given: Flags | None = None) -> Joint:
         """The joint graph for these results' cotangents (None: all that can have one)."""
-        of = self._of if given is None else (*given, *(False for _ in self._captured.mutations))
+        of = self._of if given is None else (*given, *(False for _ in self.captured.mutations))
         return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
+
+    def changed(self, joint: Joint) -> list[ir.Value]:
+        """The inputs whose contents are others when backward runs."""
+        return [joint.model.graph.inputs[m.target] for m in self.captured.mutations]
 
     def optimized_joint(self, given: Flags | None = None) -> Joint:
         joint = self.joint(given)
@@ -256,32 +329,45 @@ class _Build:
         return joint.renewed()
 
     def program(self, part: Part, title: str) -> Program:
-        program = make_program(part, f"{self._name} {title}", self._device, self._options, self._layout)
-        if _may_compile_behind(self._options) and self._device.type == "cpu":
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)
+        if _may_compile_behind(self.options) and self.device.type == "cpu":
             one_call.watch(program)
         return program
 
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
         part = whole(self._model)
         program = self.program(part, "inference")
-        flags = (False,) * self._captured.results
+        flags = (False,) * self.captured.results
         return self._unit(program, flags, random, None, rerun, ())
 
-    def training_unit(self, joint: Joint, random: bool, rerun: Rerun) -> Unit:
-        results = self._captured.results
+    def training_unit(self, joint: Joint, random: bool, rerun: Rerun, choice: Choice = NOTHING) -> Unit:
+        """The unit of a joint graph to which `choice` is applied already."""
+        results = self.captured.results
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
-        for mutation in self._captured.mutations:
+        for mutation in self.captured.mutations:
             if joint.active[mutation.output]:
                 raise CaptureError(
                     "forward writes a value that has a gradient into a buffer or an input",
                     got=self._model.graph.outputs[mutation.output].name,
                     todo="detach() the value before it is written",
                 )
-        full = cut(joint)
+        full = self.parts = cut(joint)
         forward = self.program(full.forward, "forward")
-        make = _Backwards(self, joint, full, differentiable)
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
-        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts)
+        groups = self._groups(full, contexts)
+        make = _Backwards(self, joint, full, differentiable, choice, groups)
+        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
+
+    def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
+        """The gradients that each stage of backward hands over; () where all leave at its end."""
+        if not self.options.early_gradients:
+            return ()
+        if contexts or any(self._views):
+            why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
+            _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
+            return ()
+        groups = group_gradients(full)
+        return groups if len(groups) > 1 else ()
 
     def _unit(
         self,
@@ -292,19 +378,21 @@ class _Build:
         rerun: Rerun,
         unsaved: Sequence[int],
         contexts: Sequence[int] = (),
+        groups: Groups = (),
     ) -> Unit:
         return Unit(
             forward=program,
-            results=self._captured.results,
-            mutations=[m.target for m in self._captured.mutations],
+            results=self.captured.results,
+            mutations=[m.target for m in self.captured.mutations],
             differentiable=differentiable,
             views=self._views,
             random=random,
-            device_type=self._device.type,
+            device_type=self.device.type,
             backward=make,
             rerun=rerun,
             unsaved=unsaved,
             contexts=contexts,
+            differentiably=StagedBoundary(groups, len(self._wrt)) if groups else None,
         )
 
 
@@ -320,15 +408,17 @@ def _is_object(value: ir.Value) -> bool:
 class _Backwards:
     """Makes the backward program for each pattern of given cotangents and needed gradients."""
 
-    def __init__(self, build: _Build, joint: Joint, full: Cut, differentiable: Flags) -> None:
+    def __init__(
+        self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice, groups: Groups
+    ) -> None:
         self._build, self._joint, self._full = build, joint, full
-        self._differentiable = differentiable
+        self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
         """Gradients of the inputs in `needed`, from the cotangents in `given`."""
         if given == self._differentiable:
             return self._backward(cut(self._joint, needed), given)
-        special = cut(self._build.optimized_joint(given), needed)
+        special = cut(self._differentiated(given), needed)
         if self._has_all(special):
             return self._backward(special, given)
         zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
@@ -336,7 +426,10 @@ class _Backwards:
 
     def renew(self) -> None:
         """Differentiates again: gradient rules know more now."""
-        self._joint = self._build.optimized_joint()
+        self._joint = self._differentiated()
+
+    def _differentiated(self, given: Flags | None = None) -> Joint:
+        return applied(self._build.optimized_joint(given), self._choice)
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""
@@ -344,11 +437,16 @@ class _Backwards:
         sizes = {v.name for v in self._full.sizes}
         return {v.name for v in special.kept} <= tensors and {v.name for v in special.sizes} <= sizes
 
+    def _program(self, parts: Cut) -> BackwardProgram:
+        if not self._groups:
+            return self._build.program(parts.backward, "backward")
+        return StagedProgram(parts.backward, split(parts, self._groups), self._groups, self._build.program)
+
     def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
         kept = {v.name: i for i, v in enumerate(self._full.kept)}
         sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
         return Backward(
-            self._build.program(parts.backward, "backward"),
+            self._program(parts),
             [kept[v.name] for v in parts.kept],
             [sizes[v.name] for v in parts.sizes],
             [i for i, g in enumerate(given) if g],

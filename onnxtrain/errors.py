@@ -99,6 +99,10 @@ class KernelError(OnnxTrainError):
     """A node has no kernel that applies, or its kernel failed."""
 
 
+class MemoryBudgetError(OnnxTrainError, RuntimeError):
+    """A training step does not fit into `memory_budget_bytes`, whatever is computed again."""
+
+
 class QuantizationError(OnnxTrainError, RuntimeError):
     """A quantized weight lacks what it is quantized with: neither a graph nor PyTorch can compute with it."""
 

@@ -50,10 +50,34 @@ class Work:
 
 
 @dataclass(frozen=True)
+class SubgraphReport:
+    """Activations that can be computed again instead of kept.
+
+    Attributes:
+        pattern: the operators that compute one, each with "+" behind it.
+        frequency: how many such activations there are.
+        saved_bytes: what is kept less when all of them are computed again, at the sizes of the first call.
+        computed_again: how many of them are.
+        config: what computes all of them again, for the option memory_opt_config.
+    """
+
+    pattern: str
+    frequency: int
+    saved_bytes: int
+    computed_again: int
+    config: str
+
+    @property
+    def status(self) -> str:
+        return f"{self.computed_again} of {self.frequency} computed again" if self.computed_again else "kept"
+
+
+@dataclass(frozen=True)
 class StageReport:
     """What one stage of the pipeline did: its time, the nodes of its graph, changes made and refused, its passes.
 
-    `work` is what its graph takes, under the option count_work.
+    That of planning has the subgraphs that memory_opt_config can name, where one of its options is set. `work` is what
+    its graph takes, under the option count_work.
     """
 
     name: str
@@ -62,6 +86,7 @@ class StageReport:
     made: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
     passes: tuple[PassReport, ...] = ()
+    subgraphs: tuple[SubgraphReport, ...] = ()
     work: Work | None = None
 
 
@@ -94,6 +119,11 @@ class CompileReport:
     def refused(self) -> tuple[Refusal, ...]:
         """The refusals of all stages."""
         return tuple(refusal for stage in self.stages for refusal in stage.refused)
+
+    @property
+    def subgraphs(self) -> tuple[SubgraphReport, ...]:
+        """The subgraphs that memory_opt_config can name; () where none of its options is set."""
+        return tuple(subgraph for stage in self.stages for subgraph in stage.subgraphs)
 
 
 @dataclass(frozen=True)

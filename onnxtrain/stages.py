@@ -25,7 +25,7 @@ from onnxtrain import onnx_file
 from onnxtrain.graph.verify import verify
 from onnxtrain.ops.registry import lookup
 from onnxtrain.options import Options
-from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, Work
+from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, SubgraphReport, Work
 
 _LOG = logging.getLogger(__name__)
 
@@ -127,9 +127,12 @@ class Stages:
         self.record(name, joint.model, changes)
         return joint
 
-    def done(self, name: str, model: ir.Model) -> None:
-        """Ends a stage that left `model` as it was: it is not verified again."""
-        self._stages.append(StageReport(name, (time.perf_counter() - self._clock) * 1e3, len(model.graph)))
+    def done(
+        self, name: str, model: ir.Model, made: Sequence[str] = (), subgraphs: Sequence[SubgraphReport] = ()
+    ) -> None:
+        """Ends a stage, with what it did, that is the last: `model` is not verified again."""
+        took_ms = (time.perf_counter() - self._clock) * 1e3
+        self._stages.append(StageReport(name, took_ms, len(model.graph), tuple(made), subgraphs=tuple(subgraphs)))
         self._write(name, model)
         self._clock = time.perf_counter()
 

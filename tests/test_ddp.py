@@ -44,7 +44,7 @@ class Network(nn.Module):
 def train(module: nn.Module, rank: int, scenario: str) -> dict[str, Any]:
     """Some steps; returns all that must be equal."""
     options: dict[str, Any] = {}
-    if scenario == "unused":
+    if scenario.endswith("unused"):
         options["find_unused_parameters"] = True
     if scenario == "views":
         options["gradient_as_bucket_view"] = True
@@ -55,8 +55,8 @@ def train(module: nn.Module, rank: int, scenario: str) -> dict[str, Any]:
         torch.manual_seed(100 * rank + step)
         x = torch.randn(4 + rank + step % 2, WIDTH)
         labels = torch.randint(3, (x.shape[0],))
-        both = scenario != "unused" or step % 2 == 0
-        if scenario == "accumulate" and step % 2 == 0:
+        both = not scenario.endswith("unused") or step % 2 == 0
+        if scenario.endswith("accumulate") and step % 2 == 0:
             with parallel.no_sync():
                 parallel(x, labels, both)["loss"].backward()
             continue
@@ -97,9 +97,10 @@ def process(rank: int, folder: str) -> None:
             try:
                 torch.manual_seed(rank)  # DDP broadcasts the first rank's parameters
                 module = Network()
-                wrapped = ORTModule(copy.deepcopy(module), rng="torch")
+                wrapped = ORTModule(copy.deepcopy(module), rng="torch", early_gradients=scenario.startswith("early"))
                 equal(train(wrapped, rank, scenario), train(module, rank, scenario))
-                assert count_captures(wrapped) == (2 if scenario == "unused" else 1), "another capture than expected"
+                expected = 2 if scenario.endswith("unused") else 1
+                assert count_captures(wrapped) == expected, "another capture than expected"
             except Exception:  # noqa: BLE001  # the parent shows it
                 report = traceback.format_exc()
             (Path(folder) / f"{scenario}-{rank}").write_text(report)
@@ -108,7 +109,7 @@ def process(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-SCENARIOS = ("plain", "unused", "views", "accumulate")
+SCENARIOS = ("plain", "unused", "views", "accumulate", "early", "early-unused", "early-accumulate")
 
 
 @pytest.fixture(scope="module")

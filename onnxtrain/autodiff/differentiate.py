@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx_ir as ir
 
 from onnxtrain.errors import GradientError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.graph.values import dtype_of, is_differentiable_type, is_float, set_type, type_of
 from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OpDef, builder, definition_of
 from onnxtrain.ops.aten import aten_sum
@@ -44,6 +46,19 @@ class Joint:
     active: tuple[bool, ...]
     cotangents: tuple[ir.Value | None, ...]
     gradients: tuple[ir.Value | None, ...]
+
+    def copy(self) -> Joint:
+        """A joint graph of its own, with the same names."""
+        graph, values = clone(self.model.graph)
+        nodes = dict(zip(self.model.graph, graph, strict=True))
+        return Joint(
+            with_graph(self.model, graph),
+            frozenset(nodes[node] for node in self.forward_nodes),
+            self.outputs,
+            self.active,
+            tuple(None if c is None else values[c] for c in self.cotangents),
+            tuple(None if g is None else values[g] for g in self.gradients),
+        )
 
     def renewed(self) -> Joint:
         """This, after passes that put other values in the place of gradients."""
@@ -130,26 +145,27 @@ def _active_inputs(node: ir.Node, definition: OpDef, active: set[ir.Value]) -> s
 
 
 class _Walk:
-    """The cotangents gathered so far."""
+    """The cotangents summed so far."""
 
     def __init__(self, op: Builder, active: set[ir.Value]) -> None:
         self._op = op
         self._active = active
-        self._parts: dict[ir.Value, list[ir.Value]] = {}
+        self._sums: dict[ir.Value, ir.Value] = {}
         self.taken: set[str | None] = set()  # names of cotangents: that of output 1, `relu`, is `grad_relu_1` as well
 
     def add(self, value: ir.Value, cotangent: ir.Value) -> None:
-        self._parts.setdefault(value, []).append(cotangent)
+        """Adds a contribution at once, in eager's order: a parameter with many readers keeps one sum alive, not all."""
+        sum_ = self._sums.get(value)
+        if sum_ is not None:
+            add = self._op.Add if is_float(dtype_of(sum_)) else partial(aten_sum, self._op)
+            cotangent = add(sum_, cotangent)
+        self._sums[value] = cotangent
 
     def total(self, value: ir.Value) -> ir.Value | None:
-        """The sum of all contributions, in the order in which they came (eager's order)."""
-        parts = self._parts.pop(value, None)
-        if not parts:
+        """The sum of all contributions."""
+        result = self._sums.get(value)
+        if result is None:
             return None
-        result = parts[0]
-        for part in parts[1:]:
-            result = self._op.Add(result, part) if is_float(dtype_of(result)) else aten_sum(self._op, result, part)
-        self._parts[value] = [result]
         name = f"grad_{value.name}"
         unnamed = (result.name or "").startswith("val_") and name not in self.taken
         if unnamed and result.producer() is not None and not result.is_graph_output():
@@ -159,7 +175,7 @@ class _Walk:
     def visit(self, node: ir.Node) -> None:
         definition = definition_of(node)
         wanted = _active_inputs(node, definition, self._active)
-        if not wanted or not any(v in self._parts for v in node.outputs):
+        if not wanted or not any(v in self._sums for v in node.outputs):
             return
         with self._op.at({**node.metadata_props, "gradient_of": node.name or node.op_type}):
             cotangents = [self.total(v) for v in node.outputs]

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from onnxtrain.capture import source_line
 from onnxtrain.capture.aten_gradient import TracedGradient
 from onnxtrain.capture.autocast import refuse_hidden_casts
+from onnxtrain.capture.checkpoints import REGION, region_of
 from onnxtrain.capture.symbolic import number_from_sizes, size_of, tensor_type
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
@@ -416,7 +417,7 @@ def line_of(node: torch.fx.Node) -> str | None:
 
 
 def origin_of(node: torch.fx.Node) -> dict[str, str]:
-    """The metadata that nodes made for an FX node carry: module path, user's line, ATen op."""
+    """The metadata that nodes made for an FX node carry: module path, user's line, ATen op, checkpointed region."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     path = re.sub(r"^(L\['\w+'\]\.?|module\.?)", "", path)
@@ -424,5 +425,6 @@ def origin_of(node: torch.fx.Node) -> dict[str, str]:
         "module": path.removeprefix("module.").removeprefix("."),
         "line": line_of(node) or "",
         "aten": str(node.target),
+        REGION: region_of(node),
     }
     return {k: v for k, v in found.items() if v}

@@ -24,6 +24,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
+from onnxtrain.capture.checkpoints import region
 from onnxtrain.capture.patches import capture_is_under_way
 from onnxtrain.capture.source_line import in_text
 from onnxtrain.capture.structure import constant_key
@@ -195,13 +196,14 @@ class _Run(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a node; a region of torch.compile's own as what it stands for."""
         if _is_checkpoint(target):
-            return _run(args[0], self._functions, *args[1:])
+            with region():
+                return _run(args[0], self._functions, *args[1:])
         if _named(target, "autograd_function_apply"):
             return self._apply(*args, **kwargs)
         if target is _enter_autocast:
-            region = torch.autocast(*args)
-            region.__enter__()
-            return region
+            autocast = torch.autocast(*args)
+            autocast.__enter__()
+            return autocast
         if target is _exit_autocast:
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)

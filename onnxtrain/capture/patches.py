@@ -2,7 +2,7 @@
 
 * A user's `torch.autograd.Function` would be inlined and its backward lost without a word: it becomes a PythonOp.
 * Reentrant `torch.utils.checkpoint` makes PyTorch's export put everything after it under no_grad: its function is
-  called directly.
+  called directly. What is traced in a checkpoint of either kind is noted as a region (`checkpoints.py`).
 * Hooks on tensors inside forward, and seeds that it sets, would be forgotten: refused.
 * The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) would see fake tensors: held off.
 """
@@ -21,9 +21,12 @@ from typing import Any
 import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.traceback import preserve_node_meta
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.checkpoints import region, regions_for
 from onnxtrain.capture.four_bit import matmul_4bit
 from onnxtrain.capture.python_op import FunctionCalls
 from onnxtrain.errors import CaptureError
@@ -55,6 +58,9 @@ def capturing() -> Iterator[None]:
         # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.
         stack.enter_context(replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
         stack.enter_context(replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
+        stack.enter_context(preserve_node_meta())  # else nothing is noted
+        regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
+        stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
         for lost in _LOST:
             stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
         _UNDER_WAY.flag = True
@@ -158,7 +164,8 @@ _KNOWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"bitsandbytes.autograd._fu
 
 def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *rest: Any) -> Any:
     if any(isinstance(t, torch.Tensor) and t.requires_grad for t in rest):
-        return run(*rest)
+        with region():
+            return run(*rest)
     with torch.no_grad():  # as in eager: a reentrant checkpoint of inputs without gradients gives none
         return run(*rest)
 

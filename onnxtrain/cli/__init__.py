@@ -24,6 +24,7 @@ from onnxtrain.errors import OnnxTrainError
 COMMANDS: Mapping[str, str] = {
     "artifacts": "make the files that train an ONNX model on a device",
     "explain": "say what each pass did with a model and what it refused, and the work before and after",
+    "memory": "show where the memory of a training step goes, tensor by tensor",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
     "options": "list all options: value, what decided it, meaning",
     "report": "write a page about a model: graph before and after, what was done, time, eager's numbers",

@@ -20,6 +20,7 @@ import torch
 
 from onnxtrain.device.onnx_module import OnnxModule
 from onnxtrain.errors import OptionError
+from onnxtrain.observe.memory import tensors_in
 
 FORMS = "file.py:function, a folder with a Hugging Face config.json, or a file.onnx"
 
@@ -83,6 +84,22 @@ def load_model(text: str, *, batch: int = 4, length: int = 64) -> LoadedModel:
 
 def _refusal(text: str, expected: object, got: object, todo: str) -> OptionError:
     return OptionError("MODEL cannot be loaded.", where=text, expected=expected, got=got, todo=todo)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A loss to train with: the model's own where its output has one, else the mean of what has a gradient.
+
+    Raises:
+        OptionError: nothing in the output has a gradient.
+    """
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.dim() == 0:
+        return own
+    means = [tensor.float().mean() for tensor in tensors_in(output) if tensor.requires_grad]
+    if not means:
+        got = type(output).__name__
+        raise OptionError("MODEL gives nothing that has a gradient.", got=got, todo="return a loss, or what has one")
+    return torch.stack(means).sum()
 
 
 # A function of a Python file

@@ -9,7 +9,7 @@ A backward program is made for each pattern of which outputs have gradients and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, Protocol
 
@@ -20,6 +20,13 @@ from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_surroundings import until_settled
 
 Flags = tuple[bool, ...]
+Results = tuple[tuple[Any, ...], tuple[int, ...]]
+
+
+class BackwardProgram(Protocol):
+    """Kept tensors, then cotangents, and sizes -> one gradient or None per input, and no sizes."""
+
+    def run(self, arguments: Iterable[torch.Tensor], sizes: Sequence[int]) -> Results: ...
 
 
 class BackwardSource(Protocol):
@@ -35,7 +42,7 @@ class Backward:
     """A backward program and what it takes.
 
     Attributes:
-        program: (kept tensors, then cotangents) -> one gradient or None per input.
+        program: what computes the gradients.
         kept: positions, among the unit's kept tensors, of those that it reads.
         sizes: positions of the sizes that it reads.
         cotangents: positions, among the unit's results, of the cotangents that it reads.
@@ -46,7 +53,7 @@ class Backward:
 
     def __init__(
         self,
-        program: Program,
+        program: BackwardProgram,
         kept: Sequence[int],
         sizes: Sequence[int],
         cotangents: Sequence[int],
@@ -95,6 +102,7 @@ class Unit:
         apply: what `__call__` does, on (unit, *tensors), where nothing is to be done after it; else None. It runs on
             every step, and each Python call on the way costs 0.4 us there.
         contexts: positions, among the kept, of Python objects: save_for_backward takes tensors only.
+        differentiably: runs (unit, *tensors) so that autograd can run backward; as one node of autograd if not given.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class Unit:
         rerun: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         unsaved: Sequence[int] = (),
         contexts: Sequence[int] = (),
+        differentiably: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self.forward = forward
         self.results = results
@@ -129,17 +138,18 @@ class Unit:
         self.rerun = rerun
         self.contexts = tuple(contexts)
         self.simple = plain and results == 1 and not (random or self.contexts or self.fixed or self.inference)
-        self.usual: tuple[Flags | None, Program] = None, forward  # one attribute: threads exchange it at once
+        self.usual: tuple[Flags | None, BackwardProgram] = None, forward  # one attribute: threads exchange it at once
         self._make_backward = backward
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
         self._any_views = any(views)
-        self.apply = _APPLY if backward is not None and not self._any_views else None
+        self.differentiably = differentiably or _APPLY
+        self.apply = self.differentiably if backward is not None and not self._any_views else None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Runs forward on `tensors`, in the grad mode that the unit was made for; returns the results."""
         results: Sequence[Any]
         if self._make_backward is not None:
-            results = _APPLY(self, *tensors)
+            results = self.differentiably(self, *tensors)
         else:
             with torch.no_grad():
                 found, _ = self.run(tensors)
@@ -221,7 +231,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[Any, ...]:
         if not unit.simple:
-            return _forward(ctx, unit, tensors)
+            return keep_and_run(ctx, unit, tensors)
         found, sizes = unit.forward.run(tensors, ())
         ctx.save_for_backward(*found[1:])
         ctx.call = unit, tensors, [tensors[i]._version for i in unit.unsaved], sizes
@@ -232,7 +242,7 @@ class _Boundary(torch.autograd.Function):
         unit: Unit = ctx.call[0]
         needed = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return (None, *_differentiable_backward(ctx, cotangents, needed[1:]))
+            return (None, *differentiable_backward(ctx, cotangents, needed[1:]))
         usual, program = unit.usual
         if needed == usual and not torch._C._is_any_autocast_enabled():
             arguments = iter((*ctx.saved_tensors, *cotangents))
@@ -245,8 +255,8 @@ class _Boundary(torch.autograd.Function):
         return found
 
 
-def _forward(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Forward of a unit that is not simple."""
+def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Runs forward of any unit, and keeps in `ctx` what its backward needs; returns the results."""
     if unit.results > 1:  # else a gradient comes for the one result, or backward does not run
         ctx.set_materialize_grads(False)
     if unit.random:
@@ -267,7 +277,21 @@ def _forward(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any
 
 
 def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags) -> tuple[Any, ...]:
-    """Backward of any unit.
+    """Backward of any unit."""
+    unit = ctx.call[0]
+    program, arguments, sizes = prepare_backward(ctx, cotangents, needed)
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(unit.device_type, enabled=False):
+            gradients, _ = program.run(arguments, sizes)
+    else:
+        gradients, _ = program.run(arguments, sizes)
+    return (None, *gradients)
+
+
+def prepare_backward(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags
+) -> tuple[BackwardProgram, Iterator[Any], Sequence[int]]:
+    """The backward program for these cotangents, and what it takes: an iterator that holds nothing once it is read.
 
     What was saved is read here and passed to no Python function: where a debugger, a tracer or torch.compile evaluates
     the frames, the caller's would keep its arguments alive until backward ends.
@@ -277,13 +301,7 @@ def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags
     arguments = iter(backward.arguments(_saved(ctx), cotangents, ctx))
     if not unit.contexts:  # a PythonOp's backward may run twice
         ctx.maybe_clear_saved_tensors()
-    sizes = [known[i] for i in backward.sizes] if backward.sizes else ()
-    if torch._C._is_any_autocast_enabled():
-        with torch.autocast(unit.device_type, enabled=False):
-            gradients, _ = backward.program.run(arguments, sizes)
-    else:
-        gradients, _ = backward.program.run(arguments, sizes)
-    return (None, *gradients)
+    return backward.program, arguments, [known[i] for i in backward.sizes] if backward.sizes else ()
 
 
 def _saved(ctx: Any) -> Sequence[Any]:
@@ -308,7 +326,7 @@ def _zeros(ctx: Any, index: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _differentiable_backward(
+def differentiable_backward(
     ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Gradients that can be differentiated again: the module runs once more, in PyTorch (create_graph=True)."""

@@ -27,13 +27,13 @@ import torch
 
 from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.host_source import HostInt, ShapeSource
-from onnxtrain.execute.in_place import overwritten
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Property
 from onnxtrain.plan.cut import Part
+from onnxtrain.plan.in_place import last_uses, overwritten
 
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
@@ -150,7 +150,7 @@ class _Writer:
             *self.namespace,
         }
         self._lines: list[str] = []
-        self._last = _last_uses(part)
+        self._last = last_uses(part)
         self._overwritten = overwritten(part, self._last, self._kernels)
 
     # Structure
@@ -417,19 +417,6 @@ def _in_place(call: Call) -> Call | None:
         name = getattr(call.function, "__name__", "")
         method = f"{name}_" if getattr(torch, name, None) is call.function else ""
     return Method(method, *call.args, **call.kwargs) if hasattr(torch.Tensor, method) else None
-
-
-def _last_uses(part: Part) -> dict[ir.Value, int]:
-    """For each tensor that is read, the position of the last node that reads it; outputs are read at the end."""
-    last: dict[ir.Value, int] = {}
-    for position, node in enumerate(part.nodes):
-        for value in node.inputs:
-            if value is not None:
-                last[value] = position
-    for output in part.outputs:
-        if output is not None:
-            last[output] = len(part.nodes)
-    return last
 
 
 def _tuple_source(items: Sequence[str]) -> str:

@@ -86,7 +86,7 @@ class MemoryWatch:
         self._log(step, "before forward")
         output = self._run(args, kwargs)
         self._log(step, "after forward")
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _gradient: self._in_backward(step))
                 break
@@ -100,12 +100,13 @@ class MemoryWatch:
         log_memory_usage(phase, step_info=f"{self._name} step {step}")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an output, through its mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)

@@ -218,6 +218,8 @@ class Kernel:
         applies: whether this kernel can run the node (dtypes, attributes, device type).
         deterministic: whether two runs give the same bits.
         workspace: bytes of scratch memory beside inputs and outputs.
+        output_bytes: what those outputs take that this kernel gives in another form than the op's types say, by name.
+            It may wait until a compiled kernel is there: only then it is known which form.
         in_place: index of the input whose memory it can reuse for its first output, or None.
         name: of the library or the way, where any of several kernels may run the node and speed decides; such kernels
             take tensors only.
@@ -232,9 +234,22 @@ class Kernel:
     applies: Callable[[NodeView, str], bool] = lambda node, device: True
     deterministic: bool = True
     workspace: Callable[[NodeView], Size] = lambda node: 0
+    output_bytes: Callable[[NodeView], Mapping[str, Size]] = lambda node: {}
     in_place: int | None = None
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
+
+
+class Replay(NamedTuple):
+    """How backward computes a random op again, exactly as it was.
+
+    Attributes:
+        reads: the names of those outputs that are kept for it: what was drawn.
+        build: (op, node, *these outputs) -> the first output, from them and the node's inputs, bit for bit.
+    """
+
+    reads: tuple[str, ...]
+    build: Callable[..., ir.Value]
 
 
 class Layout(NamedTuple):
@@ -276,6 +291,7 @@ class OpDef:
         host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None: it cannot.
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
         objects: outputs that are Python objects in a running program, and no tensors.
+        replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
         commutative: whether its two inputs may stand in either order.
         same_elements: whether its output has the elements of its first input in their order, in another shape or
@@ -304,6 +320,7 @@ class OpDef:
     shape_only: frozenset[str] = frozenset()
     detached: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
+    replay: Replay | None = None
     layout: Layout | None = None
     commutative: bool = False
     same_elements: bool = False

@@ -34,6 +34,9 @@ LIBRARY = Library(
 )
 
 
+KEY_BYTES = 16  # of a key
+
+
 def draw_key() -> torch.Tensor:
     """A new key: int64 [2]."""
     return torch.empty(2, dtype=torch.int64).random_(-(2**63), None)

@@ -60,6 +60,7 @@ def fused(
     host: frozenset[int] = frozenset(),
     kernels: tuple[Kernel, ...] = (),
     others: tuple[Kernel, ...] = (),
+    workspace: Callable[[NodeView], Size] = lambda node: 0,
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     layout: Layout | None = None,
@@ -67,15 +68,13 @@ def fused(
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
-    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `atomic_on_gpu`: on
-    a GPU `lower` adds in no fixed order.
+    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `workspace` is that
+    of `lower`. `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
 
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """
-    last = Kernel(lower=lower, host=host, name="aten" if others else "", seconds=seconds)
-    if atomic_on_gpu:
-        kernels = (*kernels, replace(last, applies=lambda node, device: device == "cpu"))
-        last = replace(last, deterministic=False)
+    last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
+    own = _fixed_order_first(last) if atomic_on_gpu else (last,)
     return define(
         OpDef(
             domain=domain,
@@ -90,7 +89,7 @@ def fused(
             native_ok=always if body is STANDARD else never,
             gradient=gradient,
             stops=stops,
-            kernels=(*kernels, last, *others),
+            kernels=(*kernels, *own, *others),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
@@ -101,6 +100,11 @@ def fused(
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )
+
+
+def _fixed_order_first(kernel: Kernel) -> tuple[Kernel, Kernel]:
+    """A kernel that adds in a fixed order on a CPU only."""
+    return replace(kernel, applies=lambda node, device: device == "cpu"), replace(kernel, deterministic=False)
 
 
 def only_first(n: NodeView, cotangents: Sequence[ir.Value | None]) -> ir.Value:

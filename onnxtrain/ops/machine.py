@@ -97,3 +97,11 @@ def expected_seconds(way: str, flops: float, machine: Machine, dtype: torch.dtyp
 def widening_seconds(elements: int) -> float:
     """What it is expected to take to widen or to round so many elements."""
     return 2 * _OVERHEADS["aten"] + elements / _WIDENED / torch.get_num_threads()
+
+
+_BYTES = 6e9  # a second and thread, read or written, where they do not fit into caches
+
+
+def moving_seconds(count: int) -> float:
+    """What it is expected to take to read or write so many bytes of tensors."""
+    return _OVERHEADS["aten"] + count / _BYTES / torch.get_num_threads()

@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
     Kernel,
     NodeView,
     OpDef,
+    Replay,
     numel,
 )
 from onnxtrain.ops.draws import DRAWS as DRAWS
@@ -169,11 +170,13 @@ def _dropout_axes(n: NodeView) -> str:
 
 
 def _dropout_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dmask: ir.Value | None) -> list[ir.Value | None]:
-    dx = None
-    if dy is not None:
-        ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
-        dx = op.ms.DropoutGrad(dy, n.mask, ratio, n.training_mode)
-    return [dx, None, None][: len(n.node.inputs)]
+    return [None if dy is None else _masked_nodes(op, n, dy, n.mask), None, None][: len(n.node.inputs)]
+
+
+def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
+    """What Dropout does with x and what it drew; its kernels and DropoutGrad's compute it the same way."""
+    ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
+    return op.ms.DropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
 
 
 def dropped_out(op: Builder, x: ir.Value, ratio: float, training: bool = True) -> tuple[ir.Value, ir.Value]:
@@ -223,6 +226,7 @@ DROPOUT = define(
         aliases={},
         flops=elementwise_flops,
         host=None,
+        replay=Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)),
     )
 )
 

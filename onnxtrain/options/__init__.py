@@ -7,7 +7,7 @@ variables of ONNX Runtime Training that have nothing to switch here; docs/option
 """
 
 from onnxtrain.options.kinds import Kind, Knob, OldName
-from onnxtrain.options.policies import FallbackPolicy, LogLevel, SkipCheck
+from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SkipCheck, SubgraphConfig
 from onnxtrain.options.table import (
     JSON_VARIABLE,
     PROCESS_VARIABLES,
@@ -25,10 +25,12 @@ __all__ = [
     "Kind",
     "Knob",
     "LogLevel",
+    "MemoryOptLevel",
     "OldName",
     "Options",
     "Resolved",
     "SkipCheck",
+    "SubgraphConfig",
     "answer_variables",
     "knobs",
     "resolved",

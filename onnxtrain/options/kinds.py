@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from onnxtrain.errors import OptionError
 from onnxtrain.options.notices import say_once
-from onnxtrain.options.policies import FallbackPolicy, LogLevel, SkipCheck
+from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SkipCheck, SubgraphConfig
 
 T = TypeVar("T")
 Flag = TypeVar("Flag", bound=IntFlag)
@@ -160,10 +161,47 @@ def _read_count(value: object) -> int:
     return int(value)
 
 
+def _read_budget(value: object) -> int | float | str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _refuse(value)
+    if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
+        count = int(value)
+        if count < 1:
+            raise _refuse(value)
+        return count
+    share = float(value)
+    if not 0 < share <= 1:
+        raise _refuse(value)
+    return share
+
+
 def _read_opset(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
         raise _refuse(value)
     return int(value)
+
+
+def _read_memory_level(value: object) -> MemoryOptLevel:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _refuse(value)
+    return MemoryOptLevel(int(value))
+
+
+def _read_subgraphs(value: object) -> tuple[SubgraphConfig, ...]:
+    """Patterns joined by commas, a list of them, or the path of a JSON file with such a list."""
+    if isinstance(value, str | os.PathLike) and str(value).endswith(".json"):
+        try:
+            value = json.loads(Path(value).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _refuse(value) from error
+        if not isinstance(value, list):
+            raise _refuse(value)
+    entries = value.split(",") if isinstance(value, str) and value else value or ()
+    if not isinstance(entries, list | tuple):
+        raise _refuse(value)
+    return tuple(e if isinstance(e, SubgraphConfig) else SubgraphConfig.read(str(e)) for e in entries)
 
 
 def _read_log_level(value: object) -> LogLevel:
@@ -200,7 +238,14 @@ TEXT = Kind("text", _read_text)
 NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or joined by commas", _read_names, ",".join)
 PATH = Kind("a path", _read_path)
 COUNT = Kind("a whole number from 0 up", _read_count)
+BUDGET: Kind[int | float | str] = Kind("bytes as a whole number, a share such as 0.5, or 'auto'", _read_budget)
 OPSET = Kind("a whole number from 1 up", _read_opset)
 LOG_LEVEL: Kind[LogLevel] = Kind(", ".join(LogLevel.__members__), _read_log_level, lambda level: level.name)
+MEMORY_OPT_LEVEL: Kind[MemoryOptLevel] = Kind("0, 1 or 2", _read_memory_level, lambda level: str(int(level)))
+MEMORY_OPT_CONFIG: Kind[tuple[SubgraphConfig, ...]] = Kind(
+    "such as BiasGelu+:1:-1, joined by commas or as a list; or the path of a JSON file (.json) with such a list",
+    _read_subgraphs,
+    lambda entries: ",".join(map(str, entries)),
+)
 FALLBACK_POLICY = _flags(FallbackPolicy)
 SKIP_CHECK = _flags(SkipCheck)

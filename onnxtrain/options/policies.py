@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
 from onnxtrain.errors import (
@@ -65,3 +67,37 @@ class SkipCheck(IntFlag):
     SKIP_CHECK_DEVICE = 2
     SKIP_CHECK_BUILD_GRADIENT = 4
     SKIP_CHECK_EXECUTION_AGENT = 8
+
+
+class MemoryOptLevel(IntEnum):
+    """Who chooses what backward computes again."""
+
+    USER_SPECIFIED = 0
+    TRANSFORMER_LAYERWISE_RECOMPUTE = 1
+    TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE = 2
+
+
+@dataclass(frozen=True)
+class SubgraphConfig:
+    """What to do with the activations that one pattern of nodes computes: "BiasGelu+:1:-1".
+
+    Attributes:
+        pattern: the operators in order, each with "+" behind it.
+        kind: 0: keep them, 1: compute them again, 2: also where something smaller is then kept in their place.
+        count: the first so many; -1: all.
+    """
+
+    pattern: str
+    kind: int
+    count: int
+
+    @classmethod
+    def read(cls, text: str) -> SubgraphConfig:
+        """Reads one such text; raises ValueError for all else."""
+        found = re.fullmatch(r"((?:\w+\+)+):([012]):(-1|\d+)", text.strip())
+        if found is None:
+            raise ValueError(f"not a pattern with kind and count: {text!r}")
+        return cls(found[1], int(found[2]), int(found[3]))
+
+    def __str__(self) -> str:
+        return f"{self.pattern}:{self.kind}:{self.count}"

@@ -12,9 +12,12 @@ from onnxtrain.errors import OptionError
 from onnxtrain.options import json_file, without_effect
 from onnxtrain.options.kinds import (
     BOOL,
+    BUDGET,
     COUNT,
     FALLBACK_POLICY,
     LOG_LEVEL,
+    MEMORY_OPT_CONFIG,
+    MEMORY_OPT_LEVEL,
     NAMES,
     OPSET,
     PATH,
@@ -28,7 +31,7 @@ from onnxtrain.options.kinds import (
     opposite,
     optional,
 )
-from onnxtrain.options.policies import FallbackPolicy, LogLevel
+from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SubgraphConfig
 
 T = TypeVar("T")
 
@@ -77,6 +80,14 @@ class Options:
         optional(NAMES),
         "the outputs of the module that are read, such as 'loss'; what only others need is not computed, and using one "
         "of them raises; None keeps all",
+    )
+    memory_budget_bytes: int | float | str | None = _knob(
+        None,
+        optional(BUDGET),
+        "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward "
+        "computes again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes "
+        "of the first call; 'auto' is nine tenths of the memory that is free when the module is compiled",
+        "ONNXTRAIN_MEMORY_BUDGET",
     )
     compute_optimizer: bool = _knob(
         True,
@@ -166,6 +177,33 @@ class Options:
         "print the memory before and after forward and backward, in the first ten steps and those of a power of two",
         "ORTMODULE_PRINT_MEMORY_STATS",
     )
+    memory_opt_level: MemoryOptLevel = _knob(
+        MemoryOptLevel.USER_SPECIFIED,
+        MEMORY_OPT_LEVEL,
+        "what backward computes again: 0: what memory_opt_config says; 1: all that a numbered layer makes for itself; "
+        "2: and all subgraphs outside the layers, where something smaller may be kept in their place",
+        "ORTMODULE_MEMORY_OPT_LEVEL",
+    )
+    memory_opt_config: tuple[SubgraphConfig, ...] = _knob(
+        (),
+        MEMORY_OPT_CONFIG,
+        "the subgraphs that backward computes again, as pattern:kind:count; `onnxtrain memory MODEL` lists them",
+        "ORTMODULE_MEMORY_OPT_CONFIG",
+        OldName("ORTMODULE_ENABLE_MEMORY_ALLEVIATION"),
+    )
+    memory_opt_probe_recompute_level: str = _knob(
+        "0",
+        one_of("0", "1"),
+        "the nodes of which subgraphs consist: '0': cheap ones; '1': matrix products too",
+        "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL",
+    )
+    early_gradients: bool = _knob(
+        False,
+        BOOL,
+        "add each layer's gradients to .grad, and free them, while backward goes on, not all at its end; hooks fire as "
+        "layer by layer in eager",
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
+    )
     tuning: bool = _knob(
         True,
         BOOL,
@@ -206,6 +244,13 @@ class Options:
         for knob in knobs():
             value = knob.read(getattr(self, knob.name), f"the code's {knob.name}=")
             object.__setattr__(self, knob.name, value)
+        if self.memory_budget_bytes is not None and (self.memory_opt_level or self.memory_opt_config):
+            raise OptionError(
+                "Two options say what backward computes again.",
+                expected="memory_budget_bytes, or memory_opt_level and memory_opt_config",
+                got=f"memory_budget_bytes={self.memory_budget_bytes} and one of the others",
+                todo="Set one of them; memory_budget_bytes chooses by cost.",
+            )
 
     @classmethod
     def resolve(cls, **code: Any) -> Options:

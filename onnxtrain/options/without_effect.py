@@ -28,15 +28,10 @@ _ALWAYS_CHECKED = WithoutEffect(
     "every call is checked, in microseconds: a graph that does not fit the call would give wrong numbers.", SKIP_CHECK
 )
 _NO_BUILD = WithoutEffect("onnxtrain has no extensions to build: torch's own kernels run, on the GPU as well.")
-_NO_RECOMPUTE = WithoutEffect(
-    "onnxtrain keeps what backward reads and recomputes nothing by itself: "
-    "use torch.utils.checkpoint, or the model's own gradient checkpointing, which is captured."
-)
 _NO_TRITON = WithoutEffect("no part of the graph is compiled by Triton: each node runs a kernel of PyTorch.")
 _FUSED_ATTENTION = WithoutEffect(
     "attention runs PyTorch's fused kernels where they apply; torch.nn.attention.sdpa_kernel chooses among them."
 )
-_NO_EFFICIENT_GRADIENTS = WithoutEffect("parameters are read and gradients returned as eager does, at once.")
 
 VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_SKIPCHECK_POLICY": _ALWAYS_CHECKED,
@@ -44,11 +39,6 @@ VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_SKIPPED_AUTOGRAD_FUNCTIONS": WithoutEffect(
         "autograd functions are told apart by module and full name, so that none need be skipped."
     ),
-    "ORTMODULE_MEMORY_OPT_LEVEL": _NO_RECOMPUTE,
-    "ORTMODULE_MEMORY_OPT_CONFIG": _NO_RECOMPUTE,
-    "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL": _NO_RECOMPUTE,
-    "ORTMODULE_ENABLE_MEMORY_ALLEVIATION": _NO_RECOMPUTE,
-    "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _NO_EFFICIENT_GRADIENTS,
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect(
         "a capture leaves the module as it was, and copies nothing to do so."
     ),
@@ -72,7 +62,9 @@ JSON_KEYS: Mapping[str, WithoutEffect] = {
     "EnableGradAccOptimization": WithoutEffect("gradients are accumulated by autograd, as in eager."),
     "UseStaticShape": WithoutEffect("sizes stay open, and a batch of other sizes runs on the same graph."),
     "RunSymbolicShapeInference": WithoutEffect("shapes are always inferred."),
-    "UseMemoryEfficientGradient": _NO_EFFICIENT_GRADIENTS,
+    "UseMemoryEfficientGradient": WithoutEffect(
+        "a gradient reads what costs least to keep; the option early_gradients hands gradients over early."
+    ),
     "SkipCheck": _ALWAYS_CHECKED,
 }
 

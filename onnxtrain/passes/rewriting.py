@@ -11,6 +11,8 @@ from onnxtrain.graph import traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.ops.native import NOTE
 
+_CARRIED = ("module", "line", "gradient_of", "checkpoint", NOTE)
+
 
 @contextmanager
 def nodes_before(op: Builder, anchor: ir.Node) -> Iterator[None]:
@@ -20,9 +22,7 @@ def nodes_before(op: Builder, anchor: ir.Node) -> Iterator[None]:
     name once.
     """
     last = op.graph[-1]
-    origin = {
-        key: text for key, text in anchor.metadata_props.items() if key in ("module", "line", "gradient_of", NOTE)
-    }
+    origin = {key: text for key, text in anchor.metadata_props.items() if key in _CARRIED}
     with op.at(origin):
         yield
     added: list[ir.Node] = []

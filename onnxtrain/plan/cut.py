@@ -74,13 +74,13 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     earlier = _forward_nodes(joint, nodes, given)
     backward_nodes = [n for n in nodes if n not in earlier]
     asked = [g for g in gradients if g is not None]
-    backward, reads = _needed(backward_nodes, asked, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
+    backward, reads = needed(backward_nodes, asked, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
     kept = tuple(v for v in reads if v not in host and v not in given and v.const_value is None)
     crossing = tuple(v for v in reads if v in host)
 
     results = tuple(graph.outputs)[: joint.outputs]
     goals = [v for v in (*results, *kept, *crossing) if v.const_value is None]
-    forward, _ = _needed([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
+    forward, _ = needed([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
     inputs = tuple(v for v in graph.inputs if v not in given)
     return Cut(
         Part(forward, inputs, (), (*results, *kept), crossing, host, len(results)),
@@ -116,7 +116,7 @@ def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], given: set[ir.Value])
     return earlier
 
 
-def _needed(
+def needed(
     candidates: Sequence[ir.Node],
     goals: Sequence[ir.Value],
     host: frozenset[ir.Value],

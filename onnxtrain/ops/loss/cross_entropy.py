@@ -94,7 +94,11 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The backward kernels of what `cross_entropy` runs."""
     d_log_prob = nll_loss_backward(dy, log_prob, labels, weights, reduction, ignore_index, total_weight)
-    dx = torch._log_softmax_backward_data(d_log_prob, log_prob, 1, log_prob.dtype)
+    if dy.device.type == "cpu":
+        # Each row is summed before any of it is written: no second tensor as large as the scores.
+        dx: Tensor = aten._log_softmax_backward_data.out(d_log_prob, log_prob, 1, log_prob.dtype, out=d_log_prob)
+    else:
+        dx = torch._log_softmax_backward_data(d_log_prob, log_prob, 1, log_prob.dtype)
     if dtype is not None:
         dx = dx.to(dtype)
     return dx if bias is None else dx + bias

@@ -317,6 +317,11 @@ def fused_rms_norm(x: Any, axis: int, scale: Any, epsilon: float) -> Any:
     return torch._fused_rms_norm(x, x.shape[axis:], scale, epsilon)
 
 
+def _wide_bytes(n: NodeView, tensors: int) -> Size:
+    """What so many tensors of x's shape take in the type in which norms compute."""
+    return sizes.multiply(tensors, numel(n.x), int(statistics_type(dtype_of(n.x)).itemsize))
+
+
 def _one_type_on_cuda(n: NodeView, device: str) -> bool:
     return device == "cuda" and (n.scale is None or dtype_of(n.scale) == dtype_of(n.x))
 
@@ -338,6 +343,7 @@ fused(
         ),
     ),
     lower=lambda n, x, scale: Call(rms_norm, x, _axis(n), scale, n.epsilon),
+    workspace=lambda n: _wide_bytes(n, 1),
     axes=_norm_axes("X, H -> X, S"),
     flops=_flops(4),
 )
@@ -408,6 +414,7 @@ fused(
     lower=lambda n, dy, x, scale, inv_std: Call(
         rms_norm_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
     ),
+    workspace=lambda n: _wide_bytes(n, 3),
     axes=_norm_axes("X, X, H, S -> X, H"),
     flops=_flops(10),
 )

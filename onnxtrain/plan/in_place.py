@@ -56,3 +56,16 @@ def _is_fresh(value: ir.Value, own: set[ir.Node]) -> bool:
     if producer is None or producer not in own:
         return False
     return producer.domain != ATEN and Effects.PYTHON not in definition_of(producer).effects
+
+
+def last_uses(part: Part) -> dict[ir.Value, int]:
+    """For each tensor that is read, the position of the last node that reads it; outputs are read at the end."""
+    last: dict[ir.Value, int] = {}
+    for position, node in enumerate(part.nodes):
+        for value in node.inputs:
+            if value is not None:
+                last[value] = position
+    for output in part.outputs:
+        if output is not None:
+            last[output] = len(part.nodes)
+    return last

@@ -1,0 +1,132 @@
+"""`onnxtrain memory MODEL`: where the memory of a training step goes, in the terminal and as a page.
+
+The same step in eager PyTorch, as the plan predicts it here, and as it is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
+from onnxtrain.cli.page import write_page
+from onnxtrain.compile import Compiled
+from onnxtrain.engine import Engine
+from onnxtrain.errors import OptionError
+from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
+from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
+from onnxtrain.observe.step_memory import MeasuredStep, activations_of, largest_tensors, measure_step, predicted
+from onnxtrain.options import FallbackPolicy, Options
+from onnxtrain.plan.lifetimes import Timeline, timeline
+from onnxtrain.plan.storage import Storages
+from onnxtrain.plan.subgraphs import find_subgraphs, reports
+from onnxtrain.report import SubgraphReport
+
+_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    model_arguments(parser)
+    parser.add_argument("--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="(default: adamw)")
+    parser.add_argument("--largest", type=int, default=20, metavar="N", help="how many tensors to list (default: 20)")
+    parser.add_argument("--subgraphs", action="store_true", help="list what memory_opt_config can name")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the peaks and the largest tensors; writes the page where one is asked for."""
+    loaded = model_of(options)
+    name = type(loaded.module).__name__
+    twin = copy.deepcopy(loaded.module)
+    eager = _measure("Measured in eager PyTorch", loaded, twin, twin, options.optimizer)
+    # What is tried, and another program for padded batches, would make this step unlike the plan.
+    settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    engine = Engine(loaded.module, replace(settings, tuning=False, skip_padding="never"))
+    ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
+    plan, storages = _plan(engine)
+    tensors = largest_tensors(plan, storages, options.largest)
+    peaks = {
+        "eager PyTorch, measured": eager.activations,
+        "onnxtrain, predicted": activations_of(plan),
+        "onnxtrain, measured": ours.activations,
+    }
+    console = Console()
+    console.print(_peaks(peaks, ours))
+    console.print(_tensors(tensors))
+    if options.subgraphs:
+        console.print(_subgraphs(_what_can_be_named(engine.newest(), storages)))
+    if options.html is not None:
+        plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
+        charts = (
+            Chart(eager.timeline, "The allocator's events of one step."),
+            Chart(plan_drawn, "Before a step runs, from the sizes."),
+            Chart(ours.timeline, "The allocator's events of one step."),
+        )
+        about = f"One training step of {loaded.name}, optimizer {options.optimizer}; gradients are counted from none."
+        tiles = [Tile(as_bytes(count), f"activations, {name}") for name, count in peaks.items()]
+        write_page(options.html, render(f"Memory of {name}", about, tiles, charts, tensors))
+    return 0
+
+
+def _plan(engine: Engine) -> tuple[Timeline, Storages]:
+    """The plan of the newest graph, at the sizes that it was compiled for."""
+    compiled = engine.newest()
+    assert compiled.parts is not None, "a step with a gradient ran"
+    nodes = (*compiled.parts.forward.nodes, *compiled.parts.backward.nodes)
+    storages = Storages(nodes, compiled.known, compiled.unit.device_type)
+    return timeline(compiled.parts, storages), storages
+
+
+def _what_can_be_named(compiled: Compiled, storages: Storages) -> Sequence[SubgraphReport]:
+    if compiled.report.subgraphs or compiled.parts is None:
+        return compiled.report.subgraphs
+    changed = [compiled.parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
+    return reports(find_subgraphs(compiled.parts, storages, changed), ())
+
+
+def _measure(
+    title: str, loaded: LoadedModel, module: torch.nn.Module, run: Callable[..., Any], optimizer: str
+) -> MeasuredStep:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise OptionError("MODEL has nothing to train.", where=loaded.name, todo="give a model with parameters")
+    chosen = None if optimizer == "none" else _OPTIMIZERS[optimizer](parameters)
+    return measure_step(title, module, chosen, lambda: run(*loaded.args, **loaded.kwargs), loss_of)
+
+
+def _peaks(peaks: Mapping[str, int], step: MeasuredStep) -> Table:
+    result = Table(header_style="bold", title="peak of activations", title_justify="left")
+    result.add_column("step")
+    result.add_column("bytes", justify="right")
+    for name, count in peaks.items():
+        result.add_row(name, as_bytes(count))
+    for name, count in step.state.items():
+        result.add_row(f"{name}, there all the time", as_bytes(count))
+    return result
+
+
+def _tensors(tensors: Sequence[TensorGroup]) -> Table:
+    result = Table(header_style="bold", title="largest tensors", title_justify="left")
+    for name, is_number in COLUMNS:
+        result.add_column(name, justify="right" if is_number else "left", overflow="fold")
+    for group in tensors:
+        result.add_row(*(cell.replace("[", r"\[") for cell in cells(group)))
+    return result
+
+
+def _subgraphs(rows: Sequence[SubgraphReport]) -> Table:
+    result = Table(header_style="bold", title="activations that can be computed again", title_justify="left")
+    for name in ("saves", "count", "status", "memory_opt_config"):
+        result.add_column(name, justify="right" if name in ("saves", "count") else "left", overflow="fold")
+    for row in rows:
+        result.add_row(as_bytes(row.saved_bytes), str(row.frequency), row.status, row.config)
+    return result

@@ -1,0 +1,243 @@
+"""The memory of a training step as plain values, and as a stacked chart in SVG: no script, no network.
+
+    predicted(plan) ─┐
+    measured(step)  ─┴─▶ MemoryTimeline: bytes held in each stretch of the step, by what for ─draw─▶ <svg>
+
+The page that holds the chart gives its colours: `STYLE`, light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+# What memory is held for, from the bottom of the chart up.
+BANDS = ("parameters", "optimizer state", "gradients", "activations kept", "temporary")
+
+_WIDTH, _HEIGHT = 860, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 22, 46
+_NARROW = 70  # pixels that the name of a phase takes
+_MOST_STRETCHES = 640  # finer than a screen shows
+
+STYLE = """
+:root { --b0: #8d99a8; --b1: #b9a9d6; --b2: #63a583; --b3: #3f7fcf; --b4: #e0803f; --peak: #a3262a; }
+@media (prefers-color-scheme: dark) {
+  :root { --b0: #5f6b7a; --b1: #7d6ba6; --b2: #4f8f6e; --b3: #4a86d0; --b4: #d97836; --peak: #ff8d85; }
+}
+.memory .b0 { fill: var(--b0); } .memory .b1 { fill: var(--b1); } .memory .b2 { fill: var(--b2); }
+.memory .b3 { fill: var(--b3); } .memory .b4 { fill: var(--b4); }
+.memory .grid { stroke: var(--rule); } .memory .tick, .memory .phase { fill: var(--quiet); font-size: 12px; }
+.memory .phase-line { stroke: var(--quiet); stroke-dasharray: 2 4; }
+.memory .peak-line { stroke: var(--peak); stroke-dasharray: 5 3; }
+.memory .peak { fill: var(--peak); font-size: 12px; font-weight: 600; }
+.memory .column { fill: transparent; } .memory .column:hover { fill: var(--text); opacity: .12; }
+.memory-legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 14px; margin-bottom: 6px; }
+.memory-legend span::before {
+  content: ""; display: inline-block; width: 12px; height: 12px; margin-right: 6px; border-radius: 3px;
+  vertical-align: -1px; background: var(--band);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a step in which what is held does not change.
+
+    Attributes:
+        start, end: where on the axis it lies.
+        held: for each of BANDS, the bytes.
+        doing: what runs, such as a node with its module.
+    """
+
+    start: float
+    end: float
+    held: tuple[int, ...]
+    doing: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.held)
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """The memory of a step.
+
+    Attributes:
+        title: what it is of.
+        axis: what the axis counts, such as "ms" or "nodes".
+        stretches: in order, without gaps.
+        phases: (name, where it starts), in order.
+    """
+
+    title: str
+    axis: str
+    stretches: tuple[Stretch, ...]
+    phases: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def peak(self) -> Stretch:
+        """The stretch in which most is held."""
+        return max(self.stretches, key=lambda stretch: stretch.total)
+
+    @property
+    def peak_of_activations(self) -> int:
+        """The most bytes that are held at once of what a step makes: of all but parameters and optimizer state."""
+        return max(sum(stretch.held[2:]) for stretch in self.stretches)
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one kind that a step holds: those that equal layers make on the same line of the user's code.
+
+    Attributes:
+        name: the first one's name in the graph.
+        count: how many they are.
+        bytes: what they take together.
+        op: what makes them.
+        module: the qualified name of the submodule, with {} for the layer's number where they differ.
+        line: the user's source line.
+        shape: sizes in this step.
+        dtype: the element type.
+        held_for: one of BANDS.
+        status: what the plan does with them: "kept", "computed again", or "".
+        at_peak: how many of them are held when most is.
+    """
+
+    name: str
+    count: int
+    bytes: int
+    op: str
+    module: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+    held_for: str
+    status: str = ""
+    at_peak: int = 0
+
+
+def as_bytes(count: float) -> str:
+    """Bytes for people: "12.3 MiB"."""
+    power = min(int(math.log(abs(count), 1024)), 3) if abs(count) >= 1024 else 0
+    number = count / 1024**power
+    return f"{number:,.{0 if power == 0 or number >= 100 else 1}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def legend(timelines: Sequence[MemoryTimeline]) -> str:
+    """The legend, as HTML, of the bands that these charts have."""
+    present = [any(s.held[band] for t in timelines for s in t.stretches) for band in range(len(BANDS))]
+    items = [
+        f'<span style="--band: var(--b{band})">{escape(name)}</span>'
+        for band, name in enumerate(BANDS)
+        if present[band]
+    ]
+    return f'<div class="memory-legend">{"".join(items)}</div>'
+
+
+def draw(timeline: MemoryTimeline, top: int | None = None) -> str:
+    """The chart as SVG.
+
+    Args:
+        timeline: what to draw; it has a stretch or more.
+        top: the bytes that the vertical axis must reach, so that charts side by side have one scale.
+    """
+    stretches = _coarse(timeline.stretches)
+    ticks = _ticks(max(top or 0, timeline.peak.total, 1))
+    first, last = stretches[0].start, stretches[-1].end
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def across(x: float) -> float:
+        return _LEFT + (x - first) / ((last - first) or 1) * width
+
+    def down(count: float) -> float:
+        return _TOP + height * (1 - count / ticks[-1])
+
+    parts = [f'<svg class="memory" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(timeline.title)}">']
+    for tick in ticks:
+        y = down(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{as_bytes(tick)}</text>')
+    parts += _areas(stretches, across, down)
+    parts += _phases(timeline, across)
+    parts += _peak(timeline, across, down)
+    for stretch in stretches:
+        left, right = across(stretch.start), across(stretch.end)
+        parts.append(
+            f'<rect class="column" x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.6):.1f}" height="{height}">'
+            f"<title>{escape(_described(stretch))}</title></rect>"
+        )
+    label = f"{timeline.axis}: {_number(first)} to {_number(last)}"
+    parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">{escape(label)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def _described(stretch: Stretch) -> str:
+    rows = [f"{as_bytes(held)} {name}" for name, held in zip(BANDS, stretch.held, strict=True) if held]
+    return "\n".join([f"{as_bytes(stretch.total)} in all", *rows, *([stretch.doing] if stretch.doing else [])])
+
+
+def _coarse(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """No more of them than a screen shows; of those that fall together, the one with most bytes."""
+    if len(stretches) <= _MOST_STRETCHES:
+        return list(stretches)
+    start, end = stretches[0].start, stretches[-1].end
+    bin_of: Callable[[Stretch], int] = lambda s: int((s.start - start) / ((end - start) or 1) * _MOST_STRETCHES)
+    groups: dict[int, list[Stretch]] = {}
+    for stretch in stretches:
+        groups.setdefault(bin_of(stretch), []).append(stretch)
+    found = []
+    for group in groups.values():
+        most = max(group, key=lambda stretch: stretch.total)
+        found.append(Stretch(group[0].start, group[-1].end, most.held, most.doing))
+    return found
+
+
+def _ticks(top: int) -> list[int]:
+    """Round numbers of bytes from 0 up, the last at or above `top`."""
+    unit = 1024 ** min(int(math.log(top, 1024)), 3) if top >= 1024 else 1
+    rough = top / unit / 4
+    scale = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
+    step = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= rough) * unit
+    return [round(step * index) for index in range(math.ceil(top / step) + 1)]
+
+
+def _areas(
+    stretches: Sequence[Stretch], across: Callable[[float], float], down: Callable[[float], float]
+) -> Iterator[str]:
+    below = [0] * len(stretches)
+    for band in range(len(BANDS)):
+        above = [base + stretch.held[band] for base, stretch in zip(below, stretches, strict=True)]
+        if above != below:
+            upper = [(x, down(y)) for s, y in zip(stretches, above, strict=True) for x in (s.start, s.end)]
+            lower = [(x, down(y)) for s, y in zip(stretches, below, strict=True) for x in (s.start, s.end)]
+            points = " ".join(f"{across(x):.1f},{y:.1f}" for x, y in (*upper, *reversed(lower)))
+            yield f'<polygon class="b{band}" points="{points}"/>'
+        below = above
+
+
+def _phases(timeline: MemoryTimeline, across: Callable[[float], float]) -> Iterator[str]:
+    for name, start in timeline.phases:
+        x = across(start)
+        yield f'<line class="phase-line" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        place = f'x="{x + 4:.1f}"' if x + _NARROW < _WIDTH else f'x="{_WIDTH - 2}" text-anchor="end"'
+        yield f'<text class="phase" {place} y="{_HEIGHT - 28}">{escape(name)}</text>'
+
+
+def _peak(timeline: MemoryTimeline, across: Callable[[float], float], down: Callable[[float], float]) -> Iterator[str]:
+    peak = timeline.peak
+    x, y = across((peak.start + peak.end) / 2), down(peak.total)
+    yield f'<line class="peak-line" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    anchor = "start" if x < _WIDTH / 3 else "end" if x > 2 * _WIDTH / 3 else "middle"
+    yield f'<text class="peak" x="{x:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}">peak {as_bytes(peak.total)}</text>'
+
+
+def held_by_band(amounts: Mapping[str, int]) -> tuple[int, ...]:
+    """Bytes by the name of their band, in the order of BANDS."""
+    return tuple(amounts.get(name, 0) for name in BANDS)

@@ -1,0 +1,240 @@
+"""The memory of one training step: as the plan predicts it, and as the allocator is seen to give it out.
+
+Parameters and the optimizer's state are there before and after; a step adds activations, gradients and temporary
+tensors. Gradients are counted from nothing, as after `zero_grad()`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.observe.allocations import Allocation, Recording, peak_bytes, record
+from onnxtrain.observe.memory_timeline import MemoryTimeline, Stretch, TensorGroup, held_by_band
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.plan.lifetimes import Allocation as PlannedAllocation
+from onnxtrain.plan.lifetimes import Kind, Timeline
+from onnxtrain.plan.storage import Storages
+
+_BAND = {
+    Kind.KEPT: "activations kept",
+    Kind.RESULT: "activations kept",
+    Kind.GRADIENT: "gradients",
+    Kind.TEMPORARY: "temporary",
+}
+_FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
+_PHASES = (_FORWARD, _BACKWARD, _OPTIMIZER)
+_WARM_UP = 2  # steps that compile, and make the optimizer's state
+
+
+# Predicted
+
+
+def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str, int]) -> MemoryTimeline:
+    """The timeline of a plan; arithmetic on sizes, which takes no memory, is left out.
+
+    Args:
+        title: what it is of.
+        plan: which memory is held at which node.
+        storages: what it was made from.
+        state: the bytes that are there all the time, by their band.
+    """
+    changes = [dict.fromkeys(_BAND.values(), 0) for _ in range(len(plan.nodes) + 1)]
+    for one in plan.allocations:
+        changes[one.first][_BAND[one.kind]] += one.nbytes
+        changes[min(one.last, len(plan.nodes) - 1) + 1][_BAND[one.kind]] -= one.nbytes
+    held = dict.fromkeys(_BAND.values(), 0)
+    stretches: list[Stretch] = []
+    backward = 0
+    for position, node in enumerate(plan.nodes):
+        held = {band: held[band] + changes[position][band] for band in held}
+        if storages.host.issuperset(node.outputs):
+            continue
+        if position < plan.forward:
+            backward = len(stretches) + 1
+        now = {**state, **held, "temporary": held["temporary"] + plan.workspace[position]}
+        module = node.metadata_props.get("module", "")
+        doing = f"{'gradient of ' * ('gradient_of' in node.metadata_props)}{node.op_type} {module}".strip()
+        stretches.append(Stretch(len(stretches), len(stretches) + 1, held_by_band(now), doing))
+    return MemoryTimeline(title, "nodes", tuple(stretches), ((_FORWARD, 0), (_BACKWARD, backward)))
+
+
+def activations_of(plan: Timeline) -> int:
+    """The peak of a plan without its gradients, in bytes."""
+    kept = replace(plan, allocations=tuple(a for a in plan.allocations if a.kind is not Kind.GRADIENT))
+    return kept.peak
+
+
+def largest_tensors(
+    plan: Timeline, storages: Storages, count: int, again: Iterable[str | None] = ()
+) -> list[TensorGroup]:
+    """What takes most bytes of what a step makes.
+
+    Args:
+        plan: which memory is held at which node.
+        storages: the sizes.
+        count: how many groups.
+        again: the names of the values that backward computes again.
+    """
+    held, computed_again = plan.held(), set(again)
+    peak = max(range(len(held)), key=held.__getitem__, default=0)
+    groups: dict[TensorGroup, list[PlannedAllocation]] = {}
+    for one in plan.allocations:
+        node = one.value.producer()
+        assert node is not None  # an allocation is made by a node
+        props = node.metadata_props
+        status = "computed again" if one.value.name in computed_again else "kept" if one.kind is Kind.KEPT else ""
+        key = TensorGroup(
+            name="",
+            count=0,
+            bytes=0,
+            op="gradient of " * ("gradient_of" in props) + node.op_type,
+            module=_without_numbers(props.get("module", "")),
+            line=_short(props.get("line", "")),
+            shape=storages.shape(one.value),
+            dtype=str(TORCH_DTYPES[dtype_of(one.value)]).removeprefix("torch."),
+            held_for=_BAND[one.kind],
+            status=status,
+        )
+        groups.setdefault(key, []).append(one)
+    found = [_filled(key, members, peak) for key, members in groups.items()]
+    return sorted(found, key=lambda group: -group.bytes)[:count]
+
+
+def _filled(key: TensorGroup, members: Sequence[PlannedAllocation], peak: int) -> TensorGroup:
+    modules = {p.metadata_props.get("module", "") for one in members if (p := one.value.producer()) is not None}
+    return replace(
+        key,
+        name=members[0].value.name or "",
+        count=len(members),
+        bytes=sum(one.nbytes for one in members),
+        module=modules.pop() if len(modules) == 1 else key.module,
+        at_peak=sum(one.first <= peak <= one.last for one in members),
+    )
+
+
+def _without_numbers(module: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "{}", module)
+
+
+def _short(line: str) -> str:
+    """A source line without the folder that packages are installed in, or the current one."""
+    return re.sub(r"^.*/(?:site|dist)-packages/", "", line.removeprefix(f"{Path.cwd()}/"))
+
+
+# Measured
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a step was seen to hold.
+
+    Attributes:
+        timeline: all of it.
+        activations: the peak of forward and backward without the gradients that stay, in bytes.
+        state: the bytes that are there before and after, by their band.
+    """
+
+    timeline: MemoryTimeline
+    activations: int
+    state: Mapping[str, int]
+
+
+def measure_step(
+    title: str,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    run: Callable[[], Any],
+    loss_of: Callable[[Any], torch.Tensor],
+) -> MeasuredStep:
+    """Trains for a few steps and records the last. The output is held until backward is done, as in most loops.
+
+    Args:
+        title: what it is of.
+        module: what is trained.
+        optimizer: steps on its parameters; None: without.
+        run: runs forward and gives the output.
+        loss_of: the loss of an output.
+    """
+
+    def step() -> None:
+        with record_function(_FORWARD):
+            output = run()
+            loss = loss_of(output)
+        with record_function(_BACKWARD):
+            loss.backward()
+        del output, loss
+        addresses.update(_address(p.grad) for p in module.parameters() if p.grad is not None)
+        if optimizer is not None:
+            with record_function(_OPTIMIZER):
+                optimizer.step()
+
+    addresses: set[int] = set()
+    for _ in range(_WARM_UP):
+        step()
+        module.zero_grad()
+    addresses.clear()
+    recording = record(step)
+    state = {"parameters": _bytes([*module.parameters(), *module.buffers()])}
+    if optimizer is not None:
+        state["optimizer state"] = _bytes(_tensors_of(optimizer.state))
+    module.zero_grad()
+    return _measured(title, recording, addresses, state)
+
+
+def _measured(title: str, recording: Recording, gradients: set[int], state: Mapping[str, int]) -> MeasuredStep:
+    ranges = {name: recording.range(name) for name in (_FORWARD, _BACKWARD)}
+    forward, backward = ranges[_FORWARD], ranges[_BACKWARD]
+    ends = [r.end for r in recording.ranges if r.name == _OPTIMIZER]
+    start, end = forward.start, max([backward.end, *ends])
+
+    def band(one: Allocation) -> str:
+        assert one.start is not None
+        if one.address in gradients and one.start >= backward.start and (one.end is None or one.end > backward.end):
+            return "gradients"
+        crosses = one.start <= forward.end and (one.end is None or one.end > forward.end)
+        return "activations kept" if crosses else "temporary"
+
+    own = [one for one in recording.allocations if one.start is not None and start <= one.start <= end]
+    bands = {one: band(one) for one in own}
+    changes = sorted(
+        [(one.start or start, one.bytes, bands[one], one.made_by) for one in own]
+        + [(one.end, -one.bytes, bands[one], "") for one in own if one.end is not None and one.end <= end],
+        key=lambda change: change[0],
+    )
+    held = dict.fromkeys(_BAND.values(), 0)
+    stretches = [Stretch(0.0, 0.0, held_by_band(state))]
+    for at, change, name, maker in changes:
+        held[name] += change
+        ms = (at - start) / 1000
+        last = stretches[-1]
+        stretches[-1] = Stretch(last.start, ms, last.held, last.doing)
+        stretches.append(Stretch(ms, ms, held_by_band({**state, **held}), maker))
+    last = stretches[-1]
+    stretches[-1] = Stretch(last.start, (end - start) / 1000, last.held, last.doing)
+    phases = [
+        (r.name, (r.start - start) / 1000) for r in recording.ranges if r.name in (_FORWARD, _BACKWARD, _OPTIMIZER)
+    ]
+    in_step = [one for one in own if bands[one] != "gradients" and (one.start or start) <= backward.end]
+    return MeasuredStep(MemoryTimeline(title, "ms", tuple(stretches), tuple(phases)), peak_bytes(in_step), dict(state))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Of their memory; what two share counts once."""
+    storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _tensors_of(state: Mapping[Any, Mapping[str, Any]]) -> list[torch.Tensor]:
+    return [value for of_one in state.values() for value in of_one.values() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,358 @@
+"""Gradients that are handed over layer by layer while backward goes on, as in eager."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import KernelError
+from onnxtrain.observe.allocations import peak_bytes, record
+from onnxtrain.plan import split
+from tests.zoo.entry import ZooModel
+from tests.zoo.models import ZOO
+
+WIDTH = 16
+
+
+class Network(nn.Module):
+    """Layers, one of them used twice, and an embedding that is the head's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 11)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.table(tokens) * scale
+        for layer in (*self.layers, self.layers[1]):
+            x = torch.tanh(layer(x)) + x
+        x = self.norm(x)
+        return self.head(x), x.sum(-1)
+
+
+Sides = tuple[tuple[nn.Module, nn.Module], tuple[nn.Module, nn.Module]]  # (what runs, whose parameters), ours, eager's
+
+
+def sides(module: nn.Module | None = None) -> Sides:
+    torch.manual_seed(3)
+    eager = (module or Network()).double()
+    mine = copy.deepcopy(eager)
+    return (ORTModule(mine, rng="torch", early_gradients=True), mine), (eager, eager)
+
+
+def inputs(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(4)
+    return torch.randint(11, (rows, 5)), torch.rand(rows, 5, 1, dtype=torch.float64, requires_grad=True)
+
+
+def both(compared: Sides, run: Callable[[nn.Module, nn.Module], Any]) -> None:
+    """Runs the same on ours and on eager: what it gives and the gradients must be the same."""
+    results = []
+    for runs, module in compared:
+        given = run(runs, module)
+        results.append([*given, *(p.grad for p in module.parameters())])
+    mine, eager = results
+    assert len(mine) == len(eager)
+    for a, b in zip(mine, eager, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b)
+        else:
+            assert a == b
+
+
+def loss_of(output: Sequence[torch.Tensor]) -> torch.Tensor:
+    return output[0].square().mean() + output[1].sin().sum()
+
+
+def stages_of(model: nn.Module) -> int:
+    """In how many stages the newest backward ran."""
+    (backward,) = model.__dict__["_engine"].newest().unit._backwards.values()
+    return len(backward.program.programs)
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, marks=[] if entry.name in ("lstm", "tied-weights") else pytest.mark.slow)
+        for entry in ZOO
+        if not entry.falls_back
+    ],
+    ids=lambda entry: entry.name,
+)
+def test_gradients_are_those_of_one_backward_bit_for_bit(entry: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "_MOST_STAGES", 1_000_000)
+    module = entry.build(torch.float32)
+    found = []
+    for early in (False, True):
+        mine = copy.deepcopy(module)
+        model = ORTModule(mine, rng="torch", early_gradients=early, skip_padding="never")
+        for batch, length in entry.sizes:
+            call = entry.arguments(batch, length)
+            torch.manual_seed(5)
+            entry.loss(model(*call.args, **call.kwargs)).backward()  # .grad of one call is added to by the next
+        found.append({name: p.grad for name, p in mine.named_parameters()})
+    assert found[0].keys() == found[1].keys()
+    for name, plain in found[0].items():
+        staged = found[1][name]
+        assert (plain is None) == (staged is None), name
+        assert plain is None or (staged is not None and torch.equal(staged, plain)), name
+
+
+def test_there_are_stages() -> None:
+    ((model, _), _) = sides()
+    loss_of(model(*inputs())).backward()
+    assert stages_of(model) >= 4
+
+
+def test_small_gradients_share_a_stage() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(40)]
+    model = ORTModule(nn.Sequential(nn.Linear(64, 4), *layers, nn.Linear(4, 64)), rng="torch", early_gradients=True)
+    model(torch.ones(2, 64)).sum().backward()
+    assert 2 < stages_of(model) <= split._MOST_STAGES
+
+
+# Hooks
+
+
+def test_hooks_fire_once_each_in_the_order_of_the_layers() -> None:
+    orders = []
+    for runs, module in sides():
+        seen: list[str] = []
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda g, n=name, s=seen: s.append(f"gradient {n}"))
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name, s=seen: s.append(f"added {n}"))
+        loss_of(runs(*inputs())).backward()
+        orders.append(seen)
+    mine, eager = orders
+    assert sorted(mine) == sorted(eager)
+    layers = [[name for name in seen if name.startswith("added") and "weight" in name] for seen in orders]
+    assert layers[0] == layers[1]
+    for seen in orders:  # a gradient is added before that of the layer below it exists
+        assert seen.index("added layers.2.weight") < seen.index("gradient layers.0.weight")
+
+
+def test_a_hook_may_replace_the_gradient() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        module.get_parameter("layers.1.weight").register_hook(lambda gradient: gradient * 3)
+        loss_of(runs(*inputs())).backward()
+        return []
+
+    both(sides(), run)
+
+
+def test_an_optimizer_that_runs_in_backward() -> None:
+    """A parameter is written to as soon as its gradient is there: what backward still computes must not read it."""
+
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        def step(parameter: torch.Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.5)
+            parameter.grad = None
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            loss_of(runs(*inputs())).backward()
+        return [p.detach() for p in module.parameters()]
+
+    both(sides(), run)
+
+
+def test_a_hook_that_changes_what_a_later_stage_reads() -> None:
+    for runs, module in sides():
+        first = module.get_parameter("layers.0.weight")
+
+        def change(parameter: torch.Tensor, first: torch.Tensor = first) -> None:
+            with torch.no_grad():
+                first.zero_()
+
+        module.get_parameter("norm.weight").register_post_accumulate_grad_hook(change)
+        with pytest.raises((RuntimeError, KernelError), match=r"in ?place"):
+            loss_of(runs(*inputs())).backward()
+
+
+# Autograd
+
+
+def test_asking_for_some_gradients() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        tokens, scale = inputs()
+        wanted = [module.get_parameter("layers.2.weight"), scale, module.get_parameter("table.weight")]
+        found = [*torch.autograd.grad(loss_of(runs(tokens, scale)), wanted)]
+        assert all(p.grad is None for p in module.parameters())
+        loss_of(runs(tokens, scale)).backward(inputs=[module.get_parameter("norm.weight")])
+        return [*found, scale.grad]
+
+    both(sides(), run)
+
+
+def test_what_is_not_asked_for_is_not_computed() -> None:
+    ((model, module), _) = sides()
+    loss_of(model(*inputs())).backward()
+    (backward,) = model.__dict__["_engine"].newest().unit._backwards.values()
+    ran = []
+    for number, program in enumerate(backward.program.programs):
+        run = program.run
+        program.run = lambda *given, run=run, number=number: (ran.append(number), run(*given))[1]
+    loss_of(model(*inputs())).backward(inputs=[module.get_parameter("norm.weight")])
+    assert ran == list(range(len(ran)))
+    assert len(ran) < len(backward.program.programs)
+
+
+def test_a_second_backward_through_a_retained_graph() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        loss = loss_of(runs(*inputs()))
+        loss.backward(retain_graph=True, inputs=[module.get_parameter("norm.weight")])  # stops on its way
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return []
+
+    both(sides(), run)
+
+
+def test_two_forwards_in_flight() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        first, second = runs(*inputs(3)), runs(*inputs(2))
+        loss_of(first).backward()
+        third = loss_of(runs(*inputs(4)))
+        (third + loss_of(second)).backward()
+        return []
+
+    both(sides(), run)
+
+
+def test_an_output_that_is_not_used() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        runs(*inputs())[1].sum().backward()
+        return []
+
+    both(sides(), run)
+
+
+@pytest.mark.filterwarnings("ignore:create_graph=True")
+def test_a_gradient_of_gradients() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        parameters = list(module.parameters())
+        first = torch.autograd.grad(loss_of(runs(*inputs())), parameters, create_graph=True)
+        return list(torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), parameters))
+
+    both(sides(), run)
+
+
+def test_a_gradient_scaler_and_clipping() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                loss = loss_of(runs(*inputs()))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return [p.detach() for p in module.parameters()]
+
+    both(sides(), run)
+
+
+def test_a_hook_that_raises_leaves_the_next_step_as_it_should_be() -> None:
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        def fail(gradient: torch.Tensor) -> None:
+            raise ValueError("mine")
+
+        handle = module.get_parameter("layers.1.weight").register_hook(fail)
+        with pytest.raises(ValueError, match="mine"):
+            loss_of(runs(*inputs())).backward()
+        handle.remove()
+        module.zero_grad()
+        loss_of(runs(*inputs())).backward()
+        return []
+
+    both(sides(), run)
+
+
+# Where there are no stages
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * 2
+
+
+class WithFunction(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.last(torch.tanh(self.first(x))), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda y, x: (Double.apply(y), y), "a custom autograd function"),
+        (lambda y, x: (y, x.view(-1)), "an output may be a view"),
+    ],
+    ids=["autograd-function", "view"],
+)
+def test_what_has_no_stages_says_so_and_is_right(
+    function: Callable[..., Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+
+    def run(runs: nn.Module, module: nn.Module) -> list[Any]:
+        x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH).requires_grad_()
+        runs(x)[0].square().sum().backward()
+        return [x.grad]
+
+    both(sides(WithFunction(function)), run)
+    assert f"at the end of backward: {why}" in caplog.text
+
+
+# Bytes
+
+
+def test_the_peak_of_a_step_that_adds_to_gradients() -> None:
+    """All gradients at once are what the early ones save; one layer's, and the share that waits, stay."""
+    width, layers = 256, 12
+    bytes_of_layer = 4 * width * (width + 1)
+    peaks = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())])
+        model = ORTModule(module, rng="torch", early_gradients=early)
+        x = torch.rand(2, width)
+
+        def step(model: nn.Module = model, x: torch.Tensor = x) -> None:
+            model(x).sum().backward()
+
+        step()
+        step()
+        peaks.append(peak_bytes(record(step).allocations))
+    activations = 3 * layers * 2 * width * 4  # far less than a layer's gradient
+    assert peaks[0] >= layers * bytes_of_layer
+    assert peaks[1] <= 2 * bytes_of_layer + activations

@@ -1,0 +1,185 @@
+"""memory_opt_level and memory_opt_config: recompute by patterns of subgraphs and by layers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import OptionError
+from onnxtrain.observe.allocations import peak_bytes, record
+from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
+
+WIDTH = 48  # a product is no cheap node
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+
+class Network(nn.Module):
+    """Numbered layers, and BatchNorm, whose buffers forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.tanh(self.norm(x) * 2)
+
+
+def train(module: nn.Module, **options: Any) -> tuple[ORTModule, list[torch.Tensor]]:
+    """A step at each of some sizes; the gradients, sums of all, and buffers."""
+    mine = copy.deepcopy(module)
+    model = ORTModule(mine, rng="torch", **options)
+    for rows in (6, 3, 9):
+        torch.manual_seed(rows)
+        model(torch.randn(rows, WIDTH)).square().sum().backward()
+    gradients = [p.grad for p in mine.parameters() if p.grad is not None]
+    return model, [tensor.clone() for tensor in (*gradients, *mine.buffers())]
+
+
+def kept_bytes(model: ORTModule) -> int:
+    """What a step holds at most, without the gradients, which are added to."""
+
+    def step() -> None:
+        model(torch.ones(512, WIDTH)).square().sum().backward()
+
+    step()
+    return peak_bytes(record(step).allocations)
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return Network()
+
+
+@pytest.fixture(scope="module")
+def plain(module: nn.Module) -> tuple[int, list[torch.Tensor]]:
+    model, found = train(module)
+    return kept_bytes(model), found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_opt_config": "Gelu+:1:-1"},
+        {"memory_opt_config": "Gelu+:1:2"},
+        {"memory_opt_level": 1},
+        {"memory_opt_level": 2},
+        {"memory_opt_level": 1, "early_gradients": True},
+    ],
+    ids=str,
+)
+def test_less_is_kept_and_no_bit_changes(
+    options: dict[str, Any], module: nn.Module, plain: tuple[int, list[torch.Tensor]]
+) -> None:
+    model, found = train(module, **options)
+    assert all(map(torch.equal, found, plain[1]))
+    assert len(found) == len(plain[1])
+    assert any(stage.made for stage in model.report().stages if stage.name == "plan")
+    assert kept_bytes(model) < plain[0]
+
+
+def test_a_count_and_a_kind_decide_how_many(module: nn.Module) -> None:
+    done = []
+    for config in ("Gelu+:1:-1", "Gelu+:1:1", "Gelu+:0:-1"):
+        model, _ = train(module, memory_opt_config=config)
+        (row,) = [row for row in model.report().subgraphs if row.pattern == "Gelu+"]
+        assert row.frequency == 4
+        assert row.saved_bytes == 4 * 6 * 4 * WIDTH * 4  # of 4 layers, at the sizes of the first call
+        assert row.config == "Gelu+:1:-1"
+        done.append(row.computed_again)
+    assert done == [4, 1, 0]
+
+
+def test_products_are_in_subgraphs_where_they_are_asked_for(module: nn.Module) -> None:
+    patterns = []
+    for level in ("0", "1"):
+        model, _ = train(module, memory_opt_config="Gelu+:1:-1", memory_opt_probe_recompute_level=level)
+        patterns.append({row.pattern for row in model.report().subgraphs})
+    assert not any("Linear" in pattern for pattern in patterns[0])
+    assert any("Linear" in pattern for pattern in patterns[1])
+
+
+def test_the_summary_is_logged(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+    train(module, memory_opt_config="Gelu+:1:2,Gello+:1:-1")
+    (text,) = [r.getMessage() for r in caplog.records if "memory optimization: level 0" in r.getMessage()]
+    assert "config Gelu+:1:2,Gello+:1:-1" in text
+    assert any(line.startswith("Gelu+ ") and "2 of 4 computed again" in line for line in text.splitlines())
+    assert "no kept activation is computed by Gello+: is Gelu+ meant?" in caplog.text
+
+
+def test_a_model_without_layers_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ORTModule(nn.Linear(2, 2), memory_opt_level=1)(torch.ones(1, 2)).sum().backward()
+    assert "there is no layer" in caplog.text
+
+
+def test_nothing_is_planned_without_the_options(module: nn.Module) -> None:
+    model, _ = train(module)
+    assert model.report().subgraphs == ()
+
+
+# The forms of the options
+
+
+@pytest.mark.parametrize("variable", ["ORTMODULE_MEMORY_OPT_CONFIG", "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"])
+def test_patterns_as_text(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "BiasGelu+:1:-1, Cast+Where+:2:3")
+    expected = SubgraphConfig("BiasGelu+", 1, -1), SubgraphConfig("Cast+Where+", 2, 3)
+    assert Options.resolve().memory_opt_config == expected
+
+
+def test_patterns_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "recompute.json"
+    file.write_text(json.dumps(["BiasGelu+:1:-1", "Cast+Where+:0:3"]))
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", str(file))
+    expected = SubgraphConfig("BiasGelu+", 1, -1), SubgraphConfig("Cast+Where+", 0, 3)
+    assert Options.resolve().memory_opt_config == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["Gelu", "Gelu+", "Gelu+:3:-1", "Gelu+:1:-2", "Gelu:1:1", "Gelu+:1", "there/is/no.json"]
+)
+def test_bad_patterns(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", text)
+    with pytest.raises(OptionError, match="ORTMODULE_MEMORY_OPT_CONFIG"):
+        Options.resolve()
+
+
+@pytest.mark.parametrize("content", ['{"Gelu+": 1}', "[1]", "["])
+def test_bad_files(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "recompute.json"
+    file.write_text(content)
+    with pytest.raises(OptionError, match="memory_opt_config"):
+        Options.resolve(memory_opt_config=str(file))
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    assert Options.resolve().memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "3")
+    with pytest.raises(OptionError, match="0, 1 or 2"):
+        Options.resolve()
+
+
+def test_a_budget_and_a_level_are_two_answers_to_one_question(module: nn.Module) -> None:
+    with pytest.raises(OptionError, match="memory_budget_bytes"):
+        Options.resolve(memory_budget_bytes=0.5, memory_opt_level=1)
