@@ -87,15 +87,18 @@ def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[st
     if options.learn_scales and not options.qat:
         raise ArtifactError("Only a quantized model has scales to learn.", "--learn-scales", todo="give --qat too")
     if not options.qat:
-        return options.model, _floating(options.model)
+        light, _ = hold_out(options.model)
+        if not options.train and any(node.op_type == "DequantizeLinear" for node in light.graph.node):
+            todo = "give --qat to train with its rounding, or name by --train what shall be trained as it is"
+            raise ArtifactError("The model is quantized: its weights are integers.", str(options.model), todo=todo)
+        return options.model, _floating(light)
     quantized = fake_quantize(options.model, learn_scales=options.learn_scales)
-    floating = _floating(quantized.model)
+    floating = _floating(hold_out(quantized.model)[0])
     return quantized.model, {name: floating.get(name, 1) for name in (*quantized.parameters, *quantized.scales)}
 
 
-def _floating(model: Path | onnx.ModelProto) -> dict[str, int]:
+def _floating(light: onnx.ModelProto) -> dict[str, int]:
     """The floating initializers that have a dimension, with how many elements they have."""
-    light, _ = hold_out(model)
     found: dict[str, int] = {}
     for tensor in light.graph.initializer:
         if tensor.data_type in (1, 10, 11, 16) and tensor.dims:  # float32, float16, float64, bfloat16
