@@ -282,7 +282,7 @@ def table(scene: Scene, results: Sequence[Rounds], peaks: Mapping[str, float]) -
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.less_work")
     parser.add_argument("--only", nargs="+", choices=SCENES, default=tuple(SCENES), help="what to measure")
-    parser.add_argument("--rounds", type=int, default=10, help="of each scene (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="of each scene, 2 or more (default: 10)")
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument("--peak", nargs=2, metavar=("SCENE", "CONTENDER"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
