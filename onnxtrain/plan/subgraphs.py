@@ -146,9 +146,7 @@ def steer(
     if options.memory_opt_level is MemoryOptLevel.USER_SPECIFIED:
         again = _by_patterns(subgraphs, options.memory_opt_config)
     else:
-        again = _by_layers(
-            parts, _usable(parts, storages, changed)
-        )
+        again = _by_layers(parts, _usable(parts, storages, changed))
         if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
             again.update(v for subgraph in subgraphs for candidate in subgraph.candidates for v in candidate.again)
     rows = reports(subgraphs, again)
