@@ -58,7 +58,11 @@ def contenders(name: str, with_compile: bool) -> dict[str, Step]:
         own, _ = MODELS[name]()
         own.load_state_dict(state)
         run = wrap(own.train())
-        return lambda: run(**batch).loss.backward()
+
+        def step() -> None:
+            run(**batch).loss.backward()
+
+        return step
 
     def checkpointed(own: Any) -> Any:
         own.gradient_checkpointing_enable({"use_reentrant": False})
@@ -96,7 +100,7 @@ def measure(steps: dict[str, Step], rounds: int) -> None:
             for _ in range(4):
                 step()
         except MemoryBudgetError as error:
-            print(f"{title}: {error.expected}", flush=True)  # noqa: T201
+            print(f"{title}: {error.expected}", flush=True)
             del steps[title]
     times: dict[str, list[float]] = {title: [] for title in steps}
     for _ in range(rounds):
@@ -105,11 +109,11 @@ def measure(steps: dict[str, Step], rounds: int) -> None:
             step()
             times[title].append(time.perf_counter() - start)
     peaks = {title: peak_bytes(record(step).allocations) for title, step in steps.items()}
-    print(f"| | time / eager | peak / eager | MiB |\n|{'---|' * 4}")  # noqa: T201
+    print(f"| | time / eager | peak / eager | MiB |\n|{'---|' * 4}")
     for title, took in times.items():
         ratio = statistics.median(a / b for a, b in zip(took, times["eager"], strict=True))
         share = peaks[title] / peaks["eager"]
-        print(f"| {title} | {ratio:.2f} | {share:.2f} | {peaks[title] / 2**20:.0f} |")  # noqa: T201
+        print(f"| {title} | {ratio:.2f} | {share:.2f} | {peaks[title] / 2**20:.0f} |")
 
 
 def main() -> None:

@@ -69,8 +69,6 @@ def fused(
 
     `others` stand beside `lower`: the expected `seconds` and what is measured decide between them.
 
-    `workspace`: see Kernel; that of `lower`.
-
     `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
 
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
