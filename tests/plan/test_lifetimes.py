@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import onnx_ir as ir
 import pytest
 import torch
