@@ -1,75 +1,215 @@
-"""Times eager PyTorch, onnxtrain and torch.compile, and prints what came out. It asserts nothing.
+"""Times training steps of eager PyTorch, onnxtrain and torch.compile, and shows what came out. It asserts nothing.
 
-Usage: python -m benchmarks [--only NAME ...] [--no-compile] [--steps N] [--repeats N] [--json FILE]
+Usage: python -m benchmarks [--only NAME ...] [--no-compile] [--quick] [--rounds N] [--repeats N] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import datetime
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from benchmarks.contenders import COMPILE, CONTENDERS, can_compile
-from benchmarks.first_step import measure_first_steps
-from benchmarks.machine import describe_machine
-from benchmarks.steady import measure_steady
-from benchmarks.tables import first_step_table, machine_table, steady_table
-from benchmarks.workloads import MINILM, WORKLOADS
+from benchmarks import behind, processes, results, tables
+from benchmarks.chart import speed_chart
+from benchmarks.contenders import COMPILING, CONTENDERS, ONNXTRAIN, can_compile, of_device
+from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
+from benchmarks.gpu_workloads import GPU_WORKLOADS
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.other_programs import MOST, wait_and_count
+from benchmarks.page import write_page
+from benchmarks.progress import Watch
+from benchmarks.results import Behind, Circumstances, Measured, Timed
+from benchmarks.workload import Workload
+from benchmarks.workloads import WORKLOADS
 
-_FIRST_STEP = "first-step"
-_NAMES = (_FIRST_STEP, *WORKLOADS)
+_BEHIND = "behind"
+_GROUPS = {"cpu": (*CPU_WORKLOADS, _BEHIND), "gpu": tuple(GPU_WORKLOADS)}
+_NAMES = (*WORKLOADS, _BEHIND)
+_QUICK_ROUNDS = 3
+_WIDTH = 150  # of tables where no terminal says
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+@dataclass(frozen=True)
+class Plan:
+    """What one run of the benchmark does."""
+
+    names: tuple[str, ...]
+    contenders: tuple[str, ...]
+    rounds: int | None  # None: each workload's own
+    repeats: int  # processes for each first step
+    warm: bool
+    folder: Path
+    command: str
+    pages: Path | None  # the folder for the page, where one is to be written
+    loaded: bool
+
+
+def parse(arguments: Sequence[str]) -> Plan:
     """What a command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, help="what to measure (default: all)")
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes longest")
-    parser.add_argument("--steps", type=int, help="rounds of each steady step (default: 30 of minilm, 3000 of mlp)")
-    parser.add_argument("--repeats", type=int, default=3, help="processes for each first step (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all single times here too")
+    add = parser.add_argument
+    add(
+        "--only",
+        nargs="*",
+        choices=(*_GROUPS, *_NAMES),
+        default=["cpu", "gpu"],
+        help="what to measure (default: all; none: nothing)",
+    )
+    everyone = tuple(CONTENDERS)
+    add("--contenders", nargs="+", choices=everyone, default=everyone, help="who is timed (default: all)")
+    add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
+    add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
+    add("--rounds", "--steps", type=int, help="how often each step is timed (default: by workload, 20 to 3000)")
+    add("--repeats", type=int, default=1, help="processes for each first step; 0 leaves first steps out (default: 1)")
+    add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
+    add("--write", nargs="?", type=Path, const=Path("docs"), help="write benchmarks.md and its chart to docs too")
+    add("--loaded", action="store_true", help="measure beside busy programs; the figures are marked as disturbed")
     given = parser.parse_args(arguments)
-    for option in ("steps", "repeats"):
-        if getattr(given, option) is not None and getattr(given, option) < 1:
-            parser.error(f"--{option}: expected 1 or more, got {getattr(given, option)}")
-    return given
+    if given.rounds is not None and given.rounds < 1:
+        parser.error(f"--rounds: expected 1 or more, got {given.rounds}")
+    if given.repeats < 0:
+        parser.error(f"--repeats: expected 0 or more, got {given.repeats}")
+    asked = {name for one in given.only for name in _GROUPS.get(one, (one,))}
+    left_out = COMPILING if given.no_compile or not can_compile() else ()
+    return Plan(
+        names=tuple(name for name in _NAMES if name in asked),
+        contenders=tuple(name for name in CONTENDERS if name in given.contenders and name not in left_out),
+        rounds=_QUICK_ROUNDS if given.quick and given.rounds is None else given.rounds,
+        repeats=given.repeats,
+        warm=not given.quick,
+        folder=given.out,
+        command=" ".join(("python -m benchmarks", *arguments)),
+        pages=given.write,
+        loaded=given.loaded,
+    )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measures and prints, one table after another."""
-    given = parse(arguments)
-    console = Console()
-    without_compile = given.no_compile or not can_compile()
-    contenders = [name for name in CONTENDERS if not (without_compile and name == COMPILE)]
+class Run:
+    """Carries out a plan."""
+
+    def __init__(self, plan: Plan, machine: Machine, scratch: Path, watch: Watch) -> None:
+        self._plan = plan
+        self._machine = machine
+        self._watch = watch
+        self._caches = processes.Caches(scratch, plan.folder / "cache")
+        self._read_files = False
+
+    def measure(self, name: str) -> Measured | Behind:
+        """One workload, or the steps while kernels compile."""
+        self._watch.begin(name)
+        found = self._behind() if name == _BEHIND else self._workload(WORKLOADS[name])
+        self._watch.done()
+        return found
+
+    def _behind(self) -> Behind:
+        found = processes.run("benchmarks.behind", [], self._caches.empty(), self._watch.doing)
+        circumstances = self._circumstances(found.pop("others_cores"))
+        during_s, after_s = tuple(found["during_s"]), tuple(found["after_s"])
+        return Behind(behind.WORKLOAD.title, circumstances, during_s, after_s, found["compiling_s"])
+
+    def _workload(self, workload: Workload) -> Measured:
+        contenders = [name for name in of_device(workload.device) if name in self._plan.contenders]
+        firsts: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+        inductor = []
+        if not self._read_files:  # by one process first: the files that all read are in memory from then on
+            self._watch.doing("a first process, not counted")
+            processes.run("benchmarks.first_step", [MLP.name, ONNXTRAIN], self._caches.empty(), self._watch.doing)
+            self._read_files = True
+        for repeat in range(0 if workload.cold else self._plan.repeats):
+            for name in contenders:
+                self._watch.doing(f"first step of {name}, process {repeat + 1} of {self._plan.repeats}")
+                caches = self._caches.empty()
+                arguments = [workload.name, name]
+                firsts[name].append(processes.run("benchmarks.first_step", arguments, caches, self._watch.doing))
+                inductor.append(caches)
+        rounds = self._plan.rounds or workload.rounds
+        arguments = [workload.name, str(rounds), "warm" if self._plan.warm else "at once", *contenders]
+        caches = self._caches.empty() if workload.cold else self._caches.warm(inductor)
+        found = processes.run("benchmarks.steady", arguments, caches, self._watch.doing)
+        return Measured(
+            workload=workload.name,
+            circumstances=self._circumstances(found["others_cores"]),
+            items=found["items"],
+            contenders=tuple(_timed(one, firsts[one["contender"]]) for one in found["contenders"]),
+            products_s=tuple(found["products_s"]),
+            products=found["products"],
+        )
+
+    def _circumstances(self, others_cores: float) -> Circumstances:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        return Circumstances(self._machine, self._plan.command, today, others_cores)
+
+
+def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
+    return Timed(
+        contender=found["contender"],
+        first_s=tuple(first["first_s"] for first in firsts),
+        second_s=tuple(first["second_s"] for first in firsts),
+        rounds_s=tuple(found["rounds_s"]),
+        peak_bytes=found["peak_bytes"],
+        losses=tuple(found["losses"]),
+    )
+
+
+def show(result: Measured | Behind) -> tables.Rows:
+    """A result as a table."""
+    if isinstance(result, Behind):
+        return tables.behind_rows(result)
+    return tables.workload_rows(WORKLOADS[result.workload], result)
+
+
+def write_all(plan: Plan, console: Console) -> None:
+    """Table, chart and page of all results in the folder, also of earlier runs."""
+    found = results.read(plan.folder, _NAMES)
+    measured = [(WORKLOADS[result.workload], result) for result in found if isinstance(result, Measured)]
+    with (plan.folder / "table.txt").open("w", encoding="utf-8") as file:
+        text = Console(file=file, width=_WIDTH)
+        for result in found:
+            text.print(show(result).for_terminal())
+    (plan.folder / "speeds.svg").write_text(speed_chart(measured), encoding="utf-8")
+    console.print(f"Times, table and chart: {plan.folder.resolve()}", soft_wrap=True, highlight=False)
+    if plan.pages is not None:
+        behinds = [result for result in found if isinstance(result, Behind)]
+        page = write_page(measured, behinds[0] if behinds else None, plan.pages)
+        console.print(f"The page: {page.resolve()}", soft_wrap=True, highlight=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures, prints one table after another, and writes; the exit status."""
+    plan = parse(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     machine = describe_machine()
-    command = " ".join(("python -m benchmarks", *arguments))
-    console.print(machine_table(machine, command), highlight=False)
-    if without_compile:
-        console.print(f"{COMPILE} is left out: {'as asked' if given.no_compile else 'no C++ compiler was found'}")
-    measured: dict[str, Any] = {"machine": asdict(machine), "command": command}
-
-    def tell(text: str) -> None:
-        console.print(f"… {text}", style="dim", highlight=False)
-
-    if _FIRST_STEP in given.only:
-        first_steps = measure_first_steps(MINILM.name, contenders, given.repeats, tell)
-        console.print(first_step_table(MINILM.title, first_steps))
-        measured[_FIRST_STEP] = [asdict(result) for result in first_steps]
-    for workload in WORKLOADS.values():
-        if workload.name in given.only:
-            steady = measure_steady(workload, contenders, given.steps or workload.rounds, tell)
-            console.print(steady_table(workload.title, steady))
-            measured[workload.name] = [asdict(result) for result in steady]
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    console.print(tables.machine_table(machine, plan.command), highlight=False)
+    names = [name for name in plan.names if name not in GPU_WORKLOADS or torch.cuda.is_available()]
+    if len(names) < len(plan.names):
+        left_out = ", ".join(name for name in plan.names if name not in names)
+        console.print(f"No GPU here: {left_out} are not measured.", highlight=False)
+    if names and (busy := wait_and_count()) > MOST:
+        console.print(f"Other programs keep {busy:.2f} of {machine.processors} cores busy.", style="bold red")
+        if not plan.loaded:
+            console.print("End them, or pass --loaded: the figures are then marked as disturbed.")
+            return 2
+    with tempfile.TemporaryDirectory() as scratch, Watch(console, len(names)) as watch:
+        run = Run(plan, machine, Path(scratch), watch)
+        for name in names:
+            result = run.measure(name)
+            results.write(result, plan.folder)
+            console.print(show(result).for_terminal())
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_all(plan, console)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    processes.end_on_termination()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

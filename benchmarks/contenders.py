@@ -1,22 +1,27 @@
-"""Who is timed. Each has a way to prepare a model; the step that follows is the same code for all."""
+"""Who is timed. Each has a way to prepare a model; the step around it is the same code for all."""
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from benchmarks.workloads import Forward, Workload
+from benchmarks.workload import Batch, Forward, Workload
 
 Prepare = Callable[[nn.Module], Forward]
 
 EAGER = "eager"
+ONEDNN = "eager, oneDNN Linears"
 ONNXTRAIN = "onnxtrain"
 COMPILE = "torch.compile"
+COMPILE_DYNAMIC = "torch.compile dynamic"
 
 
 def _eager(model: nn.Module) -> Forward:
@@ -31,8 +36,56 @@ def _onnxtrain(model: nn.Module) -> Forward:
     return ORTModule(model, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
 
 
+# Dynamo keeps what it compiled with the code object, and takes a graph of equal sizes from any model: each of these two
+# has a function of its own, or the second would run the first one's graph.
+
+
 def _compile(model: nn.Module) -> Forward:
-    return torch.compile(model)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return torch.compile(forward)
+
+
+def _compile_dynamic(model: nn.Module) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return torch.compile(forward, dynamic=True)
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    """y[t, n] = x[t, k] @ w[n, k]ᵀ + b[n] and its gradients, all by oneDNN's inner product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            narrow = torch.get_autocast_dtype("cpu")
+            x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+        ctx.save_for_backward(x, weight)
+        return _inner_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows, columns = dy.reshape(-1, dy.size(-1)), x.reshape(-1, x.size(-1))
+        dx = _inner_product(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, _inner_product(rows.t(), columns.t(), None), rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _inner_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def _with_onednn(model: nn.Module) -> Forward:
+    """The model with all its Linears, and transformers' transposed ones, on oneDNN; its parameters stay."""
+    for part in model.modules():
+        if isinstance(part, nn.Linear):
+            part.forward = lambda x, own=part: _OneDnnLinear.apply(x, own.weight, own.bias)
+        elif isinstance(part, Conv1D):
+            part.forward = lambda x, own=part: _OneDnnLinear.apply(x, own.weight.t(), own.bias)
+    return model
 
 
 def can_compile() -> bool:
@@ -40,26 +93,59 @@ def can_compile() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
 
 
-CONTENDERS: dict[str, Prepare] = {EAGER: _eager, ONNXTRAIN: _onnxtrain, COMPILE: _compile}
+CONTENDERS: dict[str, Prepare] = {
+    EAGER: _eager,
+    ONEDNN: _with_onednn,
+    ONNXTRAIN: _onnxtrain,
+    COMPILE: _compile,
+    COMPILE_DYNAMIC: _compile_dynamic,
+}
+COMPILING = (COMPILE, COMPILE_DYNAMIC)
+
+
+def of_device(device: str) -> tuple[str, ...]:
+    """The contenders that there are on a device: oneDNN computes on a CPU."""
+    return tuple(name for name in CONTENDERS if device == "cpu" or name != ONEDNN)
 
 
 class Stepper:
-    """One contender with its own copy of the model; all copies have the same weights and see the same batch."""
+    """One contender with its own copy of the model; all copies have the same weights and see the same batches."""
 
-    def __init__(self, workload: Workload, contender: str) -> None:
-        torch.manual_seed(0)
-        plain = workload.make_model().train()
-        self._batch = workload.make_batch()
+    def __init__(self, workload: Workload, contender: str, model: nn.Module) -> None:
+        """Prepares a copy of `model` in `prepare_s` seconds."""
+        plain = copy.deepcopy(model)
         self._loss = workload.loss
+        self._on_gpu = workload.device == "cuda"
         self._parameters = list(plain.parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=True) if workload.optimized else None
+        self.losses: list[float] = []
         started = time.perf_counter()
         self._forward = CONTENDERS[contender](plain)
         self.prepare_s = time.perf_counter() - started
 
-    def step(self) -> float:
-        """Forward and backward onto cleared gradients; the seconds that they took."""
+    def step(self, batch: Batch) -> float:
+        """Clears the gradients, runs forward, backward and the optimizer; the seconds that they took."""
         started = time.perf_counter()
         for parameter in self._parameters:
             parameter.grad = None
-        self._loss(self._forward, self._batch).backward()
-        return time.perf_counter() - started
+        loss = self._loss(self._forward, batch)
+        loss.backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - started
+        self.losses.append(loss.item())
+        return taken
+
+
+def make_model(workload: Workload) -> nn.Module:
+    """The model that all contenders get copies of, training, on its device."""
+    torch.manual_seed(0)
+    return workload.make_model().to(workload.device).train()
+
+
+def make_batches(workload: Workload) -> list[Batch]:
+    """The batches, on their device."""
+    torch.manual_seed(1)
+    return [{k: v.to(workload.device) for k, v in batch.items()} for batch in workload.make_batches()]

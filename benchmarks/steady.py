@@ -1,71 +1,148 @@
 """The steady step: all contenders in one process, one step of each in turn, again and again.
 
 Each round gives one time of each contender, taken within the same moment of the machine. So the ratio is taken round by
-round, and its quartiles say how steady it is; who goes first changes with every round.
+round, and its quartiles say how steady it is; who goes first changes with every round. The step's matrix products
+alone are timed in the same rounds.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.contenders import EAGER, Stepper
-from benchmarks.workloads import Workload
+import psutil
 
+from benchmarks import processes
+from benchmarks.contenders import EAGER, ONNXTRAIN, Stepper, make_batches, make_model
+from benchmarks.memory import peak_bytes
+from benchmarks.other_programs import OtherPrograms
+from benchmarks.processes import Tell
+from benchmarks.products import Products
+from benchmarks.workload import Batch, Workload
+from benchmarks.workloads import WORKLOADS
 
-@dataclass(frozen=True)
-class Steady:
-    """The times of one contender, a round each, and of eager in the same rounds."""
-
-    contender: str
-    times_s: tuple[float, ...]
-    eager_s: tuple[float, ...]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.times_s)
-
-    @property
-    def least_s(self) -> float:
-        return min(self.times_s)
-
-    @property
-    def speedup(self) -> tuple[float, float, float]:
-        """Eager's time over this contender's: lower quartile, median, upper quartile over the rounds."""
-        ratios = [eager / own for eager, own in zip(self.eager_s, self.times_s, strict=True)]
-        if len(ratios) == 1:
-            return ratios[0], ratios[0], ratios[0]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        return low, middle, high
+# Enough steps that each kernel of a choice of four is tried four times and one-call programs are compared.
+_LEAST_WARM_UP = 24
+_LEAST_WARM_UP_S = 4.0
+_WARM_UP_OF_OTHERS = 5  # steps of those that change nothing while they run
+_COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all contenders see the same batches
+_MOST_WARM_UP_S = 150.0
+_SHOW_EVERY_S = 1.0
 
 
-def measure_steady(
-    workload: Workload, contenders: Sequence[str], rounds: int, tell: Callable[[str], None]
-) -> tuple[Steady, ...]:
-    """Times `rounds` rounds after the warm-up."""
-    steppers = {}
-    for contender in contenders:
-        tell(f"steady step of {workload.name}: preparing {contender}")
-        steppers[contender] = Stepper(workload, contender)
-        steppers[contender].step()
-    tell(f"steady step of {workload.name}: warming up for {workload.warm_up_s:.0f} s")
-    times: dict[str, list[float]] = {contender: [] for contender in contenders}
+def measure(
+    workload: Workload, contenders: Sequence[str], rounds: int, tell: Tell, *, warm: bool = True
+) -> dict[str, Any]:
+    """Times `rounds` rounds; all but the first steps and the circumstances of a `Measured`."""
+    batches = make_batches(workload)
+    model = make_model(workload)
+    products = None
+    if not workload.cold and len(batches) == 1:
+        eager = Stepper(workload, EAGER, model)
+        products = Products(lambda: eager.step(batches[0]))
+    steppers: dict[str, Stepper] = {}
+    if not workload.cold:
+        for contender in contenders:
+            tell(f"preparing {contender}")
+            steppers[contender] = Stepper(workload, contender, model)
+            steppers[contender].step(batches[0])
+        if warm:
+            _warm_up(steppers, batches, tell)
+    others = OtherPrograms()
+    times = _timed(workload, contenders, model, steppers, batches, rounds, products, tell)
+    busy = others.cores()
+    tell("measuring peak memory")
+    largest = max(batches, key=workload.items, default={})
+    peaks = {name: peak_bytes(lambda own=own: own.step(largest), workload.device) for name, own in steppers.items()}
+    return {
+        "items": sum(workload.items(batches[number % len(batches)]) for number in range(rounds)),
+        "contenders": [
+            {"contender": n, "rounds_s": times[n], "peak_bytes": peaks[n], "losses": steppers[n].losses[:_COMMON_STEPS]}
+            for n in contenders
+        ],
+        "products_s": times[_PRODUCTS],
+        "products": products.count if products else 0,
+        "others_cores": busy,
+    }
+
+
+_PRODUCTS = "products alone"
+
+
+def _timed(
+    workload: Workload,
+    contenders: Sequence[str],
+    model: Any,
+    steppers: dict[str, Stepper],
+    batches: Sequence[Batch],
+    rounds: int,
+    products: Products | None,
+    tell: Tell,
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {contender: [] for contender in (*contenders, _PRODUCTS)}
+    shown = time.monotonic()
     gc.collect()
     gc.disable()  # else a collection falls on whoever is running just then
     try:
-        end = time.monotonic() + workload.warm_up_s
-        while time.monotonic() < end:
-            for stepper in steppers.values():
-                stepper.step()
-        tell(f"steady step of {workload.name}: {rounds} rounds")
         for number in range(rounds):
             first = number % len(contenders)
             for contender in (*contenders[first:], *contenders[:first]):
-                times[contender].append(steppers[contender].step())
+                prepare_s = 0.0
+                if contender not in steppers:  # cold: to prepare it is part of its first step
+                    tell(f"first step of {contender}")
+                    steppers[contender] = Stepper(workload, contender, model)
+                    prepare_s = steppers[contender].prepare_s
+                times[contender].append(prepare_s + steppers[contender].step(batches[number % len(batches)]))
+            if products is not None and products.count:
+                times[_PRODUCTS].append(products.run())
+            if time.monotonic() - shown > _SHOW_EVERY_S:
+                shown = time.monotonic()
+                tell(f"round {number + 1} of {rounds}")
     finally:
         gc.enable()
-    eager_s = tuple(times[EAGER])
-    return tuple(Steady(contender, tuple(taken), eager_s) for contender, taken in times.items())
+    return times
+
+
+def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) -> None:
+    """Steps until onnxtrain has chosen its kernels and whatever it compiles behind them is there."""
+    tell("warming up")
+    started = time.monotonic()
+    count = 0
+    while (taken := time.monotonic() - started) < _MOST_WARM_UP_S:
+        enough = count >= max(_LEAST_WARM_UP, len(batches)) and taken >= _LEAST_WARM_UP_S
+        if enough and not is_compiling():
+            return
+        for contender, stepper in steppers.items():
+            if contender == ONNXTRAIN or count < _WARM_UP_OF_OTHERS:
+                stepper.step(batches[count % len(batches)])
+        count += 1
+
+
+def is_compiling() -> bool:
+    """Whether a compiler, or anything else, runs as a child of this process and has work to do."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
+                return True
+        except psutil.NoSuchProcess:
+            continue
+    return False
+
+
+def _main(workload: str, rounds: str, warm: str, *contenders: str) -> None:
+    result = measure(
+        WORKLOADS[workload],
+        contenders,
+        int(rounds),
+        lambda text: processes.send(doing=text),
+        warm=warm == "warm",
+    )
+    processes.send(result=result)
+
+
+if __name__ == "__main__":
+    processes.end_on_termination()
+    _main(*sys.argv[1:])

@@ -1,15 +1,40 @@
-"""The benchmark's results as tables."""
+"""The benchmark's results as tables of texts: for the terminal by rich, for the page as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rich.table import Table
 
-from benchmarks.contenders import EAGER
-from benchmarks.first_step import FirstStep
+from benchmarks.contenders import EAGER, ONNXTRAIN
 from benchmarks.machine import Machine
-from benchmarks.steady import Steady
+from benchmarks.results import MOST_ABOVE_S, MOST_SLOWDOWN, Behind, Circumstances, Measured, Timed, speed_over
+from benchmarks.workload import Workload
+
+MOST_AFTER_EAGER_S = 2.0  # the goal for every first step
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table: the first column holds names, all others are figures; `notes` stand below it."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def for_terminal(self) -> Table:
+        table = Table(title=self.title, title_justify="left", caption="\n".join(self.notes), caption_justify="left")
+        for number, name in enumerate(self.header):
+            table.add_column(name, justify="left" if number == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def as_markdown(self) -> str:
+        lines = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def machine_table(machine: Machine, command: str) -> Table:
@@ -20,45 +45,91 @@ def machine_table(machine: Machine, command: str) -> Table:
     return table
 
 
-def first_step_table(title: str, results: Sequence[FirstStep]) -> Table:
-    """One line a contender: its first step, how much longer than eager's, and the second for scale."""
-    table = _table(f"First step: {title}", ("first step", "fastest", "after eager", "second step"))
-    eager = next((result for result in results if result.contender == EAGER), None)
-    for result in results:
-        later = "" if eager is None or result is eager else f"{result.median_s - eager.median_s:+.2f} s"
-        table.add_row(
-            result.contender,
-            f"{result.median_s:.2f} s",
-            f"{min(result.first_s):.2f} s",
-            later,
-            f"{min(result.second_s):.2f} s",
+def workload_rows(workload: Workload, measured: Measured) -> Rows:
+    """One line a contender, and how many times its speed onnxtrain has."""
+    ours = measured.of(ONNXTRAIN)
+    own = f"{workload.unit}/s"
+    header = ("", "first step", "median step", own, "peak memory", "products", "onnxtrain is", "in total", "goal")
+    rows = []
+    for timed in measured.contenders:
+        share = measured.share(timed)
+        row = (
+            timed.contender,
+            "" if timed.first_median_s is None else f"{timed.first_median_s:.2f} s",
+            duration(timed.median_s),
+            f"{measured.items / timed.total_s:,.0f}",
+            f"{timed.peak_bytes / 2**20:,.1f} MiB",
+            "" if share is None else f"{share:.0%}",
         )
-    count = len(results[0].first_s)
-    table.caption = (
-        f"Preparation, forward and backward in a fresh process; median of {count}. Imports of onnxtrain count."
+        rows.append((*row, *_compared(workload, ours, timed)))
+    return Rows(workload.title, header, tuple(rows), tuple(_notes(workload, measured)))
+
+
+def _compared(workload: Workload, ours: Timed | None, timed: Timed) -> tuple[str, str, str]:
+    if ours is None or timed is ours:
+        return "", "", ""
+    low, middle, high = speed_over(ours, timed)
+    total = timed.total_s / ours.total_s
+    goal = workload.goals.speed.get(timed.contender)
+    said = "" if goal is None else f"{goal:g} ×: {verdict(total if workload.cold else middle, goal)}"
+    return f"{middle:.2f} × ({low:.2f} – {high:.2f})", f"{total:.2f} ×", said
+
+
+def verdict(reached: float, goal: float) -> str:
+    """Whether a figure is as high as wanted; compared as it is shown, with two digits."""
+    return "met" if round(reached, 2) >= goal else "missed"
+
+
+def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
+    first, *_ = measured.contenders
+    ran = "Forward, backward and AdamW" if workload.optimized else "Forward and backward"
+    yield f"{ran}; {len(first.rounds_s)} rounds, in turn in one process."
+    ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
+    if measured.products_s:
+        note = f"Products: {measured.products} matrix products and convolutions alone take this share of a step"
+        goal = workload.goals.share
+        reached = measured.share(ours) if ours else None
+        yield f"{note}." if goal is None or reached is None else f"{note}; goal {goal:.0%}: {verdict(reached, goal)}."
+        if (limit := measured.limit()) is not None:
+            yield f"A step of nothing else would have {limit:.2f} × eager's speed."
+    if ours and eager and ours.first_median_s is not None and eager.first_median_s is not None:
+        later = ours.first_median_s - eager.first_median_s
+        met = "met" if later <= MOST_AFTER_EAGER_S else "missed"
+        yield f"First step {later:+.1f} s after eager's; goal {MOST_AFTER_EAGER_S:g} s: {met}."
+    common = min(len(timed.losses) for timed in measured.contenders)
+    losses = ", ".join(f"{timed.contender} {timed.losses[common - 1]:.3f}" for timed in measured.contenders)
+    yield f"Loss of step {common}: {losses}."
+    yield _beside(measured.circumstances)
+
+
+def _beside(circumstances: Circumstances) -> str:
+    load = f"load average before the run {circumstances.machine.load:.2f}"
+    others = f"other programs kept {circumstances.others_cores:.2f} cores busy meanwhile"
+    return f"{'DISTURBED, not to be quoted' if circumstances.disturbed else 'Undisturbed'}: {others}; {load}."
+
+
+def behind_rows(behind: Behind) -> Rows:
+    """Steps while kernels are compiled, beside those afterwards."""
+    slow = "met" if behind.slowdown <= MOST_SLOWDOWN else "missed"
+    above = "met" if behind.longest_above_s <= MOST_ABOVE_S else "missed"
+    limit = duration(MOST_SLOWDOWN * behind.after_median_s + MOST_ABOVE_S)
+    rows = (
+        ("median step afterwards", duration(behind.after_median_s), ""),
+        ("median step while compiling", duration(behind.during_median_s), ""),
+        ("slowdown", f"{behind.slowdown:.2f} ×", f"at most {MOST_SLOWDOWN:g} ×: {slow}"),
+        ("slowest step while compiling", duration(max(behind.during_s)), f"at most {limit}: {above}"),
     )
-    return table
+    notes = (
+        f"{len(behind.during_s)} steps in the {behind.compiling_s:.0f} s until the last compiler ended.",
+        "The first step of all, which captures the model, is left out.",
+        f"No step may lie more than {MOST_ABOVE_S:g} s above {MOST_SLOWDOWN:g} × the median afterwards.",
+        _beside(behind.circumstances),
+    )
+    return Rows(f"While kernels compile, caches empty: {behind.workload}", ("", "", "goal"), rows, notes)
 
 
-def steady_table(title: str, results: Sequence[Steady]) -> Table:
-    """One line a contender: its step, and how many times as fast as eager it was, with quartiles."""
-    table = _table(f"Steady step: {title}", ("median", "fastest", "times eager's speed", "quartiles"))
-    for result in results:
-        low, middle, high = result.speedup
-        compared = ("", "") if result.contender == EAGER else (f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
-        table.add_row(result.contender, _duration(result.median_s), _duration(result.least_s), *compared)
-    rounds = len(results[0].times_s)
-    table.caption = f"Forward and backward, in turn in one process; {rounds} rounds, the ratio taken round by round."
-    return table
-
-
-def _table(title: str, headers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column("")
-    for header in headers:
-        table.add_column(header, justify="right")
-    return table
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In a unit that leaves few digits."""
+    if seconds >= 10:
+        return f"{seconds:,.1f} s"
     return f"{1e6 * seconds:,.1f} µs" if seconds < 0.001 else f"{1e3 * seconds:,.1f} ms"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onnxtrain.module import ORTModule
     from onnxtrain.options import FallbackPolicy, LogLevel, Options
     from onnxtrain.prepared import prepare, report_of, unprepare
+    from onnxtrain.verification import verify
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "prepare",
     "report_of",
     "unprepare",
+    "verify",
 ]
 
 _HOME = {
@@ -41,6 +43,7 @@ _HOME = {
     "prepare": "onnxtrain.prepared",
     "report_of": "onnxtrain.prepared",
     "unprepare": "onnxtrain.prepared",
+    "verify": "onnxtrain.verification",
 }
 
 

@@ -26,13 +26,14 @@ from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.sized_units import SizedUnits
+from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
-from onnxtrain.passes import FORWARD, JOINT, optimize
+from onnxtrain.passes import JOINT, forward_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
@@ -40,8 +41,8 @@ from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
-from onnxtrain.report import CompileReport, SubgraphReport
-from onnxtrain.stages import Stages
+from onnxtrain.report import CompileReport, SubgraphReport, Work
+from onnxtrain.stages import Mode, Stages
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Compiled:
             and mine.sources == captured.sources
             and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
             and mine.output == captured.output
-            and mine.guards.same_graph(captured.guards)
+            and (mine.stored == captured.stored != "" or mine.guards.same_graph(captured.guards))
         )
 
     def of(self, captured: Captured, rerun: Rerun) -> Compiled:
@@ -132,25 +133,29 @@ def compile_module(
         ORTModuleFallbackException: the module cannot be differentiated.
     """
     training = torch.is_grad_enabled()
-    stages = Stages(options, "training" if module.training and training else "inference", type(module).__name__)
+    mode: Mode = "training" if module.training and training else "inference"
+    device = one_device(inputs)
+    work = WorkCounter(inputs, device) if options.count_work else None
+    stages = Stages(options, mode, type(module).__name__, work)
 
     model = stages.record("capture", captured.model, took_ms=captured.took_ms)
-    device = one_device(inputs)
     note_kernels(model.graph, options, device)
-
-    model = stages.record("optimize", model, optimize(model, FORWARD))
-    views = _views(captured, model)
     wrt = tuple(training and t.requires_grad for t in inputs)
+    before = work(_differentiated(captured, wrt)) if work else None
+
+    model = stages.record("optimize", model, optimize(model, forward_passes(options)))
+    views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
     layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
     build = _Build(captured, model, wrt, views, device, options, layout)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
-        joint = stages.record_joint("optimize-joint", joint, optimize(joint.model, JOINT))
+        changes = optimize(joint.model, JOINT)
+        joint = stages.record_joint("optimize-joint", joint.renewed(), changes)
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         if options.memory_budget_bytes is not None:
-            return _within_budget(build, joint, inputs, random, rerun, stages)
+            return _within_budget(build, joint, inputs, random, rerun, stages, before)
         joint, choice, subgraphs = _steered(build, joint, inputs)
         unit = build.training_unit(joint, random, rerun, choice)
         stages.done("plan", joint.model, [str(choice)] if choice.values else (), subgraphs)
@@ -158,11 +163,25 @@ def compile_module(
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
     known = known_sizes(captured.model.graph.inputs, inputs)
-    return Compiled(captured, unit, stages.report(), _runner(captured, unit), build.parts, known)
+    return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
+
+
+def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
+    """The joint graph of a capture as it is, without any pass; the capture itself where no gradient is asked for."""
+    if not any(wrt):
+        return captured.model
+    of = [i < captured.results for i in range(len(captured.model.graph.outputs))]
+    return differentiate(with_graph(captured.model, clone(captured.model.graph)[0]), wrt, of).model
 
 
 def _within_budget(
-    build: _Build, joint: Joint, inputs: Sequence[torch.Tensor], random: bool, rerun: Rerun, stages: Stages
+    build: _Build,
+    joint: Joint,
+    inputs: Sequence[torch.Tensor],
+    random: bool,
+    rerun: Rerun,
+    stages: Stages,
+    before: Work | None,
 ) -> Compiled:
     """The unit, or the units by size, whose steps fit into `memory_budget_bytes`."""
     captured, options = build.captured, build.options
@@ -182,10 +201,10 @@ def _within_budget(
     known = known_sizes(joint.model.graph.inputs, inputs)
     if isinstance(allowed, float):
         unit = made(chosen(known))
-        return Compiled(captured, unit, stages.report(), _runner(captured, unit), build.parts, known)
+        return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
     units = SizedUnits(joint.model.graph.inputs, chosen, made)
     unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
-    return Compiled(captured, unit, stages.report(), run, build.parts, known, units)
+    return Compiled(captured, unit, stages.report(before), run, build.parts, known, units)
 
 
 def _steered(
@@ -304,6 +323,11 @@ class _Build:
         """The inputs whose contents are others when backward runs."""
         return [joint.model.graph.inputs[m.target] for m in self.captured.mutations]
 
+    def optimized_joint(self, given: Flags | None = None) -> Joint:
+        joint = self.joint(given)
+        optimize(joint.model, JOINT)
+        return joint.renewed()
+
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)
         if _may_compile_behind(self.options) and self.device.type == "cpu":
@@ -405,9 +429,7 @@ class _Backwards:
         self._joint = self._differentiated()
 
     def _differentiated(self, given: Flags | None = None) -> Joint:
-        joint = self._build.joint(given)
-        optimize(joint.model, JOINT)
-        return applied(joint, self._choice)
+        return applied(self._build.optimized_joint(given), self._choice)
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""

@@ -19,17 +19,19 @@ from torch._C._dynamo import eval_frame
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.decisions import Example
-from onnxtrain.capture.export import Captured, capture
+from onnxtrain.capture.export import Captured, Run, capture
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from onnxtrain.compile import Compiled, Rerun
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
 from onnxtrain.observe import logs
+from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, answer_variables
@@ -137,6 +139,11 @@ class Engine:
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
         self._in_pieces: Call | None = None
+        self._cache = (
+            None
+            if options.cache_dir is None or self._way.is_piece
+            else CaptureCache(options.cache_dir, options.cache_limit_mb, module)
+        )
         self.captures = 0
 
     def newest(self) -> Compiled:
@@ -231,7 +238,7 @@ class Engine:
         module = self._module
         same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
         suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
-        captured = capture(module, structure, tensors, watch, suggested, self._way.in_torch, self._way.fixed_sizes)
+        captured = self._captured(structure, tensors, watch, suggested)
         captured = keep_outputs(captured, self._options.keep_outputs)
         if not self._options.custom_autograd:
             refuse_functions(captured.model)
@@ -253,6 +260,16 @@ class Engine:
         self._newest = compiled
         self.captures += 1
         return entry
+
+    def _captured(
+        self, structure: Structure, tensors: list[torch.Tensor], watch: SideEffects, suggested: Sequence[Example]
+    ) -> Captured:
+        run, fixed = self._way.in_torch, self._way.fixed_sizes
+
+        def make(run: Run | None) -> Captured:
+            return capture(self._module, structure, tensors, watch, suggested, run, fixed)
+
+        return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 
     def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Says once per new capture why the earlier ones do not serve."""
@@ -336,7 +353,10 @@ def set_up(engine: Engine, name: str, options: Options) -> Call:
     answer_variables()
     if options.conv_algo_search == "EXHAUSTIVE":
         torch.backends.cudnn.benchmark = True
-    return MemoryWatch(engine, name) if options.print_memory_stats else engine
+    run: Call = engine
+    if options.print_input_density:
+        run = DensityWatch(run, engine.newest, name)
+    return MemoryWatch(run, name) if options.print_memory_stats else run
 
 
 def untraced(function: _F) -> _F:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from onnxtrain.debug_options import DebugOptions
+from onnxtrain.engine import Engine
 from onnxtrain.errors import ORTModuleFallbackException
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.options import FallbackPolicy
+from onnxtrain.report import CompileReport
 
 _LOG = logging.getLogger("onnxtrain")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # they are not called
@@ -30,21 +34,48 @@ class HierarchicalORTModule(ORTModule):
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None) -> None:
         super().__init__(module, debug_options, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
         self.__dict__["_divided"] = False
+        self.__dict__["_parts"] = []
         self.__dict__["_debug_options"] = debug_options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, as one graph or part by part."""
-        if not self.__dict__["_divided"]:
-            try:
-                return super().forward(*args, **kwargs)
-            except ORTModuleFallbackException as error:
-                self._divide(error)
-        return self.module(*args, **kwargs)
+        if self.__dict__["_divided"]:
+            return self.module(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        except ORTModuleFallbackException as error:
+            self._divide(error)
+        output = self.module(*args, **kwargs)
+        if not self._is_part:
+            self._log_parts()
+        return output
 
     def _divide(self, error: ORTModuleFallbackException) -> None:
         self.__dict__["_divided"] = True
         _LOG.info("%s is no graph as a whole, and runs part by part: %s", type(self.module).__name__, error)
-        _wrap_children(self.module, self.__dict__["_debug_options"], {})
+        made: dict[torch.nn.Module, HierarchicalORTModule] = {}
+        _wrap_children(self.module, self.__dict__["_debug_options"], made)
+        self.__dict__["_parts"] = list(made.values())
+
+
+    def _log_parts(self) -> None:
+        """One line for all graphs of the first call."""
+        report = CompileReport(tuple(stage for each in self._reports() for stage in each.stages))
+        log_initialisation(type(self.module).__name__, report.took_ms / 1e3, report, first=True)
+
+    def _reports(self) -> Iterator[CompileReport]:
+        """Of the graphs of this module and its parts."""
+        for part in self.__dict__["_parts"]:
+            yield from part._reports()
+        engine: Engine = self.__dict__["_engine"]
+        if engine.captures:
+            yield engine.newest().report
+
+
+class _Part(HierarchicalORTModule):
+    """A part of what the user trains."""
+
+    _is_part = True
 
 
 def _wrap_children(
@@ -58,5 +89,5 @@ def _wrap_children(
             _wrap_children(child, debug_options, made)
         elif child is not None and not isinstance(child, ORTModule):
             if child not in made:
-                made[child] = HierarchicalORTModule(child, debug_options)
+                made[child] = _Part(child, debug_options)
             module._modules[name] = made[child]

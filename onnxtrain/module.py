@@ -63,6 +63,8 @@ class ORTModule(torch.nn.Module):
         ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`: wrap the inner module instead.
     """
 
+    _is_part = False  # whether it is one of several graphs of what the user trains
+
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         super().__init__()
         settings = Options.resolve(**{**(debug_options or DebugOptions()).settings, **options})
@@ -75,7 +77,9 @@ class ORTModule(torch.nn.Module):
         self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
         self.__dict__["_original"] = module
         self.__dict__["_options"] = options
-        engine = self.__dict__["_engine"] = Engine(module, options, Way(pieces=pieces(options)))
+        engine = self.__dict__["_engine"] = Engine(
+            module, options, Way(pieces=pieces(options), is_part=self._is_part)
+        )
         self.__dict__["_run"] = set_up(engine, type(module).__name__, options)
 
     @property

@@ -3,7 +3,9 @@
     write(model, "bert_optimized_training.onnx")
 
 Names are kept: weights have those of the module, values those of PyTorch's own graph; each node carries the module and
-the user's line it comes from. The file appears whole or not at all.
+the user's line it comes from. An op whose function has several cases (ranks, types, attributes) has a name for each:
+GeluGrad, GeluGrad_case2. Of overloads with one name, onnxruntime up to 1.24.1 calls the first for all, without a word.
+The file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def place(model: ir.Model, path: str | os.PathLike[str]) -> None:
 
 def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
     """The model as it stands in a file: functions beside it, each output a value of its own, documented nodes."""
-    result = as_functions(model)
+    result = _without_overloads(as_functions(model))
     result.ir_version = max(IR_VERSION, result.ir_version)
     result.producer_name = PRODUCER
     graph = result.graph
@@ -80,6 +82,21 @@ def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
         for function in result.functions.values():
             convert_opset(function.graph, opset)
     return result
+
+
+def _without_overloads(model: ir.Model) -> ir.Model:
+    """The same model, in which no two functions have one name."""
+    for node in model.graph.all_nodes():
+        if node.overload:
+            node.op_type, node.overload = _case_name(node.op_type, node.overload), ""
+    for function in model.functions.values():
+        if function.overload:
+            function.name, function.overload = _case_name(function.name, function.overload), ""
+    return traversal.with_graph(model, model.graph, list(model.functions.values()))
+
+
+def _case_name(name: str, overload: str) -> str:
+    return f"{name}_case{int(overload) + 1}"
 
 
 def _output_names(outputs: list[ir.Value]) -> list[str]:

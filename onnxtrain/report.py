@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A change that a pass could have made to a node but did not, and why."""
+    """A change that a pass could have made to a node but did not.
+
+    Attributes:
+        pass_name: the pass.
+        node: the node's name.
+        reason: why, as a sentence without its full stop.
+        where: the user's module and line that the node comes from; "" where they are not known.
+    """
 
     pass_name: str
     node: str
     reason: str
+    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.pass_name}: {self.node}: {self.reason}"
@@ -19,12 +28,25 @@ class Refusal:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass took, and how many changes it made and refused."""
+    """What one pass took, the changes that it made, as sentences, and those that it refused."""
 
     name: str
     took_ms: float
-    made: int
-    refused: int
+    made: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one run of a graph takes, at the sizes of one call.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: what its nodes read and write in memory; a view reads and writes nothing.
+    """
+
+    flops: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,8 @@ class SubgraphReport:
 class StageReport:
     """What one stage of the pipeline did: its time, the nodes of its graph, changes made and refused, its passes.
 
-    That of planning has the subgraphs that memory_opt_config can name, where one of its options is set.
+    That of planning has the subgraphs that memory_opt_config can name, where one of its options is set. `work` is what
+    its graph takes, under the option count_work.
     """
 
     name: str
@@ -64,18 +87,33 @@ class StageReport:
     refused: tuple[Refusal, ...] = ()
     passes: tuple[PassReport, ...] = ()
     subgraphs: tuple[SubgraphReport, ...] = ()
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The stages of one compilation, in order."""
+    """One compilation.
+
+    Attributes:
+        stages: in order.
+        before: under the option count_work, what a step would take as it was captured, with its backward and no pass.
+        variants: other graphs of the same capture by what is special about them ("without padding"). They come when
+            the first batch for them does.
+    """
 
     stages: tuple[StageReport, ...] = ()
+    before: Work | None = None
+    variants: Mapping[str, CompileReport] = field(default_factory=dict)
 
     @property
     def took_ms(self) -> float:
         """The time of all stages together."""
         return sum(stage.took_ms for stage in self.stages)
+
+    @property
+    def after(self) -> Work | None:
+        """Under the option count_work, what a step takes that runs the last graph."""
+        return next((stage.work for stage in reversed(self.stages) if stage.work is not None), None)
 
     @property
     def refused(self) -> tuple[Refusal, ...]:

@@ -25,11 +25,11 @@ from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.options import Options
-from onnxtrain.passes import BEFORE_KEYS, optimize
+from onnxtrain.passes import optimize, passes_before_keys
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import whole
-from onnxtrain.report import CompileReport, StageReport
+from onnxtrain.report import CompileReport, PassReport, StageReport
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ def compile_for_batches(
     compiled = compile_module(module, captured, inputs, options, rerun)
     if packing is None:
         return compiled
-    report = CompileReport((*compiled.report.stages, packing.stage(took_ms)))
+    stages = (*compiled.report.stages, packing.stage(took_ms))
+    report = replace(compiled.report, stages=stages, variants=packing.reports)
     if packing.plan is None:
         return replace(compiled, report=report)
     return replace(compiled, report=report, run=packing.runner(compiled.run))
@@ -55,7 +56,8 @@ def compile_for_batches(
 
 def _may_pay(captured: Captured, options: Options) -> bool:
     """Whether there is anything to ask: a product of two values that no constant is, as attention has."""
-    return options.skip_padding != "never" and any(v.dtype == ir.DataType.INT64 for v in captured.model.graph.inputs)
+    wanted = options.compute_optimizer and options.skip_padding != "never"
+    return wanted and any(v.dtype == ir.DataType.INT64 for v in captured.model.graph.inputs)
 
 
 class _Packing:
@@ -68,8 +70,9 @@ class _Packing:
         self._changes = Changes("pack_tokens")
         self._model = with_graph(captured.model, clone(captured.model.graph)[0])
         self._units: dict[bool, Compiled] = {}
+        self.reports: dict[str, CompileReport] = {}
         note_kernels(self._model.graph, options, device)
-        optimize(self._model, BEFORE_KEYS)
+        optimize(self._model, passes_before_keys(options))
         self.plan: PackingPlan | None = plan_packing(self._model.graph, self._changes)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())
@@ -79,8 +82,9 @@ class _Packing:
 
     def stage(self, took_ms: float) -> StageReport:
         """What was found, for the report."""
-        made = tuple(f"pack_tokens: {text}" for text in self._changes.made)
-        return StageReport("pack", took_ms, len(self._model.graph), made, tuple(self._changes.refused))
+        done = PassReport("pack_tokens", took_ms, tuple(self._changes.made), tuple(self._changes.refused))
+        made = tuple(f"{done.name}: {text}" for text in done.made)
+        return StageReport("pack", took_ms, len(self._model.graph), made, done.refused, (done,))
 
     def runner(self, dense: Any) -> Any:
         """Runs each batch packed or as `dense` does."""
@@ -111,6 +115,7 @@ class _Packing:
 
         unit = compile_module(self._module, captured, (*tensors, kept.rows, kept.cu), options, rerun)
         self._units[kept.causal] = unit
+        self.reports["without padding, causal" if kept.causal else "without padding"] = unit.report
         _LOG.info("%s: batches with padding run without it from now on", type(self._module).__name__)
         return unit
 

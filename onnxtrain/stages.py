@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -25,7 +25,7 @@ from onnxtrain import onnx_file
 from onnxtrain.graph.verify import verify
 from onnxtrain.ops.registry import lookup
 from onnxtrain.options import Options
-from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, SubgraphReport
+from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, SubgraphReport, Work
 
 _LOG = logging.getLogger(__name__)
 
@@ -84,12 +84,16 @@ class Stages:
         options: whether to verify, and what to write where.
         mode: "training" where gradients are computed, else "inference".
         title: what is compiled, for messages.
+        work: counts what a graph takes; None: it is not counted.
     """
 
-    def __init__(self, options: Options, mode: Mode, title: str = "") -> None:
+    def __init__(
+        self, options: Options, mode: Mode, title: str = "", work: Callable[[ir.Model], Work] | None = None
+    ) -> None:
         self._options = options
         self._mode = mode
         self._title = title
+        self._work = work
         self._numbers = itertools.count(1)
         self._stages: list[StageReport] = []
         self._dump_folder: Path | None = None
@@ -107,7 +111,7 @@ class Stages:
         if took_ms is None:
             took_ms = (time.perf_counter() - self._clock) * 1e3
         nodes = sum(1 for _ in model.graph.all_nodes())
-        done = StageReport(name, took_ms, nodes)
+        done = StageReport(name, took_ms, nodes, work=self._work(model) if self._work else None)
         if changes is not None:
             done = replace(done, made=tuple(changes.made), refused=tuple(changes.refused), passes=tuple(changes.passes))
         self._stages.append(done)
@@ -132,9 +136,9 @@ class Stages:
         self._write(name, model)
         self._clock = time.perf_counter()
 
-    def report(self) -> CompileReport:
-        """All stages so far."""
-        return CompileReport(tuple(self._stages))
+    def report(self, before: Work | None = None) -> CompileReport:
+        """All stages so far; `before` is what a step would take that no pass has seen."""
+        return CompileReport(tuple(self._stages), before)
 
     def _write(self, name: str, model: ir.Model) -> None:
         options = self._options

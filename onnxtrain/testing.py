@@ -28,6 +28,7 @@ from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import cut, whole
+from onnxtrain.tolerance import compared
 
 CPU = torch.device("cpu")
 
@@ -49,24 +50,8 @@ def assert_no_worse_than_eager(
     """
     assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, eager has {eager.dtype}"
     assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, eager has {tuple(eager.shape)}"
-    if not got.is_floating_point():
-        assert torch.equal(got, eager), f"{name}: differs from eager\n{got}\n{eager}"
-        return
-    got64, eager64, exact = (t.detach().to("cpu", torch.float64) for t in (got, eager, exact))
-    finite = torch.isfinite(eager64) & torch.isfinite(exact)
-    same_kind = torch.equal(got64[~finite].nan_to_num(nan=7.0), eager64[~finite].nan_to_num(nan=7.0))
-    assert same_kind, f"{name}: where eager is not finite, {got64[~finite]} against {eager64[~finite]}"
-    if not finite.any():
-        return
-    got64, eager64, exact = got64[finite], eager64[finite], exact[finite]
-    scale = max(exact.abs().max().item(), 1e-3 * largest)
-    rounding = torch.finfo(got.dtype).eps * scale
-    if got.dtype == torch.float64:
-        error, allowed = (got64 - eager64).abs().max().item(), 64 * rounding
-    else:
-        error = (got64 - exact).abs().max().item()
-        allowed = 2 * (eager64 - exact).abs().max().item() + 8 * rounding
-    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
+    error, allowed, scale = compared(got, eager, exact, largest)
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})\n{got}\n{eager}"
 
 
 # Op cases

@@ -1,6 +1,8 @@
 """Pictures lie channels-last between convolutions; the user sees eager's order."""
 
+import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.ops.norm import channels_last
 from onnxtrain.ops.norm.batch import batch_norm, batch_norm_backward
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -45,6 +48,11 @@ def results(model: Any, plain: nn.Module, x: torch.Tensor) -> list[torch.Tensor]
     return [*(o.detach() for o in outputs), *gradients]
 
 
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Of the axes that have any: on more threads PyTorch gives those of size 1 other ones."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
     """Compares results, their strides and gradients with eager's; gives the forward program."""
     torch.manual_seed(0)
@@ -58,7 +66,7 @@ def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
             zip(results(module, own, x), expected, results(exact, exact, x.double()), strict=True)
         ):
             assert_no_worse_than_eager(f"{number}", got, want, true)
-            assert got.stride() == want.stride(), f"{number}: strides {got.stride()}, eager has {want.stride()}"
+            assert strides(got) == strides(want), f"{number}: strides {got.stride()}, eager has {want.stride()}"
     for got, want in zip(own.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(got, want)
     source: str = module.__dict__["_engine"].newest().unit.forward.source
@@ -140,13 +148,55 @@ def test_under_autocast() -> None:
         assert g.stride() == e.stride()
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of the compiled batch norm, which is there."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    library = channels_last.LIBRARY
+    assert library.wait(), library.why_not
+    found: list[str] = []
+
+    def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            found.append(name)
+            function(*arguments)
+
+        return call
+
+    functions = {name: noted(name, function) for name, function in vars(library.functions).items()}
+    monkeypatch.setattr(library, "functions", SimpleNamespace(**functions))
+    return found
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_step_runs_the_compiled_batch_norm_where_it_may(native: bool, calls: list[str]) -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3))
+    ORTModule(plain, native=native)(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert calls == (["forward", "backward"] if native else [])
+
+
 @pytest.mark.parametrize(
     "shape",
-    [(4, 8, 40, 40), (1, 4, 67, 67), (2, 3, 16, 8), (3, 5, 3, 7), (1, 2, 1, 3), (2, 1, 4, 4)],
+    [
+        (4, 8, 40, 40),
+        (1, 4, 67, 67),
+        (2, 3, 16, 8),
+        (3, 5, 3, 7),
+        (1, 2, 1, 3),
+        (2, 1, 4, 4),
+        (4, 16, 40, 40),
+        (3, 37, 13, 11),
+        (1, 64, 1, 3),
+        (8, 19, 64, 64),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_batch_norms_are_as_exact_as_in_the_usual_order(shape: tuple[int, ...], training: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batch_norms_are_as_exact_as_in_the_usual_order(
+    shape: tuple[int, ...], training: bool, compiled: bool, calls: list[str]
+) -> None:
     """PyTorch's own kernels for this order are not: they add all rows one after the other."""
     torch.manual_seed(0)
     channels = shape[1]
@@ -162,7 +212,7 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(shape: tuple[int, ...], 
         x, dy, scale, b, mean, var = tensors
         read = (mean, var)
         if training and own:
-            y, *moved, saved_mean, saved_deviation = batch_norm(x, scale, b, mean, var, 0.1, 1e-3)
+            y, *moved, saved_mean, saved_deviation = batch_norm(x, scale, b, mean, var, 0.1, 1e-3, compiled)
             read = (saved_mean, saved_deviation)
         elif training:
             moved = [mean.clone(), var.clone()]
@@ -170,7 +220,7 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(shape: tuple[int, ...], 
         else:
             y, moved = torch.batch_norm(x, scale, b, mean, var, False, 0.1, 1e-3, False), []
         if own:
-            found = batch_norm_backward(dy, x, scale, *read, training, 1e-3, [True] * 3)
+            found = batch_norm_backward(dy, x, scale, *read, training, 1e-3, [True] * 3, compiled)
         else:
             statistics = (None, None, *saved) if training else (mean, var, None, None)
             found = torch.ops.aten.native_batch_norm_backward(
@@ -190,3 +240,7 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(shape: tuple[int, ...], 
     if 1 not in shape[1:]:
         assert got[0].is_contiguous(memory_format=LAST)
         assert got[-3].is_contiguous(memory_format=LAST)
+    if channels >= 16 and compiled:
+        assert set(calls) == ({"forward", "backward"} if training else {"backward"})
+    else:
+        assert not calls

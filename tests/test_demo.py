@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import math
@@ -18,10 +17,7 @@ import torch
 from rich.console import Console
 
 import examples.minilm.__main__ as demo
-from benchmarks import steady, tables
-from benchmarks.first_step import FirstStep
 from benchmarks.machine import Machine
-from benchmarks.workloads import MLP
 from examples.minilm.charts import Series, chart, running_mean
 from examples.minilm.data import (
     Batch,
@@ -420,28 +416,3 @@ def test_the_whole_run_with_stand_ins(
     shown = capsys.readouterr().out
     assert "held-out accuracy" in shown
     assert "index.html" in shown
-
-
-# -------------------------------------------------------------------------------------------------------- the benchmark
-
-
-def test_the_steady_step_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes = {"eager": 0.2, "onnxtrain": 0.1}
-    monkeypatch.setattr(steady, "Stepper", lambda workload, name: SimpleNamespace(step=lambda: takes[name]))
-    at_once = dataclasses.replace(MLP, warm_up_s=0)
-    eager, ours = steady.measure_steady(at_once, ("eager", "onnxtrain"), rounds=5, tell=lambda _: None)
-    assert ours.times_s == (0.1,) * 5
-    assert ours.speedup == (2.0, 2.0, 2.0)
-    assert eager.median_s == eager.least_s == 0.2
-
-
-def test_the_benchmark_tables_show_all_contenders() -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=110)
-    console.print(tables.machine_table(MACHINE, "python -m benchmarks"))
-    first = (FirstStep("eager", (1.0, 1.2, 1.1), (0.5, 0.5, 0.6)), FirstStep("onnxtrain", (2.0, 2.5, 2.1), (0.4,) * 3))
-    console.print(tables.first_step_table("a model", first))
-    times = (steady.Steady("eager", (1e-4, 2e-4), (1e-4, 2e-4)), steady.Steady("onnxtrain", (1e-4, 1e-4), (1e-4, 2e-4)))
-    console.print(tables.steady_table("a model", times))
-    for shown in ("A processor", "python -m benchmarks", "+1.00 s", "1.50", "150.0 µs"):
-        assert shown in file.getvalue()

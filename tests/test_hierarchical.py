@@ -98,3 +98,13 @@ def test_errors_of_the_users_model_are_the_users_errors() -> None:
     model = HierarchicalORTModule(Net())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(2, 5))
+
+
+def test_what_the_first_call_took_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "onnxtrain")
+    model = HierarchicalORTModule(Net())
+    for _ in range(2):
+        model(torch.randn(3, 4)).backward()
+    lines = [r.message for r in caplog.records if "initialisation took" in r.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("Net: ")

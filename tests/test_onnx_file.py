@@ -49,6 +49,30 @@ def test_a_file_holds_functions_names_and_origins(tmp_path):
     np.testing.assert_allclose(result, X @ weight.T, rtol=1e-6)
 
 
+def test_each_case_of_an_op_has_a_name_of_its_own(tmp_path):
+    """As overloads, onnxruntime up to 1.24.1 would take the first of them for all calls."""
+    op, (x, y) = graph_of(x=("b", 4), y=("b", "c", 4))
+    results = [op.ms.QuickGelu(x, alpha=a) for a in (1.0, 2.0, 1.0)] + [op.own.LogSigmoid(v) for v in (x, y)]
+    op.graph.outputs.extend([*results, op.ms.ReluGrad(x, x), op.ms.ReluGrad(y, y)])
+    path = tmp_path / "model.onnx"
+    onnx_file.write(ir.Model(op.graph, ir_version=10), path)
+    proto = onnx.load(path)
+    names = [(f.domain, f.name) for f in proto.functions]
+    assert len(set(names)) == len(names)
+    assert not any(each.overload for each in (*proto.graph.node, *proto.functions))
+    assert [n.op_type for n in proto.graph.node][:3] == ["QuickGelu", "QuickGelu_case2", "QuickGelu"]
+
+    wide = np.stack([X, -X, X * 2], 1)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {"x": X, "y": wide})
+    for result, alpha in zip(found, (1.0, 2.0, 1.0), strict=False):
+        np.testing.assert_allclose(result, X / (1 + np.exp(-alpha * X)), rtol=1e-5)
+    for result, given in zip(found[3:], (X, wide), strict=False):
+        np.testing.assert_allclose(result, -np.log1p(np.exp(-given)), rtol=1e-5)
+    for result, given in zip(found[5:], (X, wide), strict=True):
+        np.testing.assert_array_equal(result, np.where(given > 0, given, 0))
+
+
 @pytest.mark.parametrize("opset", [17, 23, 24])
 def test_the_opset_can_be_chosen_for_graph_and_functions(tmp_path, opset):
     path = tmp_path / "model.onnx"

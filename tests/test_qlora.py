@@ -314,4 +314,7 @@ def test_llama_learns_as_in_pytorch_in_no_more_memory(checkpoint: Path) -> None:
     def one(model: torch.nn.Module) -> None:
         model(**batch()).loss.backward()
 
-    assert peak_bytes(lambda: one(ours)) <= peak_bytes(lambda: one(eager))
+    peak = peak_bytes(lambda: one(ours))
+    assert peak <= peak_bytes(lambda: one(eager))
+    # Nor where dynamo evaluates the frames: a caller's keeps the arguments of the call that is going on.
+    assert peak_bytes(torch._dynamo.run(lambda: one(ours))) == peak

@@ -47,7 +47,7 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     first = model()
     assert stages.record("capture", first) is first
     refusal = Refusal("dedupe", "Exp", "random")
-    dedupe = PassReport("dedupe", 1.5, 1, 1)
+    dedupe = PassReport("dedupe", 1.5, ("merged 2",), (refusal,))
     joint = Joint(model())
     assert stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal], [dedupe])) is joint
     stages.done("plan", joint.model)

@@ -332,6 +332,53 @@ def test_a_tensor_that_forward_keeps_is_a_real_one() -> None:
         assert torch.equal(kept[0], kept[1])
 
 
+class KeepsElsewhere(Counts):
+    """Puts a tensor into something that is no part of the module: the function `keep` does."""
+
+    def __init__(self, keep: Callable[[list[Any], torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        self.keep(STORE, h)
+        return h * 2  # type: ignore[no-any-return]
+
+
+STORE: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda store, h: store.append(h),
+        lambda store, h: store.append((h.detach(), 1)),
+        lambda store, h: store.append({"h": h + 1}),
+        lambda store, h: store.append(SimpleNamespace(h=h.relu())),
+        lambda store, h: store.append(lambda: h),
+    ],
+    ids=["list", "tuple", "dict", "object", "closure"],
+)
+def test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(keep: Callable[..., Any]) -> None:
+    STORE.clear()
+    with compared(model(lambda: KeepsElsewhere(keep), falls_back="keeps a tensor after its call")) as compare:
+        for batch in (3, 2):
+            compare.train(batch, 0)
+    kept = [tensor for item in STORE for tensor in tensors_in(item)]
+    STORE.clear()
+    assert [type(tensor) for tensor in kept] == [torch.Tensor] * 6  # of ours, eager and float64, two steps each
+
+
+def tensors_in(item: Any) -> list[Any]:
+    """What is left of an item where a fake tensor was taken out of it is empty."""
+    if isinstance(item, torch.Tensor):
+        return [item]
+    if callable(item):
+        item = [cell.cell_contents for cell in item.__closure__ if cell != type(cell)()]
+    parts = item if isinstance(item, list | tuple) else (item if isinstance(item, dict) else vars(item)).values()
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
 def test_a_cache_in_a_plain_object_is_kept() -> None:
     with compared(model(Caches, falls_back="store")) as compare:
         for _ in range(3):

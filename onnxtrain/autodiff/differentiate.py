@@ -12,7 +12,7 @@ ever carries a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
@@ -59,6 +59,11 @@ class Joint:
             tuple(None if c is None else values[c] for c in self.cotangents),
             tuple(None if g is None else values[g] for g in self.gradients),
         )
+
+    def renewed(self) -> Joint:
+        """This, after passes that put other values in the place of gradients."""
+        given = iter(self.model.graph.outputs[self.outputs :])
+        return replace(self, gradients=tuple(None if g is None else next(given) for g in self.gradients))
 
 
 def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> Joint:

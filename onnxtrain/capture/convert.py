@@ -233,6 +233,7 @@ class _Walk:
         examples = pytree.tree_leaves(example)
         self.op.out = tuple(tensor_type(e) for e in examples if isinstance(e, torch.Tensor))
         self.op.device = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
+        self.op.contiguous = all(is_contiguous_or_false(e) for e in examples if isinstance(e, torch.Tensor))
         arguments = [self._argument(a) for a in node.args]
         keywords = {k: self._argument(v) for k, v in node.kwargs.items()}
         if target is auto_functionalized:  # a custom operator that writes to its arguments

@@ -31,6 +31,7 @@ from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.key import attribute_reads
+from onnxtrain.capture.left_behind import FakesMade
 from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
@@ -78,6 +79,7 @@ class Captured:
         reads: the attributes of modules that forward read.
         took_ms: how long the capture took.
         kept: which of forward's tensors are results; None: all of them.
+        stored: the name of the capture on disk that this is; "" where it is on none.
     """
 
     model: ir.Model
@@ -90,6 +92,7 @@ class Captured:
     reads: frozenset[tuple[int, str]] = frozenset()
     took_ms: float = 0.0
     kept: tuple[int, ...] | None = None
+    stored: str = ""
 
 
 class _Found:
@@ -105,6 +108,7 @@ class _Wrapper(torch.nn.Module):
         super().__init__()
         self.__dict__["_watch"] = watch
         self.__dict__["_run"] = run or module
+        self.__dict__["fakes"] = FakesMade()
         self.module = module
         self.structure = structure
         self.found = _Found()
@@ -112,7 +116,9 @@ class _Wrapper(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         watch: SideEffects = self.__dict__["_watch"]
         args, kwargs = self.structure.unflatten(tensors)
+        fakes: FakesMade = self.__dict__["fakes"]
         watch.begin()
+        fakes.begin()
         leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
         self.found.output = output
         watch.check()
@@ -124,6 +130,8 @@ class _Wrapper(torch.nn.Module):
                 got=changed,
                 todo="the module runs in PyTorch; let forward copy the container before it changes it",
             )
+        del args, kwargs
+        fakes.check(self.module, [*leaves, *tensors])
         found: list[Any] = leaves
         return found
 
@@ -199,7 +207,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         for i, t in enumerate(decisions.examples)
     )
     try:
-        with decisions.noted(), shape_shortcuts():
+        with decisions.noted(), shape_shortcuts(), wrapper.__dict__["fakes"].noted():
             program: ExportedProgram = torch.export.export(
                 wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False
             )

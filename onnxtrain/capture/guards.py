@@ -76,6 +76,25 @@ class _Alternative:
     ones: frozenset[Place] = frozenset()  # places whose size has to be 1, if this was adopted
 
 
+@dataclass(frozen=True)
+class KeptGuards:
+    """Guards without the graph that they are about.
+
+    Attributes:
+        names: of the inputs.
+        shapes: for each input, its sizes as ints or expressions.
+        symbols: where each symbol of the expressions is the size.
+        conditions: expressions, and whether each is soft.
+        proven: the sizes at which a soft condition fails and the graph is right all the same.
+    """
+
+    names: tuple[str, ...]
+    shapes: list[list[Any]]
+    symbols: dict[Any, Place]
+    conditions: list[tuple[Any, bool]]
+    proven: tuple[_Sizes, ...]
+
+
 class Guards:
     """Whether a captured graph is right for tensors of these sizes. Call it with the flat inputs of a call.
 
@@ -92,7 +111,7 @@ class Guards:
         conditions: list[_Condition],
         alternative: _Alternative,
         decisions: Decisions | None,
-        proof: Proof,
+        proof: Proof | None,
     ) -> None:
         self.open = frozenset(symbols.values())
         self._names = tuple(names)
@@ -136,6 +155,8 @@ class Guards:
         sizes = other._made_for
         if self.open != other.open or other._alternatives[0].decisions is None:
             return False
+        if self._proof is None or other._proof is None:
+            return False
         if self._hard_reason(sizes, self._binding(sizes)):
             return False
         ones = next((ones for ones in (frozenset(), other._ones) if same_graph(self._proof, other._proof, ones)), None)
@@ -154,7 +175,7 @@ class Guards:
         Args:
             examples: the inputs that the graph was exported with.
         """
-        if not self._proof.unknown:
+        if self._proof is None or not self._proof.unknown:
             return
         sizes: list[list[Any]] = [list(example.shape) for example in examples]
         binding = {symbol: sympy.Integer(sizes[i][d].node.hint) for symbol, (i, d) in self._symbols.items()}
@@ -168,7 +189,31 @@ class Guards:
 
     def same_graph(self, other: Guards) -> bool:
         """Whether the captured graphs do the same at all sizes."""
+        if self._proof is None or other._proof is None:
+            return False
         return self.open == other.open and same_graph(self._proof, other._proof, frozenset())
+
+    @property
+    def exported(self) -> Proof | None:
+        """The exported graph; None where the capture was read from disk."""
+        return self._proof
+
+    # On disk
+
+    def kept(self) -> KeptGuards:
+        """What of the guards is true in another process as well."""
+        forced = [(condition.expr, False) for condition in self._alternatives[0].forced]
+        conditions = [*((c.expr, c.soft) for c in self._conditions), *forced]
+        proven = tuple(sizes for sizes, verdict in self._verdicts.items() if verdict)
+        return KeptGuards(self._names, self._shapes, self._symbols, conditions, proven)
+
+    @classmethod
+    def of(cls, kept: KeptGuards) -> Guards:
+        """Guards that were kept. They hold where all conditions do, and at the sizes that were proven."""
+        conditions = [_Condition(expr, soft) for expr, soft in kept.conditions]
+        guards = cls(kept.names, kept.shapes, kept.symbols, conditions, _Alternative(None, ()), None, None)
+        guards._verdicts.update(dict.fromkeys(kept.proven, True))
+        return guards
 
     # The generated function
 
@@ -185,7 +230,7 @@ class Guards:
             tests.append(_python(condition.expr.xreplace(variables)) or "False")  # False: the long way
         lines.append(f"    return {' and '.join(dict.fromkeys(tests)) or 'True'} or otherwise(tensors)")
         values: dict[str, Any] = {"otherwise": self._otherwise}
-        exec("\n".join(lines), values)
+        exec(compile("\n".join(lines), "<onnxtrain guards>", "exec"), values)
         check: Callable[[Sequence[torch.Tensor]], bool] = values["check"]
         return check
 
@@ -214,7 +259,7 @@ class Guards:
         soft = next((condition for condition in self._conditions if not condition.holds(binding)), None)
         if soft is None:
             return ""
-        if self._alternatives[0].decisions is None:
+        if self._alternatives[0].decisions is None or self._proof is None:
             return f"{self._words(soft.expr)} does not hold, and what forward decided from sizes is not known"
         return self._proof.reason(binding)
 

@@ -56,13 +56,13 @@ def capturing() -> Iterator[None]:
         owner = threading.get_ident()
         calls = FunctionCalls()
         # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.
-        stack.enter_context(_replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
-        stack.enter_context(_replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
+        stack.enter_context(replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
+        stack.enter_context(replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
         stack.enter_context(preserve_node_meta())  # else nothing is noted
         regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
-        stack.enter_context(_replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
+        stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
         for lost in _LOST:
-            stack.enter_context(_replaced(lost.place, lost.name, _refusal(owner, lost)))
+            stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
         _UNDER_WAY.flag = True
         stack.callback(setattr, _UNDER_WAY, "flag", False)
         yield
@@ -111,7 +111,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = name in owner.__dict__
     before = owner.__dict__.get(name)
     setattr(owner, name, value)

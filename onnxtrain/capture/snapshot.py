@@ -108,7 +108,7 @@ class Snapshot:
             self._read_of.setdefault(owner, set()).add(name)
         self._wanted = [_place(module, name) for name in self.names]
         self._global_hooks()
-        for path, submodule in _submodules(module, "", set()):
+        for path, submodule in submodules(module):
             _Visit(self, submodule, path or "the module").all()
 
     def changed(self, now: Snapshot) -> tuple[str, str] | None:
@@ -457,15 +457,18 @@ def _children(value: object, objects: int) -> dict[str, object] | None:
     return {f".{name}": child for name, child in vars(value).items()}
 
 
-def _submodules(module: torch.nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+def submodules(
+    module: torch.nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each submodule once, with the first path to it."""
+    seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     yield path, module
     for name, child in module.__dict__["_modules"].items():
         if child is not None:
-            yield from _submodules(child, f"{path}.{name}" if path else name, seen)
+            yield from submodules(child, f"{path}.{name}" if path else name, seen)
 
 
 def _place(module: torch.nn.Module, name: str) -> tuple[int, str] | None:

@@ -317,7 +317,7 @@ def _open_registered(value: Any, registered: Any) -> _Container:
     children, context = registered.flatten_fn(value)
     names = context if isinstance(context, (list, tuple)) and len(context) == len(children) else range(len(children))
     steps = [_step(name) for name in names]
-    return children, steps, _freeze(context), lambda items: registered.unflatten_fn(items, context)
+    return children, steps, freeze(context), lambda items: registered.unflatten_fn(items, context)
 
 
 def _open_dataclass(value: Any) -> _Container:
@@ -331,13 +331,24 @@ def _open_dataclass(value: Any) -> _Container:
             todo="declare them as fields",
         )
 
+    return (
+        [getattr(value, name) for name in fields],
+        [f".{name}" for name in fields],
+        tuple(fields),
+        dataclass_builder(kind, fields),
+    )
+
+
+def dataclass_builder(kind: type, fields: Sequence[str]) -> Callable[[list[Any]], Any]:
+    """What makes an object of a dataclass from the values of these fields."""
+
     def build(children: list[Any]) -> Any:
-        made = object.__new__(kind)  # as copy.copy does: __post_init__ ran when the user made the object
+        made: Any = object.__new__(kind)  # as copy.copy does: __post_init__ ran when the user made the object
         for name, child in zip(fields, children, strict=True):
             object.__setattr__(made, name, child)
         return made
 
-    return [getattr(value, name) for name in fields], [f".{name}" for name in fields], tuple(fields), build
+    return build
 
 
 def _is_cache(value: Any) -> bool:
@@ -392,12 +403,12 @@ class _ById:
         return id(self.value)
 
 
-def _freeze(context: Any) -> Hashable:
+def freeze(context: Any) -> Hashable:
     """The context of a registered container as a key."""
     if isinstance(context, (list, tuple)):
-        return (type(context), *map(_freeze, context))
+        return (type(context), *map(freeze, context))
     if isinstance(context, dict):
-        return (dict, *((_freeze(key), _freeze(value)) for key, value in context.items()))
+        return (dict, *((freeze(key), freeze(value)) for key, value in context.items()))
     return constant_key(context)
 
 
@@ -436,7 +447,9 @@ def _compile_rebuild(tree: Tree) -> _Rebuild:
             return f"({children}{',' if len(part.children) == 1 else ''})"
         return f"{bind(part.build)}([{children}])"
 
-    return eval(f"lambda tensors, sizes: {expression(tree)}", constants)  # type: ignore[no-any-return]  # our own source
+    code = compile(f"lambda tensors, sizes: {expression(tree)}", "<onnxtrain containers>", "eval")  # our own source
+    rebuild: _Rebuild = eval(code, constants)
+    return rebuild
 
 
 # Words

@@ -23,9 +23,11 @@ from onnxtrain.errors import OnnxTrainError
 # The command and what it does. Its module has the same name, with _ for -.
 COMMANDS: Mapping[str, str] = {
     "artifacts": "make the files that train an ONNX model on a device",
+    "explain": "say what each pass did with a model and what it refused, and the work before and after",
     "memory": "show where the memory of a training step goes, tensor by tensor",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
     "options": "list all options: value, what decided it, meaning",
+    "report": "write a page about a model: graph before and after, what was done, time, eager's numbers",
     "run": "run a script of ONNX Runtime Training, unchanged: onnxtrain run script.py ...",
     "train": "train a folder of artifacts on data, for a first try without code",
     "tune": "show, measure or forget how long kernels take on this machine",

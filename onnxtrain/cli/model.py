@@ -191,9 +191,9 @@ def _token_labels(inputs: Mapping[str, torch.Tensor], _config: Any) -> dict[str,
 
 
 def _masked_labels(inputs: Mapping[str, torch.Tensor], _config: Any) -> dict[str, torch.Tensor]:
-    """One token in seven, as in BERT's training (15 %)."""
+    """One token in seven, as in BERT's training (15 %), and none of the padding."""
     tokens = inputs["input_ids"]
-    picked = torch.arange(tokens.numel()).view_as(tokens) % 7 == 0
+    picked = (torch.arange(tokens.numel()).view_as(tokens) % 7 == 0) & inputs["attention_mask"].bool()
     return {"labels": tokens.masked_fill(~picked, -100)}
 
 

@@ -105,11 +105,24 @@ def _writes_after_reading(node: ir.Node, written: ir.Value, shared: set[ir.Value
             return False
         index = node.outputs.index(written)
         return all(_branch_is_safe(branch, index, shared) for branch in traversal.subgraphs(node))
+    if (node.domain, node.op_type) == (ONNX, "Scan"):
+        return _goes_by_slices(node, node.outputs.index(written), shared)
     return _is_elementwise(node) and all(v.shape == written.shape for v in node.inputs if v is not None and v in shared)
 
 
 def _branch_is_safe(branch: ir.Graph, index: int, shared: set[ir.Value]) -> bool:
     return _clash(branch.outputs[index], list(shared), branch) is None
+
+
+def _goes_by_slices(node: ir.Node, index: int, shared: set[ir.Value]) -> bool:
+    """Whether a Scan reads of `shared` only the slice that it is about to write: forward, along the first axis."""
+    attributes = node.attributes
+    plain = not any(any(a.as_ints()) for name, a in attributes.items() if name.endswith(("_axes", "_directions")))
+    body = attributes["body"].as_graph()
+    states = len(node.inputs) - attributes.get_int("num_scan_inputs")
+    slices = [inner for outer, inner in zip(node.inputs[states:], body.inputs[states:], strict=True) if outer in shared]
+    elsewhere = {*node.inputs[:states], *traversal.captured(node)} & shared
+    return plain and not elsewhere and index >= states and _clash(body.outputs[index], slices, body) is None
 
 
 def _is_elementwise(node: ir.Node) -> bool:

@@ -20,7 +20,7 @@ from onnxtrain.ops import NodeView, builder, definition_of, foreign
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.fused import axes_constant, reshaped
 from onnxtrain.ops.reshape.movement import constant_ints
-from onnxtrain.ops.spatial import covered, cut_out, extended, per_axis, spatial, symmetric_pads
+from onnxtrain.ops.spatial import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
 from onnxtrain.passes import JOINT, optimize
 
 # Ops of which one node each ran in wasm and in a WebGPU session of onnxruntime-web 1.30 (Chromium, SwiftShader), with
@@ -178,7 +178,7 @@ def _gradient(op: Builder, n: NodeView, node: ir.Node) -> ir.Value:
     free, shares = None, []
     for offset in itertools.product(*map(range, kernel)):
         starts = [o * d for o, d in zip(offset, dilations, strict=True)]
-        there = _every(op, padded, starts, strides, spatial(y))
+        there = every(op, padded, starts, strides, spatial(y))
         share = op.Cast(op.Equal(there, y), to=dtype_of(x))
         if free is not None:
             share = op.Mul(share, free)
@@ -207,15 +207,4 @@ def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.
     inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), axes_constant(op, range(2, 2 + len(pads))))
     whole = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
     result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
-    return result
-
-
-def _every(op: Builder, x: ir.Value, starts: list[int], steps: list[int], count: sizes.Sizes) -> ir.Value:
-    """`count` places of x along each axis after the channels, `steps` apart."""
-    spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
-    ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
-    axes = axes_constant(op, range(2, 2 + len(starts)))
-    inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
-    taken = TensorType(type_of(x).dtype, (*sizes.of(x)[:2], *count))
-    result: ir.Value = op.node(ONNX, "Slice", inputs, {}, types=[taken]).outputs[0]
     return result

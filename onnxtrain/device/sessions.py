@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _ORT_ERRORS = (
     RuntimeError,
     ValueError,
 )
+_LISTS = ("inputs", "outputs", "trainable", "frozen", "buffers", "state", "in_chunks")  # in the metadata
+_CHUNK = 2**15  # elements of a parameter that are updated at a time: with their gradient and moments they fit a cache
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -111,6 +114,12 @@ class Buffer:
         return f"{self.dtype} {self.shape}"
 
 
+def _chunks(size: int) -> int:
+    """Into how many equal chunks of about `_CHUNK` elements this many can be cut; 1 where no number is near."""
+    fitting = [n for n in range(-(-size // (2 * _CHUNK)), 4 * size // _CHUNK + 1) if size % n == 0]
+    return min(fitting, key=lambda n: abs(math.log(size / n / _CHUNK)), default=1)
+
+
 def _own(array: Array) -> Array:
     """The array itself where training may write into it, else a copy."""
     flags = array.flags
@@ -136,6 +145,13 @@ class GraphFacts:
     updates: Mapping[str, str] = field(default_factory=dict)
     draws: bool = False
     state: tuple[str, ...] = ()
+    in_chunks: tuple[str, ...] = ()
+
+    @property
+    def taken_in_chunks(self) -> frozenset[str]:
+        """The inputs of an optimizer graph that are [chunks, elements], whatever their parameter's shape is."""
+        ends = ("", "_grad", *(f".{state}" for state in self.state))
+        return frozenset(f"{name}{end}" for name in self.in_chunks for end in ends)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -168,6 +184,7 @@ class Graph:
 
     def __init__(self, path: str | os.PathLike[str], kind: str, device: Device, options: ort.SessionOptions) -> None:
         self.path = Path(path)
+        self._device = device
         self._session = _open(self.path, device, options)
         self.facts = _facts(self._session, self.path, kind)
         self.types = {arg.name: _type(arg) for arg in self._session.get_inputs()}
@@ -182,11 +199,24 @@ class Graph:
         self._bound |= {name: buffer for name, buffer in buffers.items() if name in self.types}
         if self._texts:
             return
+        in_chunks = self.facts.taken_in_chunks
         for name, buffer in self._bound.items():
-            self._binding.bind_ortvalue_input(name, buffer.value)
+            if name in in_chunks:
+                self._binding.bind_input(name, *self._memory_in_chunks(buffer))
+            else:
+                self._binding.bind_ortvalue_input(name, buffer.value)
         for output, name in self.facts.updates.items():
-            if name in self._bound:
+            if name in in_chunks:
+                self._binding.bind_output(output, *self._memory_in_chunks(self._bound[name]))
+            elif name in self._bound:
                 self._binding.bind_ortvalue_output(output, self._bound[name].value)
+
+    def _memory_in_chunks(self, buffer: Buffer) -> tuple[str, int, int, list[int], int]:
+        """A buffer's device, index, element type, shape as [chunks, elements], and address."""
+        size = math.prod(buffer.shape)
+        chunks = _chunks(size) if self._device.kind == "cpu" else 1  # a GPU is best at all at once
+        value = buffer.value
+        return self._device.kind, self._device.index, value.element_type(), [chunks, size // chunks], value.data_ptr()
 
     def run(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
         """Runs the graph once, updates what is bound in place, and returns `outputs` in new memory on the CPU.
@@ -282,7 +312,7 @@ def _facts(session: ort.InferenceSession, path: Path, kind: str) -> GraphFacts:
         raise TrainingError(what, str(path), VERSION, entry["version"], "Make the artifacts again.")
     if entry["kind"] != kind:
         raise TrainingError("This is another one of the artifacts.", str(path), f"the {kind} graph", entry["kind"])
-    names = {key: tuple(entry.get(key, ())) for key in ("inputs", "outputs", "trainable", "frozen", "buffers", "state")}
+    names = {key: tuple(entry.get(key, ())) for key in _LISTS}
     return GraphFacts(
         kind=kind,
         draws=bool(entry.get("draws")),

@@ -113,6 +113,8 @@ class TrainingState:
             own = self.optimizer.setdefault(state, {})
             for name in facts.trainable:
                 expected = types[f"{name}.{state}"]
+                if name in facts.in_chunks:
+                    expected = TensorType(expected.name, expected.dtype, self.type_of(name)[1])
                 if name not in own:
                     own[name] = self._zeros(expected)
                 elif not expected.takes(own[name].dtype, own[name].shape):

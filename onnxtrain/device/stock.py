@@ -20,6 +20,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, s
 from onnxtrain.onnx_file import file_model
 from onnxtrain.ops import definition_of, foreign
 from onnxtrain.ops.bodies import body_of, inline_bodies
+from onnxtrain.ops.functions import as_functions
 
 OPSET = 21  # of written artifacts: onnxruntime reads it since 1.18
 
@@ -78,7 +79,7 @@ def for_stock(model: ir.Model, *, portable: bool) -> ir.Model:
 def _with_functions(model: ir.Model) -> ir.Model:
     """Each op as one function, for its commonest case (ranks, types, optional inputs); other cases are written out.
 
-    Overloads would hold all cases, but onnxruntime up to 1.24 at least calls the first of them for all.
+    So every function has the name of its op, by which runtimes and people know it.
     """
     model = inline_bodies(model, keep=_stays)
     drop_unused_outputs(model.graph)
@@ -87,12 +88,10 @@ def _with_functions(model: ir.Model) -> ir.Model:
     def stays(node: ir.Node) -> bool:
         return _stays(node) and node.name not in written_out
 
-    result = file_model(model)
-    while others := _rarer_cases(result.graph):
+    while others := _rarer_cases(as_functions(model).graph):
         written_out |= others
         model = inline_bodies(model, keep=stays)
-        result = file_model(model)
-    return result
+    return file_model(model)
 
 
 def _rarer_cases(graph: ir.Graph) -> set[str | None]:

@@ -250,10 +250,8 @@ class _Boundary(torch.autograd.Function):
             gradients, _ = program.run(arguments, ctx.call[3])
             return (None, *gradients)
         if not unit.contexts:
-            return _backward(ctx, ctx.saved_tensors, cotangents, needed)
-        contexts = dict(zip(unit.contexts, ctx.contexts, strict=True))
-        kept = [contexts.get(i, tensor) for i, tensor in enumerate(ctx.saved_tensors)]
-        found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, kept, cotangents, needed), unit.renew_backwards)
+            return _backward(ctx, cotangents, needed)
+        found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
         return found
 
 
@@ -278,12 +276,10 @@ def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
     return results
 
 
-def _backward(
-    ctx: Any, saved: Sequence[Any], cotangents: Sequence[torch.Tensor | None], needed: Flags
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags) -> tuple[Any, ...]:
+    """Backward of any unit."""
     unit = ctx.call[0]
-    program, arguments, sizes = prepare_backward(ctx, saved, cotangents, needed)
-    del saved
+    program, arguments, sizes = prepare_backward(ctx, cotangents, needed)
     if torch._C._is_any_autocast_enabled():
         with torch.autocast(unit.device_type, enabled=False):
             gradients, _ = program.run(arguments, sizes)
@@ -293,15 +289,29 @@ def _backward(
 
 
 def prepare_backward(
-    ctx: Any, saved: Sequence[Any], cotangents: Sequence[torch.Tensor | None], needed: Flags
+    ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags
 ) -> tuple[BackwardProgram, Iterator[Any], Sequence[int]]:
-    """The backward program for these cotangents, and what it takes: an iterator that holds nothing once it is read."""
+    """The backward program for these cotangents, and what it takes: an iterator that holds nothing once it is read.
+
+    What was saved is read here and passed to no Python function: where a debugger, a tracer or torch.compile evaluates
+    the frames, the caller's would keep its arguments alive until backward ends.
+    """
     unit, _, _, known = ctx.call
     backward = unit.backward(tuple(map(is_not, cotangents, unit.none)), needed)
-    arguments = iter(backward.arguments(saved, cotangents, ctx))
+    arguments = iter(backward.arguments(_saved(ctx), cotangents, ctx))
     if not unit.contexts:  # a PythonOp's backward may run twice
         ctx.maybe_clear_saved_tensors()
     return backward.program, arguments, [known[i] for i in backward.sizes] if backward.sizes else ()
+
+
+def _saved(ctx: Any) -> Sequence[Any]:
+    """What forward kept: tensors, and Python objects in their places."""
+    saved: Sequence[Any] = ctx.saved_tensors
+    places = ctx.call[0].contexts
+    if not places:
+        return saved
+    contexts = dict(zip(places, ctx.contexts, strict=True))
+    return [contexts.get(i, tensor) for i, tensor in enumerate(saved)]
 
 
 # Function.apply without its Python part, which looks for torch.func's wrappers: none get here, and it costs as much as

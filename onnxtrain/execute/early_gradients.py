@@ -140,7 +140,7 @@ class _Call:
         if torch.is_grad_enabled():
             run = differentiable_backward(ctx, cotangents, self.boundary.needed[1:])
         else:
-            program, arguments, sizes = prepare_backward(ctx, ctx.saved_tensors, cotangents, self.boundary.needed)
+            program, arguments, sizes = prepare_backward(ctx, cotangents, self.boundary.needed)
             assert isinstance(program, StagedProgram)
             run = program.begin(arguments, sizes)
         number, runs = torch._C._current_graph_task_id(), self._runs

@@ -252,6 +252,15 @@ def clone(graph: ir.Graph) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
     return _clone_into(graph, values), values
 
 
+def giving(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
+    """A copy of the graph that computes these of its values, and nothing else; its inputs are the same."""
+    copy, copies = clone(graph)
+    copy.outputs.clear()
+    copy.outputs.extend(copies[v] for v in values)
+    remove_unused(copy, lambda node: False)
+    return copy
+
+
 def with_graph(model: ir.Model, graph: ir.Graph, functions: Sequence[ir.Function] | None = None) -> ir.Model:
     """A model like `model` with another graph and, where given, other functions."""
     return ir.Model(

@@ -88,7 +88,7 @@ def _in_background(command: list[str]) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            process_group=0,  # in this session: Linux shares processors out by session first, by niceness within one
         )
         _running.add(child)
     try:

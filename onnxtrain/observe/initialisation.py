@@ -34,5 +34,5 @@ def _lines(report: CompileReport, seconds: float) -> Iterator[str]:
     for stage in report.stages:
         yield f"  {stage.name:<24}{stage.took_ms:9.1f} ms  {stage.nodes:6} nodes"
         for each in stage.passes:
-            yield f"    {each.name:<22}{each.took_ms:9.1f} ms  {each.made:6} changes, {each.refused} refused"
+            yield f"    {each.name:<22}{each.took_ms:9.1f} ms  {len(each.made):6} changes, {len(each.refused)} refused"
     yield f"  {'checks, files, rest':<24}{seconds * 1e3 - report.took_ms:9.1f} ms"

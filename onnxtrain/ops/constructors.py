@@ -140,6 +140,7 @@ def binary(
     native_ok: Callable[[NodeView], bool] | None = None,
     scalars: bool = False,
     lower: Callable[..., Call] | None = None,
+    commutative: bool = False,
 ) -> OpDef:
     """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
@@ -172,6 +173,7 @@ def binary(
             flops=elementwise_flops,
             host=_on_host(host) if host else None,
             layout=Layout(frozenset({"a", "b", "y"})),
+            commutative=commutative,
         )
     )
 

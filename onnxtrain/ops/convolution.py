@@ -11,12 +11,15 @@ node. `output_mask` of a backward op says which gradients are read; the kernel l
 A gradient is a convolution again. In x it is the transposed one. In w it is one where samples and channels change
 places, dy is the weight, and stride and dilation change places:
     dw[o, c, k] = sum over n, e of x[n, c, e*stride - pad + k*dilation] * dy[n, o, e]
+Its body is that, or for windows of few places a matrix product for each place k: onnxruntime's Conv is slow where the
+weight is as large as an image (1.8 to 2.3 times as slow for 3 x 3 windows and 16 to 64 channels).
 
 Source: Dumoulin and Visin 2016, https://arxiv.org/abs/1603.07285 (sections 2, 4).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +40,7 @@ from onnxtrain.ops.spatial import (
     as_list,
     covered,
     cut_out,
+    every,
     extended,
     names,
     per_axis,
@@ -49,6 +53,7 @@ from onnxtrain.ops.spatial import (
 aten = torch.ops.aten
 
 _GEOMETRY: dict[str, Any] = {"dilations": None, "group": 1, "pads": None, "strides": None}
+_MANY = 16  # places of a window: 3 x 3 are few
 _TRANSPOSED: dict[str, Any] = {**_GEOMETRY, "output_padding": None}
 
 
@@ -229,7 +234,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
     )
 
 
-fused(
+CONV = fused(
     ONNX,
     "Conv",
     ("x", "w", "b?"),
@@ -325,6 +330,8 @@ def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
 
 def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
     """The gradient of w[o, c/g, k], where windows of `source`[n, c, d] meet `moving`[n, o, e]."""
+    if n.group == 1 and math.prod(k if isinstance(k, int) else _MANY for k in spatial(n.w)) < _MANY:
+        return _weight_gradient_by_place(op, n, source, moving)
     source, moving = (_with_samples(op, x) for x in (source, moving))
     batch, channels, *inner = sizes.of(source)
     strides, pads, dilations = _geometry(n)
@@ -341,6 +348,31 @@ def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Valu
     found = cut_out(op, found, [0] * len(inner), spatial(n.w))
     result: ir.Value = op.Transpose(found, perm=[1, 0, *inner_axes])
     return result
+
+
+def _weight_gradient_by_place(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
+    """The same without groups: for each place of a window the product over all positions, then the sum over samples."""
+    strides, pads, dilations = _geometry(n)
+    (batch, outs, *positions), channels, kernel = sizes.of(moving), sizes.of(source)[1], spatial(n.w)
+    count = product(positions)
+    if any(pads):
+        longer = [sizes.add(s, 2 * pad) for s, pad in zip(spatial(source), pads, strict=True)]
+        inputs = (
+            source,
+            op.sizes([*pads, *pads]),
+            op.scalar(0, like=source),
+            axes_constant(op, range(2, 2 + len(pads))),
+        )
+        kind = TensorType(dtype_of(source), (batch, channels, *longer))
+        source = op.node(ONNX, "Pad", inputs, {}, types=[kind]).outputs[0]
+    rows = reshaped(op, moving, [batch, outs, count])
+    found = []
+    for place in itertools.product(*(range(int(k)) for k in kernel)):
+        starts = [index * dilation for index, dilation in zip(place, dilations, strict=True)]
+        columns = reshaped(op, every(op, source, starts, strides, tuple(positions)), [batch, channels, count])
+        found.append(total(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True))
+    places = op.Concat(*found, axis=0) if len(found) > 1 else found[0]
+    return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), [outs, channels, *kernel])
 
 
 def _with_samples(op: Builder, x: ir.Value) -> ir.Value:

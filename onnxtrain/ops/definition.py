@@ -293,6 +293,9 @@ class OpDef:
         objects: outputs that are Python objects in a running program, and no tensors.
         replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
+        commutative: whether its two inputs may stand in either order.
+        same_elements: whether its output has the elements of its first input in their order, in another shape or
+            element type perhaps.
     """
 
     domain: str
@@ -319,6 +322,8 @@ class OpDef:
     objects: frozenset[str] = frozenset()
     replay: Replay | None = None
     layout: Layout | None = None
+    commutative: bool = False
+    same_elements: bool = False
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)

@@ -12,7 +12,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import TensorType, dtype_of
+from onnxtrain.graph.values import TensorType, dtype_of, type_of
 from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
@@ -64,6 +64,7 @@ def fused(
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     layout: Layout | None = None,
+    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
@@ -98,6 +99,7 @@ def fused(
             flops=flops,
             host=None,
             layout=layout,
+            outputs_of=outputs_of,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )
@@ -185,6 +187,14 @@ def times(op: Builder, x: ir.Value, number: float) -> ir.Value:
 def reshaped(op: Builder, x: ir.Value, wanted_sizes: Sequence[Size]) -> ir.Value:
     """Gives x these sizes; 0 means no elements."""
     result: ir.Value = op.Reshape(x, op.sizes(list(wanted_sizes)), allowzero=1)
+    return result
+
+
+def nothing(op: Builder, kept: ir.Value) -> ir.Value:
+    """An empty vector in the place of what a kernel keeps for backward."""
+    zero = ir.tensor([0], dtype=dtype_of(kept))
+    node = op.node("", "ConstantOfShape", (axes_constant(op, [0]),), {"value": zero}, [type_of(kept)])
+    result: ir.Value = node.outputs[0]
     return result
 
 

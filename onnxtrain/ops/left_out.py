@@ -115,7 +115,7 @@ _CHECK = "raises where a matrix is singular: a check without a result"
 _SPECIAL = "a special function that ONNX lacks, and that no short formula computes precisely"
 _ORDER = "an order or a running extreme, which ONNX lacks"
 _BITS = "takes apart the bits of a float, or counts in its last one"
-_DRAWS = "random numbers: PyTorch draws them in the order of memory, which only its own tensors tell"
+_DRAWS = "random numbers of a distribution that ONNX lacks, or draws in another way"
 _COMPLEX = "complex numbers live between ATen nodes"
 _WINDOWS = "windows, pairs or bags that ONNX has no operator for"
 _STRIDES = "reads or writes memory by strides, of which a graph has none"
@@ -186,16 +186,11 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
     **dict.fromkeys(("frexp", "nextafter"), _BITS),
     **dict.fromkeys(
         (
-            "bernoulli",
             "exponential",
             "multinomial",
             "normal",
             "poisson",
-            "rand",
-            "rand_like",
             "randint",
-            "randn",
-            "randn_like",
             "rrelu",
             "rrelu_with_noise",
         ),
@@ -208,7 +203,6 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
             "_fft_c2c",
             "_fft_c2r",
             "_fft_r2c",
-            "angle",
             "complex",
             "conj_physical",
             "polar",
@@ -264,6 +258,7 @@ PYTORCH_USES: Mapping[str, str] = {
         (
             "_to_copy",
             "abs",
+            "angle",
             "clone",
             "constant_pad_nd",
             "copy",
@@ -284,6 +279,10 @@ PYTORCH_USES: Mapping[str, str] = {
     **dict.fromkeys(
         ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
         "with aligned corners, or by a scale that float32 rounds: ONNX's Resize has its scales in float32",
+    ),
+    **dict.fromkeys(
+        ("bernoulli", "rand_like", "randn_like"),
+        "for a tensor that is not contiguous: PyTorch draws in the order of memory. `bernoulli_(p)` on a GPU too",
     ),
     "cosine_similarity": "of 0-dimensional tensors",
     "diff": "of an order above 2: each order would be two more slices",

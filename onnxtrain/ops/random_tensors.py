@@ -6,11 +6,13 @@
     Multinomial(x[rows, classes])              `sample_size` classes of each row, from unnormalized log-probabilities
 
 `seed` is not used: ONNX Runtime and PyTorch draw other numbers from the same seed.
+
+PyTorch draws in the order of memory. So where its tensor is not contiguous, its operator stays an ATen node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -18,8 +20,9 @@ import torch
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
+from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, elementwise_flops
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, elementwise_flops
 from onnxtrain.ops.definition import (
     DEVICE,
     NOT_DIFFERENTIABLE,
@@ -27,11 +30,16 @@ from onnxtrain.ops.definition import (
     STANDARD,
     Call,
     Effects,
+    FromTorch,
     Kernel,
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.elementwise.copies import overwritten
+from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.registry import define
+
+_BOOL = ir.DataType.BOOL
 
 
 def _random(
@@ -41,6 +49,7 @@ def _random(
     shapes: Callable[[NodeView], Sequence[TensorType]],
     lower: Callable[..., Call],
     since: int,
+    from_torch: Mapping[str, FromTorch] | None = None,
 ) -> None:
     define(
         OpDef(
@@ -50,7 +59,7 @@ def _random(
             outputs=("y",),
             attributes={**attributes, "seed": None},
             since=since,
-            from_torch={},
+            from_torch=from_torch or {},
             shapes=shapes,
             body=STANDARD,
             native_ok=always,
@@ -64,6 +73,36 @@ def _random(
             host=None,
         )
     )
+
+
+def _capture(name: str) -> FromTorch:
+    """`rand`, `rand_like`, `randn` and `randn_like`: which sizes they have shows in the output."""
+
+    def capture(op: Builder, *_: Any, **options: Any) -> Any:
+        if not op.contiguous:
+            return NotImplemented
+        dtype, shape = op.out[0]
+        if all(isinstance(size, int) for size in shape):
+            return op.op(ONNX, name)(shape=list(shape), dtype=int(dtype))
+        return op.op(ONNX, f"{name}Like")(filled(op, shape, 0, dtype))
+
+    return capture
+
+
+def _capture_bernoulli(op: Builder, x: ir.Value, *, generator: torch.Generator | None = None) -> Any:
+    if not op.contiguous or generator is not None:
+        return NotImplemented
+    return overwritten(op, x, op.Bernoulli(x))
+
+
+def _capture_bernoulli_of(op: Builder, x: ir.Value, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Any:
+    """One probability for all, as in `dropout2d`: the mask of a Dropout, which draws the same on a CPU."""
+    drawn = isinstance(p, float) and 0 < p < 1 and op.device == "cpu"
+    if not op.contiguous or generator is not None or not drawn:
+        return NotImplemented
+    dtype, shape = op.out[0]
+    mask = op.Dropout(filled(op, shape, 0, dtype), op.scalar(1 - p, ir.DataType.DOUBLE), op.scalar(True, _BOOL))[1]
+    return overwritten(op, x, cast(op, mask, dtype))
 
 
 def _dtype(n: NodeView) -> ir.DataType:
@@ -114,6 +153,7 @@ _random(
     _of_attribute,
     lambda n: Call(normal, n.shape, n.mean, n.scale, TORCH_DTYPES[_dtype(n)], DEVICE),
     1,
+    dict.fromkeys(("aten.randn.default", "aten.randn_like.default"), _capture("RandomNormal")),
 )
 _random(
     "RandomUniform",
@@ -122,6 +162,7 @@ _random(
     _of_attribute,
     lambda n: Call(uniform, n.shape, n.low, n.high, TORCH_DTYPES[_dtype(n)], DEVICE),
     1,
+    dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), _capture("RandomUniform")),
 )
 _random(
     "RandomNormalLike",
@@ -146,6 +187,7 @@ _random(
     _of_input,
     lambda n, x: Call(bernoulli, x, TORCH_DTYPES[_dtype(n)]),
     15,
+    {"aten.bernoulli.default": _capture_bernoulli, "aten.bernoulli.p": _capture_bernoulli_of},
 )
 _random(
     "Multinomial",

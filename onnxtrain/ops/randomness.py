@@ -10,7 +10,7 @@ A node's metadata `rng` says which numbers it draws:
                       saved states govern them too. The ratio is then a multiple of 1/65536, and the scale that of this
                       ratio: E[y] = x exactly. The pass `key_dropout` lets such a node keep the key and no mask
 
-Other random operators stay ATen nodes: PyTorch draws in the order of memory, which only its own tensors tell.
+Other random tensors: `random_tensors.py`.
 """
 
 from __future__ import annotations

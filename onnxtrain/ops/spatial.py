@@ -52,25 +52,37 @@ Padding = tuple[Size, Size]  # before and after an axis
 
 
 def paddings(n: NodeView, inner: Sequence[Size], kernel: Sequence[Size]) -> list[Padding]:
-    """The padding of each axis, of these sizes, with `auto_pad` worked out.
+    """The padding of each axis, of these sizes, with the node's `auto_pad` worked out."""
+    count = len(inner)
+    strides, dilations = per_axis(n, "strides", count, 1), per_axis(n, "dilations", count, 1)
+    return padded_by_name(n.auto_pad, per_axis(n, "pads", 2 * count, 0), inner, kernel, strides, dilations)
+
+
+def padded_by_name(
+    auto_pad: str,
+    pads: Sequence[Size],
+    inner: Sequence[Size],
+    kernel: Sequence[Size],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+) -> list[Padding]:
+    """The padding of each axis, of sizes `inner`: `pads` (first before all axes, then after them), or what a name says.
 
     SAME_UPPER and SAME_LOWER give an axis of size s as many windows as strides fit: ceil(s / stride). What they need
     beyond s is padding, half at each end; an odd place goes to the end, or with SAME_LOWER to the beginning.
     """
     count = len(inner)
-    if n.auto_pad == "NOTSET":
-        pads = per_axis(n, "pads", 2 * count, 0)
+    if auto_pad == "NOTSET":
         return list(zip(pads[:count], pads[count:], strict=True))
-    if n.auto_pad == "VALID":
+    if auto_pad == "VALID":
         return [(0, 0)] * count
-    strides, dilations = per_axis(n, "strides", count, 1), per_axis(n, "dilations", count, 1)
     found: list[Padding] = []
     for size, window, stride, dilation in zip(inner, kernel, strides, dilations, strict=True):
         windows = sizes.floor_divide(sizes.add(size, stride - 1), stride)
         lacking = sizes.maximum(0, sizes.subtract(covered(windows, window, stride, dilation), size))
         less = sizes.floor_divide(lacking, 2)
         more = sizes.subtract(lacking, less)
-        found.append((less, more) if n.auto_pad == "SAME_UPPER" else (more, less))
+        found.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
     return found
 
 
@@ -119,6 +131,17 @@ def cut_out(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[S
     ends = [sizes.add(s, length) for s, length in zip(starts, lengths, strict=True)]
     taken = TensorType(dtype_of(x), (*sizes.of(x)[:2], *lengths))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes_constant(op, axes))
+    result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
+    return result
+
+
+def every(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], count: Sizes) -> ir.Value:
+    """`count` places of x along each axis after the channels, `steps` apart."""
+    spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
+    ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
+    axes = axes_constant(op, range(2, 2 + len(starts)))
+    inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
+    taken = TensorType(dtype_of(x), (*sizes.of(x)[:2], *count))
     result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
     return result
 

@@ -123,6 +123,12 @@ def opposite(text: str) -> str:
     return str(not _TRUTH[word]) if word in _TRUTH else text
 
 
+def auto_or_never(text: str) -> str:
+    """'auto' for yes, 'never' for no; other texts stay as they are."""
+    word = text.strip().lower()
+    return ("never", "auto")[_TRUTH[word]] if word in _TRUTH else text
+
+
 def _read_bool(value: object) -> bool:
     word = str(value).strip().lower()
     if word not in _TRUTH:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
 
 from onnxtrain.errors import (
     ORTModuleDeviceException,
@@ -77,7 +77,8 @@ class MemoryOptLevel(IntEnum):
     TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE = 2
 
 
-class SubgraphConfig(NamedTuple):
+@dataclass(frozen=True)
+class SubgraphConfig:
     """What to do with the activations that one pattern of nodes computes: "BiasGelu+:1:-1".
 
     Attributes:

@@ -25,6 +25,7 @@ from onnxtrain.options.kinds import (
     Kind,
     Knob,
     OldName,
+    auto_or_never,
     one_of,
     one_of_or,
     opposite,
@@ -88,12 +89,46 @@ class Options:
         "of the first call; 'auto' is nine tenths of the memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
+    compute_optimizer: bool = _knob(
+        True,
+        BOOL,
+        "leave out work that nobody reads: rows are picked before they are computed, and what the next three options "
+        "say; if off, those are off too",
+        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",
+    )
+    label_sparsity: bool = _knob(
+        True,
+        BOOL,
+        "tokens whose label is ignored go through no layer behind the last that mixes tokens",
+        "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER",
+        OldName("ORTMODULE_ENABLE_LABEL_SPARSITY_OPT"),
+    )
+    chunked_loss: bool = _knob(
+        True,
+        BOOL,
+        "the scores of a vocabulary are computed for some rows at a time, with their loss, and never held whole",
+        "ONNXTRAIN_CHUNKED_LOSS",
+    )
     skip_padding: str = _knob(
         "auto",
         one_of("auto", "always", "never"),
         "leave the padding of token batches out of the computation, where it is proven that nobody reads it; 'auto': "
         "where a tenth or more of 512 or more tokens are padding",
         "ONNXTRAIN_SKIP_PADDING",
+        OldName("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER", auto_or_never),
+    )
+    print_input_density: bool = _knob(
+        False,
+        BOOL,
+        "print how many of the tokens of each step are real, where padding can be left out, and how many have a label",
+        "ORTMODULE_PRINT_INPUT_DENSITY",
+        OldName("ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR"),
+    )
+    count_work: bool = _knob(
+        False,
+        BOOL,
+        "count the floating-point operations and bytes of each graph for the report: `onnxtrain explain` sets it",
+        "ONNXTRAIN_COUNT_WORK",
     )
     save_onnx: bool = _knob(False, BOOL, "write the graph of each stage as an ONNX file")
     onnx_prefix: str = _knob("", TEXT, "how the names of the files of save_onnx begin")
@@ -187,6 +222,18 @@ class Options:
         optional(PATH),
         "the folder for measured times of kernels; None is `kernels` in the cache folder",
         "ORTMODULE_TUNING_RESULTS_PATH",
+    )
+    cache_dir: Path | None = _knob(
+        None,
+        optional(PATH),
+        "the folder in which captures are kept, so that later runs begin without one; None: none are kept",
+        "ORTMODULE_CACHE_DIR",
+    )
+    cache_limit_mb: int = _knob(
+        1024,
+        COUNT,
+        "what the captures in cache_dir may take together, in MiB; the least recently used go",
+        "ONNXTRAIN_CACHE_LIMIT_MB",
     )
     dump_dir: Path | None = _knob(
         None, optional(PATH), "a folder to which every stage writes its graph", "ONNXTRAIN_DUMP"

@@ -28,10 +28,6 @@ _ALWAYS_CHECKED = WithoutEffect(
     "every call is checked, in microseconds: a graph that does not fit the call would give wrong numbers.", SKIP_CHECK
 )
 _NO_BUILD = WithoutEffect("onnxtrain has no extensions to build: torch's own kernels run, on the GPU as well.")
-_NO_SPARSITY = WithoutEffect(
-    "padding, ignored labels and rows that nobody reads are left out wherever that is proven to change nothing: "
-    "the option skip_padding decides about padding."
-)
 _NO_TRITON = WithoutEffect("no part of the graph is compiled by Triton: each node runs a kernel of PyTorch.")
 _FUSED_ATTENTION = WithoutEffect(
     "attention runs PyTorch's fused kernels where they apply; torch.nn.attention.sdpa_kernel chooses among them."
@@ -43,13 +39,6 @@ VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_SKIPPED_AUTOGRAD_FUNCTIONS": WithoutEffect(
         "autograd functions are told apart by module and full name, so that none need be skipped."
     ),
-    "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_LABEL_SPARSITY_OPT": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _NO_SPARSITY,
-    "ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR": _NO_SPARSITY,
-    "ORTMODULE_PRINT_INPUT_DENSITY": _NO_SPARSITY,
-    "ORTMODULE_CACHE_DIR": WithoutEffect("captures are not kept on disk: each process captures anew, in seconds."),
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect(
         "a capture leaves the module as it was, and copies nothing to do so."
     ),

@@ -11,14 +11,20 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from onnxtrain.options import Options
+from onnxtrain.passes.cancel_casts import cancel_casts
+from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_patterns import fuse_patterns
+from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.key_dropout import key_dropout
 from onnxtrain.passes.move_gathers import move_gathers
+from onnxtrain.passes.multiply_convolutions import multiply_convolutions
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
 from onnxtrain.report import PassReport
 
@@ -29,21 +35,39 @@ FORWARD: tuple[Pass, ...] = (
     dedupe,  # one value per expression, so that a match has one producer
     fuse_patterns,  # before differentiation, as the next: one gradient op instead of those of the parts
     fuse_attention,  # reads q and k behind their rotary embedding
+    multiply_convolutions,  # before transposes cancel: it leaves some that do
+    cancel_transposes,  # after fusions, which know the transposes of attention
+    cancel_casts,  # after fusions, which know the casts of norms
     drop_unused,  # what nobody reads any more must not hold up rows that move
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
+    chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
     drop_unused,  # last: what the others left behind
 )
 
-# The passes before those that make an element's place matter: what packs tokens comes between.
-BEFORE_KEYS = FORWARD[: FORWARD.index(key_dropout)]
-
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
     dedupe,  # several rules compute the same sizes and views
+    gradients_with_loss,  # which gradients are read is known now
     drop_unused,  # gradients that nobody asked for
 )
+
+
+def forward_passes(options: Options) -> tuple[Pass, ...]:
+    """FORWARD without the passes that the options switch off."""
+    wanted = {
+        skip_ignored_labels: options.label_sparsity,
+        move_gathers: True,
+        chunk_losses: options.chunked_loss,
+    }
+    return tuple(run for run in FORWARD if run not in wanted or (options.compute_optimizer and wanted[run]))
+
+
+def passes_before_keys(options: Options) -> tuple[Pass, ...]:
+    """The passes before those that make an element's place matter: what packs tokens comes between."""
+    passes = forward_passes(options)
+    return passes[: passes.index(key_dropout)]
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
@@ -54,7 +78,7 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
         start = time.perf_counter()
         run(model.graph, changes)
         took_ms = (time.perf_counter() - start) * 1e3
-        total.passes.append(PassReport(run.__name__, took_ms, len(changes.made), len(changes.refused)))
+        total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.made), tuple(changes.refused)))
         total.made += [f"{run.__name__}: {text}" for text in changes.made]
         total.refused += changes.refused
     return total

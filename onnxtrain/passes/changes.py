@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from onnxtrain.graph import traversal
 from onnxtrain.report import PassReport, Refusal
 
 
@@ -20,4 +21,4 @@ class Changes:
 
     def refuse(self, node: ir.Node, reason: str) -> None:
         """Notes that `node` was left alone, and why."""
-        self.refused.append(Refusal(self.pass_name, node.name or node.op_type, reason))
+        self.refused.append(Refusal(self.pass_name, node.name or node.op_type, reason, traversal.origin(node) or ""))

@@ -115,12 +115,8 @@ class PackingPlan:
 
     def questions(self) -> ir.Graph:
         """A graph that gives the values of all masks, then of the readers that have one."""
-        graph, copies = traversal.clone(self.graph)
-        graph.outputs.clear()
         asked = [*(m.value for m in self.masks), *(r.value for r in self.readers if r.value is not None)]
-        graph.outputs.extend(copies[v] for v in asked)
-        traversal.remove_unused(graph, lambda node: False)
-        return graph
+        return traversal.giving(self.graph, asked)
 
     def apply(self, causal: bool) -> None:
         """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin."""

@@ -6,8 +6,8 @@
     for found in match(pattern, value):
         found.values["x"], found.numbers["alpha"], found.nodes
 
-A pattern is matched from a value backwards. Mul and Add match with their operands in either order; a name that stands
-twice must find the same value twice. Several ops, `op("Rsqrt|Sqrt", ...)`, match any of these.
+A pattern is matched from a value backwards. Commutative ops match with their operands in either order; a name that
+stands twice must find the same value twice. Several ops, `op("Rsqrt|Sqrt", ...)`, match any of these.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import dtype_of, is_float
+from onnxtrain.ops import definition_of
 from onnxtrain.ops.elementwise.arithmetic import number_of
 
-_EITHER_ORDER = frozenset({"Mul", "Add"})
 _CLOSE = 1e-6  # how far a number may be from the one that a pattern names: half of float32's digits
 
 
@@ -58,7 +59,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Cast:
-    """A pattern, or casts of it between floating types; a cast to the type that it has is an Identity."""
+    """A pattern, or what gives its elements on in its shape: casts between floating types, copies."""
 
     of: Pattern
 
@@ -126,10 +127,10 @@ def _match_number(pattern: Num, value: ir.Value, known: Match) -> Iterator[Match
 
 def _match_cast(pattern: Cast, value: ir.Value, known: Match) -> Iterator[Match]:
     node = value.producer()
-    if node is None or node.op_type not in ("Cast", "Identity") or not is_float(dtype_of(value)):
+    if node is None or not definition_of(node).same_elements or not is_float(dtype_of(value)):
         return
     source = node.inputs[0]
-    if source is not None and is_float(dtype_of(source)):
+    if source is not None and is_float(dtype_of(source)) and sizes.of(source) == sizes.of(value):
         yield from match(pattern, source, Match(known.values, known.numbers, (*known.nodes, node)))
 
 
@@ -141,7 +142,7 @@ def _match_node(pattern: Op, value: ir.Value, known: Match) -> Iterator[Match]:
         return
     here = Match(known.values, known.numbers, (*known.nodes, node))
     yield from _match_inputs(inputs, node.inputs, here)
-    if node.op_type in _EITHER_ORDER and len(inputs) == 2:
+    if len(inputs) == 2 and definition_of(node).commutative:
         yield from _match_inputs(inputs, tuple(reversed(node.inputs)), here)
 
 

@@ -11,7 +11,7 @@ from onnxtrain.graph import traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.ops.native import NOTE
 
-_CARRIED = ("module", "line", "checkpoint", NOTE)
+_CARRIED = ("module", "line", "gradient_of", "checkpoint", NOTE)
 
 
 @contextmanager

@@ -19,12 +19,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of, is_float, normalize_axis, rank_of
-from onnxtrain.ops import view
+from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.attention.parts import accumulated
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.passes.rewriting import only_user
 
-_PASSING = frozenset({"Cast", "Identity", "Clone", "Reshape"})
+_PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
 
 
 class NotAttention(Exception):  # noqa: N818  # not an error: says why a softmax stays as it is
@@ -130,11 +130,11 @@ def _use_of(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.Node]]:
             if is_used(node.outputs[1]):
                 raise NotAttention("the mask of its dropout is read elsewhere")
             dropout = node
-        elif node.op_type not in _PASSING or p is not node.inputs[0] or not _keeps_matrices(node):
+        elif not definition_of(node).same_elements or p is not node.inputs[0] or not _keeps_matrices(node):
             break
         between.append(node)
         p = node.outputs[0]
-    if node.op_type not in ("MatMul", "FusedMatMul", "Einsum") or [*node.inputs].count(p) != 1:
+    if node.op_type not in _PRODUCTS or [*node.inputs].count(p) != 1:
         raise NotAttention
     return node, dropout, [n for n in between if n is not None]
 
@@ -143,9 +143,9 @@ def _reaches_product(p: ir.Value) -> bool:
     """Whether a product reads p, or what dropout or a cast makes of it."""
     for use in p.uses():
         node = use.node
-        if node.op_type in ("MatMul", "FusedMatMul", "Einsum"):
+        if node.op_type in _PRODUCTS:
             return True
-        if node.op_type in (*_PASSING, "Dropout") and _reaches_product(node.outputs[0]):
+        if (node.op_type == "Dropout" or definition_of(node).same_elements) and _reaches_product(node.outputs[0]):
             return True
     return False
 
@@ -305,12 +305,12 @@ def _scores(x: ir.Value) -> _Scores:
 
 def _is_scores(value: ir.Value) -> bool:
     node = value.producer()
-    return node is not None and node.op_type in ("MatMul", "FusedMatMul", "Einsum")
+    return node is not None and node.op_type in _PRODUCTS
 
 
 def _below(node: ir.Node, walk: _Walk) -> ir.Value:
     """The scores before `node`, which the walk takes note of."""
-    if node.op_type in _PASSING:
+    if definition_of(node).same_elements:
         before = _first(node)
         narrows = is_float(dtype_of(before)) and dtype_of(before).itemsize > dtype_of(node.outputs[0]).itemsize
         if not _keeps_matrices(node) or narrows:
@@ -385,7 +385,7 @@ def _depth(value: ir.Value, left: int = 12) -> int | None:
         return None
     if _is_scores(value):
         return 0
-    if node.op_type not in (*_PASSING, "Mul", "Div", "Add", "Sub", "Where"):
+    if node.op_type not in ("Mul", "Div", "Add", "Sub", "Where") and not definition_of(node).same_elements:
         return None
     found = [_depth(v, left - 1) for v in node.inputs if v is not None and is_float(dtype_of(v))]
     known = [d for d in found if d is not None]

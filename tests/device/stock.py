@@ -69,13 +69,17 @@ class Stock:
 
     def _run(self, run: ort.InferenceSession, known: dict[str, Any], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         binding = run.io_binding()
+        memory = dict(self.values)
+        for name in known.get("in_chunks", ()):  # two chunks of the same memory
+            for whole in (name, f"{name}_grad", *(f"{name}.{state}" for state in known["state"])):
+                memory[whole] = ort.OrtValue.ortvalue_from_numpy(self.values[whole].numpy().reshape(2, -1))
         for value in run.get_inputs():
             given = feeds.get(value.name)
-            bound = self.values[value.name] if given is None else ort.OrtValue.ortvalue_from_numpy(given)
+            bound = memory[value.name] if given is None else ort.OrtValue.ortvalue_from_numpy(given)
             binding.bind_ortvalue_input(value.name, bound)
         for value in run.get_outputs():
             if value.name in known["updates"]:
-                binding.bind_ortvalue_output(value.name, self.values[known["updates"][value.name]])
+                binding.bind_ortvalue_output(value.name, memory[known["updates"][value.name]])
             else:
                 binding.bind_output(value.name)
         run.run_with_iobinding(binding)

@@ -170,8 +170,12 @@ def test_the_compiler_is_of_low_priority_and_ends_with_the_program(cache: Path, 
     """A request returns at once; who leaves before the code is there leaves no process behind."""
     slow, notes = tmp_path / "slow-c++", tmp_path / "notes"
     slow.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && echo slow && exit 0\necho "$$ $(nice)" > {notes}.part\n'
-        f"mv {notes}.part {notes}\nsleep 100\n"
+        f"""#!/bin/sh
+[ "$1" = --version ] && echo slow && exit 0
+echo "$$ $(nice) $(cut -d" " -f6 /proc/$$/stat)" > {notes}.part
+mv {notes}.part {notes}
+sleep 100
+"""
     )
     slow.chmod(0o755)
     code = f"""
@@ -186,8 +190,9 @@ def test_the_compiler_is_of_low_priority_and_ends_with_the_program(cache: Path, 
     """
     output, _ = (process := in_process(code, CXX=str(slow))).communicate(timeout=60)
     assert process.returncode == 0, output
-    pid, niceness = map(int, notes.read_text().split())
+    pid, niceness, session = map(int, notes.read_text().split())
     assert niceness == 19
+    assert session == os.getsid(0), "Linux gives a session of its own as much time as the program's"
     for _ in range(100):
         if not is_running(pid):
             break

@@ -102,17 +102,17 @@ def _grad_case(label, mask=None, fill=None, noise=None, **attributes):
     )
 
 
-# Packed sequences. The number of cumulative lengths tells which lengths they are.
+# Packed sequences. The number of cumulative lengths tells which lengths they are; c is how many scores there are.
 
 
 ROWS = {5: [2, 0, 3, 1], 4: [5, 1, 6], 2: [1], 3: [0, 0], 1: []}
 COLUMNS = {5: [3, 2, 0, 4], 4: [5, 1, 6], 2: [1], 3: [0, 0], 1: []}
 PACKED = [
-    {"n": 5, "t": 6, "u": 9, "h": 2, "e": 8},
-    {"n": 4, "t": 14, "u": 12, "h": 3, "e": 4},  # two tokens behind the last sequence
-    {"n": 2, "t": 1, "u": 1, "h": 1, "e": 1},
-    {"n": 3, "t": 0, "u": 0, "h": 2, "e": 4},
-    {"n": 1, "t": 3, "u": 2, "h": 2, "e": 3},  # no sequence
+    {"n": 5, "t": 6, "u": 9, "h": 2, "e": 8, "c": 20},
+    {"n": 4, "t": 14, "u": 12, "h": 3, "e": 4, "c": 186},  # two tokens behind the last sequence
+    {"n": 2, "t": 1, "u": 1, "h": 1, "e": 1, "c": 1},
+    {"n": 3, "t": 0, "u": 0, "h": 2, "e": 4, "c": 0},
+    {"n": 1, "t": 3, "u": 2, "h": 2, "e": 3, "c": 0},  # no sequence
 ]
 
 
@@ -191,15 +191,10 @@ def _varlen_gradient(dy, q, k, v, cu_q, cu_k, bias, y, kept, noise=None, ratio=N
     return dq, dk, dv
 
 
-def _probabilities(sizes, dtype, generator):
-    """As many as two heads have, and enough for the largest case."""
-    return torch.rand(400, generator=generator).to(dtype)
-
-
 VARLEN_GRADIENT = OpCase(
     "onnxtrain",
     "VarlenAttentionGrad",
-    (Spec("t h 6"), *TOKENS, *CUMULATIVE, None, Spec("t h 6"), Spec("h t", make=_probabilities)),
+    (Spec("t h 6"), *TOKENS, *CUMULATIVE, None, Spec("t h 6"), Spec("c", low=0.0, high=1.0)),
     _varlen_gradient,
     sizes=PACKED,
     bodies=False,  # the body computes the probabilities again: it is compared behind VarlenAttention

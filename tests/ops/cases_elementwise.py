@@ -261,6 +261,7 @@ COPIES = [
         label="channels-last",
     ),
     one("Detach", torch.detach, domain=OWN),
+    OpCase(OWN, "Overwritten", (Spec("b s h"), Spec("b s h")), lambda old, new: old.clone().copy_(new)),
 ]
 
 

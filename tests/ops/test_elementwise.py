@@ -1,11 +1,15 @@
 """What PyTorch's elementwise functions become, and their bodies at NaN, infinities, -0.0 and ties."""
 
+import copy
 from collections.abc import Callable
 
+import onnx_ir as ir
 import pytest
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.ops import OPS
+from onnxtrain.ops.definition import OpDef
 from onnxtrain.testing import OpCase, Spec
 from tests.ops.captures import OfTensors, check_body_at_specials, check_capture
 from tests.ops.cases_elementwise import CASES
@@ -22,6 +26,8 @@ ANY = Spec("b s h")
 UNIT = Spec("b s h", low=0.05, high=0.95)
 
 FUNCTIONS = {
+    "angle": (lambda a: torch.angle(a) * a + torch.angle(a * a), ANY),
+    "angle-int": (torch.angle, WHOLE),
     "deg2rad": (torch.deg2rad, ANY),
     "deg2rad-int": (torch.deg2rad, WHOLE),
     "rad2deg": (torch.rad2deg, ANY),
@@ -242,3 +248,48 @@ def test_a_scalar_keeps_its_precision_beside_bfloat16() -> None:
     x = torch.full((64,), 255.0, dtype=torch.bfloat16)
     module = check_capture(lambda a: a * 0.1, Spec("b"), dtype=torch.bfloat16, sizes=[{"b": 64}])
     assert torch.equal(module(x), x * 0.1)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.commutative], ids=lambda op: op.name)
+def test_commutative_ops_give_the_same_in_either_order(op: OpDef) -> None:
+    kind = (
+        torch.bool if op.name in ("And", "Or", "Xor") else torch.int64 if op.name.startswith("Bit") else torch.float32
+    )
+    a, b = (torch.randn(3, 4, generator=torch.Generator().manual_seed(n)).mul(9).to(kind) for n in (1, 2))
+    node = ir.Node(op.domain, op.name, [ir.Value(), ir.Value()])
+    first, second = (op.kernels[0].lower(op.view(node), *pair).evaluate() for pair in ((a, b), (b, a)))
+    assert torch.equal(first, second)
+
+
+OVERWRITES = {
+    "zero_": lambda y, x: y.zero_(),
+    "fill_": lambda y, x: y.fill_(2.0),
+    "fill_ with a tensor": lambda y, x: y.fill_(x.sum()),
+    "copy_": lambda y, x: y.copy_(torch.ones_like(x)),
+    "fill": lambda y, x: torch.fill(y, 2.0),
+    "of a view": lambda y, x: y.view(-1).zero_(),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITES)
+def test_what_is_overwritten_has_a_gradient_of_zeros(name: str) -> None:
+    """As in eager, and not None: an optimizer with momentum or weight decay tells them apart."""
+
+    class Overwrites(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.weight
+            return OVERWRITES[name](y, x).view(x.shape) + y
+
+    module = Overwrites()
+    ours = ORTModule(copy.deepcopy(module), fallback_policy="FALLBACK_DISABLE")
+    for rows in (3, 5):
+        found = []
+        for each in (module, ours):
+            x = torch.arange(rows * 4.0).view(rows, 4).requires_grad_()
+            y = each(x)
+            found.append((y, *torch.autograd.grad(y.sum(), [x, *each.parameters()])))
+        assert all(map(torch.equal, *found))

@@ -137,3 +137,41 @@ def test_stock_onnxruntime_drops_and_differentiates(dtype):
     assert 0.09 < 1 - mask.double().mean() < 0.11
     torch.testing.assert_close(y, x * mask / 0.9)
     torch.testing.assert_close(dx, dy * mask / 0.9)
+
+
+def _random_tensors(x):
+    """All that are ONNX's own, and a Dropout2d, which PyTorch writes with bernoulli."""
+    return (
+        x + torch.randn_like(x) * torch.rand_like(x),
+        x + torch.randn(x.shape[0], 1, 6, dtype=x.dtype) + torch.rand(5, 6, dtype=x.dtype),
+        x * torch.bernoulli(x.detach().sigmoid()) + torch.bernoulli(torch.rand_like(x)),
+        F.dropout2d(x[None], 0.3, True),
+        torch.randn(2, 3, dtype=x.dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_random_tensors_equal_eagers(dtype):
+    module = OfTensors(_random_tensors)
+    ours = ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE")
+    for sizes in ((4, 5, 6), (3, 5, 6)):
+        x = torch.randn(sizes).to(dtype)
+        outputs, gradient, state = _step(ours, x)
+        expected = _step(module, x)
+        assert all(map(torch.equal, outputs, expected[0]))
+        assert torch.equal(gradient, expected[1])
+        assert torch.equal(state, expected[2])
+    graph = ours.__dict__["_engine"].newest().captured.model.graph
+    found = {node.op_type for node in graph}
+    assert found >= {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Dropout"}
+    assert "ATen" not in found
+
+
+def test_random_tensors_that_are_not_contiguous_stay_pytorchs():
+    """It draws in the order of their memory."""
+    module = OfTensors(lambda x: (x + torch.randn_like(x.t()).t(),))
+    ours = ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE")
+    x = torch.randn(3, 4)
+    for found, expected in zip(_step(ours, x), _step(module, x), strict=True):
+        assert all(map(torch.equal, found, expected))
+    assert "ATen" in [node.op_type for node in ours.__dict__["_engine"].newest().captured.model.graph]

@@ -96,7 +96,7 @@ def test_a_share_is_met_and_changes_no_bit(share: float) -> None:
     assert peak_of(lambda: step(model, BATCH)) <= 1.02 * share * before
     for rows in (1, 7, 300):  # one plan for all sizes
         batch = {"x": torch.randn(rows, 16)}
-        assert_same(gradients(model, module, batch), gradients(plain, module, batch))
+        assert_same(gradients(model, module, batch), gradients(plain, plain.module, batch))
 
 
 def test_bytes_hold_at_all_sizes() -> None:
@@ -106,7 +106,7 @@ def test_bytes_hold_at_all_sizes() -> None:
     module, model = stack_with(memory_budget_bytes=budget)
     for rows in (256, 512, 800, 1024, 1031, 256):
         batch = {"x": torch.randn(rows, 16)}
-        assert_same(gradients(model, module, batch), gradients(plain, module, batch))
+        assert_same(gradients(model, module, batch), gradients(plain, plain.module, batch))
         assert peak_of(lambda batch=batch: step(model, batch)) <= 1.02 * budget  # type: ignore[misc]
     with pytest.raises(MemoryBudgetError, match=f"got: +{budget}"):
         step(model, {"x": torch.randn(32768, 16)})
@@ -185,7 +185,7 @@ def test_checkpointed_regions_are_computed_again(reentrant: bool) -> None:
     """Without a budget. What is left above eager's peak are masks, which are not drawn again."""
     module, plain = stack_with()
     batch = {"x": BATCH["x"].clone().requires_grad_()}
-    expected = gradients(plain, module, batch)
+    expected = gradients(plain, plain.module, batch)
     torch.manual_seed(3)
     other = Checkpointed(reentrant)
     model = ORTModule(other, rng="torch")
@@ -270,7 +270,7 @@ def test_models_of_several_layers() -> None:
     module, make = made("minilm")
     batch = make(16, 48)
     plain = ORTModule(module, rng="torch")
-    expected = gradients(plain, module, batch)
+    expected = gradients(plain, plain.module, batch)
     before = peak_of(lambda: step(plain, batch))
     model = ORTModule(module, rng="torch", memory_budget_bytes=0.5)
     assert_same(gradients(model, module, batch), expected)

@@ -138,22 +138,32 @@ export class Training {
     for (const name of session.inputNames) {
       // The optimizer reads what the training graph has summed.
       const own = kind === "optimizer" && name.endsWith("_grad") ? `${name}.accumulation.buffer` : name;
-      if (!(name in all)) all[name] = this.values.get(own);
+      if (!(name in all)) all[name] = inChunks(facts, name) ? asOneChunk(this.values.get(own)) : this.values.get(own);
     }
     const results = await session.run(all, outputs ?? [...facts.outputs, ...Object.keys(facts.updates)]);
     // onnxruntime-web does not write into tensors that are given to it: the new ones take the place of the old.
     for (const [output, name] of outputs ? [] : Object.entries(facts.updates)) {
+      const { dims } = this.values.get(name);
       this.values.get(name).dispose();
-      this.values.set(name, results[output]);
+      this.values.set(name, inChunks(facts, name) ? results[output].reshape(dims) : results[output]);
     }
     return results;
   }
 }
 
+/** Whether a large parameter, its gradient or its state goes into the optimizer as [chunks, elements]. */
+function inChunks(facts, name) {
+  return facts.in_chunks.some((parameter) => name === parameter || name === `${parameter}_grad` || facts.state.some((state) => name === `${parameter}.${state}`));
+}
+
+function asOneChunk(tensor) {
+  return tensor.reshape([1, tensor.size]);
+}
+
 async function openGraph(ort, bytes, kind, provider) {
   const text = readMetadata(bytes)[ENTRY];
   if (!text) throw new Error(`The ${kind} graph was not made by onnxtrain.`);
-  const facts = { outputs: [], buffers: [], state: [], updates: {}, ...JSON.parse(text) };
+  const facts = { outputs: [], buffers: [], state: [], in_chunks: [], updates: {}, ...JSON.parse(text) };
   if (facts.kind !== kind) throw new Error(`This is the ${facts.kind} graph, and not the ${kind} graph.`);
   const onGpu = Object.fromEntries(Object.keys(facts.updates).map((output) => [output, "gpu-buffer"]));
   const session = await ort.InferenceSession.create(bytes, {

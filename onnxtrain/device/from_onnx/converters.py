@@ -23,7 +23,7 @@ from onnxtrain.ops.fused import average, axes_constant, reshaped, times
 from onnxtrain.ops.randomness import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
 from onnxtrain.ops.recurrent.standard import reason_against
-from onnxtrain.ops.spatial import cut_out, spatial
+from onnxtrain.ops.spatial import cut_out, padded_by_name, spatial
 from onnxtrain.ops.symbolic import held_sizes
 
 INT64 = ir.DataType.INT64
@@ -250,20 +250,8 @@ def _windows(s: Source, kernel: Sequence[Size]) -> _Windows:
     strides, dilations = (list(s.attribute(name) or [1] * count) for name in ("strides", "dilations"))
     pads: list[Size] = list(s.attribute("pads") or [0] * (2 * count))
     named = s.attribute("auto_pad", "NOTSET")
-    if named == "VALID":
-        pads = [0] * (2 * count)
-    if not named.startswith("SAME"):
-        return _Windows(fixed, strides, dilations, pads[:count], pads[count:])
-    before: list[Size] = []
-    after: list[Size] = []
-    for size, k, stride, dilation in zip(spatial(s.needs(0)), fixed, strides, dilations, strict=True):
-        last = sizes.multiply(stride, sizes.subtract(sizes.floor_divide(sizes.add(size, stride - 1), stride), 1))
-        total = sizes.maximum(0, sizes.subtract(sizes.add(last, dilation * (k - 1) + 1), size))
-        less = sizes.floor_divide(total, 2)
-        more = sizes.subtract(total, less)
-        before.append(less if named == "SAME_UPPER" else more)
-        after.append(more if named == "SAME_UPPER" else less)
-    return _Windows(fixed, strides, dilations, before, after)
+    found = padded_by_name(named, pads, spatial(s.needs(0)), fixed, strides, dilations)
+    return _Windows(fixed, strides, dilations, [before for before, _ in found], [after for _, after in found])
 
 
 def _padded(s: Source, x: ir.Value, windows: _Windows, number: float) -> ir.Value:

@@ -114,16 +114,16 @@ def backward(
 
 def forward_of_sequences(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None, drops: Drops | None
-) -> tuple[Tensor, Tensor] | None:
-    """y[t, h, d] and the logsumexp [h, t] of sequences one after another; see `varlen.py`."""
+) -> Tensor | None:
+    """y[t, h, d] of sequences one after another; see `varlen.py`."""
     offsets = _offsets(q, k, v, cu_q, cu_k)
     if offsets is None:
         return None
     y = _fresh(q, offsets[0], v.size(2))
-    sums = q.new_zeros((q.size(1), q.size(0)), dtype=sums_type(q))
+    sums = q.new_empty((q.size(1), q.size(0)), dtype=sums_type(q))
     problem = _problem(q, k, v, (y,), None, None, Masks(causal=causal), scale, drops, offsets)
     getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")(problem, *_pointers(q, k, v, None, None, y, sums))
-    return y, sums
+    return y
 
 
 def backward_of_sequences(

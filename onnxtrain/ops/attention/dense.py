@@ -29,28 +29,44 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
-from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
+from onnxtrain.graph.values import TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.attention.compiled import LIBRARY
+from onnxtrain.ops.attention.definitions import (
+    define_attention,
+    define_gradient,
+    dropout_may_compile,
+    drops,
+    drops_in_gradient,
+)
 from onnxtrain.ops.attention.dense_compiled import (
     attend_backward_compiled,
     attend_compiled,
     attend_dropout_compiled,
 )
 from onnxtrain.ops.attention.dense_kernels import attend, attend_backward, probabilities_type
-from onnxtrain.ops.attention.parts import accumulated, groups_of, hides_later, repeated, scale_of, summed_heads
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.attention.parts import (
+    accumulated,
+    dropped,
+    groups_of,
+    hides_later,
+    product_gradients,
+    repeated,
+    scale_of,
+    summed_heads,
+)
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.draws import KEY_BYTES
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.fused import only_first
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.randomness import DRAWS, draws_fast, fast_mask, ratio_of, torch_mask, trains
 from onnxtrain.ops.randomness import scale_of as kept_scale
-from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
 Grads = list[ir.Value | None]
 
+_NAME, _KEPT = "ScaledDotProductAttention", "probabilities"
 _OPERANDS = ("q", "k", "v", "bias?", "mask?", "fill?")
 _ATTRIBUTES = {"scale": None, "safe": 0}
 
@@ -106,10 +122,6 @@ def _grad_axes(n: NodeView) -> str:
     return f"{', '.join(operands[: len(n.node.inputs)])} -> {', '.join(results)}"
 
 
-def _flops(products: int) -> Any:
-    return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), sizes.of(n.k)[2])
-
-
 # Bodies
 
 
@@ -150,20 +162,11 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value | None]:
     q, dy = cast(op, n.q, inner), cast(op, n.dy, inner)
     k, v = (repeated(op, cast(op, x, inner), groups) for x in (n.k, n.v))
 
-    def dropped(x: ir.Value) -> ir.Value:
-        if n.noise is None:
-            return x
-        result: ir.Value = op.ms.DropoutGrad(x, n.noise, n.ratio, op.scalar(True, ir.DataType.BOOL))
-        return result
-
-    dp = dropped(op.ms.FusedMatMul(dy, v, transB=1))
-    ds = op.ms.SoftmaxGrad_13(dp, p, axis=-1)
+    ds = op.ms.SoftmaxGrad_13(dropped(op, n, op.ms.FusedMatMul(dy, v, transB=1)), p, axis=-1)
     if n.mask is not None and dtype_of(n.mask) == ir.DataType.BOOL:
         ds = op.Where(n.mask, ds, op.scalar(0.0, inner))
-    scaled = op.Mul(ds, scale_of(op, q, n.scale))
-    dq = cast(op, op.MatMul(scaled, k), dtype_of(n.q))
-    dk = summed_heads(op, op.ms.FusedMatMul(scaled, q, transA=1), n.k)
-    dv = summed_heads(op, op.ms.FusedMatMul(dropped(p), dy, transA=1), n.v)
+    dq, dk, dv = product_gradients(op, ds, dropped(op, n, p), dy, q, k, n.scale)
+    dq, dk, dv = cast(op, dq, dtype_of(n.q)), summed_heads(op, dk, n.k), summed_heads(op, dv, n.v)
     return (dq, dk, dv, ds)[: len(n.node.outputs)]
 
 
@@ -228,8 +231,7 @@ def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
     dy, q, k, v, _, mask, fill, _, p, noise, _ = inputs
-    factor = 1.0 if n.noise is None else kept_scale(ratio_of(n), TORCH_DTYPES[dtype_of(n.probabilities)])
-    return Call(attend_backward, dy, q, k, v, mask, fill, p, n.scale, bool(n.of_scores), noise, factor)
+    return Call(attend_backward, dy, q, k, v, mask, fill, p, n.scale, bool(n.of_scores), noise, drops_in_gradient(n)[1])
 
 
 def _masks_compiled(n: NodeView, bias: Any, mask: Any) -> tuple[Any, Any, bool]:
@@ -251,31 +253,22 @@ def _lower_compiled(n: NodeView, *inputs: Any) -> Call:
     return Call(attend_compiled, q, k, v, bias, mask, fill, n.scale, bool(n.safe), causal, _leaves(n))
 
 
-def _drops_compiled(n: NodeView) -> tuple[int, float]:
-    return round(ratio_of(n) * DRAWS), kept_scale(ratio_of(n), TORCH_DTYPES[accumulated(dtype_of(n.q))])
-
-
 def _lower_dropout_compiled(n: NodeView, *inputs: Any) -> Call:
     q, k, v, bias, mask, fill, _, _ = inputs
     bias, mask, causal = _masks_compiled(n, bias, mask)
     return Call(
         attend_dropout_compiled, q, k, v, bias, mask, fill,
-        n.scale, bool(n.safe), causal, _leaves(n), *_drops_compiled(n),
+        n.scale, bool(n.safe), causal, _leaves(n), *drops(n),
     )  # fmt: skip
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
     dy, q, k, v, bias, mask, fill, _, p, noise, _ = inputs
     bias, mask, causal = _masks_compiled(n, bias, mask)
-    drops = (0, 1.0) if n.noise is None else _drops_compiled(n)
     return Call(
         attend_backward_compiled, dy, q, k, v, bias, mask, fill, p, noise,
-        n.scale, bool(n.safe), causal, bool(n.of_scores), *drops,
+        n.scale, bool(n.safe), causal, bool(n.of_scores), *drops_in_gradient(n),
     )  # fmt: skip
-
-
-def _dropout_may_compile(n: NodeView, device: str) -> bool:
-    return may_compile(n, device) and draws_fast(n)
 
 
 def _compiled_bytes(n: NodeView) -> dict[str, sizes.Size]:
@@ -292,64 +285,42 @@ _PLAIN = (
     Kernel(lower=_lower, scalars=True),
 )
 _WITH_DROPOUT = (
-    Kernel(lower=_lower_dropout_compiled, scalars=True, applies=_dropout_may_compile, output_bytes=_compiled_bytes),
+    Kernel(lower=_lower_dropout_compiled, scalars=True, applies=dropout_may_compile, output_bytes=_compiled_bytes),
     Kernel(lower=_lower_dropout, scalars=True),
 )
 
 
-def _define(name: str, dropout: bool) -> OpDef:
-    outputs = ("y", "probabilities", *(("noise",) if dropout else ()))
-    return define(
-        OpDef(
-            domain=OWN,
-            name=name,
-            inputs=(*_OPERANDS, *(("ratio", "training_mode") if dropout else ())),
-            outputs=outputs,
-            attributes=_ATTRIBUTES,
-            since=1,
-            from_torch={},
-            shapes=_dropout_types if dropout else _types,
-            body=_dropout_body if dropout else _body,
-            native_ok=lambda n: False,
-            gradient=(Gradient(_gradient, reads=("q", "k", "v", "bias", "mask", *outputs)),),
-            stops=frozenset({"fill", "ratio", "training_mode"}),
-            kernels=_WITH_DROPOUT if dropout else _PLAIN,
-            axes=_axes,
-            effects=Effects.RANDOM if dropout else Effects.NONE,
-            aliases={},
-            flops=_flops(2),
-            host=None,
-            detached=frozenset({"probabilities"}),
-        )
+def _define(dropout: bool) -> OpDef:
+    return define_attention(
+        _NAME,
+        _OPERANDS,
+        _KEPT,
+        dropout=dropout,
+        types=_dropout_types if dropout else _types,
+        body=_dropout_body if dropout else _body,
+        gradient=_gradient,
+        constants=frozenset({"fill"}),
+        kernels=_WITH_DROPOUT if dropout else _PLAIN,
+        axes=_axes,
+        columns=lambda n: sizes.of(n.k)[2],
+        attributes=_ATTRIBUTES,
     )
 
 
-ATTENTION = _define("ScaledDotProductAttention", dropout=False)
-ATTENTION_DROPOUT = _define("ScaledDotProductAttentionDropout", dropout=True)
-
-ATTENTION_GRAD = define(
-    OpDef(
-        domain=OWN,
-        name="ScaledDotProductAttentionGrad",
-        inputs=("dy", *_OPERANDS, "y", "probabilities", "noise?", "ratio?"),
-        outputs=("dq", "dk", "dv", "dscores?"),
-        attributes={**_ATTRIBUTES, "of_scores": 0},
-        since=1,
-        from_torch={},
-        shapes=_grad_types,
-        body=_grad_body,
-        native_ok=lambda n: False,
-        gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
-        kernels=(
-            Kernel(lower=_lower_grad_compiled, scalars=True, applies=may_compile),
-            Kernel(lower=_lower_grad, scalars=True),
-        ),
-        axes=_grad_axes,
-        effects=Effects.NONE,
-        aliases={},
-        flops=_flops(4),
-        host=None,
-        outputs_of=lambda inputs, attributes: 4 if attributes.get("of_scores") else 3,
-    )
+ATTENTION = _define(dropout=False)
+ATTENTION_DROPOUT = _define(dropout=True)
+ATTENTION_GRAD = define_gradient(
+    _NAME,
+    _OPERANDS,
+    _KEPT,
+    fourth="scores",
+    types=_grad_types,
+    body=_grad_body,
+    kernels=(
+        Kernel(lower=_lower_grad_compiled, scalars=True, applies=may_compile),
+        Kernel(lower=_lower_grad, scalars=True),
+    ),
+    axes=_grad_axes,
+    columns=lambda n: sizes.of(n.k)[2],
+    attributes=_ATTRIBUTES,
 )

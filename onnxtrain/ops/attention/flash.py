@@ -30,6 +30,7 @@ from onnxtrain.ops.attention.parts import (
     accumulated,
     causal_mask,
     groups_of,
+    product_gradients,
     repeated,
     scale_number,
     scale_of,
@@ -107,9 +108,22 @@ def _runs_flash(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    may_compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel that eager PyTorch takes for these tensors on a CPU; elsewhere the formula."""
+    """The kernel that eager PyTorch takes for these tensors on a CPU; elsewhere the formula.
+
+    With `may_compile`, the same numbers but for rounding by the compiled kernel, where it is there and faster.
+    """
+    if may_compile and _compiled_is_faster(q, k, v, mask, is_causal, scale):
+        found = compiled.forward(q, k, v, Masks(mask=mask, causal=is_causal), scale, None)
+        if found is not None:
+            return found
     if _runs_flash(q, k, v, mask, is_causal, scale):
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     scores, _, v_ = _scores(q, k, v, mask, is_causal, scale)
@@ -128,8 +142,13 @@ def attention_backward(
     logsumexp: torch.Tensor,
     is_causal: bool,
     scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of `attention`, by the kernel that belongs to the one it took."""
+    may_compile: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v. PyTorch's kernels are those that belong to the one that `attention` took."""
+    if may_compile and _compiled_is_faster(q, k, v, mask, is_causal, scale):
+        found = compiled.backward(dy, q, k, v, Masks(mask=mask, causal=is_causal), scale, None)
+        if found is not None:
+            return found
     if _runs_flash(q, k, v, mask, is_causal, scale):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(  # type: ignore[no-any-return]
             dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -164,34 +183,6 @@ def _scores(
     return scores, k, v
 
 
-def attention_compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same numbers but for rounding, by the compiled kernel where it is there and faster."""
-    found = None
-    if _compiled_is_faster(q, k, v, mask, is_causal, scale):
-        found = compiled.forward(q, k, v, Masks(mask=mask, causal=is_causal), scale, None)
-    return found or attention(q, k, v, mask, is_causal, scale)
-
-
-def attention_backward_compiled(
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    y: torch.Tensor,
-    logsumexp: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
-    """Its gradient, whichever way forward went."""
-    found = None
-    if _compiled_is_faster(q, k, v, mask, is_causal, scale):
-        found = compiled.backward(dy, q, k, v, Masks(mask=mask, causal=is_causal), scale, None)
-    return found or attention_backward(dy, q, k, v, mask, y, logsumexp, is_causal, scale)
-
-
 def _compiled_is_faster(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> bool:
@@ -210,7 +201,7 @@ def _lower(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
 
 def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
     compiled.LIBRARY.request()
-    return Call(attention_compiled, q, k, v, mask, bool(n.is_causal), n.scale)
+    return Call(attention, q, k, v, mask, bool(n.is_causal), n.scale, True)
 
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
@@ -219,7 +210,7 @@ def _lower_grad(n: NodeView, *inputs: Any) -> Call:
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
     compiled.LIBRARY.request()
-    return Call(attention_backward_compiled, *inputs, bool(n.is_causal), n.scale)
+    return Call(attention_backward, *inputs, bool(n.is_causal), n.scale, True)
 
 
 # FlashAttention
@@ -272,10 +263,8 @@ def _formula(op: Builder, n: NodeView, dy: ir.Value, y: ir.Value) -> tuple[ir.Va
     p = op.own.SafeSoftmax(scores, axis=-1)
     dp = op.ms.FusedMatMul(dy, v, transB=1)
     ds = op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(dy, y), constant_axes(op, 3), keepdims=1)))
-    scaled = op.Mul(ds, scale_of(op, q, n.scale))
-    dq = cast(op, op.MatMul(scaled, k), dtype_of(n.q))
-    dk = summed_heads(op, op.ms.FusedMatMul(scaled, q, transA=1), n.k)
-    dv = summed_heads(op, op.ms.FusedMatMul(p, dy, transA=1), n.v)
+    dq, dk, dv = product_gradients(op, ds, p, dy, q, k, n.scale)
+    dq, dk, dv = cast(op, dq, dtype_of(n.q)), summed_heads(op, dk, n.k), summed_heads(op, dv, n.v)
     return dq, dk, dv, cast(op, ds, inner if n.mask is None else dtype_of(n.mask))
 
 

@@ -13,6 +13,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import constant_of, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.matmul import constant_axes, is_exact_attribute
@@ -141,3 +142,19 @@ def scale_number(scale: float | None, q: torch.Tensor) -> float:
     if scale is not None:
         return scale
     return 1 / math.sqrt(q.size(-1)) if q.size(-1) else math.inf
+
+
+def dropped(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """What the dropout of a gradient's node lets through of x: all of it, where it has none."""
+    if n.noise is None:
+        return x
+    result: ir.Value = op.ms.DropoutGrad(x, n.noise, n.ratio, op.scalar(True, ir.DataType.BOOL))
+    return result
+
+
+def product_gradients(
+    op: Builder, ds: ir.Value, p: ir.Value, dy: ir.Value, q: ir.Value, k: ir.Value, scale: float | None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """dq, and dk and dv for each head of q, from the gradient `ds` of the scores and the probabilities that y is of."""
+    scaled = op.Mul(ds, scale_of(op, q, scale))
+    return op.MatMul(scaled, k), op.ms.FusedMatMul(scaled, q, transA=1), op.ms.FusedMatMul(p, dy, transA=1)

@@ -1,17 +1,18 @@
 """Attention of sequences that lie one after another, without padding between them.
 
-    VarlenAttention(q[t, h, e], k[u, g, e], v[u, g, d], cu_q[n + 1], cu_k[n + 1], bias?[h, l, s]) -> y[t, h, d],
-                                                                                           logsumexp[h, t]
-    VarlenAttentionDropout(.., ratio, training_mode) -> y, logsumexp, noise[h, t, u]
-    VarlenAttentionGrad(dy, q, k, v, cu_q, cu_k, bias?, y, logsumexp, noise?, ratio?) -> dq, dk, dv, dbias
+    VarlenAttention(q[t, h, e], k[u, g, e], v[u, g, d], cu_q[n + 1], cu_k[n + 1], bias?[h, l, s]) -> y[t, h, d], kept
+    VarlenAttentionDropout(.., ratio, training_mode) -> y, kept, noise[h, t, u]
+    VarlenAttentionGrad(dy, q, k, v, cu_q, cu_k, bias?, y, kept, noise?, ratio?) -> dq, dk, dv, dbias
 
 Sequence i has the queries q[cu_q[i]:cu_q[i + 1]] and the keys k[cu_k[i]:cu_k[i + 1]], and sees no other's. With
 `is_causal` its row r sees its columns up to r. Its bias is bias[:, :rows, :columns]: one table for all, of one or h
 heads, as large as the longest sequence. `scale` is 1/√e by default. A row that sees nothing gives 0, and so does a
 token behind the last sequence. h is a multiple of g.
 
-As for ScaledDotProductAttention a kernel may give a tensor of its own in the place of logsumexp and noise: ATen's loop
-over the sequences gives the probabilities and the noise of one sequence after another, as vectors.
+`kept` is a vector of what the kernel keeps for backward: ATen's loop the probabilities of one sequence after another,
+flash attention its logsumexp, the compiled kernel and the body nothing. Backward computes the probabilities again where
+there are none. In the place of the noise a kernel may give a tensor of its own: a vector of one sequence after another,
+a key, the state of a GPU's generator.
 """
 
 from __future__ import annotations
@@ -26,13 +27,26 @@ import torch
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.attention.compiled import LIBRARY
-from onnxtrain.ops.attention.parts import accumulated, scale_of
+from onnxtrain.ops.attention.definitions import (
+    define_attention,
+    define_gradient,
+    dropout_may_compile,
+    drops,
+    drops_in_gradient,
+)
+from onnxtrain.ops.attention.parts import accumulated, dropped, product_gradients, scale_of
 from onnxtrain.ops.attention.varlen_compiled import (
     varlen_backward_compiled,
     varlen_compiled,
     varlen_dropout_compiled,
+)
+from onnxtrain.ops.attention.varlen_flash import (
+    flash_runs,
+    varlen_backward_flash,
+    varlen_dropout_flash,
+    varlen_flash,
 )
 from onnxtrain.ops.attention.varlen_kernels import (
     varlen_attention,
@@ -41,13 +55,11 @@ from onnxtrain.ops.attention.varlen_kernels import (
 )
 from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import TORCH_DTYPES, cast
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.fused import only_first, total
+from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
+from onnxtrain.ops.fused import nothing, only_first, total
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native import may_compile
-from onnxtrain.ops.randomness import DRAWS, draws_fast, ratio_of, trains
-from onnxtrain.ops.randomness import scale_of as kept_scale
-from onnxtrain.ops.registry import define
+from onnxtrain.ops.randomness import draws_fast, ratio_of, trains
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import counting, zeros
 from onnxtrain.ops.reshape.shape import reshaped
@@ -55,6 +67,7 @@ from onnxtrain.ops.reshape.shape import reshaped
 Tensor = torch.Tensor
 Grads = list[ir.Value | None]
 
+_NAME, _KEPT = "VarlenAttention", "kept"
 _OPERANDS = ("q", "k", "v", "cu_q", "cu_k", "bias?")
 _ATTRIBUTES = {"scale": None, "is_causal": 0}
 _INT64 = ir.DataType.INT64
@@ -74,7 +87,7 @@ def _types(n: NodeView) -> Sequence[TensorType]:
         raise GraphError("bias has the axes [heads, rows, columns]", got=str(type_of(n.bias)))
     tokens, heads, _ = sizes.of(n.q)
     y = TensorType(dtype_of(n.q), (tokens, heads, sizes.of(n.v)[2]))
-    return y, TensorType(accumulated(dtype_of(n.q)), (heads, tokens))
+    return y, TensorType(accumulated(dtype_of(n.q)), ("kept_scores",))
 
 
 def _dropout_types(n: NodeView) -> Sequence[TensorType]:
@@ -92,13 +105,14 @@ def _axes(n: NodeView) -> str:
     heads, shared = _head_words(n)
     bias = "-" if n.bias is None else f"{heads} [l] [s]"
     operands = [f"[t] {heads} [e]", f"[u] {shared} [e]", f"[u] {shared} d", "[n]", "[n]", bias, "-", "-"]
-    results = [f"[t] {heads} d", "[h] [t]", "[h] [t] [u]"][: len(n.node.outputs)]
+    results = [f"[t] {heads} d", "[kept]", "[h] [t] [u]"][: len(n.node.outputs)]
     return f"{', '.join(operands[: len(n.node.inputs)])} -> {', '.join(results)}"
 
 
-def _flops(products: int) -> Any:
-    """As if all tokens saw each other: how many do is not known before the graph runs."""
-    return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), sizes.of(n.k)[0])
+def _columns(n: NodeView) -> sizes.Size:
+    """As if sequences were of equal length: how long each is, is not known before the graph runs."""
+    sequences = sizes.maximum(1, sizes.subtract(sizes.of(n.cu_k)[0], 1))
+    return sizes.floor_divide(sizes.of(n.k)[0], sequences)
 
 
 # Bodies: all tokens together, with a mask of those that belong to one sequence
@@ -158,18 +172,11 @@ def _result(op: Builder, n: NodeView, p: ir.Value, v: ir.Value) -> ir.Value:
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     _, _, v, scores, _ = _scores(op, n)
-    last = constant_axes(op, 2)
-    top = op.ReduceMax(scores, last, keepdims=1)
-    empty = op.Equal(top, op.scalar(-math.inf, like=top))
-    top = op.Where(empty, op.scalar(0.0, like=top), top)
-    powers = op.Exp(op.Sub(scores, top))
-    sums = op.Where(empty, op.scalar(1.0, like=top), op.ReduceSum(powers, last, keepdims=1))
-    p = op.Div(powers, sums)
-    logsumexp = op.Squeeze(op.Add(op.Log(sums), top), last)
+    p, kept = op.own.SafeSoftmax(scores, axis=-1), nothing(op, n.kept)
     if n.definition is VARLEN_ATTENTION:
-        return _result(op, n, p, v), logsumexp
+        return _result(op, n, p, v), kept
     used, noise = op.Dropout(p, n.ratio, n.training_mode)
-    return _result(op, n, used, v), logsumexp, noise
+    return _result(op, n, used, v), kept, noise
 
 
 def _summed_groups(op: Builder, gradient: ir.Value, x: ir.Value) -> ir.Value:
@@ -188,17 +195,10 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     p = op.own.SafeSoftmax(scores, axis=-1)
     dy = transposed(op, cast(op, n.dy, inner), [1, 0, 2])
 
-    def dropped(x: ir.Value) -> ir.Value:
-        if n.noise is None:
-            return x
-        result: ir.Value = op.ms.DropoutGrad(x, n.noise, n.ratio, op.scalar(True, ir.DataType.BOOL))
-        return result
-
-    ds = op.ms.SoftmaxGrad_13(dropped(op.ms.FusedMatMul(dy, v, transB=1)), p, axis=-1)
-    scaled = op.Mul(ds, scale_of(op, q, n.scale))
-    dq = cast(op, transposed(op, op.MatMul(scaled, k), [1, 0, 2]), dtype_of(n.q))
-    dk = _summed_groups(op, op.ms.FusedMatMul(scaled, q, transA=1), n.k)
-    dv = _summed_groups(op, op.ms.FusedMatMul(dropped(p), dy, transA=1), n.v)
+    ds = op.ms.SoftmaxGrad_13(dropped(op, n, op.ms.FusedMatMul(dy, v, transB=1)), p, axis=-1)
+    dq, dk, dv = product_gradients(op, ds, dropped(op, n, p), dy, q, k, n.scale)
+    dq = cast(op, transposed(op, dq, [1, 0, 2]), dtype_of(n.q))
+    dk, dv = _summed_groups(op, dk, n.k), _summed_groups(op, dv, n.v)
     return (dq, dk, dv) if len(n.node.outputs) == 3 else (dq, dk, dv, _table_gradient(op, n, ds, place))
 
 
@@ -223,7 +223,7 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
     ratio = None if noise is None else op.scalar(ratio_of(n), ir.DataType.DOUBLE)
     of_bias = n.bias is not None and n.wants("bias")
     found = op.own.VarlenAttentionGrad(
-        dy, n.q, n.k, n.v, n.cu_q, n.cu_k, n.bias, n.y, n.logsumexp, noise, ratio,
+        dy, n.q, n.k, n.v, n.cu_q, n.cu_k, n.bias, n.y, n.kept, noise, ratio,
         scale=n.scale, is_causal=n.is_causal or None, of_bias=int(of_bias) or None,
     )  # fmt: skip
     gradients: Grads = [*found[:3], None, None, found[3] if of_bias else None, None, None]
@@ -248,9 +248,10 @@ def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
     dy, q, k, v, cu_q, cu_k, bias, _, kept, noise, _ = inputs
-    factor = 1.0 if n.noise is None else kept_scale(ratio_of(n), TORCH_DTYPES[accumulated(dtype_of(n.q))])
-    bias = bias if n.of_bias else None
-    return Call(varlen_attention_backward, dy, q, k, v, cu_q, cu_k, bias, kept, n.scale, noise, factor)
+    return Call(
+        varlen_attention_backward, dy, q, k, v, cu_q, cu_k, bias, kept, bool(n.is_causal), n.scale, bool(n.of_bias),
+        noise, drops_in_gradient(n)[1],
+    )  # fmt: skip
 
 
 def _lower_compiled(n: NodeView, *inputs: Any) -> Call:
@@ -258,21 +259,33 @@ def _lower_compiled(n: NodeView, *inputs: Any) -> Call:
     return Call(varlen_compiled, *inputs[:5], bool(n.is_causal), n.scale)
 
 
-def _drops_compiled(n: NodeView) -> tuple[int, float]:
-    return round(ratio_of(n) * DRAWS), kept_scale(ratio_of(n), TORCH_DTYPES[accumulated(dtype_of(n.q))])
-
-
 def _lower_dropout_compiled(n: NodeView, *inputs: Any) -> Call:
     LIBRARY.request()
-    return Call(varlen_dropout_compiled, *inputs[:5], bool(n.is_causal), n.scale, *_drops_compiled(n))
+    return Call(varlen_dropout_compiled, *inputs[:5], bool(n.is_causal), n.scale, *drops(n))
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
     LIBRARY.request()
     dy, q, k, v, cu_q, cu_k, _, _, kept, noise, _ = inputs
-    drops = (0, 1.0) if n.noise is None else _drops_compiled(n)
     return Call(
-        varlen_backward_compiled, dy, q, k, v, cu_q, cu_k, kept, noise, bool(n.is_causal), n.scale, *drops
+        varlen_backward_compiled, dy, q, k, v, cu_q, cu_k, kept, noise, bool(n.is_causal), n.scale,
+        *drops_in_gradient(n),
+    )  # fmt: skip
+
+
+def _lower_flash(n: NodeView, *inputs: Any) -> Call:
+    return Call(varlen_flash, *inputs[:5], bool(n.is_causal), n.scale)
+
+
+def _lower_dropout_flash(n: NodeView, *inputs: Any) -> Call:
+    return Call(varlen_dropout_flash, *inputs[:5], bool(n.is_causal), n.scale, ratio_of(n))
+
+
+def _lower_grad_flash(n: NodeView, *inputs: Any) -> Call:
+    dy, q, k, v, cu_q, cu_k, _, y, kept, noise, _ = inputs
+    ratio = 0.0 if n.noise is None else ratio_of(n)
+    return Call(
+        varlen_backward_flash, dy, q, k, v, cu_q, cu_k, y, kept, noise, bool(n.is_causal), n.scale, ratio
     )  # fmt: skip
 
 
@@ -282,63 +295,74 @@ def _may_compile(n: NodeView, device: str) -> bool:
 
 
 def _dropout_may_compile(n: NodeView, device: str) -> bool:
-    return _may_compile(n, device) and draws_fast(n)
+    return _may_compile(n, device) and dropout_may_compile(n, device)
 
 
-_PLAIN = (Kernel(lower=_lower_compiled, applies=_may_compile), Kernel(lower=_lower))
-_WITH_DROPOUT = (Kernel(lower=_lower_dropout_compiled, applies=_dropout_may_compile), Kernel(lower=_lower_dropout))
-
-
-def _define(name: str, dropout: bool) -> OpDef:
-    outputs = ("y", "logsumexp", *(("noise",) if dropout else ()))
-    return define(
-        OpDef(
-            domain=OWN,
-            name=name,
-            inputs=(*_OPERANDS, *(("ratio", "training_mode") if dropout else ())),
-            outputs=outputs,
-            attributes=_ATTRIBUTES,
-            since=1,
-            from_torch={},
-            shapes=_dropout_types if dropout else _types,
-            body=_body,
-            native_ok=lambda n: False,
-            gradient=(Gradient(_gradient, reads=("q", "k", "v", "cu_q", "cu_k", "bias", *outputs)),),
-            stops=frozenset({"cu_q", "cu_k", "ratio", "training_mode"}),
-            kernels=_WITH_DROPOUT if dropout else _PLAIN,
-            axes=_axes,
-            effects=Effects.RANDOM if dropout else Effects.NONE,
-            aliases={},
-            flops=_flops(2),
-            host=None,
-            detached=frozenset({"logsumexp"}),
-        )
+def _may_flash(n: NodeView, device: str) -> bool:
+    """PyTorch's flash kernel has no table of biases, and is causal from the last row and column of each sequence."""
+    widths = {sizes.of(x)[2] for x in (n.q, n.k, n.v)}
+    return (
+        n.bias is None
+        and (n.cu_q is n.cu_k or not n.is_causal)
+        and sizes.of(n.cu_q)[0] not in (0, 1)
+        and len(widths) == 1
+        and flash_runs(device, TORCH_DTYPES[dtype_of(n.q)], widths.pop())
     )
 
 
-VARLEN_ATTENTION = _define("VarlenAttention", dropout=False)
-VARLEN_ATTENTION_DROPOUT = _define("VarlenAttentionDropout", dropout=True)
+def _dropout_may_flash(n: NodeView, device: str) -> bool:
+    return _may_flash(n, device) and draws_fast(n)
 
-VARLEN_ATTENTION_GRAD = define(
-    OpDef(
-        domain=OWN,
-        name="VarlenAttentionGrad",
-        inputs=("dy", *_OPERANDS, "y", "logsumexp", "noise?", "ratio?"),
-        outputs=("dq", "dk", "dv", "dbias?"),
-        attributes={**_ATTRIBUTES, "of_bias": 0},
-        since=1,
-        from_torch={},
-        shapes=_grad_types,
-        body=_grad_body,
-        native_ok=lambda n: False,
-        gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
-        kernels=(Kernel(lower=_lower_grad_compiled, applies=_may_compile), Kernel(lower=_lower_grad)),
-        axes=no_axes,  # a kernel keeps what it likes
-        effects=Effects.NONE,
-        aliases={},
-        flops=_flops(4),
-        host=None,
-        outputs_of=lambda inputs, attributes: 4 if attributes.get("of_bias") else 3,
+
+def _grad_may_flash(n: NodeView, device: str) -> bool:
+    """Where forward did."""
+    return _may_flash(n, device) if n.noise is None else _dropout_may_flash(n, device)
+
+
+_PLAIN = (
+    Kernel(lower=_lower_compiled, applies=_may_compile),
+    Kernel(lower=_lower_flash, applies=_may_flash),
+    Kernel(lower=_lower),
+)
+_WITH_DROPOUT = (
+    Kernel(lower=_lower_dropout_compiled, applies=_dropout_may_compile),
+    Kernel(lower=_lower_dropout_flash, applies=_dropout_may_flash),
+    Kernel(lower=_lower_dropout),
+)
+
+
+def _define(dropout: bool) -> OpDef:
+    return define_attention(
+        _NAME,
+        _OPERANDS,
+        _KEPT,
+        dropout=dropout,
+        types=_dropout_types if dropout else _types,
+        body=_body,
+        gradient=_gradient,
+        constants=frozenset({"cu_q", "cu_k"}),
+        kernels=_WITH_DROPOUT if dropout else _PLAIN,
+        axes=_axes,
+        columns=_columns,
+        attributes=_ATTRIBUTES,
     )
+
+
+VARLEN_ATTENTION = _define(dropout=False)
+VARLEN_ATTENTION_DROPOUT = _define(dropout=True)
+VARLEN_ATTENTION_GRAD = define_gradient(
+    _NAME,
+    _OPERANDS,
+    _KEPT,
+    fourth="bias",
+    types=_grad_types,
+    body=_grad_body,
+    kernels=(
+        Kernel(lower=_lower_grad_compiled, applies=_may_compile),
+        Kernel(lower=_lower_grad_flash, applies=_grad_may_flash, deterministic=False),
+        Kernel(lower=_lower_grad),
+    ),
+    axes=no_axes,  # a kernel keeps what it likes
+    columns=_columns,
+    attributes=_ATTRIBUTES,
 )

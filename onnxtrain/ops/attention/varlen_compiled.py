@@ -1,7 +1,7 @@
 """Attention of sequences one after another (`varlen.py`), by the compiled kernel where it is there.
 
-What it keeps tells backward which way forward went: the compiled kernel gives the logsumexp [h, t], where ATen's loop
-gives a vector of probabilities, and the key in the place of the noise.
+What is kept tells backward which way forward went: the compiled kernel keeps nothing but the key in the place of the
+noise, where ATen's loop keeps the probabilities and the noise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Tensor = torch.Tensor
 def varlen_compiled(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Gives y and the logsumexp, or else the probabilities; see `varlen_attention`."""
-    found = compiled.forward_of_sequences(q, k, v, cu_q, cu_k, causal, scale, None)
-    return found or varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale)
+    """Gives y and an empty vector, or else the probabilities; see `varlen_attention`."""
+    y = compiled.forward_of_sequences(q, k, v, cu_q, cu_k, causal, scale, None)
+    return varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale) if y is None else (y, _nothing(q))
 
 
 def varlen_dropout_compiled(
@@ -37,9 +37,9 @@ def varlen_dropout_compiled(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with dropout, and the key or else the noise."""
     key = draw_key()
-    found = compiled.forward_of_sequences(q, k, v, cu_q, cu_k, causal, scale, Drops(key, dropped, factor))
-    if found is not None:
-        return *found, key
+    y = compiled.forward_of_sequences(q, k, v, cu_q, cu_k, causal, scale, Drops(key, dropped, factor))
+    if y is not None:
+        return y, _nothing(q), key
     noise = _noise(q, cu_q, cu_k, key, dropped)
     return *varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale, noise, factor), noise
 
@@ -51,7 +51,7 @@ def varlen_backward_compiled(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    kept_sums: Tensor,
+    probabilities: Tensor,
     noise: Tensor | None,
     causal: bool,
     scale: float | None,
@@ -59,14 +59,19 @@ def varlen_backward_compiled(
     factor: float,
 ) -> tuple[Tensor, ...]:
     """The gradients, by the way that forward went: see `varlen_attention_backward`."""
-    if kept_sums.dim() == 2:
+    if not probabilities.numel() and (noise is None or noise.dtype != torch.bool):
         drops = None if noise is None else Drops(noise, dropped, factor)
         found = compiled.backward_of_sequences(dy, q, k, v, cu_q, cu_k, causal, scale, drops)
         if found is not None:
             return found
         noise = None if noise is None else _noise(q, cu_q, cu_k, noise, dropped)
-        _, kept_sums = varlen_attention(q, k, v, cu_q, cu_k, None, causal, scale)
-    return varlen_attention_backward(dy, q, k, v, cu_q, cu_k, None, kept_sums, scale, noise, factor)
+    return varlen_attention_backward(
+        dy, q, k, v, cu_q, cu_k, None, probabilities, causal, scale, False, noise, factor
+    )  # fmt: skip
+
+
+def _nothing(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=compiled.sums_type(q))
 
 
 def _noise(q: Tensor, cu_q: Tensor, cu_k: Tensor, key: Tensor, dropped: int) -> Tensor:

@@ -103,14 +103,21 @@ def varlen_attention_backward(
     cu_k: Tensor,
     bias: Tensor | None,
     kept: Tensor,
+    is_causal: bool,
     scale: float | None,
+    of_bias: bool,
     noise: Tensor | None,
     factor: float,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v, and that of bias where it is given."""
+    """The gradients of q, k and v, and that of bias where `of_bias`.
+
+    `kept` are the probabilities of one sequence after another; where it is empty they are computed again.
+    """
     heads = q.size(1)
+    if kept.numel() != score_count(cu_q, cu_k, heads):
+        _, kept = varlen_attention(q, k, v, cu_q, cu_k, bias, is_causal, scale)
     gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=kept.dtype)
+    dbias = torch.zeros_like(bias, dtype=kept.dtype) if bias is not None and of_bias else None
     for rows, columns, stretch in _sequences(cu_q, cu_k, heads):
         if stretch.start == stretch.stop:
             continue

@@ -118,6 +118,7 @@ ADD = binary(
     symbol="+",
     since=14,
     host=operator.add,
+    commutative=True,
 )
 SUB = binary(
     "Sub",
@@ -137,6 +138,7 @@ MUL = binary(
     symbol="*",
     since=14,
     host=operator.mul,
+    commutative=True,
 )
 DIV = binary(
     "Div",

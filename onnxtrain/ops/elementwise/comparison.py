@@ -55,6 +55,7 @@ def _comparison(
         shapes=_compared,
         body=body,
         since=since,
+        commutative=symbol in ("==", "!="),
     )
 
 

@@ -1,8 +1,9 @@
 """Ops that give their input again: in another element type, as it is, or cut off from its gradient.
 
-Cast(x, to)      float to integer truncates; a number that is out of range is undefined in PyTorch too
-Identity(x)      clones and no-op copies
-Detach(x)        no gradient flows back
+Cast(x, to)             float to integer truncates; a number that is out of range is undefined in PyTorch too
+Identity(x)             clones and no-op copies
+Detach(x)               no gradient flows back
+Overwritten(old, new)   new, where PyTorch writes it over old in place: the gradient of old is zeros
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from onnxtrain.ops.definition import (
     Method,
     NodeView,
     OpDef,
+    numel,
 )
-from onnxtrain.ops.registry import define
+from onnxtrain.ops.registry import define, definition_of
 
 _COMPLEX = frozenset({ir.DataType.COMPLEX64, ir.DataType.COMPLEX128})
 
@@ -105,6 +107,7 @@ CAST = define(
         flops=elementwise_flops,
         host=None,
         layout=Layout(frozenset({"x", "y"})),
+        same_elements=True,
     )
 )
 
@@ -121,9 +124,26 @@ def _contiguous(op: Builder, x: ir.Value, *, memory_format: torch.memory_format 
     return _cloned(op, x, memory_format=memory_format)
 
 
-def _overwritten(op: Builder, x: ir.Value, source: ir.Value, non_blocking: bool = False) -> Any:
+def _capture_copy(op: Builder, x: ir.Value, source: ir.Value, non_blocking: bool = False) -> Any:
     """`x.copy_(source)`, functionalized: source in x's type and shape."""
-    return op.own.Clone(op.Expand(cast(op, source, dtype_of(x)), op.shape_of(x)))
+    return overwritten(op, x, op.own.Clone(op.Expand(cast(op, source, dtype_of(x)), op.shape_of(x))))
+
+
+def overwritten(op: Builder, old: ir.Value, new: ir.Value) -> ir.Value:
+    """`new` where it is written over `old`, whose gradient is zeros then, and not None.
+
+    A part of a tensor is written back into it, which gives the tensor a gradient already.
+    """
+    node = old.producer()
+    if not is_float(dtype_of(old)) or old.const_value is not None:
+        return new
+    if node is not None:
+        definition = definition_of(node)
+        is_part = 0 in definition.aliases and numel(node.inputs[definition.aliases[0]]) != numel(old)
+        if is_part or definition.gradient is NOT_DIFFERENTIABLE:
+            return new
+    result: ir.Value = op.own.Overwritten(old, new)
+    return result
 
 
 def _clone_call(n: NodeView, x: Any) -> Method:
@@ -163,6 +183,7 @@ def _same(
             aliases=aliases,
             flops=lambda n: 0,
             host=lambda n, x: x,
+            same_elements=True,
         )
     )
 
@@ -194,7 +215,7 @@ CLONE = _same(
     {
         "aten.clone.default": _cloned,
         "aten.contiguous.default": _contiguous,
-        "aten.copy.default": _overwritten,
+        "aten.copy.default": _capture_copy,
         **dict.fromkeys(
             ("aten.lift_fresh_copy.default", "aten.alias_copy.default"),
             lambda op, x: op.own.Clone(x),
@@ -212,3 +233,32 @@ DETACH = _same(
     differentiable=False,
     aliases={0: 0},
 )
+
+OVERWRITTEN = define(
+    OpDef(
+        domain=OWN,
+        name="Overwritten",
+        inputs=("old", "new"),
+        outputs=("y",),
+        attributes={},
+        since=1,
+        from_torch={},
+        shapes=same_as("new"),
+        body=lambda op, n: op.Identity(n.new),
+        native_ok=never,
+        gradient=(Gradient(lambda op, n, dy: (_zeros_like(op, n.old), dy), ()),),
+        stops=frozenset(),
+        kernels=(Kernel(lower=lambda n, old, new: _alias_call(n, new)),),
+        axes=lambda n: "..., ... -> ...",
+        effects=Effects.NONE,
+        aliases={0: 1},
+        flops=lambda n: 0,
+        host=None,
+        shape_only=frozenset({"old"}),
+    )
+)
+
+
+def _zeros_like(op: Builder, x: ir.Value) -> ir.Value:
+    result: ir.Value = op.Expand(op.scalar(0.0, like=x), op.shape_of(x))
+    return result

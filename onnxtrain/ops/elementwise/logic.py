@@ -40,8 +40,9 @@ def _two(name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> tuple[OpD
     word = name.lower()
     kinds = [f"aten.bitwise_{word}.{kind}" for kind in ("Tensor", "Scalar", "Scalar_Tensor")]
     kinds += [f"aten.__{word}__.{kind}" for kind in ("Tensor", "Scalar")]
-    logical = binary(name, {f"aten.logical_{word}.default": _logical(name)}, kernel, None, symbol=symbol, since=7)
-    bitwise = binary(f"Bitwise{name}", dict.fromkeys(kinds, _bitwise(name)), kernel, None, symbol=symbol, since=18)
+    of_bools, of_bits = {f"aten.logical_{word}.default": _logical(name)}, dict.fromkeys(kinds, _bitwise(name))
+    logical = binary(name, of_bools, kernel, None, symbol=symbol, since=7, commutative=True)
+    bitwise = binary(f"Bitwise{name}", of_bits, kernel, None, symbol=symbol, since=18, commutative=True)
     return logical, bitwise
 
 

@@ -23,6 +23,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, is_float
 from onnxtrain.ops.constructors import binary, cast, promoted, unary
 from onnxtrain.ops.definition import FromTorch, NodeView
+from onnxtrain.ops.elementwise.copies import overwritten
 from onnxtrain.ops.fused import plus, times
 from onnxtrain.ops.registry import compose
 
@@ -223,8 +224,16 @@ def _logaddexp2(op: Builder, a: ir.Value, b: ir.Value) -> Any:
     return times(op, op.own.LogAddExp(a, b), 1 / math.log(2))
 
 
+def _angle(op: Builder, x: ir.Value) -> ir.Value:
+    """Of real numbers: pi below 0, and NaN where x is. Its gradient is zeros."""
+    wide = cast(op, x, op.out[0].dtype)
+    turned = op.Where(op.Less(wide, _zero(op, wide)), op.scalar(math.pi, like=wide), _zero(op, wide))
+    return overwritten(op, x, op.Where(op.IsNaN(wide), op.own.Detach(wide), turned))
+
+
 compose(
     {
+        "aten.angle.default": _angle,
         "aten.deg2rad.default": _in_other_units(math.pi / 180),
         "aten.rad2deg.default": _in_other_units(180 / math.pi),
         "aten.frac.default": _frac,

@@ -16,6 +16,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, is_float
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES, as_value, cast
 from onnxtrain.ops.definition import DEVICE, Call, NodeView
+from onnxtrain.ops.elementwise.copies import overwritten
 from onnxtrain.ops.reshape.dims import expanded, unsqueezed
 from onnxtrain.ops.reshape.movement import movement
 from onnxtrain.ops.symbolic import held_sizes, needed_sizes
@@ -45,7 +46,7 @@ def _lower_fill(n: NodeView, shape: Any) -> Call:
 
 
 def _capture_full(op: Builder, shape: Any, number: Any, **options: Any) -> ir.Value:
-    """`full`, `full_like`, `new_full`, `fill`: the sizes are those of the output."""
+    """`full`, `full_like`, `new_full`: the sizes are those of the output."""
     dtype, wanted = op.out[0]
     if isinstance(number, (str, ir.Value)):  # a symbolic size, or a 0-dimensional tensor
         return expanded(op, as_value(op, number, dtype), wanted)
@@ -54,6 +55,11 @@ def _capture_full(op: Builder, shape: Any, number: Any, **options: Any) -> ir.Va
 
 def _capture_new_full(op: Builder, x: ir.Value, shape: Any, number: Any, **options: Any) -> ir.Value:
     return _capture_full(op, shape, number)
+
+
+def _capture_fill(op: Builder, x: ir.Value, number: Any = 0) -> ir.Value:
+    """`x.fill_(number)` and `x.zero_()`, functionalized."""
+    return overwritten(op, x, _capture_full(op, None, number))
 
 
 def _capture_filled(number: int) -> Any:
@@ -81,11 +87,11 @@ CONSTANT_OF_SHAPE = movement(
         "aten.full.default": _capture_full,
         "aten.full_like.default": _capture_full,
         "aten.new_full.default": _capture_new_full,
-        "aten.fill.Scalar": _capture_full,
-        "aten.fill.Tensor": _capture_full,
+        "aten.fill.Scalar": _capture_fill,
+        "aten.fill.Tensor": _capture_fill,
+        "aten.zero.default": _capture_fill,
         "aten.zeros.default": _ZEROS,
         "aten.zeros_like.default": _ZEROS,
-        "aten.zero.default": _ZEROS,
         "aten.new_zeros.default": _ZEROS,
         "aten.empty.memory_format": _ZEROS,
         "aten.empty_like.default": _ZEROS,

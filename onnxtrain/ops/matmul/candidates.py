@@ -191,7 +191,11 @@ def _dtype(n: NodeView) -> ir.DataType:
 
 
 def _in_onednn(n: NodeView, product: Product) -> bool:
-    """Whether oneDNN takes it, and in full precision, as the user wants it."""
+    return product.of_matrix and in_onednn(_dtype(n))
+
+
+def in_onednn(dtype: ir.DataType) -> bool:
+    """Whether oneDNN multiplies matrices of this type, and in full precision, as the user wants it."""
     onednn: Any = torch.backends.mkldnn  # has its flags as properties, of which its types know nothing
     usable = bool(onednn.is_available() and onednn.enabled and onednn.matmul.fp32_precision in ("none", "ieee"))
-    return _dtype(n) == ir.DataType.FLOAT and product.of_matrix and usable
+    return dtype == ir.DataType.FLOAT and usable

@@ -18,7 +18,6 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     Gradient,
-    Method,
     NodeView,
     OpDef,
 )
@@ -29,6 +28,7 @@ from onnxtrain.ops.matmul.product import (
     Grad,
     is_exact_attribute,
     of_product_types,
+    product_call,
     product_flops,
     product_gradient,
     product_shape,
@@ -58,9 +58,7 @@ def _gemm_axes(n: NodeView) -> str:
 def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
     first, second = seen(a, n.transA, 0), seen(b, n.transB, 0)
     if c is None:
-        if n.alpha == 1:
-            return Call(torch.mm, first, second)
-        return Call(torch.addmm, Method("new_empty", a, ()), first, second, beta=0, alpha=n.alpha)
+        return product_call(torch.mm, a, first, second, n.alpha)
     factors = {name: value for name, value in (("beta", n.beta), ("alpha", n.alpha)) if value != 1}
     return Call(torch.addmm, c, first, second, **factors)
 

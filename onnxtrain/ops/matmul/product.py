@@ -16,6 +16,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops.constructors import as_value
 from onnxtrain.ops.definition import (
+    Call,
     FromTorch,
     Method,
     NodeView,
@@ -109,6 +110,17 @@ def seen(argument: Any, trans: int, trans_batch: int) -> Any:
     if trans:
         argument = Property("mT", argument)
     return argument
+
+
+def product_call(function: Callable[..., Any], a: Any, first: Any, second: Any, alpha: float) -> Call:
+    """Calls for alpha * first @ second, by one of PyTorch's products; `a` is an operand, of the result's type."""
+    if alpha == 1:
+        return Call(function, first, second)
+    if function is not torch.mm and function is not torch.bmm:
+        return Call(torch.mul, Call(function, first, second), alpha)
+    scaling = torch.addmm if function is torch.mm else torch.baddbmm
+    # beta=0: the first operand only lends its element type.
+    return Call(scaling, Method("new_empty", a, ()), first, second, beta=0, alpha=alpha)
 
 
 def product_of(op: Builder, a: ir.Value, b: ir.Value, trans_a: int, trans_b: int, alpha: float) -> ir.Value:

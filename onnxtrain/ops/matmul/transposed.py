@@ -18,7 +18,6 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     Gradient,
-    Method,
     NodeView,
     OpDef,
 )
@@ -26,6 +25,7 @@ from onnxtrain.ops.machine import Shapes
 from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
 from onnxtrain.ops.matmul.product import (
     Grad,
+    product_call,
     product_flops,
     product_function,
     product_gradient,
@@ -88,14 +88,7 @@ def _fused_body(op: Builder, n: NodeView) -> ir.Value:
 def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
     first = seen(a, n.transA, n.transBatchA)
     second = seen(b, n.transB, n.transBatchB)
-    function = product_function(*_fused_shapes(n))
-    if n.alpha == 1:
-        return Call(function, first, second)
-    if function is not torch.mm and function is not torch.bmm:
-        return Call(torch.mul, Call(function, first, second), n.alpha)
-    scaling = torch.addmm if function is torch.mm else torch.baddbmm
-    # beta=0: the first operand only lends its element type.
-    return Call(scaling, Method("new_empty", a, ()), first, second, beta=0, alpha=n.alpha)
+    return product_call(product_function(*_fused_shapes(n)), a, first, second, n.alpha)
 
 
 def _fused_product(n: NodeView, a: Any, b: Any) -> Product:

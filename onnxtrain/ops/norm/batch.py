@@ -17,7 +17,7 @@ Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167 (algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -29,7 +29,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Layout, NodeView, numel
+from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, Layout, NodeView, numel
 from onnxtrain.ops.fused import (
     average,
     count_over,
@@ -44,6 +44,7 @@ from onnxtrain.ops.fused import (
     total,
     wanted,
 )
+from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.norm.channels_last import (
     batch_norm_backward_channels_last,
     batch_norm_channels_last,
@@ -94,26 +95,40 @@ def _channel_axes(pattern: str) -> Any:
 # BatchNormInternal
 
 
-def batch_norm(x: Any, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float) -> tuple[Any, ...]:
-    """PyTorch's kernel, which updates the running statistics in place: here in copies."""
+def batch_norm(
+    x: Any, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float, compiled: bool = False
+) -> tuple[Any, ...]:
+    """PyTorch's kernel, which updates the running statistics in place: here in copies. `compiled`: or one of ours."""
     if mean is not None:
         mean, var = mean.clone(), var.clone()
     if is_channels_last(x):
-        y, *saved = batch_norm_channels_last(x, scale, b, mean, var, momentum, epsilon)
+        y, *saved = batch_norm_channels_last(x, scale, b, mean, var, momentum, epsilon, compiled)
     else:
         y, *saved = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
     return y, mean, var, *saved
 
 
 def batch_norm_backward(
-    dy: Any, x: Any, scale: Any, mean: Any, deviation: Any, batch: bool, epsilon: float, mask: list[bool]
+    dy: Any,
+    x: Any,
+    scale: Any,
+    mean: Any,
+    deviation: Any,
+    batch: bool,
+    epsilon: float,
+    mask: list[bool],
+    compiled: bool = False,
 ) -> tuple[Any, ...]:
     """PyTorch's kernel; `deviation` is 1 / standard deviation of the `batch`, or else the running variance."""
     if is_channels_last(x):
         inv_std = deviation if batch else (deviation + epsilon).rsqrt_()
-        return batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, batch, mask)
+        return batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, batch, mask, compiled)
     statistics = (None, None, mean, deviation) if batch else (mean, deviation, None, None)
     return aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask)  # type: ignore[no-any-return]  # torch.ops has no types
+
+
+def _lower_batch_norm(*, compiled: bool) -> Callable[..., Call]:
+    return lambda n, *arguments: Call(batch_norm, *arguments, _complement(n.momentum), n.epsilon, compiled)
 
 
 def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
@@ -236,9 +251,8 @@ fused(
     body=_batch_norm_body,
     gradient=(Gradient(_batch_norm_gradient, reads=("x", "scale", "saved_mean", "saved_inv_std")),),
     stops=frozenset({"input_mean", "input_var"}),
-    lower=lambda n, x, scale, b, mean, var: Call(
-        batch_norm, x, scale, b, mean, var, _complement(n.momentum), n.epsilon
-    ),
+    kernels=(Kernel(lower=_lower_batch_norm(compiled=True), applies=may_compile),),
+    lower=_lower_batch_norm(compiled=False),
     axes=_channel_axes("X C C C C -> X C C C C"),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
     layout=Layout(frozenset({"x", "y"})),
@@ -276,8 +290,10 @@ def _with_channels(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db:
 def _define_grad(domain: str, name: str, mean: str, deviation: str, body: Body, *, batch: bool, flops: int) -> None:
     """A backward op that reads the statistics `mean` and `deviation`: of the batch, or the running ones."""
 
-    def lower(n: NodeView, dy: Any, x: Any, scale: Any, *read: Any) -> Call:
-        return Call(batch_norm_backward, dy, x, scale, *read, batch, n.epsilon, flags(n.output_mask))
+    def lower(*, compiled: bool) -> Callable[..., Call]:
+        return lambda n, *arguments: Call(
+            batch_norm_backward, *arguments, batch, n.epsilon, flags(n.output_mask), compiled
+        )
 
     fused(
         domain,
@@ -287,7 +303,8 @@ def _define_grad(domain: str, name: str, mean: str, deviation: str, body: Body, 
         attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
         shapes=_grad_types,
         body=body,
-        lower=lower,
+        kernels=(Kernel(lower=lower(compiled=True), applies=may_compile),),
+        lower=lower(compiled=False),
         axes=_channel_axes("X X C C C -> X C C"),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
         layout=Layout(frozenset({"dy", "x", "dx"})),

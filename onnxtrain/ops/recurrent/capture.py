@@ -2,8 +2,8 @@
 
     lstm(x, (h0, c0), weights, layers=2)  ──>  LSTMLayer(x, ...), Dropout, LSTMLayer(...); the last states joined
 
-Projections (proj_size) have no form in ONNX: such a call stays an ATen node. So does one on a GPU, where eager PyTorch
-runs cuDNN's kernels, and a GRU or RNN under autocast on a CPU, whose sums are in bfloat16 and states in float32.
+What stays an ATen node, and why, stands in docs/aten.md: projections (proj_size), a GRU or RNN under autocast on a CPU,
+and all on a GPU, where eager PyTorch runs cuDNN's kernels.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ pass goes through the graph as bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +17,27 @@ from onnxtrain.ops.recurrent.cells import LSTM, Cell
 from onnxtrain.ops.recurrent.steps import Run, Weights, backward, forward
 
 Tensor = torch.Tensor
-Directions = Sequence[Weights]
 _LSTM_MODE = 2  # of oneDNN's and cuDNN's kernels in PyTorch
 
 
-def directions(weights: Sequence[Tensor | None]) -> Directions:
-    """The weights of a layer, four for each direction, a direction at a time."""
-    w, r, b, d, *back = weights
-    assert w is not None
-    assert r is not None
-    found = [Weights(w, r, b, d)]
-    if back and back[0] is not None and back[1] is not None:
-        found.append(Weights(back[0], back[1], back[2], back[3]))
+@dataclass(frozen=True)
+class _Direction:
+    """One direction of a layer: its input [s, b, i], first states [b, h] and weights."""
+
+    x: Tensor
+    h: Tensor
+    c: Tensor | None
+    weights: Weights
+    reverse: bool
+
+
+def _directions(x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor | None]) -> list[_Direction]:
+    """A layer's one or two directions. Its weights come four for each."""
+    found = []
+    for d, start in enumerate(range(0, len(weights), 4)):
+        w, r, b, back = weights[start : start + 4]
+        if w is not None and r is not None:
+            found.append(_Direction(x, h0[d], None if c0 is None else c0[d], Weights(w, r, b, back), d == 1))
     return found
 
 
@@ -67,10 +77,7 @@ def layer(
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     run: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
     run = _with_onednn if _onednn_runs(cell, x) else _with_steps
-    runs = [
-        run(cell, relu, keeps, x, h0[d], None if c0 is None else c0[d], each, d == 1)
-        for d, each in enumerate(directions(weights))
-    ]
+    runs = [run(cell, relu, keeps, each) for each in _directions(x, h0, c0, weights)]
     if len(runs) == 1:
         y, h, c, kept = runs[0]
         return (y, h[None], kept) if c is None else (y, h[None], c[None], kept)
@@ -79,13 +86,20 @@ def layer(
     return torch.cat([y, y_back], -1), torch.stack([h, h_back]), *states, kept, kept_back
 
 
-def _with_steps(
-    cell: Cell, relu: bool, keeps: bool, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    dtype, wide = x.dtype, inner(x.dtype)
-    kept = torch.empty(_kept_bytes(cell, x, h.size(-1)), dtype=torch.uint8, device=x.device)
-    weights, x, h, c = Weights(*_cast(weights, wide)), *_cast((x, h, c), wide)
-    run = forward(cell, x, weights, h, c, reverse, relu, kept[:-1].view(wide))
+def _widened(each: _Direction) -> _Direction:
+    """What `steps` computes with."""
+    wide = inner(each.x.dtype)
+    x, h, c = _cast((each.x, each.h, each.c), wide)
+    return _Direction(x, h, c, Weights(*_cast(each.weights, wide)), each.reverse)
+
+
+def _with_steps(cell: Cell, relu: bool, keeps: bool, each: _Direction) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    dtype = each.x.dtype
+    kept = torch.empty(_kept_bytes(cell, each.x, each.h.size(-1)), dtype=torch.uint8, device=each.x.device)
+    each = _widened(each)
+    run = forward(
+        cell, each.x, each.weights, each.h, each.c, each.reverse, relu, kept[:-1].view(each.x.dtype)
+    )  # fmt: skip
     # Copies: in a graph y may be written over, and c lies in what is kept.
     last_c = None if run.c is None else run.c.to(dtype, copy=True)
     return run.y.to(dtype), run.h.to(dtype, copy=True), last_c, kept
@@ -96,17 +110,16 @@ def _cast(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
 
 
 def _with_onednn(
-    cell: Cell, relu: bool, keeps: bool, x: Tensor, h: Tensor, c: Tensor | None, weights: Weights, reverse: bool
+    cell: Cell, relu: bool, keeps: bool, each: _Direction
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The kernel asks the grad mode whether to keep what its gradient needs; the tape itself is not wanted."""
-    assert c is not None
-    w, r, b, d = _four(weights)
-    x, hidden = x.contiguous(), h.size(-1)
+    assert each.c is not None
     with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(keeps):
         y, last_h, last_c, kept = torch.mkldnn_rnn_layer(
-            x, w, r, b, d, h, c, reverse, [], _LSTM_MODE, hidden, 1, True, False, False, keeps
+            *(each.x.contiguous(), *_four(each.weights), each.h, each.c, each.reverse, []),
+            *(_LSTM_MODE, each.h.size(-1), 1, True, False, False, keeps),
         )
-    return y, last_h.view_as(h), last_c.view_as(c), kept
+    return y, last_h.view_as(each.h), last_c.view_as(each.c), kept
 
 
 def _four(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,19 +144,17 @@ def layer_backward(
     *kept: Tensor | None,
 ) -> tuple[Any, ...]:
     """The gradient of `layer`: of x, h0, of an LSTM c0, and of the weights that are there, in their order."""
-    found = []
-    hidden = h0.size(-1)
-    for d, (each, memory) in enumerate(zip(directions(weights), kept, strict=False)):
+    found, sides, hidden = [], _directions(x, h0, c0, weights), h0.size(-1)
+    for d, (each, memory) in enumerate(zip(sides, kept, strict=False)):
         part = slice(d * hidden, (d + 1) * hidden)
         given = [None if dy is None else dy[..., part], *(None if g is None else g[d] for g in (dh, dc))]
-        first = (h0[d], None if c0 is None else c0[d])
         run = Run(y[..., part], h0[d], None if last_c is None else last_c[d], memory, None)  # type: ignore[arg-type]
         steps = memory is None or memory.numel() == _kept_bytes(cell, x, hidden)
         back = _steps_backward if steps else _onednn_backward
-        found.append(back(cell, relu, asked, given, x, *first, each, run, d == 1))
+        found.append(back(cell, relu, asked, given, each, run))
     dx = found[0][0] if len(found) == 1 or not asked[0] else found[0][0] + found[1][0]
     firsts = [torch.stack([f[i] for f in found]) for i in ((1, 2) if cell.has_state else (1,))]
-    of_weights = [g for f, each in zip(found, directions(weights), strict=True) for g in _present(f[3], each)]
+    of_weights = [g for f, each in zip(found, sides, strict=True) for g in _present(f[3], each.weights)]
     return dx, *firsts, *of_weights
 
 
@@ -152,18 +163,9 @@ def _present(gradients: Sequence[Tensor | None], weights: Weights) -> list[Tenso
 
 
 def _steps_backward(
-    cell: Cell,
-    relu: bool,
-    asked: tuple[bool, bool],
-    given: Sequence[Tensor | None],
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: Weights,
-    run: Run,
-    reverse: bool,
+    cell: Cell, relu: bool, asked: tuple[bool, bool], given: Sequence[Tensor | None], each: _Direction, run: Run
 ) -> tuple[Any, ...]:
-    dtype, wide = x.dtype, inner(x.dtype)
+    dtype, wide = each.x.dtype, inner(each.x.dtype)
     steps, samples, hidden = run.y.shape
     widths = [len(cell.kept) * hidden, hidden * cell.has_state]
     memory = run.kept[:-1].view(wide)
@@ -171,36 +173,29 @@ def _steps_backward(
         part.view(steps, samples, width)
         for part, width in zip(memory.split([steps * samples * width for width in widths]), widths, strict=True)
     )
-    run = Run(run.y.to(wide), h, None, kept, states)
+    run = Run(run.y.to(wide), each.h, None, kept, states)
     dy, dh, dc = _cast(given, wide)
-    x, h, c = _cast((x, h, c), wide)
+    each = _widened(each)
     dx, dh0, dc0, of_weights = backward(
-        cell, x, Weights(*_cast(weights, wide)), h, c, run, (dy, dh, dc), reverse, relu, asked
+        cell, each.x, each.weights, each.h, each.c, run, (dy, dh, dc), each.reverse, relu, asked
     )
     return (*_cast((dx, dh0, dc0), dtype), _cast(of_weights, dtype))
 
 
 def _onednn_backward(
-    cell: Cell,
-    relu: bool,
-    asked: tuple[bool, bool],
-    given: Sequence[Tensor | None],
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: Weights,
-    run: Run,
-    reverse: bool,
+    cell: Cell, relu: bool, asked: tuple[bool, bool], given: Sequence[Tensor | None], each: _Direction, run: Run
 ) -> tuple[Any, ...]:
+    h, c = each.h, each.c
     assert c is not None
     assert run.c is not None
     dy, dh, dc = given
     y = run.y.contiguous()
     dy = torch.zeros_like(y) if dy is None else dy.contiguous()
     dh, dc = (torch.zeros_like(h) if g is None else g for g in (dh, dc))
+    last = y[0 if each.reverse else -1]
     dx, dw, dr, db, dd, dh0, dc0 = torch.ops.aten.mkldnn_rnn_layer_backward.default(
-        *(x.contiguous(), *_four(weights), h, c, y, y[0 if reverse else -1], run.c, dy, dh, dc, reverse),
+        *(each.x.contiguous(), *_four(each.weights), h, c, y, last, run.c, dy, dh, dc, each.reverse),
         *(_LSTM_MODE, h.size(-1), 1, True, True, False, [], False, run.kept),
     )
-    dx, dh0, dc0, *of_weights = _cast((dx, dh0.view_as(h), dc0.view_as(c), dw, dr, db, dd), x.dtype)
+    dx, dh0, dc0, *of_weights = _cast((dx, dh0.view_as(h), dc0.view_as(c), dw, dr, db, dd), each.x.dtype)
     return dx, dh0, dc0, of_weights

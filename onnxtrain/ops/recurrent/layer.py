@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
@@ -27,7 +26,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import cast, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.fused import reshaped, wanted
+from onnxtrain.ops.fused import nothing, reshaped, wanted
 from onnxtrain.ops.recurrent import kernels, unrolled
 from onnxtrain.ops.recurrent.cells import CELLS, RNN, Cell
 from onnxtrain.ops.recurrent.unrolled import Side
@@ -129,14 +128,9 @@ def _body(op: Builder, cell: Cell, n: NodeView) -> Grads:
         y = concatenated(op, [run[0] for run in runs], -1)
         h = unrolled.stacked(op, [run[1] for run in runs])
         c = unrolled.stacked(op, [run[2] for run in runs]) if cell.has_state else None
-    nothing = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.uint8)))
-    kept = [
-        op.node("", "ConstantOfShape", (op.constant([0], ir.DataType.INT64),), {"value": nothing.value}, [type_of(v)])
-        for v in (n.kept, n.kept_reverse)
-        if v is not None
-    ]
+    kept = [nothing(op, v) for v in (n.kept, n.kept_reverse) if v is not None]
     last = [cast(op, v, dtype) for v in (h, c) if v is not None]
-    return [cast(op, y, dtype), *last, *(node.outputs[0] for node in kept)]
+    return [cast(op, y, dtype), *last, *kept]
 
 
 # Gradient

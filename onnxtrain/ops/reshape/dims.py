@@ -53,7 +53,8 @@ def moved(rank: int, source: Sequence[int], target: Sequence[int]) -> list[int]:
     return [places[i] if i in places else next(rest) for i in range(rank)]
 
 
-def _perm(n: NodeView) -> tuple[int, ...]:
+def perm_of(n: NodeView) -> tuple[int, ...]:
+    """Which axis of x each axis of y is."""
     rank = rank_of(n.x)
     perm = tuple(reversed(range(rank))) if n.perm is None else tuple(n.perm)
     if sorted(perm) != list(range(rank)):
@@ -103,9 +104,9 @@ def _capture_channel_shuffle(op: Builder, x: ir.Value, groups: int) -> ir.Value:
 TRANSPOSE = movement(
     "Transpose",
     ("x",),
-    lambda n: (TensorType(dtype_of(n.x), tuple(sizes.of(n.x)[p] for p in _perm(n))),),
-    lambda n, x: Call(torch.permute, x, _perm(n)),
-    lambda op, n, dy: op.Transpose(dy, perm=inverse(_perm(n))),
+    lambda n: (TensorType(dtype_of(n.x), tuple(sizes.of(n.x)[p] for p in perm_of(n))),),
+    lambda n, x: Call(torch.permute, x, perm_of(n)),
+    lambda op, n, dy: op.Transpose(dy, perm=inverse(perm_of(n))),
     attributes={"perm": None},
     since=13,
     from_torch={
@@ -127,7 +128,7 @@ TRANSPOSE = movement(
         "aten.pixel_unshuffle.default": _capture_pixel_unshuffle,
         "aten.channel_shuffle.default": _capture_channel_shuffle,
     },
-    axes=lambda n: axis_map([names("a", rank_of(n.x))], [f"a{p}" for p in _perm(n)]),
+    axes=lambda n: axis_map([names("a", rank_of(n.x))], [f"a{p}" for p in perm_of(n)]),
     view=True,
 )
 
@@ -190,6 +191,7 @@ SQUEEZE = movement(
         "aten.squeeze_copy.dims": _capture_squeeze,
     },
     axes=_squeeze_axes,
+    same_elements=True,
     view=True,
     host=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _squeezed(n) else x,
     stops=frozenset({"axes"}),
@@ -248,6 +250,7 @@ UNSQUEEZE = movement(
         "aten.unsqueeze_copy.default": unsqueezed,
     },
     axes=_unsqueeze_axes,
+    same_elements=True,
     view=True,
     host=lambda n, x, axes: x if isinstance(x, tuple) else (x,),
     stops=frozenset({"axes"}),

@@ -51,6 +51,7 @@ def movement(
     host: Callable[..., Any] | None = None,
     shape_only: frozenset[str] = frozenset(),
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
+    same_elements: bool = False,
 ) -> OpDef:
     """Defines an op that moves elements.
 
@@ -82,6 +83,7 @@ def movement(
             host=host,
             outputs_of=outputs_of,
             shape_only=shape_only,
+            same_elements=same_elements,
         )
     )
 

@@ -224,4 +224,5 @@ RESHAPE = movement(
     view=True,
     host=_reshape_on_host,
     stops=frozenset({"shape"}),
+    same_elements=True,
 )

@@ -404,7 +404,7 @@ FLIP = movement(
 )
 
 
-def rolled(op: Builder, x: ir.Value, shift: int, axis: int) -> ir.Value:
+def rolled(op: Builder, x: ir.Value, shift: Size, axis: int) -> ir.Value:
     """The elements of x moved forward by `shift` along an axis, the last ones to the front."""
     total = sizes.of(x)[axis]
     # The size may be 0, where nothing is divided by it.

@@ -108,14 +108,15 @@ def _roll_axes(n: NodeView) -> str:
 
 
 def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Any:
-    if any(isinstance(shift, str) for shift in shifts):
-        return NotImplemented
     shape = sizes.of(x)
-    if dims:
-        result: ir.Value = op.own.Roll(x, shifts=list(shifts), along=list(dims))
-        return result
-    flat = reshaped(op, x, (sizes.multiply(1, *shape),))  # without axes PyTorch rolls all elements
-    return reshaped(op, op.own.Roll(flat, shifts=list(shifts), along=[0]), shape)
+    if not dims:  # PyTorch rolls all elements
+        flat = reshaped(op, x, (sizes.multiply(1, *shape),))
+        return reshaped(op, _capture_roll(op, flat, shifts, [0]), shape)
+    if not any(isinstance(shift, str) for shift in shifts):
+        return op.own.Roll(x, shifts=list(shifts), along=list(dims))
+    for shift, axis in zip(shifts, dims, strict=True):  # by half of a size, as fftshift does
+        x = rolled(op, x, shift, normalize_axis(axis, rank_of(x)))
+    return x
 
 
 ROLL = movement(

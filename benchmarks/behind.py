@@ -1,0 +1,54 @@
+"""Training while kernels are compiled behind it: how much do the steps suffer?
+
+A fresh process with empty caches trains with onnxtrain. The first step, which captures the model, is left out. Steps
+count as "during" as long as a compiler runs; then the same process takes as many again, the "after".
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks import processes
+from benchmarks.contenders import ONNXTRAIN, Stepper, make_batches, make_model
+from benchmarks.cpu_workloads import MINILM
+from benchmarks.other_programs import OtherPrograms
+from benchmarks.processes import Tell
+from benchmarks.steady import is_compiling
+from benchmarks.workload import Workload
+
+WORKLOAD = MINILM
+_AFTER = 20  # steps
+_SETTLING = 20  # steps after the compiler's end, in which what it made is tried; they count as neither
+_MOST_S = 240.0
+
+
+def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[str, Any]:
+    """All but the circumstances of a `Behind`."""
+    batch, *_ = make_batches(workload)
+    stepper = Stepper(workload, ONNXTRAIN, make_model(workload))
+    tell("first step")
+    stepper.step(batch)
+    others = OtherPrograms()
+    started = last = time.monotonic()
+    during: list[float] = []
+    quiet = 0
+    while quiet < _SETTLING and time.monotonic() - started < most_s:
+        during.append(stepper.step(batch))
+        if is_compiling():
+            last, quiet = time.monotonic(), 0
+        else:
+            quiet += 1
+        tell(f"step {len(during)}, {'a compiler runs' if quiet == 0 else 'no compiler runs'}")
+    after = [stepper.step(batch) for _ in range(_AFTER)]
+    return {
+        "during_s": during[: max(1, len(during) - _SETTLING)],
+        "after_s": after,
+        "compiling_s": last - started,
+        "others_cores": others.cores(),
+    }
+
+
+if __name__ == "__main__":
+    processes.end_on_termination()
+    processes.send(result=measure(WORKLOAD, lambda text: processes.send(doing=text)))

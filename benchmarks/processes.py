@@ -1,0 +1,103 @@
+"""Measurements in processes of their own: nothing that another one built or warmed up can help or disturb.
+
+    this process ─start─▶ python -m benchmarks.steady … ─lines on stdout─▶ progress …, one result
+
+A line that begins with the mark is a message in JSON; all others are what libraries print, and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+_MARK = "benchmark: "
+
+Tell = Callable[[str], None]
+
+
+def send(**message: Any) -> None:
+    """From the process that measures: `doing` what it does now, or `result`."""
+    print(_MARK + json.dumps(message), flush=True)
+
+
+def run(module: str, arguments: Sequence[str], environment: Mapping[str, str], tell: Tell) -> Any:
+    """Runs a module of the benchmark in a fresh process and gives its result.
+
+    Raises:
+        RuntimeError: it ended without a result; the message holds what it said.
+    """
+    result = None
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=CHECKOUT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith(_MARK):
+                    message = json.loads(line.removeprefix(_MARK))
+                    result = message.get("result", result)
+                    if "doing" in message:
+                        tell(message["doing"])
+            child.wait()
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+        if child.returncode or result is None:
+            errors.seek(0)
+            raise RuntimeError(f"{module} {' '.join(arguments)} ended with {child.returncode}:\n{errors.read()}")
+    return result
+
+
+def end_on_termination() -> None:
+    """Lets a signal to end unwind the stack, so that no process that was started here stays behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+class Caches:
+    """Folders for all that is compiled: one for each contender's first step, empty at its start, and one for the rest.
+
+    What the first steps of torch.compile wrote is found again by the steady steps, which would else compile anew.
+    """
+
+    def __init__(self, scratch: Path, kept: Path) -> None:
+        """`kept` is where onnxtrain's kernels and their times stay between runs."""
+        self._scratch = scratch
+        self._kept = kept
+
+    def empty(self) -> dict[str, str]:
+        """Variables that lead all caches to a new folder."""
+        return _variables(Path(tempfile.mkdtemp(dir=self._scratch)))
+
+    def warm(self, inductor: Sequence[Mapping[str, str]]) -> dict[str, str]:
+        """Variables for steady steps, with what Inductor wrote under these others."""
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        for variables in inductor:
+            written = Path(variables["TORCHINDUCTOR_CACHE_DIR"])
+            if written.exists():
+                shutil.copytree(written, folder / "inductor", dirs_exist_ok=True)
+        return _variables(folder) | {"ONNXTRAIN_CACHE_DIR": str(self._kept.resolve())}
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "XDG_CACHE_HOME": str(folder),
+        "ONNXTRAIN_CACHE_DIR": str(folder / "onnxtrain"),
+    }

@@ -1,0 +1,141 @@
+"""The limit of a step: its matrix products and convolutions alone, each by the fastest kernel that is known.
+
+    eager step ─record─▶ products, with sizes and order ─try kernels─▶ one call each ─▶ timed in the rounds of the step
+
+Attention's products of batches are not among them (a kernel that never writes the scores has no such product to
+time), nor are recurrent layers, which are one op. A step that leaves work out, as onnxtrain does with rows that nobody
+reads, may be faster than this limit of the step as eager does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onnxtrain.ops.matmul.candidates import in_float32, onednn_product, product_by_convolution
+
+aten = torch.ops.aten
+Call = Callable[[], object]
+
+_OPAQUE = frozenset({aten.mkldnn_rnn_layer.default, aten._thnn_fused_lstm_cell.default})
+_TRIALS = 5
+
+
+class _Record(TorchDispatchMode):
+    """Notes the products of all that runs under it; gradients too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+        self.opaque = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            self.found.append((func, tuple(_described(argument) for argument in args)))
+        self.opaque = self.opaque or func in _OPAQUE
+        return func(*args, **(kwargs or {}))
+
+
+def _described(argument: Any) -> Any:
+    """An argument as something that can be compared: a tensor without its elements, a list as a tuple."""
+    if isinstance(argument, torch.Tensor):
+        return _Operand(tuple(argument.shape), argument.stride(), argument.dtype, argument.device)
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def made(self) -> torch.Tensor:
+        """Such a tensor, of random numbers."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        numbers = torch.randn(max(last, 0) + 1, device=self.device).to(self.dtype)
+        return numbers.as_strided(self.shape, self.strides)
+
+
+class Products:
+    """The products of `step`, ready to run alone; `count` is 0 where a step's products cannot be taken apart."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        with _Record() as record:
+            step()
+        self._calls: list[Call] = []
+        if not record.opaque:
+            best = {key: _fastest(*key) for key in set(record.found)}
+            self._calls = [best[key] for key in record.found]
+        self.count = len(self._calls)
+
+    def run(self) -> float:
+        """The seconds that all of them take, one after the other."""
+        on_gpu = torch.cuda.is_available()
+        started = time.perf_counter()
+        for call in self._calls:
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
+def _fastest(func: Any, arguments: tuple[Any, ...]) -> Call:
+    given = [a.made() if isinstance(a, _Operand) else list(a) if isinstance(a, tuple) else a for a in arguments]
+    calls = _PRODUCTS[func](func, given)
+    return calls[0] if len(calls) == 1 else min(calls, key=_seconds)
+
+
+def _seconds(call: Call) -> float:
+    least = math.inf
+    for _ in range(_TRIALS):
+        started = time.perf_counter()
+        call()
+        least = min(least, time.perf_counter() - started)
+    return least
+
+
+def _ways_of_product(func: Any, given: list[Any]) -> list[Call]:
+    """Of mm(a, b) and addmm(bias, a, b)."""
+    *bias, a, b = given
+    added = bias[0] if bias else None
+    ways: list[Call] = [functools.partial(func, *given)]
+    if a.device.type != "cpu":
+        return ways
+    if a.dtype == torch.float32:
+        ways.append(functools.partial(onednn_product, a, b, added if added is None or added.dim() == 1 else None, 1.0))
+        if added is None and a.stride(0) == 1:  # a weight gradient
+            ways.append(functools.partial(product_by_convolution, a.t(), b, 1.0))
+    elif a.dtype in (torch.bfloat16, torch.float16):
+        ways.append(functools.partial(in_float32, a, b, added, 1.0))
+    return ways
+
+
+def _ways_of_convolution(func: Any, given: list[Any]) -> list[Call]:
+    """In the order of memory that it has, and channels-last."""
+    ways: list[Call] = [functools.partial(func, *given)]
+    pictures = [a.dim() == 4 if isinstance(a, torch.Tensor) else False for a in given]
+    if any(pictures):
+        last = [
+            a.contiguous(memory_format=torch.channels_last) if picture else a
+            for a, picture in zip(given, pictures, strict=True)
+        ]
+        ways.append(functools.partial(func, *last))
+    return ways
+
+
+_PRODUCTS: dict[Any, Callable[[Any, list[Any]], list[Call]]] = {
+    aten.mm.default: _ways_of_product,
+    aten.addmm.default: _ways_of_product,
+    aten.convolution.default: _ways_of_convolution,
+    aten.convolution_backward.default: _ways_of_convolution,
+}

@@ -1,0 +1,170 @@
+"""What a measurement gave, as plain values that go to a JSON file and back.
+
+    <folder>/<workload>.json      Measured        <folder>/behind.json      Behind
+
+Each file holds one run, with the machine and the command: ratios are only taken within a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import EAGER
+from benchmarks.machine import Machine
+from benchmarks.other_programs import MOST
+
+Quartiles = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where, when and beside what a run took place.
+
+    Attributes:
+        others_cores: how many cores other programs kept busy during the timed rounds.
+    """
+
+    machine: Machine
+    command: str
+    date: str
+    others_cores: float
+
+    @property
+    def disturbed(self) -> bool:
+        return self.others_cores > MOST
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contender's times in seconds: of its first and second step in each fresh process, and of each round.
+
+    Attributes:
+        losses: of its first steps, in which all contenders see the same batches.
+    """
+
+    contender: str
+    first_s: tuple[float, ...]
+    second_s: tuple[float, ...]
+    rounds_s: tuple[float, ...]
+    peak_bytes: int
+    losses: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.rounds_s)
+
+    @property
+    def first_median_s(self) -> float | None:
+        return statistics.median(self.first_s) if self.first_s else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run gave of one workload.
+
+    Attributes:
+        items: of all rounds of a contender together.
+        products_s: what the step's matrix products alone took, in each round; empty where that is not known.
+        products: how many there are in a step.
+    """
+
+    workload: str
+    circumstances: Circumstances
+    items: int
+    contenders: tuple[Timed, ...]
+    products_s: tuple[float, ...]
+    products: int
+
+    def of(self, contender: str) -> Timed | None:
+        return next((timed for timed in self.contenders if timed.contender == contender), None)
+
+    def share(self, contender: Timed) -> float | None:
+        """How much of a contender's step the eager step's matrix products would take at their best."""
+        return statistics.median(self.products_s) / contender.median_s if self.products_s else None
+
+    def limit(self) -> float | None:
+        """How many times eager's speed a step of nothing but these products would have."""
+        eager = self.of(EAGER)
+        return 1 / self.share(eager) if eager is not None and self.share(eager) else None
+
+
+def speed_over(fast: Timed, slow: Timed) -> Quartiles:
+    """How many times `slow`'s speed `fast` has: lower quartile, median and upper quartile over the rounds."""
+    ratios = [s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], ratios[0], ratios[0]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, middle, high
+
+
+MOST_SLOWDOWN = 1.5  # of the median step, while kernels compile
+MOST_ABOVE_S = 0.3  # that a single step may lie above this
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Steps in seconds while kernels were compiled behind them, and after that."""
+
+    workload: str
+    circumstances: Circumstances
+    during_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+    compiling_s: float
+
+    @property
+    def during_median_s(self) -> float:
+        return statistics.median(self.during_s)
+
+    @property
+    def after_median_s(self) -> float:
+        return statistics.median(self.after_s)
+
+    @property
+    def slowdown(self) -> float:
+        return self.during_median_s / self.after_median_s
+
+    @property
+    def longest_above_s(self) -> float:
+        """How much the slowest step during lies above the limit for a median step: 1.5 of one after."""
+        return max(self.during_s) - MOST_SLOWDOWN * self.after_median_s
+
+
+def write(result: Measured | Behind, folder: Path) -> Path:
+    """Writes one result, over an older one of the same workload; the path of its file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "behind" if isinstance(result, Behind) else result.workload
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read(folder: Path, names: Sequence[str]) -> list[Measured | Behind]:
+    """The results of these names that are in a folder, in this order."""
+    paths = [folder / f"{name}.json" for name in names]
+    return [from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
+
+
+def from_json(values: dict[str, Any]) -> Measured | Behind:
+    """What `write` wrote."""
+    circumstances = values["circumstances"]
+    machine = circumstances["machine"]
+    machine["versions"] = tuple((name, version) for name, version in machine["versions"])
+    common = {"circumstances": Circumstances(**circumstances | {"machine": Machine(**machine)})}
+    if "during_s" in values:
+        return Behind(**_with_tuples(values) | common)
+    contenders = tuple(Timed(**_with_tuples(timed)) for timed in values["contenders"])
+    return Measured(**_with_tuples(values) | common | {"contenders": contenders})
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,0 +1,130 @@
+"""Tensors that forward leaves behind: in a global list, in an object that is no part of the module.
+
+A graph would not put them there on later steps, and what a capture puts there is a fake tensor. So the fake tensors
+that forward makes are noted; one that something still holds when forward has returned, besides its results and the
+tracer, was left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._pytree import tree_leaves
+
+from onnxtrain.capture import source_line
+from onnxtrain.capture.patches import replaced
+from onnxtrain.errors import CaptureError
+
+
+class FakesMade:
+    """The fake tensors that forward makes, by weak references: they die as the tensors of a step do."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[FakeTensor]] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes them, those of this thread."""
+        owner, original = threading.get_ident(), FakeTensor.__new__
+
+        def make(cls: Any, *args: Any, **kwargs: Any) -> FakeTensor:
+            tensor: FakeTensor = original(cls, *args, **kwargs)
+            if threading.get_ident() == owner:
+                self._made.append(weakref.ref(tensor))
+            return tensor
+
+        with replaced(FakeTensor, "__new__", staticmethod(make)):
+            yield
+
+    def begin(self) -> None:
+        """Forward is about to run."""
+        self._made.clear()
+
+    def check(self, module: torch.nn.Module, results: Sequence[Any]) -> None:
+        """Raises CaptureError where forward left a tensor behind, and takes it away from there."""
+        if not self._left(results):
+            return
+        gc.collect()  # what only a cycle of objects holds is garbage
+        left = self._left(results)
+        for tensor in left:
+            holders = _holders(tensor, [left])
+            if not holders:
+                continue
+            where, kind = _line(tensor), type(holders[0]).__name__
+            _take_away(tensor, [left, holders])
+            raise CaptureError(
+                f"forward keeps a tensor after its call, in a {kind} outside the module, which a graph would not do",
+                where=where or type(module).__name__,
+                got=f"shape {tuple(map(str, tensor.shape))}",
+                todo="the module runs in PyTorch; let forward return the tensor, and keep it there",
+            )
+
+    def _left(self, results: Sequence[Any]) -> list[FakeTensor]:
+        """Those that are alive and are neither results nor the tracer's own."""
+        mode = get_proxy_mode()
+        assert mode is not None, "forward runs under the tracer"
+        known = {id(leaf) for leaf in results}
+        for node in mode.tracer.graph.nodes:
+            known.update(map(id, tree_leaves(node.meta.get("val"))))
+        alive = [tensor for ref in self._made if (tensor := ref()) is not None and id(tensor) not in known]
+        tensor = None  # no name here holds the last one
+        mine = next(_references(value) for value in [object()])
+        return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > mine]
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+def _is_in_autograd(tensor: FakeTensor) -> bool:
+    """Whether C++ holds a tensor, which counts as one reference. Where it cannot be asked, any holder is looked for."""
+    count: Callable[[], int] = getattr(tensor, "_use_count", lambda: 1)
+    return count() > 1
+
+
+def _holders(value: Any, own: list[list[Any]]) -> list[Any]:
+    """What a user may have put a value into: of all that refers to it, but for the lists of this search."""
+    kinds = (list, tuple, dict, set, deque, types.CellType)
+    found = [h for h in gc.get_referrers(value) if not isinstance(h, types.FrameType) and all(h is not o for o in own)]
+    return [h for h in found if isinstance(h, kinds) or hasattr(h, "__dict__")]
+
+
+def _take_away(value: Any, own: list[list[Any]]) -> None:
+    """Takes a value out of what the user put it into. No closure over it: its cell would be found as well."""
+    holders = _holders(value, own)
+    for holder in holders:
+        if isinstance(holder, tuple):
+            _take_away(holder, [*own, holders])
+        elif isinstance(holder, list):
+            holder[:] = _others(holder, value)
+        elif isinstance(holder, (set, deque)):
+            holder.remove(value)
+        elif isinstance(holder, types.CellType):
+            del holder.cell_contents
+        else:
+            attributes = holder if isinstance(holder, dict) else vars(holder)
+            kept = {id(item) for item in _others(attributes.values(), value)}
+            for name in [name for name, item in attributes.items() if id(item) not in kept]:
+                del attributes[name]
+
+
+def _others(items: Iterable[Any], value: Any) -> list[Any]:
+    return [item for item in items if item is not value]
+
+
+def _line(tensor: FakeTensor) -> str | None:
+    """The user's line that made it."""
+    mode = get_proxy_mode()
+    proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
+    return None if proxy is None else source_line.in_text(proxy.node.stack_trace)

@@ -1,0 +1,95 @@
+"""`onnxtrain explain MODEL`: what each pass did with a model, what it refused and why, and the work that is left."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from onnxtrain.cli.model import model_arguments, model_of
+from onnxtrain.module import ORTModule
+from onnxtrain.options import FallbackPolicy
+from onnxtrain.report import CompileReport, PassReport, Work
+
+
+def work_lines(report: CompileReport) -> Iterator[str]:
+    """The work of a step, forward and backward, before and after; one line for each graph that runs it."""
+    if report.before is None:
+        return
+    yield f"as captured: {_described(report.before)}"
+    for name, found in (("after all passes", report), *report.variants.items()):
+        if found.after is not None:
+            yield f"{name}: {_described(found.after)}{_compared(report.before, found.after)}"
+
+
+def _described(work: Work) -> str:
+    return f"{work.flops / 1e9:.3f} GFLOP, {work.bytes / 1e6:.1f} MB read and written"
+
+
+def _compared(before: Work, after: Work) -> str:
+    if not (before.flops and before.bytes):
+        return ""
+    return f" ({after.flops / before.flops:.0%} and {after.bytes / before.bytes:.0%})"
+
+
+def pass_lines(report: CompileReport) -> Iterator[str]:
+    """What each pass did, then what it refused, with the user's module and line."""
+    idle: dict[str, None] = {}
+    for stage in report.stages:
+        for each in stage.passes:
+            if each.made or each.refused:
+                yield from _of_pass(f"{each.name} ({stage.name})", each)
+            else:
+                idle[f"{each.name} ({stage.name})"] = None
+    if idle:
+        yield f"nothing to do: {', '.join(idle)}"
+
+
+def _of_pass(title: str, done: PassReport) -> Iterator[str]:
+    yield title
+    for text, count in _counted(done.made):
+        yield f"  did      {text}{count}"
+    for text, count in _counted([f"{r.node}: {r.reason}{f'  [{r.where}]' if r.where else ''}" for r in done.refused]):
+        yield f"  refused  {text}{count}"
+
+
+def _counted(texts: list[str] | tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Each text once, with how often it comes."""
+    for text in dict.fromkeys(texts):
+        times = texts.count(text)
+        yield text, f" ({times} times)" if times > 1 else ""
+
+
+# The command
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    model_arguments(parser)
+    parser.add_argument("--keep-outputs", metavar="NAME", nargs="+", help="the outputs that are read, such as loss")
+    parser.add_argument("--rng", choices=("fast", "torch"), default="fast", help="as the option rng (default: fast)")
+
+
+def run(options: argparse.Namespace) -> int:
+    model = model_of(options)
+    module = ORTModule(
+        model.module,
+        count_work=True,
+        keep_outputs=options.keep_outputs,
+        rng=options.rng,
+        fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # why there is no graph is what is asked for
+    )
+    with torch.enable_grad():
+        model(module)
+    report = module.report()
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"[bold]{escape(model.name)}[/bold]")
+    for line in (*work_lines(report), *pass_lines(report)):
+        console.print(line, markup=False)
+    for name, variant in report.variants.items():
+        console.print(f"[bold]{escape(model.name)}, {escape(name)}[/bold]")
+        for line in pass_lines(variant):
+            console.print(line, markup=False)
+    return 0

@@ -1,0 +1,129 @@
+"""`onnxtrain report MODEL`: a page about a model: its graph before and after, what was done, time, eager's numbers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from onnxtrain.capture.structure import flatten_output
+from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
+from onnxtrain.cli.page import write_page
+from onnxtrain.module import ORTModule
+from onnxtrain.observe.model_report.page import render
+from onnxtrain.observe.model_report.values import ModelReport, Steps, node_times, read_graph
+from onnxtrain.options import FallbackPolicy
+from onnxtrain.verification import verify
+
+_PROFILED = 3
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    model_arguments(parser)
+    parser.add_argument("--html", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)")
+    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, and writes the page."""
+    write_page(options.html, render(measured(model_of(options), options.steps)))
+    return 0
+
+
+def measured(loaded: LoadedModel, steps: int) -> ModelReport:
+    """All that the page shows.
+
+    Args:
+        loaded: the model and its inputs.
+        steps: how many steps of each contender are timed.
+
+    Raises:
+        ORTModuleFallbackException: the model cannot be a graph.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        verdict = verify(loaded.module, loaded.kwargs if loaded.kwargs and not loaded.args else loaded.args)
+    eager = copy.deepcopy(loaded.module)
+    with tempfile.TemporaryDirectory() as folder:
+        ort = ORTModule(
+            loaded.module,
+            count_work=True,
+            dump_dir=folder,
+            # The unit without padding would take the place of the graph that is shown.
+            skip_padding="never",
+            fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
+        )
+        _step(loaded, ort)
+        captured = read_graph("as captured", next(Path(folder).glob("1-*.onnx")))
+        last = max(Path(folder).glob("*-plan.onnx"), key=lambda file: int(file.name.split("-")[0]))
+        executed = read_graph("as it runs", last)
+    eager_ms, ours_ms = _take_turns(lambda: _step(loaded, eager), lambda: _step(loaded, ort), steps)
+    with torch.profiler.profile() as profile:
+        for _ in range(_PROFILED):
+            _step(loaded, ort)
+    return ModelReport(
+        name=loaded.name,
+        about=_about(loaded.module),
+        compiled=ort.report(),
+        captured=captured,
+        executed=executed,
+        times=node_times(profile, {node.op for node in executed.nodes}, _PROFILED),
+        eager=Steps("eager PyTorch", eager_ms),
+        ours=Steps("onnxtrain", ours_ms),
+        verdict=str(verdict),
+        is_right=verdict.is_right,
+    )
+
+
+def _about(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
+    parameters = list(module.parameters())
+    count = sum(p.numel() for p in parameters)
+    devices = sorted({str(p.device) for p in parameters}) or ["cpu"]
+    return (
+        ("class", type(module).__name__),
+        ("parameters", f"{count:,}"),
+        ("mode", "training" if module.training else "evaluation"),
+        ("device", ", ".join(devices)),
+        ("torch", torch.__version__),
+        ("threads", str(torch.get_num_threads())),
+    )
+
+
+def _step(loaded: LoadedModel, module: torch.nn.Module) -> None:
+    """Forward and, where the output has a gradient, backward."""
+    leaves, _ = flatten_output(loaded(module))
+    ends = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def _take_turns(
+    eager: Callable[[], None], ours: Callable[[], None], steps: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Milliseconds of each step, after some that warm up."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for number in range(steps + max(3, steps // 2)):
+        for times, step in zip(found, (eager, ours), strict=True):
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number >= max(3, steps // 2):
+                times.append((time.perf_counter() - start) * 1e3)
+    return tuple(found[0]), tuple(found[1])

@@ -1,0 +1,111 @@
+"""Sums of gradients: `<p>_grad.accumulation.out` is the gradient, or with it what `<p>_grad.accumulation.buffer` held.
+
+By If, whose branches write each buffer once; Add and Where would pass over memory four times. What computes a large
+gradient moves into both branches of an If of its own, and so writes into the buffer itself. All others share one If, in
+which they are copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.graph import traversal
+from onnxtrain.graph.values import ONNX, TensorType, set_type, type_of
+
+RESET = "lazy_reset_grad"
+GRADIENT = "_grad"
+BUFFER = "_grad.accumulation.buffer"
+ACCUMULATED = "_grad.accumulation.out"
+_LARGE = 2**14  # elements; an If of its own costs as much as copying about as many
+
+
+def accumulate(graph: ir.Graph, trainable: Sequence[str], *, portable: bool) -> dict[str, str]:
+    """Replaces the outputs `<p>_grad` of a graph that is otherwise as it is written.
+
+    Args:
+        graph: it is changed.
+        trainable: the parameters.
+        portable: whether it shall run where nodes of branches may be slow, as on WebGPU: nothing is moved then.
+
+    Returns:
+        Each new output, and the input onto whose memory it may be bound.
+    """
+    if not trainable:
+        return {}
+    known = {str(v.name): v for v in graph.outputs}
+    values = {name: known[f"{name}{GRADIENT}"] for name in trainable}
+    buffers = {name: _input(graph, f"{name}{BUFFER}", type_of(value)) for name, value in values.items()}
+    reset = _input(graph, RESET, TensorType(ir.DataType.BOOL, (1,)))
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    moved = {} if portable else {name: nodes for name, value in values.items() if (nodes := _movable(value))}
+    sums: dict[ir.Value, ir.Value] = {}
+    for name, nodes in moved.items():
+        choice = _choice(reset, {values[name]: buffers[name]}, nodes)
+        graph.insert_after(nodes[-1], choice)
+        for node in reversed(nodes):
+            graph.remove(node, safe=True)
+        sums[values[name]] = choice.outputs[0]
+    copied = {values[name]: buffers[name] for name in trainable if name not in moved}
+    if copied:
+        choice = _choice(reset, copied, ())
+        graph.append(choice)
+        sums |= dict(zip(copied, choice.outputs, strict=True))
+    for name, value in values.items():
+        sums[value].name = f"{name}{ACCUMULATED}"
+    graph.outputs.extend(sums.get(v, v) for v in outputs)
+    return {f"{name}{ACCUMULATED}": f"{name}{BUFFER}" for name in trainable}
+
+
+def _input(graph: ir.Graph, name: str, tensor_type: TensorType) -> ir.Value:
+    value = ir.Value(name=name)
+    set_type(value, tensor_type)
+    graph.inputs.append(value)
+    return value
+
+
+def _movable(value: ir.Value) -> list[ir.Node]:
+    """The node that makes a large gradient, and the Transposes that it alone reads; none where others need it too."""
+    producer = value.producer()
+    size = math.prod(s if isinstance(s, int) else 0 for s in type_of(value).shape)
+    if producer is None or size <= _LARGE or len(producer.outputs) > 1 or value.uses():
+        return []
+    feeding = dict.fromkeys(v.producer() for v in producer.inputs if v is not None and len(v.uses()) == 1)
+    return [*(n for n in feeding if n is not None and (n.domain, n.op_type) == (ONNX, "Transpose")), producer]
+
+
+def _choice(reset: ir.Value, buffers: Mapping[ir.Value, ir.Value], moved: Sequence[ir.Node]) -> ir.Node:
+    """An If that gives the gradients, or their sums with what is in the buffers; `moved` is computed inside."""
+    how = [
+        ir.AttrGraph("then_branch", _branch("replace", buffers, moved, add=False)),
+        ir.AttrGraph("else_branch", _branch("add", buffers, moved, add=True)),
+    ]
+    name = f"accumulate/{next(iter(buffers)).name}" if moved else "accumulate"
+    node = ir.Node(ONNX, "If", [reset], how, num_outputs=len(buffers), name=name)
+    for value, output in zip(buffers, node.outputs, strict=True):
+        set_type(output, type_of(value))
+    return node
+
+
+def _branch(name: str, buffers: Mapping[ir.Value, ir.Value], moved: Sequence[ir.Node], *, add: bool) -> ir.Graph:
+    inner: dict[ir.Value, ir.Value] = {}
+    nodes = [traversal.clone_node(node, inner) for node in moved]
+    for node in nodes:
+        node.name = f"{name}/{node.name}"
+        node.outputs[0].name = f"{name}/{node.outputs[0].name}"
+    results = []
+    for value, buffer in buffers.items():
+        result = inner.get(value, value)
+        if add or value not in inner:
+            last = ir.Node(ONNX, "Add", [buffer, result]) if add else ir.Node(ONNX, "Identity", [result])
+            last.name = last.outputs[0].name = f"{name}/{value.name}/{last.op_type}"
+            set_type(last.outputs[0], type_of(value))
+            nodes.append(last)
+            result = last.outputs[0]
+        results.append(result)
+    graph = moved[0].graph if moved else next(iter(buffers.values())).graph
+    assert graph is not None
+    return ir.Graph([], results, nodes=nodes, name=name, opset_imports=dict(graph.opset_imports))

@@ -1,0 +1,1 @@
+"""The page of `onnxtrain report`: one HTML file with everything in it."""

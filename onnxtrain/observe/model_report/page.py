@@ -1,0 +1,31 @@
+"""Renders the page (jinja2, which `pip install 'onnxtrain[report]'` brings)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onnxtrain.errors import OptionError
+from onnxtrain.observe.model_report.values import ModelReport, counted
+
+
+def render(report: ModelReport) -> str:
+    """The page as one HTML text: no file or address is loaded by it.
+
+    Raises:
+        OptionError: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise OptionError(
+            "The page cannot be made.", "onnxtrain report", "jinja2", "it is not installed",
+            todo="pip install 'onnxtrain[report]'",
+        ) from error  # fmt: skip
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(report=report, counted=counted)

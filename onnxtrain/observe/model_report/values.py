@@ -1,0 +1,191 @@
+"""What the page shows, as plain values: the command measures them, the template writes them down."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.report import CompileReport, PassReport
+
+_OPS_OF_A_BAR = 12
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A node of a graph: its module and line in the user's code, and whether it is of backward."""
+
+    module: str
+    op: str
+    domain: str
+    name: str
+    outputs: str
+    line: str
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class GraphTable:
+    """A graph as rows, by module in the order in which they first come."""
+
+    title: str
+    nodes: tuple[NodeRow, ...]
+
+    def by_module(self) -> list[tuple[str, list[NodeRow]]]:
+        found: dict[str, list[NodeRow]] = defaultdict(list)
+        for node in self.nodes:
+            found[node.module].append(node)
+        return list(found.items())
+
+    def count(self, op: str) -> int:
+        return sum(node.op == op for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """What a node took in a step, in milliseconds."""
+
+    op: str
+    module: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of one contender, in milliseconds; contenders took turns."""
+
+    name: str
+    ms: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ms)
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """All that the page shows.
+
+    Attributes:
+        name: of the model.
+        about: short facts, as heading and value.
+        compiled: what the stages did.
+        captured: the graph as PyTorch exported it.
+        executed: the graph that runs, with its backward.
+        times: of the nodes, in a real step.
+        eager: PyTorch's steps.
+        ours: the graph's steps.
+        verdict: what `verify` says.
+        is_right: whether it found the graph right.
+        memory: a figure of the memory of a step, as SVG; "" without.
+    """
+
+    name: str
+    about: tuple[tuple[str, str], ...]
+    compiled: CompileReport
+    captured: GraphTable
+    executed: GraphTable
+    times: tuple[NodeTime, ...]
+    eager: Steps
+    ours: Steps
+    verdict: str
+    is_right: bool
+    memory: str = ""
+
+    @property
+    def step_ms(self) -> float:
+        """All nodes together."""
+        return sum(time.ms for time in self.times)
+
+    def passes(self) -> list[tuple[str, PassReport]]:
+        """Those that did or refused something, with their stage."""
+        return [(s.name, p) for s in self.compiled.stages for p in s.passes if p.made or p.refused]
+
+    def idle(self) -> list[str]:
+        """Those that had nothing to do."""
+        busy = {p.name for _, p in self.passes()}
+        return list(dict.fromkeys(p.name for s in self.compiled.stages for p in s.passes if p.name not in busy))
+
+    def other_stages(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        """Stages that did or refused something by themselves, and not in a pass."""
+        found = []
+        for stage in self.compiled.stages:
+            if not stage.passes and (stage.made or stage.refused):
+                found.append((stage.name, stage.made, tuple(map(str, stage.refused))))
+        return found
+
+    def op_changes(self) -> list[tuple[str, int, int]]:
+        """How often each op stands in the captured graph, and in that which runs; those that differ first."""
+        ops = sorted({n.op for n in (*self.captured.nodes, *self.executed.nodes)})
+        rows = [(op, self.captured.count(op), self.executed.count(op)) for op in ops]
+        return sorted(rows, key=lambda row: (row[1] == row[2], -max(row[1:]), row[0]))
+
+    def time_by_op(self) -> list[tuple[str, float, int]]:
+        """Op, milliseconds and count, the slowest first."""
+        return _summed((time.op, time.ms) for time in self.times)[:_OPS_OF_A_BAR]
+
+    def time_by_module(self) -> list[tuple[str, float, int]]:
+        """Module, milliseconds and count, the slowest first; equal layers of a list are one row, as `layer.*`."""
+        return _summed((re.sub(r"\.\d+(?=\.|$)", ".*", t.module) or "the model", t.ms) for t in self.times)
+
+
+def _summed(times: Iterable[tuple[str, float]]) -> list[tuple[str, float, int]]:
+    total: dict[str, list[float]] = defaultdict(list)
+    for name, ms in times:
+        total[name].append(ms)
+    return sorted(((name, sum(ms), len(ms)) for name, ms in total.items()), key=lambda row: -row[1])
+
+
+def counted(texts: Sequence[object]) -> list[tuple[str, int]]:
+    """Each text once, with how often it comes."""
+    words = [str(text) for text in texts]
+    return [(text, words.count(text)) for text in dict.fromkeys(words)]
+
+
+def read_graph(title: str, file: Path) -> GraphTable:
+    """A graph that a stage wrote (ONNXTRAIN_DUMP)."""
+    return GraphTable(title, tuple(_rows(ir.load(file).graph)))
+
+
+def _rows(graph: ir.Graph) -> Iterator[NodeRow]:
+    for node in graph:
+        props = node.metadata_props
+        yield NodeRow(
+            module=props.get("module", ""),
+            op=node.op_type,
+            domain=node.domain or "ai.onnx",
+            name=node.name or "",
+            outputs=", ".join(f"{v.name} {_shape(v)}" for v in node.outputs if v.name),
+            line=re.sub(r"^.*[/\\]", "", props.get("line", "")),
+            is_backward="gradient_of" in props,
+        )
+
+
+def _shape(value: ir.Value) -> str:
+    kind = value.dtype.name.lower() if value.dtype is not None else ""
+    return kind if value.shape is None else f"{kind}[{', '.join(map(str, sizes.of(value)))}]"
+
+
+def node_times(profile: torch.profiler.profile, ops: Iterable[str], steps: int) -> tuple[NodeTime, ...]:
+    """What the nodes took, from the ranges of a profile over several steps.
+
+    Args:
+        profile: one that has ended.
+        ops: the ops of the graph; a range is called `<op> <module>`.
+        steps: how many steps it saw.
+    """
+    known, found = set(ops), []
+    for event in profile.key_averages():
+        op, _, module = event.key.partition(" ")
+        if op in known:
+            total = event.device_time_total if event.device_time_total else event.cpu_time_total
+            count = max(1, round(event.count / steps))
+            found += [NodeTime(op, module, total / 1e3 / steps / count)] * count
+    return tuple(found)

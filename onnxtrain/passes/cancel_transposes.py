@@ -1,0 +1,60 @@
+"""Joins transposes, and leaves out those that move nothing.
+
+    before   Transpose(Transpose(x, perm=[0, 2, 1]), perm=[0, 2, 1])        after    x
+    before   Transpose(x[1, 1, 1024, 4096], perm=[2, 0, 3, 1])              after    Reshape(x, [1024, 1, 4096, 1])
+
+A transpose that keeps the order of all axes but those of size 1 is a Reshape, which no runtime copies for.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.ops import builder, view
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.reshape.dims import TRANSPOSE, perm_of, transposed
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.rewriting import nodes_before, substitute
+
+
+def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
+    """Joins and removes transposes of `graph`; a result of the module keeps its own, as the view that it is."""
+    op = builder(graph)
+    joined = reshapes = 0
+    for node in list(graph):
+        n = view(node)
+        if n.definition is not TRANSPOSE or node.outputs[0].is_graph_output():
+            continue
+        source, perm = n.x, list(perm_of(n))
+        before = source.producer()
+        if before is not None and view(before).definition is TRANSPOSE:
+            first = view(before)
+            source, perm = first.x, [perm_of(first)[axis] for axis in perm]
+        moves = perm != sorted(perm)
+        stays = moves and _keeps_order(source, perm)
+        if source is n.x and not stays:
+            continue
+        with nodes_before(op, node):
+            new = reshaped(op, source, sizes.of(n.y)) if stays else transposed(op, source, perm)
+        joined += source is not n.x
+        reshapes += stays
+        _replace(graph, n, new, source)
+    if joined:
+        changes.made.append(f"joined {joined} pairs of transposes")
+    if reshapes:
+        changes.made.append(f"made a Reshape of {reshapes} transposes")
+
+
+def _keeps_order(x: ir.Value, perm: list[int]) -> bool:
+    moving = [axis for axis in perm if sizes.of(x)[axis] != 1]
+    return moving == sorted(moving)
+
+
+def _replace(graph: ir.Graph, n: NodeView, new: ir.Value, source: ir.Value) -> None:
+    if new is source:  # it has its own name
+        n.y.replace_all_uses_with(new)
+        graph.remove(n.node, safe=True)
+    else:
+        substitute(graph, n.y, new, [n.node])

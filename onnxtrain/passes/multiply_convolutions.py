@@ -1,0 +1,73 @@
+"""Writes a convolution of kernel size 1 over steps as a matrix product, where its input lies in rows.
+
+    before   Transpose(Conv(Transpose(x[b, s, c]), w[o, c, 1]))         as LoRA's merged projections are written
+    after    Linear(x, Reshape(w))                                      the transposes cancel (`cancel_transposes`)
+
+With groups, channels and weights are split, and the products put side by side. Backward gains as well: the products'
+gradients are products.
+
+Refuses where the input lies in channels: there a convolution is as fast.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import rank_of
+from onnxtrain.ops import builder, view
+from onnxtrain.ops.convolution import CONV
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.reshape.dims import TRANSPOSE, transposed
+from onnxtrain.ops.reshape.join import split
+from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.spatial import per_axis
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.rewriting import nodes_before, substitute
+
+_ROWS = [0, 2, 1]  # [b, c, s] as [b, s, c], and back
+
+
+def multiply_convolutions(graph: ir.Graph, changes: Changes) -> None:
+    """Replaces the convolutions of `graph` that are products of rows."""
+    op = builder(graph)
+    for node in list(graph):
+        n = view(node)
+        if n.definition is not CONV or not _is_pointwise(n):
+            continue
+        source = n.x.producer()
+        if source is None or view(source).definition is not TRANSPOSE or list(view(source).perm or ()) != _ROWS:
+            changes.refuse(node, "its kernel has size 1, but its input lies in channels: a product is not faster")
+            continue
+        with nodes_before(op, node):
+            y = transposed(op, _multiplied(op, n, transposed(op, n.x, _ROWS)), _ROWS)
+        substitute(graph, node.outputs[0], y, [node])
+        changes.made.append(f"{node.name} is a product of matrices")
+
+
+def _is_pointwise(n: NodeView) -> bool:
+    """Whether each step of [b, c, s] is multiplied by itself."""
+    return (
+        rank_of(n.x) == 3
+        and sizes.of(n.w)[2] == 1
+        and per_axis(n, "strides", 1, 1) == [1]
+        and not any(n.pads or ())
+        and all(isinstance(size, int) for size in sizes.of(n.w))
+    )
+
+
+def _multiplied(op: Builder, n: NodeView, rows: ir.Value) -> ir.Value:
+    """The channels [b, s, o] of rows [b, s, c]."""
+    channels, inner, _ = (int(size) for size in sizes.of(n.w))
+    w = reshaped(op, n.w, (channels, inner))
+    result: ir.Value
+    if n.group == 1:
+        result = op.own.Linear(*(v for v in (rows, w, n.b) if v is not None))
+        return result
+    each = channels // n.group
+    operands = [split(op, rows, [inner] * n.group, 2), split(op, w, [each] * n.group, 0)]
+    if n.b is not None:
+        operands.append(split(op, n.b, [each] * n.group, 0))
+    result = op.Concat(*(op.own.Linear(*part) for part in zip(*operands, strict=True)), axis=2)
+    return result

@@ -1,0 +1,339 @@
+"""verify(model, batch): whether a model's graph gives eager PyTorch's numbers, and if not, which operator is the first.
+
+    verdict = onnxtrain.verify(model, {"input_ids": ids, "labels": labels})
+    assert verdict.is_right, verdict
+
+Outputs and gradients are compared with eager PyTorch by the tolerance of onnxtrain's own tests (`tolerance.py`). Where
+one is too far off, the exported graph runs in PyTorch, with autograd, and the optimized one by its own kernels: of all
+values that both have, in the order of execution, the first that differs names the operator.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from onnxtrain.autodiff import differentiate
+from onnxtrain.capture.export import Captured
+from onnxtrain.capture.proof import Proof
+from onnxtrain.capture.structure import flatten_call, flatten_output
+from onnxtrain.compile import one_device
+from onnxtrain.engine import Engine
+from onnxtrain.errors import OptionError
+from onnxtrain.execute.program import Program
+from onnxtrain.graph import traversal
+from onnxtrain.graph.values import is_float
+from onnxtrain.module import ORTModule
+from onnxtrain.options import FallbackPolicy, Options
+from onnxtrain.passes import JOINT, optimize
+from onnxtrain.plan.cut import whole
+from onnxtrain.prepared import unprepare
+from onnxtrain.tolerance import compared
+
+_SEED = 20_251
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor: how far it is from the float64 result, and how far it may be."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.allowed
+
+
+@dataclass(frozen=True)
+class FirstOperator:
+    """The first operator whose result differs.
+
+    Attributes:
+        op: its name in the graph, as `domain::Name`.
+        value: the result: a value of forward, or the gradient of one.
+        where: the user's module and line.
+        error: how far the result is from the float64 one.
+        allowed: how far it may be.
+    """
+
+    op: str
+    value: str
+    where: str
+    error: float
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found.
+
+    Attributes:
+        tensors: the outputs, then the gradients of parameters and inputs.
+        first: the first operator that differs; None where nothing does, or where none could be found.
+    """
+
+    tensors: tuple[Difference, ...]
+    first: FirstOperator | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every tensor is as near to the float64 result as the tolerance asks."""
+        return all(tensor.is_right for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        wrong = [tensor for tensor in self.tensors if not tensor.is_right]
+        if not wrong:
+            worst = max((t.error / t.allowed for t in self.tensors if t.allowed), default=0.0)
+            return f"right: {len(self.tensors)} tensors agree with eager PyTorch (the worst uses {worst:.0%} of what is allowed)"
+        lines = [f"WRONG: {len(wrong)} of {len(self.tensors)} tensors differ from eager PyTorch"]
+        lines += [f"  {t.name}: off by {t.error:.3g}, allowed {t.allowed:.3g}" for t in wrong[:10]]
+        if len(wrong) > 10:
+            lines.append(f"  and {len(wrong) - 10} more")
+        if self.first is None:
+            lines.append("no single operator is off by itself: compare with rng='torch' and native=False")
+        else:
+            f = self.first
+            lines.append(f"the first to differ: {f.op}, which gives {f.value} ({f.where or 'no line is known'})")
+            lines.append(f"  off by {f.error:.3g}, allowed {f.allowed:.3g}")
+        return "\n".join(lines)
+
+
+def verify(model: torch.nn.Module, batch: Any, **options: Any) -> Verdict:
+    """Compares one forward and backward with eager PyTorch, and prints the verdict.
+
+    Args:
+        model: any module; an ORTModule or a prepared one is taken as the module that it is of. It stays as it is:
+            copies run, in the mode (training, evaluation) that it is in.
+        batch: its inputs: a dict of keyword arguments, a tuple of positional ones, or one tensor.
+        **options: any field of `onnxtrain.Options`. `rng` is "torch" here, so that dropout draws the same.
+
+    Raises:
+        ORTModuleFallbackException: the model cannot be a graph.
+        OptionError: there is nothing in the output to compare.
+    """
+    source = model.module if isinstance(model, ORTModule) else model
+    args, kwargs = _call(batch)
+    settings = Options.resolve(**{"fallback_policy": FallbackPolicy.FALLBACK_DISABLE, **options, "rng": "torch"})
+    module = unprepare(copy.deepcopy(source))
+    eager, exact = copy.deepcopy(module), copy.deepcopy(module).double()
+    engine = Engine(module, settings)
+    sides = (
+        _Side(module, lambda *a, **k: engine(a, k), args, kwargs, None),
+        _Side(eager, eager, args, kwargs, None),
+        _Side(exact, exact, args, kwargs, torch.float64),
+    )
+    got, theirs, right = (side.run() for side in sides)
+    verdict = Verdict(tuple(_differences(got, theirs, right)))
+    if not verdict.tensors:
+        raise OptionError("There is nothing to compare.", "the model's output", "tensors", "none")
+    if not verdict.is_right:
+        captured = engine.newest().captured
+        verdict = Verdict(verdict.tensors, _first_operator(captured, eager, flatten_call(args, kwargs)[0]))
+    print(verdict)  # noqa: T201  what the caller asks for
+    return verdict
+
+
+def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def _to(value: Any, dtype: torch.dtype | None) -> Any:
+    """A copy of a tensor on the same device; one of floating type in `dtype`. Anything else is itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = value.detach().clone()
+    if dtype is not None and made.is_floating_point():
+        made = made.to(dtype)
+    return made.requires_grad_(value.requires_grad)
+
+
+class _Side:
+    """One way to run the model."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._module, self._run = module, run
+        self._args, self._kwargs = pytree.tree_map(lambda value: _to(value, dtype), (args, kwargs))
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """The outputs and gradients by name."""
+        with torch.random.fork_rng(_gpus(self._module)):
+            torch.manual_seed(_SEED)
+            leaves, structure = flatten_output(self._run(*self._args, **self._kwargs))
+            outputs = {n: t for n, t in zip(structure.names, leaves, strict=False) if isinstance(t, torch.Tensor)}
+            found = {f"output {name}": tensor for name, tensor in outputs.items()}
+            with_gradient = [t for t in outputs.values() if t.requires_grad]
+            if with_gradient and torch.is_grad_enabled():
+                inputs = dict(_differentiable(self._module, self._args, self._kwargs))
+                gradients = torch.autograd.grad(
+                    with_gradient, list(inputs.values()), _cotangents(with_gradient), allow_unused=True
+                )
+                found |= {f"gradient of {n}": g for n, g in zip(inputs, gradients, strict=True) if g is not None}
+        return found
+
+
+def _gpus(module: torch.nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
+
+
+def _differentiable(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for name, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            yield f"input {pytree.keystr(name)}", value
+
+
+def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same for each side, whatever its dtype: ones for a loss, random numbers elsewhere."""
+    generator = torch.Generator().manual_seed(_SEED)
+    found = []
+    for output in outputs:
+        numbers = torch.randn(output.shape, generator=generator, dtype=torch.float32) if output.dim() else torch.ones(())
+        found.append(numbers.to(torch.bfloat16).to(output.device, output.dtype))  # of so few bits as any dtype has
+    return found
+
+
+def _differences(
+    got: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
+) -> Iterator[Difference]:
+    largest = {kind: _largest(t for n, t in exact.items() if n.startswith(kind)) for kind in ("output", "gradient")}
+    for name in dict.fromkeys((*eager, *got)):
+        if name not in got or name not in eager or got[name].shape != eager[name].shape:
+            yield Difference(name, float("inf"), 0.0)
+            continue
+        scale = largest["gradient"] if name.startswith("gradient") else 0.0
+        error, allowed, _ = compared(got[name].detach(), eager[name].detach(), exact[name].detach(), scale)
+        yield Difference(name, error, allowed)
+
+
+def _largest(tensors: Iterator[torch.Tensor]) -> float:
+    finite = (t.detach().double().nan_to_num(posinf=0.0, neginf=0.0).abs() for t in tensors if t.numel())
+    return max((t.max().item() for t in finite), default=0.0)
+
+
+# The first operator that differs
+
+
+def _first_operator(captured: Captured, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> FirstOperator | None:
+    """The first node of the joint graph whose result is off, of those whose value the exported graph has too."""
+    exported = captured.guards.exported
+    if exported is None or any(source.kind == "part" for source in captured.sources):
+        return None
+    own = _own_tensors(captured, module)
+    inputs = [own[s.name] if s.kind != "input" else tensors[s.index] for s in captured.sources]
+    inputs = [_to(tensor, None) for tensor in inputs]
+    wrt = tuple(t.requires_grad for t in inputs)
+    eager = _values_in_torch(exported, captured, inputs, None)
+    exact = _values_in_torch(exported, captured, inputs, torch.float64)
+    nodes, got = _values_of_graph(captured, inputs, wrt, eager)
+    largest = _largest(iter(exact.values()))
+    for node in nodes:
+        for value in node.outputs:
+            name = str(value.name)
+            if name in got and name in eager and name in exact and got[name].shape == eager[name].shape:
+                error, allowed, _ = compared(got[name], eager[name], exact[name], largest)
+                if not error <= allowed:
+                    op = f"{node.domain or 'ai.onnx'}::{node.op_type}"
+                    return FirstOperator(op, name, traversal.origin(node) or "", error, allowed)
+    return None
+
+
+def _own_tensors(captured: Captured, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for source in captured.sources:
+        if source.kind != "input":
+            path, _, name = source.name.rpartition(".")
+            found[source.name] = getattr(module.get_submodule(path), name)
+    return found
+
+
+def _values_in_torch(
+    exported: Proof, captured: Captured, inputs: Sequence[torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Each value of the exported graph, run by PyTorch, and its gradient as `grad_<value>`."""
+    own = {s.name: _to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind != "input"}
+    given = iter([_to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind == "input"])
+    constants = iter([_to(t, dtype) for t in exported.constants])
+    arguments = []
+    placeholders = sum(node.op == "placeholder" for node in exported.graph_module.graph.nodes)
+    for kind, target in exported.signature[:placeholders]:
+        name = str(target or "").removeprefix("module.")
+        if kind == InputKind.USER_INPUT:
+            arguments.append(next(given))
+        else:
+            constant = next(constants) if kind == InputKind.CONSTANT_TENSOR else None
+            arguments.append(own.get(name, constant))
+    run = _Recorder(exported.graph_module)
+    with torch.random.fork_rng([t.device.index or 0 for t in inputs if t.is_cuda]):
+        torch.manual_seed(_SEED)
+        outputs = run.run(*arguments)
+    results = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)][-captured.results :]
+    found = dict(run.values)
+    ends = [t for t in results if t.requires_grad]
+    inner = {name: t for name, t in run.values.items() if t.requires_grad}
+    if ends and inner:
+        gradients = torch.autograd.grad(ends, list(inner.values()), _cotangents(ends), allow_unused=True)
+        found |= {f"grad_{name}": g for name, g in zip(inner, gradients, strict=True) if g is not None}
+    return {name: t.detach() for name, t in found.items()}
+
+
+class _Recorder(torch.fx.Interpreter):
+    """Runs a graph and keeps the result of each node."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, torch.Tensor] = {}
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        """Runs a node. Of several results the first is kept: the others of a fused operator may mean something else."""
+        result = super().run_node(node)
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        if node.op == "call_function" and isinstance(first, torch.Tensor):
+            self.values[node.name] = first
+        return result
+
+
+def _values_of_graph(
+    captured: Captured, inputs: Sequence[torch.Tensor], wrt: Sequence[bool], eager: Mapping[str, torch.Tensor]
+) -> tuple[list[ir.Node], dict[str, torch.Tensor]]:
+    """The nodes of the optimized graph with its gradients, and its values."""
+    model = traversal.with_graph(captured.model, traversal.clone(captured.model.graph)[0])
+    results = captured.results
+    of = [i < results for i in range(len(model.graph.outputs))]
+    tensors = list(inputs)
+    if any(wrt):
+        joint = differentiate(model, wrt, of)
+        optimize(joint.model, JOINT)
+        model = joint.model
+        shapes = [eager.get(str(v.name)) for v in list(model.graph.outputs)[:results]]
+        ends = [t for t, cotangent in zip(shapes, joint.cotangents, strict=False) if cotangent is not None and t is not None]
+        tensors += _cotangents(ends)
+    graph = model.graph
+    nodes = list(graph)
+    graph.outputs.clear()
+    graph.outputs.extend(v for node in nodes for v in node.outputs if v.name and v.dtype is not None and is_float(v.dtype))
+    names = [str(v.name) for v in graph.outputs]
+    program = Program(whole(model), "verify", one_device(tensors))
+    with torch.no_grad(), torch.random.fork_rng([t.device.index or 0 for t in inputs if t.is_cuda]):
+        torch.manual_seed(_SEED)
+        values, _ = program.run([t.detach() for t in tensors], ())
+    return nodes, {name: t for name, t in zip(names, values, strict=True) if t is not None}

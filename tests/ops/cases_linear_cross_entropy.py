@@ -1,0 +1,71 @@
+"""A linear layer and its cross entropy in one op, against PyTorch's two."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.testing import OpCase, Spec
+from tests.ops.cases_loss import IGNORED, WEIGHTS, labels
+
+SIZES = [{"n": 5, "h": 3}, {"n": 1, "h": 1}, {"n": 9, "h": 2}, {"n": 0, "h": 3}, {"n": 200, "h": 5}]
+TARGET = Spec("n", "int64", make=labels)
+ALL = (1, 1, 1)
+
+
+def loss_of(reduction: str) -> Any:
+    def loss(x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:
+        return F.cross_entropy(F.linear(x, w, b), target, weights, ignore_index=IGNORED, reduction=reduction)
+
+    return loss
+
+
+def gradients_of(reduction: str) -> Any:
+    """By autograd, for a given gradient of the loss; 0 where there are no rows."""
+    loss = loss_of(reduction)
+
+    def gradients(dy: Any, x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:
+        operands = [None if v is None else v.detach().clone().requires_grad_() for v in (x, w, b)]
+        with torch.enable_grad():
+            found = loss(*operands, target, weights)
+        given = [v for v in operands if v is not None]
+        taken = iter(torch.autograd.grad(found, given, dy.detach()))
+        return tuple(None if v is None else next(taken) for v in operands)
+
+    return gradients
+
+
+def with_gradients(reduction: str) -> Any:
+    """The loss, and its gradients by autograd."""
+
+    def both(x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:
+        found = gradients_of(reduction)(x.new_ones(()), x, w, b, target, weights)
+        return loss_of(reduction)(x, w, b, target, weights), *found
+
+    return both
+
+
+def case(reference: Any, reduction: str, bias: bool, weights: bool, **attributes: Any) -> OpCase:
+    operands = (
+        Spec("n h"), Spec("7 h"), Spec("7") if bias else None, TARGET, WEIGHTS if weights else None,
+    )  # fmt: skip
+    name = "LinearCrossEntropy"
+    if "output_mask" in attributes:
+        operands, name = (Spec(""), *operands), "LinearCrossEntropyGrad"
+    how = {"reduction": reduction, "ignore_index": IGNORED, **attributes}
+    label = "-".join(
+        [reduction, *(word for word, there in (("bias", bias), ("weights", weights)) if there), *attributes]
+    )
+    return OpCase("onnxtrain", name, operands, reference, how, sizes=SIZES, label=label)
+
+
+CASES = [
+    case(make(reduction), reduction, bias, weights, **attributes)
+    for make, attributes in (
+        (loss_of, {}),
+        (with_gradients, {"gradients": ALL}),
+        (gradients_of, {"output_mask": ALL}),
+    )
+    for reduction, bias, weights in (("mean", True, True), ("sum", True, False), ("mean", False, False))
+    if bias or not attributes
+]

@@ -1,0 +1,94 @@
+"""Packed attention on a GPU: the calls by their signatures on meta tensors, the numbers where there is a device."""
+
+from __future__ import annotations
+
+import functools
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.ops import builder, definition_of
+from onnxtrain.ops.attention import varlen, varlen_flash
+from onnxtrain.ops.attention.varlen_kernels import varlen_attention, varlen_attention_backward
+from onnxtrain.testing import assert_no_worse_than_eager
+
+LENGTHS = [5, 1, 0, 7]
+CU = torch.tensor([0, *LENGTHS]).cumsum(0)
+
+
+def heads(count: int, tokens: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """[t, h, e] as models cut it from a projection of q, k and v together."""
+    return torch.randn(tokens, 3, count, 16, device=device, dtype=dtype)[:, 1]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1])
+def test_pytorchs_kernels_take_these_arguments(ratio: float) -> None:
+    q, k, v = (heads(count, 15, "meta", torch.bfloat16) for count in (4, 2, 2))
+    cu = CU.to("meta")
+    y, logsumexp, state = varlen_flash.varlen_dropout_flash(q, k, v, cu, cu, True, None, ratio)
+    assert (y.shape, y.dtype) == (q.shape, q.dtype)
+    assert (logsumexp.shape, logsumexp.dtype) == ((4 * 15,), torch.float32)
+    found = varlen_flash.varlen_backward_flash(
+        torch.empty_like(y), q, k, v, cu, cu, y, logsumexp, state if ratio else None, True, None, ratio
+    )
+    assert [g.shape for g in found] == [x.shape for x in (q, k, v)]
+
+
+def test_tokens_of_no_sequence_are_zero() -> None:
+    x = torch.full((6, 2, 3), torch.nan)
+    found = varlen_flash._of_sequences(x, torch.tensor([1, 3, 4]))
+    assert [bool(row.isnan().any()) for row in found] == [False, True, True, True, False, False]
+    assert not found.nan_to_num().any()
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, True),
+        ({"causal": 1}, True),
+        ({"causal": 1, "cross": True}, False),  # the kernel counts from the last row and column
+        ({"cross": True}, True),
+        ({"biased": True}, False),
+        ({"width": 12}, False),
+        ({"width": 264}, False),
+        ({"dtype": ir.DataType.FLOAT}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_which_nodes_it_runs(change: dict[str, object], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    asked = {"causal": None, "cross": False, "biased": False, "width": 16, "dtype": ir.DataType.BFLOAT16, **change}
+    types = [TensorType(asked["dtype"], ("t", 2, asked["width"]))] * 3
+    types += [TensorType(ir.DataType.INT64, ("n",))] * 2 + [TensorType(asked["dtype"], (2, "l", "s"))]
+    values = [ir.Value(name=f"x{i}") for i in range(len(types))]
+    for value, kind in zip(values, types, strict=True):
+        set_type(value, kind)
+    q, k, v, cu_q, cu_k, bias = values
+    op = builder(ir.Graph(values, [], nodes=[], opset_imports={"": 23}, name="attention"))
+    if not asked["cross"]:
+        cu_k = cu_q
+    y = op.own.VarlenAttention(q, k, v, cu_q, cu_k, bias if asked["biased"] else None, is_causal=asked["causal"])[0]
+    kernel = definition_of(y.producer()).kernel(y.producer(), str(asked.get("device", "cuda")))
+    assert (kernel.lower is varlen._lower_flash) == chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_no_further_off_than_the_formula(causal: bool) -> None:
+    q, k, v = (heads(count, 15, "cuda", torch.float16) for count in (4, 2, 2))
+    cu, dy = CU.cuda(), heads(4, 15, "cuda", torch.float16)
+    y, logsumexp = varlen_flash.varlen_flash(q, k, v, cu, cu, causal, None)
+    found = y, *varlen_flash.varlen_backward_flash(dy, q, k, v, cu, cu, y, logsumexp, None, causal, None, 0.0)
+
+    def formula(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        cast = functools.partial(torch.Tensor.to, dtype=dtype)
+        operands = [*map(cast, (q, k, v)), cu, cu, None]
+        y, kept = varlen_attention(*operands, causal, None)
+        return y, *varlen_attention_backward(cast(dy), *operands, kept, causal, None, False, None, 1.0)
+
+    for name, got, eager, exact in zip(
+        ("y", "dq", "dk", "dv"), found, formula(torch.float16), formula(torch.float64), strict=True
+    ):
+        assert_no_worse_than_eager(name, got, eager, exact)

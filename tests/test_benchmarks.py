@@ -1,0 +1,250 @@
+"""The benchmark: ratios, goals, files, and its whole way with the smallest workload. No time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+
+import benchmarks.__main__ as program
+from benchmarks import behind, other_programs, page, processes, results, steady, tables
+from benchmarks.chart import speed_chart
+from benchmarks.contenders import COMPILE, CONTENDERS, EAGER, ONEDNN, ONNXTRAIN, Stepper, make_batches, make_model
+from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
+from benchmarks.gpu_workloads import GPU_WORKLOADS
+from benchmarks.machine import Machine
+from benchmarks.memory import peak_bytes
+from benchmarks.products import Products
+from benchmarks.results import Behind, Circumstances, Measured, Timed, speed_over
+from benchmarks.workload import Batch, Goals, Workload
+
+MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
+QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
+LOUD = dataclasses.replace(QUIET, others_cores=1.0)
+
+
+def timed(contender: str, *rounds_s: float, first_s: float = 1.0) -> Timed:
+    return Timed(contender, (first_s,), (0.5,), rounds_s, 1 << 20, (0.5, 0.25))
+
+
+def made_up(circumstances: Circumstances = QUIET) -> Measured:
+    """Eager takes 2, 4 and 6 seconds where onnxtrain takes 1 and 2."""
+    contenders = (
+        timed(EAGER, 2.0, 4.0, 6.0),
+        timed(ONEDNN, 1.0, 2.0, 2.0),
+        timed(ONNXTRAIN, 1.0, 2.0, 2.0, first_s=4.0),
+    )
+    return Measured(MINILM.name, circumstances, 6144, contenders, (0.9, 1.0, 1.1), 30)
+
+
+# ----------------------------------------------------------------------------------------------------- what is measured
+
+
+def test_the_ratio_is_taken_round_by_round() -> None:
+    measured = made_up()
+    eager, ours = measured.of(EAGER), measured.of(ONNXTRAIN)
+    assert eager is not None
+    assert ours is not None
+    assert speed_over(ours, eager) == (2.0, 2.0, 2.5)
+    assert measured.share(ours) == 0.5
+    assert speed_over(timed("a", 2.0), timed("b", 3.0)) == (1.5, 1.5, 1.5)
+
+
+def test_contenders_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Fake:
+        prepare_s = 0.5
+        losses = (0.0,)
+
+        def __init__(self, workload: Workload, contender: str, model: Any) -> None:
+            self.contender = contender
+
+        def step(self, batch: Batch) -> float:
+            order.append(self.contender)
+            return 1.0
+
+    monkeypatch.setattr(steady, "Stepper", Fake)
+    cold = dataclasses.replace(MLP, cold=True)
+    found = steady.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
+    assert order[:6] == [EAGER, ONNXTRAIN, ONNXTRAIN, EAGER, EAGER, ONNXTRAIN]
+    assert found["contenders"][1]["rounds_s"] == [1.5, 1.0, 1.0], "to prepare it belongs to a cold first step"
+    assert found["items"] == 3 * 16
+
+
+@pytest.mark.parametrize("contender", [ONEDNN, ONNXTRAIN])
+def test_contenders_take_the_same_step(contender: str) -> None:
+    model, (batch,) = make_model(MLP), make_batches(MLP)
+    eager, other = Stepper(MLP, EAGER, model), Stepper(MLP, contender, model)
+    for _ in range(3):
+        eager.step(batch)
+        other.step(batch)
+    assert other.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert other.losses[-1] < other.losses[0], "the optimizer took no step"
+
+
+def test_onednn_runs_each_linear_under_autocast_too() -> None:
+    model = torch.nn.Linear(64, 32)
+    x = torch.randn(16, 64, requires_grad=True)
+    own = CONTENDERS[ONEDNN](torch.nn.Sequential(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = own(x)
+    assert y.dtype == torch.bfloat16
+    assert "OneDnnLinear" in type(y.grad_fn).__name__
+    y.sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32
+
+
+def test_products_are_those_of_the_step() -> None:
+    model, (batch,) = make_model(MLP), make_batches(MLP)
+    stepper = Stepper(MLP, EAGER, model)
+    products = Products(lambda: stepper.step(batch))
+    assert products.count == 4 + 3 + 4, "forward, gradients of inputs but the first, gradients of weights"
+    assert products.run() > 0
+
+
+def test_recurrent_layers_have_no_products_to_time() -> None:
+    layer = torch.nn.LSTM(8, 8)
+    assert Products(lambda: layer(torch.randn(3, 2, 8))[0].sum().backward()).count == 0
+
+
+def test_the_peak_is_what_is_held_at_once() -> None:
+    x = torch.zeros(1 << 18)
+
+    def step() -> None:
+        y = x + 1
+        z = y + 1
+        del y
+        (z + 1).sum()
+
+    assert 2 * x.nbytes <= peak_bytes(step) <= 2 * x.nbytes + 4096
+
+
+def test_steps_behind_a_compiler_are_told_from_those_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = iter([True, True, False, True])
+    monkeypatch.setattr(behind, "is_compiling", lambda: next(compiling, False))
+    found = behind.measure(MLP, lambda _: None)
+    assert len(found["during_s"]) == 4
+    assert len(found["after_s"]) == 20
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"No module named benchmarks\.missing"):
+        processes.run("benchmarks.missing", [], {}, lambda _: None)
+
+
+def test_all_models_of_a_gpu_can_be_made() -> None:
+    with torch.device("meta"):
+        for workload in GPU_WORKLOADS.values():
+            model = workload.make_model()
+            assert all(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+
+
+# -------------------------------------------------------------------------------------------------------- what is shown
+
+
+def shown(rows: tables.Rows) -> str:
+    file = io.StringIO()
+    Console(file=file, width=180).print(rows.for_terminal())
+    return file.getvalue()
+
+
+def test_a_table_says_which_goals_are_met_and_which_missed() -> None:
+    workload = dataclasses.replace(MINILM, goals=Goals({EAGER: 2.0, ONEDNN: 1.4}, share=0.6))
+    text = shown(tables.workload_rows(workload, made_up()))
+    assert "2 ×: met" in text
+    assert "1.4 ×: missed" in text
+    assert "goal 60%: missed" in text
+    assert "First step +3.0 s after eager's; goal 2 s: missed" in text
+    assert "Undisturbed: other programs kept 0.01 cores busy" in text
+    assert "2.00 × (2.00 – 2.50)" in text
+
+
+def test_a_disturbed_run_says_so() -> None:
+    assert "DISTURBED, not to be quoted" in shown(tables.workload_rows(MINILM, made_up(LOUD)))
+
+
+def test_the_program_refuses_to_run_beside_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(program, "wait_and_count", lambda: 1.5)
+    monkeypatch.setattr(program.Run, "measure", lambda self, name: pytest.fail("measured"))
+    assert program.main(["--only", MLP.name, "--out", str(tmp_path)]) == 2
+
+
+def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {"_busy_s": iter([100.0, 106.0]), "_own_s": iter([50.0, 53.0])}
+    for name, readings in clocks.items():
+        monkeypatch.setattr(other_programs, name, lambda readings=readings: next(readings))
+    monkeypatch.setattr(other_programs, "time", SimpleNamespace(monotonic=iter([0.0, 2.0]).__next__))
+    assert other_programs.OtherPrograms().cores() == (6.0 - 3.0) / 2.0
+
+
+def test_steps_while_kernels_compile_have_two_goals() -> None:
+    good = Behind("MiniLM", QUIET, (1.2, 1.4, 1.7), (1.0, 1.0, 1.0), 3.0)
+    assert shown(tables.behind_rows(good)).count("met") == 2
+    bad = dataclasses.replace(good, during_s=(1.6, 1.6, 1.9))
+    assert shown(tables.behind_rows(bad)).count("missed") == 2
+
+
+def test_results_come_back_from_their_files(tmp_path: Path) -> None:
+    behind_one = Behind("MiniLM", QUIET, (1.2,), (1.0, 1.0), 3.0)
+    for result in (made_up(), behind_one):
+        results.write(result, tmp_path)
+    assert results.read(tmp_path, ["minilm", "gpt2", "behind"]) == [made_up(), behind_one]
+
+
+def test_the_chart_is_xml_with_a_bar_for_each_contender() -> None:
+    drawn = speed_chart([(MINILM, made_up()), (CPU_WORKLOADS["gpt2"], made_up())])
+    root = ElementTree.fromstring(drawn)
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles.count("onnxtrain: 2.00 × (quartiles 2.00 – 2.50)") == 2
+    assert len(titles) == 4
+    ElementTree.fromstring(speed_chart([]))
+
+
+def test_the_page_marks_missed_goals_and_says_that_there_was_no_gpu(tmp_path: Path) -> None:
+    written = page.write_page([(MINILM, made_up())], None, tmp_path).read_text(encoding="utf-8")
+    assert "| *2.00* | *1.00* |" in written
+    assert "there was no GPU" in written
+    assert "A processor, 2 threads" in written
+    assert (tmp_path / "benchmarks.svg").exists()
+
+
+def test_the_command_line_chooses() -> None:
+    plan = program.parse(["--only", "gpt2", "cpu", "--no-compile", "--quick"])
+    assert plan.names == (*CPU_WORKLOADS, "behind")
+    assert COMPILE not in plan.contenders
+    assert (plan.rounds, plan.warm, plan.pages) == (3, False, None)
+    assert program.parse(["--only", "--write"]).names == ()
+    with pytest.raises(SystemExit):
+        program.parse(["--rounds", "0"])
+
+
+# ------------------------------------------------------------------------------------------------------------ all of it
+
+
+def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, docs = tmp_path / "out", tmp_path / "docs"
+    docs.mkdir()
+    arguments = ["--only", MLP.name, "--contenders", EAGER, ONNXTRAIN, "--quick", "--rounds", "2", "--loaded"]
+    assert program.main([*arguments, "--out", str(out), "--write", str(docs)]) == 0
+    values = json.loads((out / f"{MLP.name}.json").read_text(encoding="utf-8"))
+    assert [one["contender"] for one in values["contenders"]] == [EAGER, ONNXTRAIN]
+    for one in values["contenders"]:
+        assert len(one["rounds_s"]) == 2
+        assert len(one["first_s"]) == 1
+        assert one["peak_bytes"] > 0
+    assert values["items"] == 32
+    assert values["products"] == 11
+    assert MLP.title in capsys.readouterr().out
+    assert MLP.title in (out / "table.txt").read_text(encoding="utf-8")
+    ElementTree.fromstring((out / "speeds.svg").read_text(encoding="utf-8"))
+    assert MLP.title in (docs / "benchmarks.md").read_text(encoding="utf-8")
