@@ -69,7 +69,7 @@ def gradients(run: Callable[..., Any], module: nn.Module, batch: dict[str, torch
     batch = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in batch.items()}
     loss = step(run, batch)["loss"].detach()
     found = [loss, *(p.grad for p in module.parameters()), *(t.grad for t in batch.values() if t.requires_grad)]
-    return [t for t in found if t is not None]
+    return [t.clone() for t in found if t is not None]
 
 
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
