@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import tree_leaves
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.patches import replaced
+from onnxtrain.capture.python_op import FunctionCalls
 from onnxtrain.errors import CaptureError
 
 
@@ -71,10 +73,10 @@ class FakesMade:
             )
 
     def _left(self, results: Sequence[Any]) -> list[FakeTensor]:
-        """Those that are alive and are neither results nor the tracer's own."""
+        """Those that are alive and are neither results nor the capture's own."""
         mode = get_proxy_mode()
         assert mode is not None, "forward runs under the tracer"
-        known = {id(leaf) for leaf in results}
+        known = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
         for node in mode.tracer.graph.nodes:
             known.update(map(id, tree_leaves(node.meta.get("val"))))
         alive = [tensor for ref in self._made if (tensor := ref()) is not None and id(tensor) not in known]
@@ -94,10 +96,24 @@ def _is_in_autograd(tensor: FakeTensor) -> bool:
 
 
 def _holders(value: Any, own: list[list[Any]]) -> list[Any]:
-    """What a user may have put a value into: of all that refers to it, but for the lists of this search."""
-    kinds = (list, tuple, dict, set, deque, types.CellType)
-    found = [h for h in gc.get_referrers(value) if not isinstance(h, types.FrameType) and all(h is not o for o in own)]
-    return [h for h in found if isinstance(h, kinds) or hasattr(h, "__dict__")]
+    """What a user may have put a value into: of all that refers to it, but for the lists of this search.
+
+    A tuple counts where a user may have put that somewhere: those of a running call's arguments do not.
+    """
+    found = gc.get_referrers(value)
+    own = [*own, found]
+    kinds = (list, dict, set, deque, types.CellType)
+    return [
+        holder
+        for holder in found
+        if all(holder is not mine for mine in own)
+        and not isinstance(holder, (types.FrameType, immutable_list, immutable_dict))
+        and (
+            bool(_holders(holder, own))
+            if isinstance(holder, tuple)
+            else isinstance(holder, kinds) or hasattr(holder, "__dict__")
+        )
+    ]
 
 
 def _take_away(value: Any, own: list[list[Any]]) -> None:

@@ -41,6 +41,12 @@ class FunctionCalls:
         self._aliases: list[tuple[PythonCall, int, torch.Tensor, int]] = []
         FunctionCalls._latest = self
 
+    @staticmethod
+    def watched() -> list[torch.Tensor]:
+        """The tensors that the capture under way looks at again when it ends (`check`)."""
+        latest = FunctionCalls._latest
+        return [] if latest is None else [tensor for _, _, tensor, _ in latest._aliases]
+
     def apply(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Captures `function.apply(*args, **kwargs)`.
 

@@ -107,5 +107,6 @@ def step(run: Callable[..., Any], batch: Batch, seed: int = 1) -> Any:
 
 
 def peak_of(run: Callable[[], object]) -> int:
-    """The most bytes that PyTorch's allocator has given out at a time during `run`, above those at its beginning."""
+    """The most bytes that PyTorch has given out at a time during the second `run`: the first may capture."""
+    run()
     return peak_bytes(record(run).allocations)
