@@ -11,6 +11,7 @@ The file appears whole or not at all.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -97,6 +98,11 @@ def _without_overloads(model: ir.Model) -> ir.Model:
 
 def _case_name(name: str, overload: str) -> str:
     return f"{name}_case{int(overload) + 1}"
+
+
+def known_name(name: str) -> str:
+    """The name by which an op is known, from its name in a file, where each case of it has one of its own."""
+    return re.sub(r"_case\d+$", "", name)
 
 
 def _output_names(outputs: list[ir.Value]) -> list[str]:

@@ -28,7 +28,7 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, 16)
+        self.first = nn.Linear(WIDTH, 16, bias=False)  # before a BatchNorm its gradient would be rounding alone
         self.norm = nn.BatchNorm1d(16)
         self.drop = nn.Dropout(0.2)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
@@ -49,7 +49,7 @@ def train(module: nn.Module, rank: int, scenario: str) -> dict[str, Any]:
     if scenario == "views":
         options["gradient_as_bucket_view"] = True
     parallel = DistributedDataParallel(module, **options)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     gradients = []
     for step in range(4):
         torch.manual_seed(100 * rank + step)

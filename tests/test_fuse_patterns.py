@@ -230,7 +230,7 @@ def saved_ops(module: torch.nn.Module, folder: Path, *arguments: Any, **keywords
     ours = ORTModule(module, DebugOptions(save_onnx=True, onnx_prefix="block", save_path=folder))
     ours(*arguments, **keywords)
     graph = ir.load(folder / "block_optimized_pre_grad_training.onnx").graph
-    return Counter(f"{node.domain or 'onnx'}::{node.op_type}" for node in graph)
+    return Counter(f"{node.domain or 'onnx'}::{known_name(node.op_type)}" for node in graph)
 
 
 def _shown(name: str, folder: Path) -> Counter[str]:

@@ -108,7 +108,7 @@ class _Wrapper(torch.nn.Module):
         super().__init__()
         self.__dict__["_watch"] = watch
         self.__dict__["_run"] = run or module
-        self.__dict__["fakes"] = FakesMade()
+        self.fakes = FakesMade()
         self.module = module
         self.structure = structure
         self.found = _Found()
@@ -116,9 +116,8 @@ class _Wrapper(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         watch: SideEffects = self.__dict__["_watch"]
         args, kwargs = self.structure.unflatten(tensors)
-        fakes: FakesMade = self.__dict__["fakes"]
         watch.begin()
-        fakes.begin()
+        self.fakes.begin()
         leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
         self.found.output = output
         watch.check()
@@ -131,7 +130,7 @@ class _Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; let forward copy the container before it changes it",
             )
         del args, kwargs
-        fakes.check(self.module, [*leaves, *tensors])
+        self.fakes.note([*leaves, *tensors])
         found: list[Any] = leaves
         return found
 
@@ -189,6 +188,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
     with capturing(), left_alone(module), four_bit_weights(module) as parts:
         with attribute_reads() as reads:
             program = _export(wrapper, decisions)
+        wrapper.fakes.check(module)
         _forbid_lost_gradients(program)
         if not is_convertible(program):
             program = _functionalize(program)
@@ -207,7 +207,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         for i, t in enumerate(decisions.examples)
     )
     try:
-        with decisions.noted(), shape_shortcuts(), wrapper.__dict__["fakes"].noted():
+        with decisions.noted(), shape_shortcuts(), wrapper.fakes.noted():
             program: ExportedProgram = torch.export.export(
                 wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False
             )

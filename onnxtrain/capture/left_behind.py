@@ -1,8 +1,8 @@
 """Tensors that forward leaves behind: in a global list, in an object that is no part of the module.
 
 A graph would not put them there on later steps, and what a capture puts there is a fake tensor. So the fake tensors
-that forward makes are noted; one that something still holds when forward has returned, besides its results and the
-tracer, was left behind.
+that forward makes are noted; one that something holds when forward has returned, besides its results and the tracer,
+and still holds when the export is over, was left behind.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class FakesMade:
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[FakeTensor]] = []
+        self._held: list[tuple[weakref.ref[FakeTensor], str | None]] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -53,21 +54,25 @@ class FakesMade:
         """Forward is about to run."""
         self._made.clear()
 
-    def check(self, module: torch.nn.Module, results: Sequence[Any]) -> None:
-        """Raises CaptureError where forward left a tensor behind, and takes it away from there."""
-        if not self._left(results):
+    def note(self, results: Sequence[Any]) -> None:
+        """Forward has returned: notes what is held besides its results. Autograd's own holders go with the capture."""
+        self._held = [(weakref.ref(tensor), _line(tensor)) for tensor in self._left(results)]
+
+    def check(self, module: torch.nn.Module) -> None:
+        """The capture is over. Raises CaptureError where forward left a tensor behind, and takes it away from there."""
+        if not any(ref() is not None for ref, _ in self._held):
             return
-        gc.collect()  # what only a cycle of objects holds is garbage
-        left = self._left(results)
-        for tensor in left:
-            holders = _holders(tensor, [left])
-            if not holders:
+        gc.collect()  # graphs hold their nodes in cycles
+        left = [(ref(), line) for ref, line in self._held]
+        for tensor, line in left:
+            holders = [] if tensor is None else _holders(tensor, frozenset({id(left)}))
+            if tensor is None or not holders:
                 continue
-            where, kind = _line(tensor), type(holders[0]).__name__
-            _take_away(tensor, [left, holders])
+            kind = type(holders[0]).__name__
+            _take_away(tensor, frozenset({id(left), id(holders)}))
             raise CaptureError(
                 f"forward keeps a tensor after its call, in a {kind} outside the module, which a graph would not do",
-                where=where or type(module).__name__,
+                where=line or type(module).__name__,
                 got=f"shape {tuple(map(str, tensor.shape))}",
                 todo="the module runs in PyTorch; let forward return the tensor, and keep it there",
             )
@@ -95,33 +100,33 @@ def _is_in_autograd(tensor: FakeTensor) -> bool:
     return count() > 1
 
 
-def _holders(value: Any, own: list[list[Any]]) -> list[Any]:
-    """What a user may have put a value into: of all that refers to it, but for the lists of this search.
+def _holders(value: Any, own: frozenset[int]) -> list[Any]:
+    """What a user may have put a value into, of all that refers to it.
 
-    A tuple counts where a user may have put that somewhere: those of a running call's arguments do not.
+    The lists of this search, whose ids are `own`, do not count; a tuple does where a user may have put that somewhere:
+    those of a running call's arguments do not. No closure over the value here: its cell would be found as well.
     """
     found = gc.get_referrers(value)
-    own = [*own, found]
-    kinds = (list, dict, set, deque, types.CellType)
-    return [
-        holder
-        for holder in found
-        if all(holder is not mine for mine in own)
-        and not isinstance(holder, (types.FrameType, immutable_list, immutable_dict))
-        and (
-            bool(_holders(holder, own))
-            if isinstance(holder, tuple)
-            else isinstance(holder, kinds) or hasattr(holder, "__dict__")
-        )
-    ]
+    own |= {id(found)}
+    return [h for h in found if id(h) not in own and _may_be_the_users(h, own)]
 
 
-def _take_away(value: Any, own: list[list[Any]]) -> None:
-    """Takes a value out of what the user put it into. No closure over it: its cell would be found as well."""
+def _may_be_the_users(holder: Any, own: frozenset[int]) -> bool:
+    if isinstance(holder, (types.FrameType, immutable_list, immutable_dict)):
+        return False
+    if isinstance(holder, tuple):
+        return bool(_holders(holder, own))
+    if isinstance(holder, dict):  # the tracer notes on some nodes what they were called with
+        return not any(isinstance(owner, torch.fx.Node) for owner in gc.get_referrers(holder))
+    return isinstance(holder, (list, set, deque, types.CellType)) or hasattr(holder, "__dict__")
+
+
+def _take_away(value: Any, own: frozenset[int]) -> None:
+    """Takes a value out of what the user put it into. No closure over it here either."""
     holders = _holders(value, own)
     for holder in holders:
         if isinstance(holder, tuple):
-            _take_away(holder, [*own, holders])
+            _take_away(holder, own | {id(holders)})
         elif isinstance(holder, list):
             holder[:] = _others(holder, value)
         elif isinstance(holder, (set, deque)):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from onnxtrain.graph import traversal
 from onnxtrain.options import Options
 from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes
@@ -79,6 +80,7 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
         changes = Changes(run.__name__)
         start = time.perf_counter()
         run(model.graph, changes)
+        traversal.sort(model.graph)  # sizes that new nodes read may be computed further down
         took_ms = (time.perf_counter() - start) * 1e3
         total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.made), tuple(changes.refused)))
         total.made += [f"{run.__name__}: {text}" for text in changes.made]

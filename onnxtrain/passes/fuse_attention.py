@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import dtype_of, is_float, rank_of
@@ -46,7 +46,6 @@ def fuse_attention(graph: ir.Graph, changes: Changes) -> None:
         _fuse(op, written)
         fused += 1
     if fused:
-        traversal.sort(graph)  # sizes that the new nodes read may be computed further down
         changes.made.append(f"made one op of {fused} written-out attention{'s' * (fused > 1)}")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from onnxtrain import DebugOptions, ORTModule
+from onnxtrain.onnx_file import known_name
 from onnxtrain.ops.recurrent import kernels
 from onnxtrain.ops.recurrent.cells import CELLS, Cell
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -171,7 +172,7 @@ def test_a_sequence_without_steps_is_refused_as_in_eager(kind: str) -> None:
 
 
 def nodes(path: Any) -> Iterator[str]:
-    return (node.op_type.split("_case")[0] for node in ir.load(path).graph)
+    return (known_name(node.op_type) for node in ir.load(path).graph)
 
 
 def test_the_graph_shows_the_layers(tmp_path: Any) -> None:
