@@ -13,6 +13,7 @@ import torch
 
 from onnxtrain import DebugOptions, ORTModule
 from onnxtrain.graph.builder import Builder
+from onnxtrain.onnx_file import known_name
 from onnxtrain.passes.fuse_patterns import REWRITES, register
 from onnxtrain.passes.patterns import Match, Rewrite, Var, op
 from onnxtrain.testing import Spec
