@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import builder, view
+from onnxtrain.ops.elementwise.copies import CAST
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, substitute
@@ -36,6 +38,9 @@ def keep_scores(graph: ir.Graph, changes: Changes) -> None:
         if dtype_of(n.scores) not in _WIDE or n.output_type not in (None, int(dtype_of(n.scores))):
             changes.refuse(node, f"it computes {dtype_of(n.scores).name} in another type")
             continue
+        if _was_rounded(n.scores):
+            changes.refuse(node, "its scores were rounded from float64: who computes there compares to the last bit")
+            continue
         with nodes_before(op, node):
             loss, _, _, total = op.own.CrossEntropy(
                 n.scores, n.labels, n.weights, n.ignore_index, reduction=n.reduction
@@ -44,3 +49,15 @@ def keep_scores(graph: ir.Graph, changes: Changes) -> None:
             substitute(graph, n.total_weight, total, [])
         substitute(graph, node.outputs[0], loss, [node])
         changes.made.append("a cross entropy keeps scores and no log-probabilities")
+
+
+def _was_rounded(scores: ir.Value) -> bool:
+    """Whether scores are a view of what was cast from float64, as transformers' losses of a float64 model are."""
+    node = scores.producer()
+    while node is not None:
+        definition = view(node).definition
+        source = viewed(node, scores.index() or 0, definition)
+        if source is None:
+            return definition is CAST and dtype_of(view(node).x) == ir.DataType.DOUBLE
+        scores, node = source, source.producer()
+    return False
