@@ -202,7 +202,7 @@ def _within_budget(
     if isinstance(allowed, float):
         unit = made(chosen(known))
         return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
-    units = SizedUnits(joint.model.graph.inputs, chosen, made)
+    units = SizedUnits(joint.model.graph.inputs[: len(inputs)], chosen, made)  # cotangents come after them
     unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
     return Compiled(captured, unit, stages.report(before), run, build.parts, known, units)
 

@@ -53,4 +53,7 @@ def test_functions_compute_the_body(case: OpCase) -> None:
         # onnxruntime has kernels of its own for names of com.microsoft, and takes them.
         InlinePass()(functions)
     for got, wanted in zip(run_model(functions, tensors), expected, strict=True):
-        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+        # Fusions of onnxruntime's, which differ between the two, add in another order.
+        largest = wanted.abs().nan_to_num(0, 0, 0).max().item() if wanted.numel() and wanted.is_floating_point() else 0
+        atol = max(1e-6, 8 * torch.finfo(torch.float32).eps * largest)
+        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=1e-5, atol=atol)
