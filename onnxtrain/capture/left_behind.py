@@ -59,7 +59,7 @@ class FakesMade:
         self._held = [(weakref.ref(tensor), _line(tensor)) for tensor in self._left(results)]
 
     def check(self, module: torch.nn.Module) -> None:
-        """The capture is over. Raises CaptureError where forward left a tensor behind, and takes it away from there."""
+        """The export is over. Raises CaptureError where forward left a tensor behind, and takes it away from there."""
         if not any(ref() is not None for ref, _ in self._held):
             return
         gc.collect()  # graphs hold their nodes in cycles
@@ -84,6 +84,7 @@ class FakesMade:
         known = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
         for node in mode.tracer.graph.nodes:
             known.update(map(id, tree_leaves(node.meta.get("val"))))
+            node.meta.pop("eager_input_vals", None)  # what a custom operator was called with, for Inductor
         alive = [tensor for ref in self._made if (tensor := ref()) is not None and id(tensor) not in known]
         tensor = None  # no name here holds the last one
         mine = next(_references(value) for value in [object()])
@@ -116,9 +117,7 @@ def _may_be_the_users(holder: Any, own: frozenset[int]) -> bool:
         return False
     if isinstance(holder, tuple):
         return bool(_holders(holder, own))
-    if isinstance(holder, dict):  # the tracer notes on some nodes what they were called with
-        return not any(isinstance(owner, torch.fx.Node) for owner in gc.get_referrers(holder))
-    return isinstance(holder, (list, set, deque, types.CellType)) or hasattr(holder, "__dict__")
+    return isinstance(holder, (list, dict, set, deque, types.CellType)) or hasattr(holder, "__dict__")
 
 
 def _take_away(value: Any, own: frozenset[int]) -> None:
