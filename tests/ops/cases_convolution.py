@@ -117,6 +117,29 @@ _CASES = [
         geometry(2, pad=1),
         sizes=sizes("h", "w"),
     ),
+    # Of many channels the body's gradient of w is matrix products.
+    OpCase(
+        "com.microsoft",
+        "ConvGrad",
+        (Spec("n 6 h w"), Spec("n 16 h w"), Spec("6 16 3 3")),
+        by_autograd(conv(geometry(2, pad=1))),
+        geometry(2, pad=1),
+        sizes=sizes("h", "w"),
+        label="products",
+    ),
+    OpCase(
+        "com.microsoft",
+        "ConvGrad",
+        (Spec("n 6 p q"), Spec("n 16 h w"), Spec("6 16 3 2")),
+        by_autograd(conv(STRIDED)),
+        STRIDED,
+        sizes=[
+            {"n": 2, "h": 9, "w": 8, "p": 5, "q": 5},
+            {"n": 1, "h": 7, "w": 5, "p": 4, "q": 3},
+            {"n": 0, "h": 8, "w": 9, "p": 4, "q": 5},
+        ],
+        label="products strided",
+    ),
     OpCase(
         "com.microsoft",
         "ConvTransposeGrad",
