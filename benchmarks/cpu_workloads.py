@@ -166,6 +166,17 @@ _ON_A_CPU = (
     ),
     MLP,
     Workload(
+        name="mlp32-small",
+        title="MLP of 3 layers of width 32, batch of 16",
+        make_model=lambda: models.mlp(32, 3),
+        make_batches=lambda: [{"x": torch.randn(16, 32)}],
+        loss=_mean_square,
+        items=_samples,
+        unit="samples",
+        rounds=3000,
+        goals=Goals({"eager": 1.0}),
+    ),
+    Workload(
         name="mlp512",
         title="MLP of 4 layers of width 512, batch of 128",
         make_model=lambda: models.mlp(512, 4),
