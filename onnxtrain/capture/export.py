@@ -25,13 +25,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
-from onnxtrain.capture.convert import convert, is_convertible, line_of
+from onnxtrain.capture.convert import convert, is_convertible
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.key import attribute_reads
 from onnxtrain.capture.left_behind import FakesMade
+from onnxtrain.capture.no_grad import grad_mode_noted, keep_gradients_out
 from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
@@ -189,7 +190,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
         with attribute_reads() as reads:
             program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
-        _forbid_lost_gradients(program)
+        keep_gradients_out(program)
         if not is_convertible(program):
             program = _functionalize(program)
     converted = convert(program, type(module).__name__)
@@ -207,7 +208,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         for i, t in enumerate(decisions.examples)
     )
     try:
-        with decisions.noted(), shape_shortcuts(), wrapper.fakes.noted():
+        with decisions.noted(), shape_shortcuts(), wrapper.fakes.noted(), grad_mode_noted():
             program: ExportedProgram = torch.export.export(
                 wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False
             )
@@ -238,36 +239,6 @@ def _reason(error: BaseException) -> str:
     text = str(error).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-# no_grad regions
-
-
-def _is_grad_switch(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
-
-
-def _forbid_lost_gradients(program: ExportedProgram) -> None:
-    """Marks what leaves a no_grad region with `detach`: functionalization inlines the region and forgets it."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        if not _is_grad_switch(node) or node.args[0]:
-            continue
-        body = getattr(program.graph_module, node.args[1].target)
-        if any(_is_grad_switch(inner) and inner.args[0] for inner in body.graph.nodes):
-            raise CaptureError(
-                "torch.enable_grad() inside torch.no_grad() cannot be captured",
-                where=line_of(node),
-                todo="the module runs in PyTorch; leave the no_grad region first",
-            )
-        for reader in list(node.users):
-            example = reader.meta.get("val")
-            if isinstance(example, torch.Tensor) and example.is_floating_point():
-                with graph.inserting_after(reader):
-                    mark = graph.call_function(torch.ops.aten.detach.default, (reader,))
-                mark.meta = dict(reader.meta)
-                reader.replace_all_uses_with(mark, delete_user_cb=lambda user, mark=mark: user is not mark)
-    program.graph_module.recompile()
 
 
 _WRONG_REFERENCES = (

@@ -228,7 +228,7 @@ CLONE = _same(
 DETACH = _same(
     "Detach",
     OWN,
-    {"aten.detach.default": lambda op, x: op.own.Detach(x)},
+    dict.fromkeys(("aten.detach.default", "aten.detach_copy.default"), lambda op, x: op.own.Detach(x)),
     _alias_call,
     differentiable=False,
     aliases={0: 0},
