@@ -279,6 +279,17 @@ def _views(captured: Captured, model: ir.Model) -> tuple[str, ...]:
     return tuple(("detached" if _is_detached(v) else "view") if sets.root(v) in inputs else "" for v in results)
 
 
+def _lone_views(captured: Captured, model: ir.Model) -> list[int]:
+    """The results that may be views of a value that is neither an input nor seen through another result."""
+    sets, outputs, inputs = AliasSets(model.graph, definition_of), model.graph.outputs, set(model.graph.inputs)
+    roots = [sets.root(v) for v in outputs]
+    return [
+        i
+        for i, (value, root) in enumerate(zip(outputs[: captured.results], roots, strict=False))
+        if value is not root and root not in inputs and roots.count(root) == 1
+    ]
+
+
 def _is_detached(value: ir.Value) -> bool:
     """Whether an op without gradient stands between the value and the input that it is a view of."""
     node = value.producer()
@@ -393,6 +404,7 @@ class _Build:
             unsaved=unsaved,
             contexts=contexts,
             differentiably=StagedBoundary(groups, len(self._wrt)) if groups else None,
+            lone_views=_lone_views(self.captured, self._model),
         )
 
 

@@ -81,3 +81,15 @@ def test_a_number_that_is_read_is_rounded_as_eager_rounds_it() -> None:
     got, eager = ORTModule(module)(x, number), module(x, number)
     assert got.dtype == eager.dtype
     assert_no_worse_than_eager("result", got, eager, module(x.double(), number))
+
+
+def test_a_number_that_wraps_in_a_small_integer_type() -> None:
+    """PyTorch takes 200 for -56 beside int8; numpy refuses it."""
+
+    class Small(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steps = torch.arange(WIDTH, dtype=torch.int8)
+            return x * (steps + 200) + (torch.arange(WIDTH, dtype=torch.uint8) - 3)
+
+    with compared(ZooModel("small", Small, features, mean_square)) as compare:
+        compare.train(3, 0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from onnxtrain import ORTModule
 from tests.zoo.checks import compared, count_captures
@@ -151,6 +152,49 @@ def test_two_outputs_that_share_memory() -> None:
             outputs = module(inputs())
             outputs[0][2].fill_(9)
         return [outputs, outputs[0] is outputs[1], outputs[2].data_ptr() == outputs[0].data_ptr()]
+
+    both(modules, run)
+
+
+LONE_VIEWS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "the only output": lambda m, x: [(x @ m.weight)[:, 1:]],
+    "one of several": lambda m, x: [(x @ m.weight).view(-1), (x @ m.weight.t())[:, 2:], x + m.bias],
+    "beside what draws": lambda m, x: [F.dropout(x @ m.weight).t(), m.bias * 2],
+}
+
+
+@pytest.mark.parametrize("name", LONE_VIEWS)
+def test_a_view_that_nobody_else_sees_may_be_changed_under_autograd(name: str) -> None:
+    modules = pair(LONE_VIEWS[name])
+
+    def run(module: nn.Module) -> Any:
+        torch.manual_seed(1)
+        outputs = module(inputs())
+        outputs[0].mul_(2)
+        sum(output.square().sum() for output in outputs).backward()
+        return outputs
+
+    both(modules, run)
+    assert not isinstance(run(modules[0]), str)
+
+
+SEPARATE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "equal values": lambda m, x: [(x * 2).view(-1), (x * 2).t(), x @ m.weight],
+    "one without gradient": lambda m, x: [torch.relu(x @ m.weight).detach(), torch.relu(x @ m.weight)[1:]],
+    "equal constants": lambda m, x: [torch.ones(2, 3).t(), torch.ones(2, 3).view(-1), x @ m.weight],
+    "a view of a constant": lambda m, x: [torch.arange(6.0).view(2, 3), x @ m.weight],
+}
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_a_change_of_an_output_changes_neither_another_nor_the_next_step(name: str) -> None:
+    modules = pair(SEPARATE[name])
+
+    def run(module: nn.Module) -> Any:
+        first = module(inputs())
+        with torch.no_grad():
+            first[0].mul_(3)
+        return [first, module(inputs())]
 
     both(modules, run)
 

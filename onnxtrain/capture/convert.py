@@ -246,7 +246,7 @@ class _Walk:
                 result = convert_call(self.op, *arguments, **keywords)
             if result is NotImplemented:
                 result = self._aten(node, target, arguments, keywords, example)
-        except (GraphError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (GraphError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnsupportedOperatorError(
                 f"{name} could not be converted: {error}",
                 where=line_of(node),

@@ -9,7 +9,7 @@ A backward program is made for each pattern of which outputs have gradients and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, Protocol
 
@@ -101,6 +101,8 @@ class Unit:
             program) where that takes less than all that forward kept.
         apply: what `__call__` does, on (unit, *tensors), where nothing is to be done after it; else None. It runs on
             every step, and each Python call on the way costs 0.4 us there.
+        lone_views: positions of the results that are views of what nobody else sees: users may change them in place,
+            which autograd refuses for a view that an autograd function made.
         contexts: positions, among the kept, of Python objects: save_for_backward takes tensors only.
         differentiably: runs (unit, *tensors) so that autograd can run backward; as one node of autograd if not given.
     """
@@ -119,6 +121,7 @@ class Unit:
         unsaved: Sequence[int] = (),
         contexts: Sequence[int] = (),
         differentiably: Callable[..., Sequence[Any]] | None = None,
+        lone_views: Collection[int] = (),
     ) -> None:
         self.forward = forward
         self.results = results
@@ -137,6 +140,7 @@ class Unit:
         self.fixed = tuple(i for i, d in enumerate(differentiable) if not d)
         self.rerun = rerun
         self.contexts = tuple(contexts)
+        self.lone_views = frozenset(lone_views)
         self.simple = plain and results == 1 and not (random or self.contexts or self.fixed or self.inference)
         self.usual: tuple[Flags | None, BackwardProgram] = None, forward  # one attribute: threads exchange it at once
         self._make_backward = backward
@@ -235,7 +239,7 @@ class _Boundary(torch.autograd.Function):
         found, sizes = unit.forward.run(tensors, ())
         ctx.save_for_backward(*found[1:])
         ctx.call = unit, tensors, [tensors[i]._version for i in unit.unsaved], sizes
-        return found[:1]
+        return (found[0].detach(),) if unit.lone_views else found[:1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
@@ -268,6 +272,8 @@ def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
         kept = tuple(None if i in unit.contexts else tensor for i, tensor in enumerate(kept))
     ctx.save_for_backward(*kept)
     results = found[: unit.results]
+    if unit.lone_views:  # detach() gives a tensor of the same memory and version that is no view to autograd
+        results = tuple(r.detach() if i in unit.lone_views else r for i, r in enumerate(results))
     ctx.call = unit, tensors, () if unit.inference else [tensors[i]._version for i in unit.unsaved], sizes
     if unit.several:
         ctx.results = [(r.shape, r.dtype, r.device) for r in results]

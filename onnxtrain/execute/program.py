@@ -28,6 +28,7 @@ import torch
 from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.host_source import HostInt, ShapeSource
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
+from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
@@ -202,8 +203,8 @@ class _Writer:
             return "None"
         if leaves and self._layout is not None and self._layout.may_hold(value):
             return f"{self._tensor(value)}.contiguous()"
-        # A constant that leaves the program is the user's to change.
-        return f"{self._tensor(value)}.clone()" if value.const_value is not None else self._tensor(value)
+        # A constant that leaves the program, or a view of one, is the user's to change.
+        return f"{self._tensor(value)}.clone()" if _lies_in_constant(value) else self._tensor(value)
 
     def _line(self, text: str, indent: int = 1, comment: str = "") -> None:
         text = "    " * indent + text
@@ -433,6 +434,17 @@ def _origin(node: ir.Node) -> str:
     gradient = "grad of " if "gradient_of" in props else ""
     line = re.sub(r"^.*[/\\]", "", props.get("line", ""))  # the file's name is enough here
     return f"{gradient}{props.get('module', '')}  {line}".strip()
+
+
+def _lies_in_constant(value: ir.Value) -> bool:
+    """Whether a value is a constant or may be a view of one."""
+    node, source = value.producer(), value
+    while node is not None:
+        found = viewed(node, source.index() or 0, definition_of(node))
+        if found is None:
+            return False
+        node, source = found.producer(), found
+    return source.const_value is not None
 
 
 def _is_scalar_constant(value: ir.Value) -> bool:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
+from onnxtrain.ops.aten import aten_node
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import another_call, plus, statistics_type, times, total
 from onnxtrain.ops.registry import compose
@@ -86,6 +88,23 @@ def _dropout_backward(op: Builder, dy: ir.Value, mask: ir.Value, scale: float) -
     return times(op, op.Mul(dy, cast(op, mask, dtype_of(dy))), scale)
 
 
+def _rrelu(
+    op: Builder,
+    x: ir.Value,
+    noise: ir.Value,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """x times slopes that are drawn. PyTorch's own gradient reads the noise that it was given instead of the slopes."""
+    if not training or generator is not None:
+        return NotImplemented
+    drawn = aten_node(op, torch.ops.aten.rrelu_with_noise_functional.default, [x, noise, lower, upper, True], {})
+    slopes = op.own.Detach(drawn.outputs[1])
+    return op.Mul(x, slopes), slopes
+
+
 compose(
     {
         "aten._softmax_backward_data.default": _softmax_backward,
@@ -93,5 +112,6 @@ compose(
         "aten.diff.default": _diff,
         "aten.native_dropout_backward.default": _dropout_backward,
         "aten.renorm.default": _renorm,
+        "aten.rrelu_with_noise_functional.default": _rrelu,
     }
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -62,6 +63,8 @@ def as_value(op: Builder, argument: Any, dtype: ir.DataType) -> ir.Value:
         return cast(op, argument, dtype)
     if isinstance(argument, str):  # a symbolic size used as a number
         return op.size(argument, dtype)
+    if isinstance(argument, int) and dtype.is_integer():  # 200 is -56 in int8, as in PyTorch
+        argument = int(np.asarray(argument).astype(dtype.numpy()))
     return op.scalar(argument, dtype)
 
 

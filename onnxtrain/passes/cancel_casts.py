@@ -57,7 +57,7 @@ def _widened(node: ir.Node) -> tuple[ir.Node, list[ir.Node]] | None:
             return None
         if view(before).definition is CAST:
             return (before, between) if _is_undone(before, node) else None
-        source = before.inputs[0]
+        source = before.inputs[0] if before.inputs else None  # a tensor of random numbers takes none
         if source is None or not _only_moves(before, source, value):
             return None
         between.append(before)

@@ -4,7 +4,7 @@
     after    a = Shape(x);                 f(a), g(a)
 
 Two nodes are one where op, attributes and inputs are the same and the definition says that the op has no effects: two
-Dropouts of one tensor stay two. A backward node is not merged with a forward one: that would keep the forward value
+Dropouts of one tensor stay two. Nor do two results come to share memory: their reader may change one. A backward node is not merged with a forward one: that would keep the forward value
 alive until backward for a computation that its gradient rule chose to repeat. Before differentiation, two equal casts
 to a narrower type stay two: merged, the gradients of their readers would be summed in the narrower type.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import definition_of
@@ -26,12 +27,19 @@ def dedupe(graph: ir.Graph, changes: Changes) -> None:
     first: dict[Any, ir.Node] = {}
     differentiated = any("gradient_of" in node.metadata_props for node in graph)
     merged = 0
+    sets = AliasSets(graph, definition_of)
+    seen = {sets.root(output) for output in graph.outputs}  # the memory that the reader of the results sees
     for node in list(graph):
         if definition_of(node).effects or not node.outputs or (_narrows(node) and not differentiated):
             continue
         known = first.setdefault(_key(node), node)
         if known is node or any(new.is_graph_output() for new in node.outputs):
             continue
+        memory, shared = {sets.root(v) for v in node.outputs}, {sets.root(v) for v in known.outputs}
+        if memory & seen and memory != shared:
+            if shared & seen:
+                continue
+            seen |= shared
         for old, new in zip(node.outputs, known.outputs, strict=True):
             replace(graph, old, new)
         graph.remove(node, safe=True)

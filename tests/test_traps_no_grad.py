@@ -1,0 +1,155 @@
+"""Traps of what forward computes and changes without gradient: each test fails when its guard is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zoo.checks import compared
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+
+WIDTH = 6
+
+
+def features(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, WIDTH, grad=True),))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.first(x))
+
+    def after(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _check(after: Callable[[Net, torch.Tensor], torch.Tensor], falls_back: str | None = None) -> None:
+    made = type("Net", (Net,), {"after": after})
+    with compared(ZooModel("net", made, features, mean_square, falls_back=falls_back)) as compare:
+        compare.train(3, 0)
+        compare.train(1, 0)
+
+
+# Switches of gradients and of autocast, one inside the other
+
+
+def _no_grad_in_autocast(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            quiet = net.last(hidden).float()
+        return hidden * quiet
+
+
+def _autocast_in_no_grad_and_no_grad_in_that(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        quiet = net.last(hidden)
+        with torch.no_grad():
+            quiet = quiet.float() * net.last.bias
+    return hidden * quiet
+
+
+# Changes that autograd does not see, of what has no gradient
+
+
+def _written_rows(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    table = torch.zeros_like(hidden)
+    with torch.no_grad():
+        table[:, 1] = hidden[:, 1] * 2
+    return table * net.last.bias + hidden
+
+
+def _several_at_once(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    sums = [torch.zeros_like(hidden), torch.ones_like(hidden)]
+    with torch.no_grad():
+        torch._foreach_add_(sums, [hidden, hidden * 2])
+    return sums[0] * hidden + sums[1]
+
+
+def _buffer(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        net.average.lerp_(hidden.mean(0), 0.25)
+    return hidden - net.average
+
+
+def _result_of_a_region(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        quiet = hidden * 2
+    quiet.mul_(hidden)
+    return quiet + hidden
+
+
+def _view_out_of_a_region(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    table = torch.zeros_like(hidden)
+    with torch.no_grad():
+        left, right = hidden.chunk(2, -1)
+        corner = table[:, :2]
+    with torch.no_grad():
+        corner.add_(1)
+    return hidden[:, :3] * left - right + table[:, 1:4]
+
+
+def _probabilities(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    weights = hidden.detach().softmax(-1)
+    weights[weights < 0.2] = 0
+    weights /= weights.sum(-1, keepdim=True)
+    return hidden * weights
+
+
+CAPTURED = [
+    *(_no_grad_in_autocast, _autocast_in_no_grad_and_no_grad_in_that, _written_rows, _several_at_once, _buffer),
+    *(_result_of_a_region, _view_out_of_a_region, _probabilities),
+]
+
+
+@pytest.mark.parametrize("after", CAPTURED, ids=lambda f: f.__name__.strip("_"))
+def test_what_has_no_gradient_gets_none(after: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    _check(after)
+
+
+# Changes that autograd does not see, of what has a gradient: eager keeps it
+
+
+def _doubled(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        hidden.mul_(2)
+    return hidden * net.average.add(1)
+
+
+def _zeroed_columns(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        hidden[:, :2].zero_()
+    return hidden * net.average.add(1)
+
+
+def _through_detach(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    hidden.detach().clamp_(min=0)
+    return hidden * net.average.add(1)
+
+
+@pytest.mark.parametrize("after", [_doubled, _zeroed_columns, _through_detach], ids=lambda f: f.__name__.strip("_"))
+def test_a_value_changed_where_autograd_does_not_look_keeps_its_gradient(
+    after: Callable[[Net, torch.Tensor], torch.Tensor],
+) -> None:
+    _check(after, falls_back="where autograd does not see it")
+
+
+def test_gradients_switched_on_under_no_grad() -> None:
+    """What forward computes under enable_grad needs a gradient, though the caller has switched gradients off."""
+
+    def after(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return net.last(hidden)
+
+    made = type("Net", (Net,), {"after": after})
+    entry = ZooModel("net", made, features, mean_square, falls_back="enable_grad")
+    with compared(entry) as compare, torch.no_grad():
+        assert compare.eager.call(3, 0)[1].requires_grad
+        assert compare.got.call(3, 0)[1].requires_grad
