@@ -85,7 +85,10 @@ def _written(node: Node) -> list[Node]:
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     schema = node.target._schema.arguments
-    given = [*zip(schema, node.args, strict=False), *((a, node.kwargs[a.name]) for a in schema if a.name in node.kwargs)]
+    given = [
+        *zip(schema, node.args, strict=False),
+        *((a, node.kwargs[a.name]) for a in schema if a.name in node.kwargs),
+    ]
     written = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
     return [value for value in pytree.tree_leaves(written) if isinstance(value, Node)]
 

@@ -97,7 +97,7 @@ def _rrelu(
     training: bool = False,
     generator: Any = None,
 ) -> Any:
-    """x times slopes that are drawn. PyTorch's own gradient reads the noise that it was given instead of the slopes."""
+    """X times slopes that are drawn. PyTorch's own gradient reads the noise that it was given instead of the slopes."""
     if not training or generator is not None:
         return NotImplemented
     drawn = aten_node(op, torch.ops.aten.rrelu_with_noise_functional.default, [x, noise, lower, upper, True], {})

@@ -4,9 +4,10 @@
     after    a = Shape(x);                 f(a), g(a)
 
 Two nodes are one where op, attributes and inputs are the same and the definition says that the op has no effects: two
-Dropouts of one tensor stay two. Nor do two results come to share memory: their reader may change one. A backward node is not merged with a forward one: that would keep the forward value
-alive until backward for a computation that its gradient rule chose to repeat. Before differentiation, two equal casts
-to a narrower type stay two: merged, the gradients of their readers would be summed in the narrower type.
+Dropouts of one tensor stay two. Nor do two results come to share memory: their reader may change one of them. A
+backward node is not merged with a forward one: that would keep the forward value alive until backward for a computation
+that its gradient rule chose to repeat. Before differentiation, two equal casts to a narrower type stay two: merged, the
+gradients of their readers would be summed in the narrower type.
 """
 
 from __future__ import annotations
