@@ -145,7 +145,9 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     squares = total(op, op.Mul(centred, centred), others)
     count = op.size(count_over(n.x, others), dtype)
     inv_std = op.Reciprocal(op.Sqrt(plus(op, op.Div(squares, count), n.epsilon)))
-    y = op.Mul(centred, _factor(op, n, inv_std))
+    y = op.Mul(centred, inv_std)
+    if n.scale is not None:
+        y = op.Mul(y, _aligned(op, n, n.scale, dtype))
     if n.b is not None:
         y = op.Add(y, _aligned(op, n, n.b, dtype))
     channels = [sizes.of(n.x)[1]]
@@ -156,11 +158,6 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     if n.input_var is not None:
         running_var = _moved(op, n, n.input_var, running_var)
     return cast(op, y, dtype_of(n.x)), running_mean, running_var, saved_mean, saved_inv_std
-
-
-def _factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
-    """What each channel is multiplied with. A product over channels costs nothing beside one over all of x."""
-    return inv_std if n.scale is None else op.Mul(inv_std, _aligned(op, n, n.scale, dtype_of(inv_std)))
 
 
 def _moved(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
@@ -282,6 +279,11 @@ def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     along = op.Mul(centred, op.Div(op.Mul(dscale, inv_std), count))
     slope = op.Sub(dy, op.Add(along, op.Div(db, count)))
     return _results(op, n, op.Mul(slope, _factor(op, n, inv_std)), dscale, db)
+
+
+def _factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
+    """What each channel of a gradient is multiplied with: one pass over it, and not two."""
+    return inv_std if n.scale is None else op.Mul(inv_std, _aligned(op, n, n.scale, dtype_of(inv_std)))
 
 
 def _results(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
