@@ -19,7 +19,7 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of
 from onnxtrain.ops import NodeView, builder
 from onnxtrain.ops.fused import axes_constant, reshaped
 from onnxtrain.ops.pool.window import MAX_POOL, MAX_POOL_GRAD, pool_of

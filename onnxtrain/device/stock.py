@@ -12,8 +12,8 @@ from collections import Counter
 
 import onnx_ir as ir
 
-from onnxtrain.device.portable import drop_unused_outputs, make_portable
 from onnxtrain.device.pool_gradient import pool_without_indices
+from onnxtrain.device.portable import drop_unused_outputs, make_portable
 from onnxtrain.errors import ArtifactError, GraphError, OptionError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.opset import convert_opset

@@ -71,7 +71,6 @@ def fused(
 
     `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `workspace` is that
     of `lower`. `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
-
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """
     last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)

@@ -73,7 +73,9 @@ def test_says_what_is_wrong(model: Path, given: list[str], says: str, capsys: py
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"no model", "no ONNX model"), (b"", "no ONNX model"), (None, "is not there")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"no model", "no ONNX model"), (b"", "no ONNX model"), (None, "is not there")]
+)
 def test_a_file_that_is_no_model(
     content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

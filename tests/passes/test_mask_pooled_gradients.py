@@ -44,7 +44,8 @@ def test_the_mask_moves_behind_the_pool() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"), [({"masked_by": "input"}, "is not what the pool reads"), ({"read_twice": True}, "another reader")]
+    ("case", "reason"),
+    [({"masked_by": "input"}, "is not what the pool reads"), ({"read_twice": True}, "another reader")],
 )
 def test_refusals_say_why(case: dict[str, Any], reason: str) -> None:
     ops, changes = run_pass(**case)
@@ -52,7 +53,9 @@ def test_refusals_say_why(case: dict[str, Any], reason: str) -> None:
     assert reason in changes.refused[0].reason
 
 
-@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 1), nn.MaxPool2d(2, 2, ceil_mode=True)])
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 1), nn.MaxPool2d(2, 2, ceil_mode=True)]
+)
 def test_gradients_are_eagers_bit_for_bit(pool: nn.Module) -> None:
     """With ties: whole windows of zeros."""
     torch.manual_seed(0)

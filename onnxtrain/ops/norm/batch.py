@@ -268,7 +268,7 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """With c = x - mean: dx = scale * inv_std * (dy - (c * (dscale * inv_std / m) + db / m)), the quotients by channel."""
+    """Dx = scale * inv_std * (dy - c * (dscale * inv_std / m) - db / m) with c = x - mean; quotients are by channel."""
     dtype, others = statistics_type(dtype_of(n.x)), _others(n)
     dy = cast(op, n.dy, dtype)
     inv_std = _aligned(op, n, n.inv_std, dtype)
