@@ -18,10 +18,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 demo: .venv/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
-test: lint .venv/.browser
+test: lint .venv/.browser .venv/.cpp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
-test-all: lint .venv/.browser
+test-all: lint .venv/.browser .venv/.cpp
 	$(BIN)/pytest -n $(JOBS) --slow $(ARGS)
 
 bench: .venv/.dev
@@ -53,6 +53,12 @@ clean:
 .venv/.browser: examples/web/package.json .venv/.torch
 	-command -v npm >/dev/null && npm install --prefix examples/web --no-audit --no-fund --loglevel=error
 	-command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	touch $@
+
+# So is the test of examples/cpp, which builds it.
+.venv/.cpp: .venv/.torch
+	-{ command -v cmake && command -v g++ && [ -e /usr/include/nlohmann/json.hpp ]; } >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq cmake g++ nlohmann-json3-dev >/dev/null; }
 	touch $@
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml .venv/.torch

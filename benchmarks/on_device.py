@@ -194,6 +194,8 @@ def main(arguments: Sequence[str]) -> None:
             ours, plain = _Stock(network, folder, plain=False), _Stock(network, folder, plain=True)
         eager, default = _Torch(network, fused=True), _Torch(network, fused=False)
         everyone = {TORCH: eager, "torch, AdamW()": default, "onnxtrain": ours, "onnxtrain, plain update": plain}
+        for contender in everyone.values():  # without gradients PyTorch's update does nothing
+            contender.gradients()
         gradients = {name: everyone[name].gradients for name in (TORCH, "onnxtrain")}
         console.print(_table(f"{network.title}: forward and backward", _measure(gradients, given.rounds)))
         updates = {name: contender.update for name, contender in everyone.items()}

@@ -56,7 +56,7 @@ def test_ops_says_what_is_wrong_with_a_pattern(pattern: str, message: str, capsy
 def test_unknown_commands_are_refused_with_the_known_ones(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
-    assert stopped.value.code == cli.USAGE
+    assert stopped.value.code == cli.FAILED == 2
     assert "command" in capsys.readouterr().err
 
 

@@ -33,8 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "tune": "show, measure or forget how long kernels take on this machine",
 }
 
-FAILED = 1
-USAGE = 2  # as argparse: the command line itself is wrong
+FAILED = 2  # as argparse ends where it cannot use a command line
 
 
 class Command(Protocol):
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, or FAILED where the command raised an error of this package. Where there is no such command
-        the process ends with USAGE.
+        the process ends with FAILED too.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from onnxtrain.cli import FAILED
 from onnxtrain.cli.page import write_page
 from onnxtrain.graph.values import ATEN, MICROSOFT, ONNX, OWN
 from onnxtrain.ops import BY_BODY, FROM_TORCH, NOT_DIFFERENTIABLE, OPS, STANDARD, Effects, NoBody, OpDef
@@ -229,10 +230,10 @@ def run(options: argparse.Namespace) -> int:
         found = selected(options.pattern)
     except re.error as error:
         Console(stderr=True).print(f"{options.pattern!r} is no regular expression: {error}", markup=False)
-        return 1
+        return FAILED
     if not found:
         Console(stderr=True).print(f"no operator matches {options.pattern!r}", markup=False)
-        return 1
+        return FAILED
     for domain, definitions in found.items():
         console.print(table(domain, definitions))
     console.print(f"{sum(map(len, found.values()))} operators")

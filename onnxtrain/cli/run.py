@@ -13,7 +13,6 @@ import sys
 import traceback
 from pathlib import Path
 
-from onnxtrain.cli import FAILED
 from onnxtrain.errors import OnnxTrainError, OptionError
 
 
@@ -45,5 +44,5 @@ def run(options: argparse.Namespace) -> int:
             runpy.run_path(options.script, run_name="__main__")
     except OnnxTrainError:
         traceback.print_exc()  # as Python shows what ends a script
-        return FAILED
+        return 1
     return 0

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onnxtrain.api import CheckpointState, Module, Optimizer
-from onnxtrain.device.sessions import METADATA
+from onnxtrain.device.sessions import METADATA, Device, open_session
 from onnxtrain.device.values import Array, numpy_name
 from onnxtrain.errors import TrainingError
 
@@ -117,7 +117,7 @@ class _Evaluation:
     """Loss and accuracy on samples that are not trained on."""
 
     def __init__(self, path: Path, state: CheckpointState) -> None:
-        self._session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self._session = open_session(path, Device(), ort.SessionOptions())
         metadata = self._session.get_modelmeta().custom_metadata_map
         if METADATA not in metadata:
             todo = "make the artifacts by generate_artifacts of onnxtrain"

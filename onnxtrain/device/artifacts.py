@@ -137,7 +137,13 @@ def _type(tensor: ir.TensorProtocol) -> TensorType:
 
 
 def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        todo = "give a folder that can be written to"
+        raise ArtifactError(
+            "The folder for the artifacts cannot be made.", str(folder), got=error, todo=todo
+        ) from error
     for name, graph in graphs.items():
         path = folder / f"{prefix}{name}.onnx"
         onnx_file.place(graph, path)

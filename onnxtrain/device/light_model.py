@@ -54,11 +54,14 @@ def hold_out(
 
 def _read(path: Path) -> onnx.ModelProto:
     try:
-        return onnx.load(str(path), load_external_data=False)
+        model = onnx.load(str(path), load_external_data=False)
     except FileNotFoundError as error:
         raise ArtifactError("The model is not there.", str(path), todo="give the path of an .onnx file") from error
     except Exception as error:  # protobuf raises its own, which differ between its versions
         raise ArtifactError("The file is no ONNX model.", str(path), got=str(error)) from error
+    if not model.HasField("graph"):
+        raise ArtifactError("The file is no ONNX model.", str(path), got=f"no graph in {path.stat().st_size} bytes")
+    return model
 
 
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:

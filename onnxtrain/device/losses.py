@@ -80,8 +80,15 @@ class CrossEntropyLoss(_Loss):
     def build(self, scores_input_name: str, labels_name: str = "labels") -> str:
         """The loss of scores[n, c, ...] against labels int64[n, ...]."""
         base = current_base()
+        _, shape = base.type_of(scores_input_name)
+        if len(shape) < 2 or shape[1] in (0, 1):
+            raise ArtifactError(
+                f"Cross entropy needs scores of several classes; {scores_input_name!r} has none.",
+                expected="(samples, classes, ...)",
+                got=f"({', '.join(map(str, shape))})",
+                todo="use BCEWithLogitsLoss for yes or no, or MSELoss for numbers, or name another output",
+            )
         if not _is_value(labels_name):
-            _, shape = base.type_of(scores_input_name)
             base.add_input(labels_name, onnx.TensorProto.INT64, [*shape[:1], *shape[2:]])
         inputs = [scores_input_name, labels_name]
         if self._weight is not None:

@@ -6,21 +6,15 @@ WebGPU does not give. What is then left must be in PORTABLE_OPS.
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.device.pool_gradient import pool_without_indices
 from onnxtrain.errors import ArtifactError
-from onnxtrain.graph import sizes, traversal
-from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops import NodeView, builder, definition_of, foreign
+from onnxtrain.graph import traversal
+from onnxtrain.graph.values import ONNX, OWN, dtype_of, rank_of, type_of
+from onnxtrain.ops import builder, definition_of, foreign
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.fused import axes_constant, reshaped
 from onnxtrain.ops.reshape.movement import constant_ints
-from onnxtrain.ops.spatial import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
 from onnxtrain.passes import JOINT, optimize
 
 # Ops of which one node each ran in wasm and in a WebGPU session of onnxruntime-web 1.30 (Chromium, SwiftShader), with
@@ -57,7 +51,7 @@ def make_portable(model: ir.Model) -> ir.Model:
     model = traversal.with_graph(model, traversal.clone(model.graph)[0])
     _refuse_foreign(model.graph)
     drop_unused_outputs(model.graph)
-    _pool_without_indices(model.graph)
+    pool_without_indices(model.graph, overlapping=True)
     model = inline_bodies(model)
     _pad_all_axes(model.graph)
     optimize(model, JOINT)
@@ -133,78 +127,3 @@ def _pad_all_axes(graph: ir.Graph) -> None:
         graph.remove(node, safe=True)
     traversal.sort(graph)
     traversal.name_uniquely(graph)
-
-
-# MaxPool's gradient without indices
-
-
-def _pool_without_indices(graph: ir.Graph) -> None:
-    """Replaces MaxPoolGrad, which reads indices, by nodes that find the largest places again from x and y."""
-    op = builder(graph)
-    for node in [n for n in graph if (n.domain, n.op_type) == (MICROSOFT, "MaxPoolGrad")]:
-        pool = _pool_of(node)
-        with op.at(node.metadata_props):
-            dx = _gradient(op, definition_of(pool).view(pool), node)
-        traversal.replace(graph, node.outputs[0], dx)
-        graph.remove(node, safe=True)
-    traversal.sort(graph)
-    traversal.name_uniquely(graph)
-
-
-def _pool_of(node: ir.Node) -> ir.Node:
-    """The MaxPool whose indices the node reads: as they are, or those of ONNX's MaxPool within a plane."""
-    value = node.inputs[1]
-    producer = None if value is None else value.producer()
-    if producer is not None and producer.op_type == "Mod" and producer.inputs[0] is not None:
-        producer = producer.inputs[0].producer()
-    if producer is None or producer.op_type != "MaxPool" or producer.domain not in (ONNX, OWN):
-        raise ArtifactError(
-            f"{traversal.describe(node)} is not portable: its indices are computed, and WebGPU gives none.",
-            where=traversal.origin(node),
-            todo="use MaxPool without return_indices, or make the artifacts without portable=True",
-        )
-    return producer
-
-
-def _gradient(op: Builder, n: NodeView, node: ir.Node) -> ir.Value:
-    """Dy goes to the first place of each window that equals y. Places of windows become x's by a ConvTranspose."""
-    x, y, dy = n.x, n.y, node.inputs[0]
-    assert dy is not None
-    count = len(spatial(x))
-    kernel, strides = [int(k) for k in n.kernel_shape], per_axis(n, "strides", count, 1)
-    pads, dilations = symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
-    reach = [covered(e, k, s, d) for e, k, s, d in zip(spatial(y), kernel, strides, dilations, strict=True)]
-    padded = _padded(op, x, pads, reach)
-    free, shares = None, []
-    for offset in itertools.product(*map(range, kernel)):
-        starts = [o * d for o, d in zip(offset, dilations, strict=True)]
-        there = every(op, padded, starts, strides, spatial(y))
-        share = op.Cast(op.Equal(there, y), to=dtype_of(x))
-        if free is not None:
-            share = op.Mul(share, free)
-        taken = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
-        free = taken
-        shares.append(op.Unsqueeze(op.Mul(share, dy), axes_constant(op, [2])))
-    planes, windows = sizes.multiply(*sizes.of(x)[:2]), len(shares)
-    stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial(y)])
-    places = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
-    spread = op.ConvTranspose(stacked, places, strides=strides, dilations=dilations)
-    missing = [
-        sizes.maximum(0, sizes.subtract(sizes.add(s, p), r)) for s, p, r in zip(spatial(x), pads, reach, strict=True)
-    ]
-    inner = cut_out(op, extended(op, spread, missing), pads, spatial(x))
-    return reshaped(op, inner, sizes.of(x))
-
-
-def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.Value:
-    """The input with a number below all others around it, as far as windows reach."""
-    after = [
-        sizes.maximum(0, sizes.subtract(r, sizes.add(s, p))) for r, s, p in zip(reach, spatial(x), pads, strict=True)
-    ]
-    if not any(pads) and all(more == 0 for more in after):
-        return x
-    longer = [sizes.add(s, p, more) for s, p, more in zip(spatial(x), pads, after, strict=True)]
-    inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), axes_constant(op, range(2, 2 + len(pads))))
-    whole = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
-    result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
-    return result

@@ -185,7 +185,7 @@ class Graph:
     def __init__(self, path: str | os.PathLike[str], kind: str, device: Device, options: ort.SessionOptions) -> None:
         self.path = Path(path)
         self._device = device
-        self._session = _open(self.path, device, options)
+        self._session = open_session(self.path, device, options)
         self.facts = _facts(self._session, self.path, kind)
         self.types = {arg.name: _type(arg) for arg in self._session.get_inputs()}
         self.outputs = [name for name in self.facts.outputs if name not in self.facts.updates]
@@ -273,7 +273,12 @@ class Graph:
         return list(results[: len(self.outputs)])
 
 
-def _open(path: Path, device: Device, options: ort.SessionOptions) -> ort.InferenceSession:
+def open_session(path: Path, device: Device, options: ort.SessionOptions) -> ort.InferenceSession:
+    """Loads a graph, with what all sessions of a training share.
+
+    Raises:
+        TrainingError: onnxruntime cannot load it, or the options ask for prepacking.
+    """
     _configure(options, _SHARED_ALLOCATORS, "1")
     if _configure(options, _PREPACKING, "1") != "1":
         # A packed copy of a weight would not follow its updates.

@@ -103,8 +103,13 @@ class TrainingState:
         """Gives the memory that the optimizer graph binds: parameters, gradients and its own state.
 
         Raises:
-            CheckpointError: the state in the checkpoint is that of another optimizer.
+            CheckpointError: the state in the checkpoint is that of another optimizer, or the graph that of another
+                model.
         """
+        if self.gradients.keys() != set(facts.trainable):
+            what = "The optimizer graph updates other parameters than the training graph trains."
+            expected_names, names = ", ".join(self.gradients), ", ".join(facts.trainable)
+            raise CheckpointError(what, None, expected_names, names, _OTHER_ARTIFACTS)
         if self.optimizer and self.optimizer.keys() != set(facts.state):
             what = "The checkpoint holds the state of another optimizer."
             expected_names, names = ", ".join(facts.state) or "none", ", ".join(self.optimizer)

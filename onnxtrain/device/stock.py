@@ -12,9 +12,10 @@ from collections import Counter
 
 import onnx_ir as ir
 
+from onnxtrain.device.pool_gradient import pool_without_indices
 from onnxtrain.device.portable import drop_unused_outputs, make_portable
 from onnxtrain.errors import ArtifactError, GraphError, OptionError
-from onnxtrain.graph import sizes
+from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.opset import convert_opset
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, set_type
 from onnxtrain.onnx_file import file_model
@@ -81,6 +82,8 @@ def _with_functions(model: ir.Model) -> ir.Model:
 
     So every function has the name of its op, by which runtimes and people know it.
     """
+    model = traversal.with_graph(model, traversal.clone(model.graph)[0])
+    pool_without_indices(model.graph, overlapping=False)
     model = inline_bodies(model, keep=_stays)
     drop_unused_outputs(model.graph)
     written_out: set[str | None] = set()

@@ -206,7 +206,7 @@ class Optimizer:
 
     Raises:
         TrainingError: the graph cannot be loaded.
-        CheckpointError: the state in the checkpoint belongs to another optimizer.
+        CheckpointError: the state in the checkpoint belongs to another optimizer, or the graph to another model.
     """
 
     def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:

@@ -11,8 +11,8 @@ node. `output_mask` of a backward op says which gradients are read; the kernel l
 A gradient is a convolution again. In x it is the transposed one. In w it is one where samples and channels change
 places, dy is the weight, and stride and dilation change places:
     dw[o, c, k] = sum over n, e of x[n, c, e*stride - pad + k*dilation] * dy[n, o, e]
-Its body is that, or for windows of few places a matrix product for each place k: onnxruntime's Conv is slow where the
-weight is as large as an image (1.8 to 2.3 times as slow for 3 x 3 windows and 16 to 64 channels).
+Its body is that, or for windows of few places matrix products: onnxruntime's Conv is slow where the weight is as large
+as an image.
 
 Source: Dumoulin and Visin 2016, https://arxiv.org/abs/1603.07285 (sections 2, 4).
 """
@@ -53,9 +53,11 @@ from onnxtrain.ops.spatial import (
 aten = torch.ops.aten
 
 _GEOMETRY: dict[str, Any] = {"dilations": None, "group": 1, "pads": None, "strides": None}
-# Places of a window (3 x 3 are few), and channels. Onnxruntime 1.31, one thread: windows of 3 x 3 as products are 1.8
-# to 2.3 times as fast with 16 to 64 channels, and a third to two thirds as fast with 1 or 3.
-_MANY = 16
+# How the weight's gradient is computed, by the weight's sizes. Onnxruntime 1.31, one thread, windows of 3 x 3: a
+# product for each place is 1.7 to 3.5 times as fast as Conv with 16 and 64 channels, but slower with 1 and 3; one
+# product for all is 1.5 to 1.9 times as fast there, and is done where its columns are no larger than twice dy.
+_MANY = 16  # channels, or places of a window
+_LARGER = 2
 _TRANSPOSED: dict[str, Any] = {**_GEOMETRY, "output_padding": None}
 
 
@@ -332,10 +334,19 @@ def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
 
 def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
     """The gradient of w[o, c/g, k], where windows of `source`[n, c, d] meet `moving`[n, o, e]."""
-    places = math.prod(k if isinstance(k, int) else _MANY for k in spatial(n.w))
-    channels = sizes.of(source)[1]
-    if n.group == 1 and places < _MANY and isinstance(channels, int) and channels >= _MANY:
-        return _weight_gradient_by_place(op, n, source, moving)
+    numbers = [size for size in sizes.of(n.w) if isinstance(size, int)]
+    if n.group == 1 and len(numbers) == rank_of(n.w):
+        outs, channels, *kernel = numbers
+        places = math.prod(kernel)
+        if channels * places <= _LARGER * outs:
+            return _weight_gradient_by_columns(op, n, source, moving)
+        if channels >= _MANY > places:
+            return _weight_gradient_by_place(op, n, source, moving)
+    return _weight_gradient_by_convolution(op, n, source, moving)
+
+
+def _weight_gradient_by_convolution(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
+    """Samples and channels change places, and so do strides and dilations."""
     source, moving = (_with_samples(op, x) for x in (source, moving))
     batch, channels, *inner = sizes.of(source)
     strides, pads, dilations = _geometry(n)
@@ -355,12 +366,39 @@ def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Valu
 
 
 def _weight_gradient_by_place(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
-    """The same without groups: for each place of a window the product over all positions, then the sum over samples."""
+    """Without groups: for each place of a window the product over all positions, then the sum over samples."""
+    rows = _rows(op, moving)
+    found = [
+        total(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True)
+        for columns in _columns(op, n, source, moving)
+    ]
+    places = op.Concat(*found, axis=0) if len(found) > 1 else found[0]
+    return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), sizes.of(n.w))
+
+
+def _weight_gradient_by_columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
+    """Without groups: one product for all places of a window, whose columns stand below each other."""
+    outs, channels, *kernel = sizes.of(n.w)
+    found = _columns(op, n, source, moving)
+    columns = op.Concat(*found, axis=1) if len(found) > 1 else found[0]
+    products = op.MatMul(columns, op.Transpose(_rows(op, moving), perm=[0, 2, 1]))
+    places = reshaped(op, total(op, products, [0], keepdims=True), [product(kernel), channels, outs])
+    return reshaped(op, op.Transpose(places, perm=[2, 1, 0]), sizes.of(n.w))
+
+
+def _rows(op: Builder, moving: ir.Value) -> ir.Value:
+    """The positions of each plane in a row: [n, o, positions]."""
+    batch, outs, *positions = sizes.of(moving)
+    return reshaped(op, moving, [batch, outs, product(positions)])
+
+
+def _columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> list[ir.Value]:
+    """For each place of a window what the weight there meets at each position of `moving`: [n, c, positions]."""
     strides, pads, dilations = _geometry(n)
-    (batch, outs, *positions), channels, kernel = sizes.of(moving), sizes.of(source)[1], spatial(n.w)
-    count = product(positions)
+    batch, channels, *inner = sizes.of(source)
+    positions = spatial(moving)
     if any(pads):
-        longer = [sizes.add(s, 2 * pad) for s, pad in zip(spatial(source), pads, strict=True)]
+        longer = [sizes.add(s, 2 * pad) for s, pad in zip(inner, pads, strict=True)]
         inputs = (
             source,
             op.sizes([*pads, *pads]),
@@ -369,14 +407,12 @@ def _weight_gradient_by_place(op: Builder, n: NodeView, source: ir.Value, moving
         )
         kind = TensorType(dtype_of(source), (batch, channels, *longer))
         source = op.node(ONNX, "Pad", inputs, {}, types=[kind]).outputs[0]
-    rows = reshaped(op, moving, [batch, outs, count])
     found = []
-    for place in itertools.product(*(range(int(k)) for k in kernel)):
+    for place in itertools.product(*(range(int(k)) for k in spatial(n.w))):
         starts = [index * dilation for index, dilation in zip(place, dilations, strict=True)]
-        columns = reshaped(op, every(op, source, starts, strides, tuple(positions)), [batch, channels, count])
-        found.append(total(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True))
-    places = op.Concat(*found, axis=0) if len(found) > 1 else found[0]
-    return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), [outs, channels, *kernel])
+        met = every(op, source, starts, strides, positions)
+        found.append(reshaped(op, met, [batch, channels, product(positions)]))
+    return found
 
 
 def _with_samples(op: Builder, x: ir.Value) -> ir.Value:
@@ -449,6 +485,7 @@ fused(
     others=(in_float32(_lower_conv_grad),),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
     layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
+    sized=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.dy)), product(sizes.of(n.w))),
 )
@@ -464,6 +501,7 @@ fused(
     others=(in_float32(_lower_conv_transpose_grad),),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[1][2:])),
     layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
+    sized=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.x)), product(sizes.of(n.w))),
 )

@@ -294,6 +294,7 @@ class OpDef:
         replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
         commutative: whether its two inputs may stand in either order.
+        sized: inputs whose sizes decide how the body is written. A function holds the body for these numbers alone.
         same_elements: whether its output has the elements of its first input in their order, in another shape or
             element type perhaps.
     """
@@ -323,6 +324,7 @@ class OpDef:
     replay: Replay | None = None
     layout: Layout | None = None
     commutative: bool = False
+    sized: frozenset[str] = frozenset()
     same_elements: bool = False
 
     def __post_init__(self) -> None:

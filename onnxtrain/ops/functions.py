@@ -4,7 +4,8 @@
 
 A body depends on ranks, element types, attributes and which optional inputs are there. Each such case is a function of
 its own: all have the op's name, the first no overload, the others "1", "2", ... Sizes do not count: a function computes
-those that it needs from its inputs. Only a body that asks for a number gets one function for each number.
+those that it needs from its inputs. Only a body that asks for a number gets one function for each number, and one that
+is written by the sizes of an input (`sized`) one for each of these.
 
 Functions call no functions: onnxruntime 1.31 takes the wrong overload inside a function, without a word.
 """
@@ -128,10 +129,13 @@ class _Functions:
 
 def _case(node: ir.Node, level: _Known) -> _Case:
     present = [value for value in node.inputs if value is not None]
-    names = _LocalSizes(present, level)
+    definition = definition_of(node)
+    input_names = _input_names(definition, len(node.inputs))
+    shapes = (sizes.of(v) for v, name in zip(node.inputs, input_names, strict=True) if v and name in definition.sized)
+    names = _LocalSizes(present, level, {size for shape in shapes for size in shape if isinstance(size, int)})
     inputs: list[ir.Value | None] = []
     key: list[Any] = []
-    for value, name in zip(node.inputs, _input_names(definition_of(node), len(node.inputs)), strict=True):
+    for value, name in zip(node.inputs, input_names, strict=True):
         if value is None:
             inputs.append(None)
             key.append(None)
@@ -177,10 +181,12 @@ def _attribute_key(attribute: ir.Attr) -> Any:
 class _LocalSizes:
     """Gives the sizes of a call names of the function's own.
 
-    A compound (2*s0) stays one, from RELATIONS on, where its symbols are sizes themselves. 0 and 1 are what they are.
+    A compound (2*s0) stays one, from RELATIONS on, where its symbols are sizes themselves. 0, 1 and `numbers` are what
+    they are.
     """
 
-    def __init__(self, values: Sequence[ir.Value], level: _Known) -> None:
+    def __init__(self, values: Sequence[ir.Value], level: _Known, numbers: set[int]) -> None:
+        self._numbers = {0, 1} | numbers
         self.caller: dict[str, Size] = {}
         self._level = level
         self._local: dict[Size, str] = {}
@@ -192,7 +198,7 @@ class _LocalSizes:
 
     def _one(self, size: Size) -> Size:
         if isinstance(size, int):
-            return size if self._level is _Known.NUMBERS or size in (0, 1) else self._named(size)
+            return size if self._level is _Known.NUMBERS or size in self._numbers else self._named(size)
         parts = sizes.symbols(size)
         if self._level is _Known.NAMES or size.isidentifier() or not parts <= self._plain:
             return self._named(size)

@@ -64,13 +64,13 @@ def fused(
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     layout: Layout | None = None,
+    sized: frozenset[str] = frozenset(),
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
     `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `workspace` is that
     of `lower`. `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
-
     Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
     """
     last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
@@ -96,6 +96,7 @@ def fused(
             flops=flops,
             host=None,
             layout=layout,
+            sized=sized,
             outputs_of=outputs_of,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )

@@ -25,6 +25,7 @@ from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.keep_scores import keep_scores
 from onnxtrain.passes.key_dropout import key_dropout
+from onnxtrain.passes.mask_pooled_gradients import mask_pooled_gradients
 from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.multiply_convolutions import multiply_convolutions
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
@@ -52,6 +53,7 @@ FORWARD: tuple[Pass, ...] = (
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
     dedupe,  # several rules compute the same sizes and views
+    mask_pooled_gradients,  # before anything is planned: less is kept
     gradients_with_loss,  # which gradients are read is known now
     drop_unused,  # gradients that nobody asked for
 )

@@ -62,6 +62,10 @@ def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
     [
         (["--train", "nothing*"], "some of body.w, fc.w, fc.b"),
         (["--freeze", "*"], "No parameter is to be trained"),
+        (["--loss-input", "nowhere"], "no value of this name"),
+        (["--also-output", "nowhere"], "no such outputs"),
+        (["--clip-norm", "0"], "a norm above 0"),
+        (["-o", __file__], "folder for the artifacts cannot be made"),
     ],
 )
 def test_says_what_is_wrong(model: Path, given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,8 +73,25 @@ def test_says_what_is_wrong(model: Path, given: list[str], says: str, capsys: py
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.onnx").write_text("no model")
-    for path in (tmp_path / "text.onnx", tmp_path / "nowhere.onnx"):
-        assert cli.main(["artifacts", str(path)]) == cli.FAILED
-    assert "is not there" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"no model", "no ONNX model"), (b"", "no ONNX model"), (None, "is not there")]
+)
+def test_a_file_that_is_no_model(
+    content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.onnx"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main(["artifacts", str(path)]) == cli.FAILED
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [[], [1]])
+def test_a_loss_that_does_not_fit_the_output(
+    columns: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [node("MatMul", ["x", "w"], ["y"])]
+    onnx.save(by_hand(nodes, {"w": weight(4, *columns)}, ["n", 4]), tmp_path / "model.onnx")
+    assert cli.main(["artifacts", str(tmp_path / "model.onnx"), "-o", str(tmp_path)]) == cli.FAILED
+    assert "'y' has none" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "training_model.onnx").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,7 @@ def test_reads_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (["--data", "digits"], "do not fit the graph's input"),
         (["--data", "nowhere.npz"], "can be neither 'digits' nor read"),
+        (["--data", str(Path(__file__).parent)], "can be neither 'digits' nor read"),
         (["--data", "digits", "--epochs", "0"], "--epochs is too small"),
         (["--data", "digits", "--test-share", "1"], "--test-share is no share"),
         (["--data", "digits", "--learning-rate", "nan"], "must be positive"),
@@ -105,6 +107,53 @@ def test_says_what_is_wrong(given: list[str], says: str, tmp_path: Path, capsys:
     make(tmp_path, mlp(12, 8, 10), torch.zeros(2, 12))
     assert cli.main(["train", str(tmp_path), *given]) == cli.FAILED
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    make(folder, mlp(64, 8, 10), torch.zeros(2, 64))
+    return folder
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5], ids=["empty", "cut"])
+@pytest.mark.parametrize("name", ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"])
+def test_damaged_artifacts_are_refused(
+    name: str, left: float, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "damaged")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(left * len(content))])
+    assert cli.main(["train", str(folder), "--data", "digits", "--epochs", "1"]) == cli.FAILED
+    assert name in "".join(capsys.readouterr().err.split())
+    assert not (folder / "trained_checkpoint").exists()
+
+
+@pytest.mark.parametrize("name", ["eval_model.onnx", "optimizer_model.onnx", "checkpoint"])
+def test_files_of_another_model_are_refused(
+    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "other", nn.Linear(64, 10), torch.zeros(2, 64))
+    folder = shutil.copytree(whole, tmp_path / "mixed")
+    shutil.copy(tmp_path / "other" / name, folder / name)
+    assert cli.main(["train", str(folder), "--data", "digits", "--epochs", "1"]) == cli.FAILED
+    assert capsys.readouterr().err
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids).mean(1))
+
+
+@pytest.mark.parametrize("words", [64, 5])
+def test_images_do_not_fit_a_text_model(words: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, Words(), torch.zeros(2, words, dtype=torch.int64))
+    assert cli.main(["train", str(tmp_path), "--data", "digits"]) == cli.FAILED
+    assert "to do: give an .npz file" in " ".join(capsys.readouterr().err.split())
 
 
 def test_stops_where_the_loss_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

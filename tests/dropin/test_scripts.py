@@ -124,7 +124,7 @@ def test_a_script_sees_its_own_arguments_and_folder(tmp_path: Path, capsys: pyte
 def test_what_a_script_raises_comes_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("from onnxtrain.errors import CaptureError\nraise CaptureError('no luck')\n")
-    assert cli.main(["run", str(script)]) == cli.FAILED
+    assert cli.main(["run", str(script)]) == 1
     shown = capsys.readouterr().err
     assert f'File "{script}", line 2' in shown
     assert "no luck" in shown

@@ -140,6 +140,29 @@ _CASES = [
         ],
         label="products strided",
     ),
+    # Of few, one product with all places of the windows below each other.
+    OpCase(
+        "com.microsoft",
+        "ConvGrad",
+        (Spec("n 12 h w"), Spec("n 2 h w"), Spec("12 2 3 3")),
+        by_autograd(conv(geometry(2, pad=1))),
+        geometry(2, pad=1),
+        sizes=sizes("h", "w"),
+        label="columns",
+    ),
+    OpCase(
+        "com.microsoft",
+        "ConvGrad",
+        (Spec("n 6 p q"), Spec("n 2 h w"), Spec("6 2 3 2")),
+        by_autograd(conv(STRIDED)),
+        STRIDED,
+        sizes=[
+            {"n": 2, "h": 9, "w": 8, "p": 5, "q": 5},
+            {"n": 1, "h": 7, "w": 5, "p": 4, "q": 3},
+            {"n": 0, "h": 8, "w": 9, "p": 4, "q": 5},
+        ],
+        label="columns strided",
+    ),
     OpCase(
         "com.microsoft",
         "ConvTransposeGrad",

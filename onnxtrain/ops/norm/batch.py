@@ -268,20 +268,26 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    """Dx = scale * inv_std * (dy - c * (dscale * inv_std / m) - db / m) with c = x - mean; quotients are by channel."""
     dtype, others = statistics_type(dtype_of(n.x)), _others(n)
     dy = cast(op, n.dy, dtype)
     inv_std = _aligned(op, n, n.inv_std, dtype)
-    z = op.Mul(op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.mean, dtype)), inv_std)
-    db, dscale = total(op, dy, others), total(op, op.Mul(dy, z), others)
+    centred = op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.mean, dtype))
+    db = total(op, dy, others)
+    dscale = op.Mul(total(op, op.Mul(dy, centred), others), inv_std)
     count = op.size(count_over(n.x, others), dtype)
-    slope = op.Sub(dy, op.Div(op.Add(db, op.Mul(z, dscale)), count))
-    return _with_channels(op, n, op.Mul(slope, inv_std), dscale, db)
+    along = op.Mul(centred, op.Div(op.Mul(dscale, inv_std), count))
+    slope = op.Sub(dy, op.Add(along, op.Div(db, count)))
+    return _results(op, n, op.Mul(slope, _factor(op, n, inv_std)), dscale, db)
 
 
-def _with_channels(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
-    """Scales dx, and gives the two sums as vectors in the parameters' type."""
-    if n.scale is not None:
-        dx = op.Mul(dx, _aligned(op, n, n.scale, dtype_of(dx)))
+def _factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
+    """What each channel of a gradient is multiplied with: one pass over it, and not two."""
+    return inv_std if n.scale is None else op.Mul(inv_std, _aligned(op, n, n.scale, dtype_of(inv_std)))
+
+
+def _results(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
+    """The gradients in the types of what they are gradients of."""
     dtype, channels = _parameter(n)
     sums = (cast(op, reshaped(op, v, channels), dtype) for v in (dscale, db))
     return cast(op, dx, dtype_of(n.x)), *sums
@@ -379,7 +385,7 @@ def _inference_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     inv_std = op.Reciprocal(op.Sqrt(plus(op, var, n.epsilon)))
     centred = op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.input_mean, dtype))
     dscale = op.Mul(total(op, op.Mul(dy, centred), others), inv_std)
-    return _with_channels(op, n, op.Mul(dy, inv_std), dscale, total(op, dy, others))
+    return _results(op, n, op.Mul(dy, _factor(op, n, inv_std)), dscale, total(op, dy, others))
 
 
 _define_grad(

@@ -163,7 +163,7 @@ def _captured_max(count: int, with_indices: bool) -> Any:
     return capture
 
 
-fused(
+MAX_POOL = fused(
     OWN,
     "MaxPool",
     ("x",),
@@ -242,7 +242,16 @@ def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *how: A
     return kernel.default(dy, stand_in(indices, shape, dy.dtype), *how, indices)  # type: ignore[no-any-return]
 
 
-fused(
+def pool_of(n: NodeView) -> NodeView | None:
+    """The MaxPool whose indices this MaxPoolGrad reads: as they are, or those of ONNX's MaxPool within a plane."""
+    producer = n.indices.producer()
+    if producer is not None and producer.op_type == "Mod" and producer.inputs[0] is not None:
+        producer = producer.inputs[0].producer()
+    is_pool = producer is not None and producer.op_type == "MaxPool" and producer.domain in (ONNX, OWN)
+    return view(producer) if is_pool else None
+
+
+MAX_POOL_GRAD = fused(
     MICROSOFT,
     "MaxPoolGrad",
     ("dy", "indices", "shape"),

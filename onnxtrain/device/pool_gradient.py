@@ -1,0 +1,183 @@
+"""MaxPool's gradient without its indices: the place of each window's largest element is found again, from x and y.
+
+WebGPU gives no indices, and on a CPU onnxruntime (1.31) takes 8 to 12 times as long for a pool that gives them.
+
+Windows that lie side by side are taken apart: x becomes one tensor for each place of a window, dy goes to the first of
+them that equals y, and together they are dx. Where windows overlap the places are strided slices, which on a CPU cost
+as much as the indices; they are put together by a ConvTranspose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import ArtifactError
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of
+from onnxtrain.ops import NodeView, builder
+from onnxtrain.ops.fused import axes_constant, reshaped
+from onnxtrain.ops.pool.window import MAX_POOL, MAX_POOL_GRAD, pool_of
+from onnxtrain.ops.registry import view
+from onnxtrain.ops.reshape.join import split
+from onnxtrain.ops.spatial import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
+
+
+def pool_without_indices(graph: ir.Graph, *, overlapping: bool) -> None:
+    """Replaces MaxPoolGrad, which reads indices, by nodes that read x and y.
+
+    Args:
+        graph: changed in place.
+        overlapping: whether for windows that do not lie side by side too.
+
+    Raises:
+        ArtifactError: indices are computed, and it is asked for overlapping windows.
+    """
+    op = builder(graph)
+    for node in [n for n in graph if view(n).definition is MAX_POOL_GRAD]:
+        pool = pool_of(view(node))
+        if pool is None and overlapping:
+            raise ArtifactError(
+                f"{traversal.describe(node)} is not portable: its indices are computed, and WebGPU gives none.",
+                where=traversal.origin(node),
+                todo="use MaxPool without return_indices, or make the artifacts without portable=True",
+            )
+        if pool is None or not (overlapping or _side_by_side(pool)):
+            continue
+        with op.at(node.metadata_props):
+            gradient = _of_windows_apart if _side_by_side(pool) else _of_overlapping_windows
+            dx = gradient(op, pool, view(node).dy)
+        traversal.replace(graph, node.outputs[0], dx)
+        graph.remove(node, safe=True)
+    _drop_indices(graph, op)
+    traversal.sort(graph)
+    traversal.name_uniquely(graph)
+
+
+def _drop_indices(graph: ir.Graph, op: Builder) -> None:
+    """Makes each MaxPool whose indices nobody reads ONNX's, which can leave them out."""
+    for node in [n for n in graph if view(n).definition is MAX_POOL and not traversal.is_used(n.outputs[1])]:
+        n = view(node)
+        with op.at(node.metadata_props):
+            pooled, _ = op.MaxPool(n.x, **{name: getattr(n, name) for name in MAX_POOL.attributes})
+        pooled.producer().resize_outputs(1)
+        traversal.replace(graph, n.y, pooled)
+        graph.remove(node, safe=True)
+
+
+def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Kernel, strides, padding and dilations of each axis."""
+    count = len(spatial(n.x))
+    rest = per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
+    return [int(k) for k in n.kernel_shape], *rest
+
+
+def _side_by_side(n: NodeView) -> bool:
+    kernel, strides, pads, dilations = _geometry(n)
+    return kernel == strides and not any(pads) and set(dilations) <= {1}
+
+
+def _reach(n: NodeView) -> list[Size]:
+    """How far windows reach along each axis of x with its padding."""
+    kernel, strides, _, dilations = _geometry(n)
+    return [covered(e, k, s, d) for e, k, s, d in zip(spatial(n.y), kernel, strides, dilations, strict=True)]
+
+
+# Windows side by side
+
+
+def _of_windows_apart(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    kernel, reach = _geometry(n)[0], _reach(n)
+    nothing = [0] * len(kernel)
+    x = _padded(op, n.x, nothing, reach) if n.ceil_mode else n.x
+    x = cut_out(op, x, nothing, reach)
+    zero = op.scalar(0.0, like=dy)
+    taken, shares = None, []
+    for place in _apart(op, x, kernel, spatial(n.y)):
+        largest = op.Equal(place, n.y)
+        first = largest if taken is None else op.And(largest, op.Not(taken))
+        taken = largest if taken is None else op.Or(taken, largest)
+        shares.append(op.Where(first, dy, zero))
+    whole = _together(op, shares, kernel, spatial(n.y))
+    if n.ceil_mode:
+        inner = cut_out(op, whole, nothing, spatial(n.x))
+    else:
+        missing = [sizes.subtract(s, r) for s, r in zip(spatial(n.x), reach, strict=True)]
+        inner = extended(op, whole, missing)
+    return reshaped(op, inner, sizes.of(n.x))
+
+
+def _apart(op: Builder, x: ir.Value, kernel: Sequence[int], windows: Sequence[Size]) -> list[ir.Value]:
+    """The tensors [n, c, windows] of all places of a window, the last axis counting fastest."""
+    parts = [x]
+    for axis, (size, count) in enumerate(zip(kernel, windows, strict=True), start=2):
+        found = []
+        for part in parts:
+            before, after = sizes.of(part)[:axis], sizes.of(part)[axis + 1 :]
+            each = reshaped(op, part, [*before, count, size, *after])
+            pieces = split(op, each, [1] * size, axis + 1)
+            found += [reshaped(op, place, [*before, count, *after]) for place in pieces]
+        parts = found
+    return parts
+
+
+def _together(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int], windows: Sequence[Size]) -> ir.Value:
+    """The inverse of `_apart`."""
+    for axis, size in reversed(list(enumerate(kernel, start=2))):
+        joined = []
+        for start in range(0, len(parts), size):
+            places = parts[start : start + size]
+            before, after = sizes.of(places[0])[:axis], sizes.of(places[0])[axis + 1 :]
+            along = [op.Unsqueeze(place, axes_constant(op, [axis + 1])) for place in places]
+            row = op.Concat(*along, axis=axis + 1) if size > 1 else along[0]
+            joined.append(reshaped(op, row, [*before, sizes.multiply(windows[axis - 2], size), *after]))
+        parts = joined
+    return parts[0]
+
+
+# Overlapping windows
+
+
+def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    x, y = n.x, n.y
+    kernel, strides, pads, dilations = _geometry(n)
+    reach = _reach(n)
+    padded = _padded(op, x, pads, reach)
+    free, shares = None, []
+    for offset in itertools.product(*map(range, kernel)):
+        starts = [o * d for o, d in zip(offset, dilations, strict=True)]
+        there = every(op, padded, starts, strides, spatial(y))
+        share = op.Cast(op.Equal(there, y), to=dtype_of(x))
+        if free is not None:
+            share = op.Mul(share, free)
+        taken = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
+        free = taken
+        shares.append(op.Unsqueeze(op.Mul(share, dy), axes_constant(op, [2])))
+    planes, windows = sizes.multiply(*sizes.of(x)[:2]), len(shares)
+    stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial(y)])
+    places = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
+    spread = op.ConvTranspose(stacked, places, strides=strides, dilations=dilations)
+    missing = [
+        sizes.maximum(0, sizes.subtract(sizes.add(s, p), r)) for s, p, r in zip(spatial(x), pads, reach, strict=True)
+    ]
+    inner = cut_out(op, extended(op, spread, missing), pads, spatial(x))
+    return reshaped(op, inner, sizes.of(x))
+
+
+def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.Value:
+    """The input with a number below all others around it, as far as windows reach."""
+    after = [
+        sizes.maximum(0, sizes.subtract(r, sizes.add(s, p))) for r, s, p in zip(reach, spatial(x), pads, strict=True)
+    ]
+    if not any(pads) and all(more == 0 for more in after):
+        return x
+    longer = [sizes.add(s, p, more) for s, p, more in zip(spatial(x), pads, after, strict=True)]
+    inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), axes_constant(op, range(2, 2 + len(pads))))
+    whole = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
+    result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
+    return result
