@@ -17,6 +17,7 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
+    Fuses,
     Gradient,
     GradientRule,
     Infix,
@@ -29,6 +30,7 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.registry import define
 
 _NO_STOPS: frozenset[str] = frozenset()
+FUSES = Fuses()
 
 
 def always(node: NodeView) -> bool:
@@ -86,6 +88,7 @@ def unary(
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host: Callable[..., Any] | None = None,
     first: tuple[Kernel, ...] = (),
+    fuses: Fuses | None = FUSES,
 ) -> OpDef:
     """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
 
@@ -118,6 +121,7 @@ def unary(
             flops=flops,
             host=host,
             layout=Layout(frozenset({"x", "y"})),
+            fuses=fuses,
         )
     )
 
@@ -177,6 +181,7 @@ def binary(
             flops=elementwise_flops,
             host=_on_host(host) if host else None,
             layout=Layout(frozenset({"a", "b", "y"})),
+            fuses=FUSES,
             commutative=commutative,
         )
     )

@@ -21,6 +21,7 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
+    Fuses,
     Gradient,
     Kernel,
     Layout,
@@ -64,6 +65,7 @@ def fused(
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     layout: Layout | None = None,
+    fuses: Fuses | None = None,
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
@@ -96,6 +98,7 @@ def fused(
             flops=flops,
             host=None,
             layout=layout,
+            fuses=fuses,
             outputs_of=outputs_of,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
