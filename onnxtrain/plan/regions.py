@@ -166,7 +166,7 @@ class _Groups:
         near = [v.producer() for v in read]
         near += [use.node for v in read if sizes.of(v) == frame for use in v.uses()]
         found = {id(g): g for n in near if n is not None and (g := self._groups.get(n)) and self._frames[n] == frame}
-        return list(found.values())
+        return sorted(found.values(), key=lambda group: min(self._order.position[n] for n in group))
 
 
 def _region(part: Part, group: Sequence[ir.Node], frame: Sizes, storages: Storages) -> Region:
