@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.stored.fingerprint import NotStorableError
+from onnxtrain.capture.stored.fingerprint import NotStorableError, versions
 from onnxtrain.capture.stored.graph import from_bytes, to_bytes
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal
@@ -52,9 +52,9 @@ class Request:
             raise GraphError("the region cannot be written to a file", got=error) from error
         threads = torch.get_num_threads()
         self.beside = json.dumps({"known": known, "shapes": [list(s) for s in shapes], "threads": threads})
-        sizes_left_out = json.dumps([known, threads])
-        parts = (self.graph, sizes_left_out.encode(), torch.__version__.encode(), compiler.processor().encode())
-        self.key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+        # Without the shapes: sizes of another first call give the same library.
+        told = json.dumps([known, threads, compiler.processor(), *versions()])
+        self.key = hashlib.sha256(self.graph + b"\0" + told.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:
         folder.joinpath(GRAPH).write_bytes(self.graph)
