@@ -71,8 +71,8 @@ def fused(
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
     `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `workspace` is that
-    of `lower`. `atomic_on_gpu`: on a GPU `lower` adds in no fixed order. Backward ops have no gradient: the second order
-    runs in eager PyTorch.
+    of `lower`. `atomic_on_gpu`: on a GPU `lower` adds in no fixed order. Backward ops have no gradient: second
+    order runs in eager PyTorch.
     """
     last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
     own = _fixed_order_first(last) if atomic_on_gpu else (last,)
