@@ -24,12 +24,13 @@ from benchmarks.products import Products
 from benchmarks.workload import Batch, Workload
 from benchmarks.workloads import WORKLOADS
 
-# Enough steps that each kernel of a choice of four is tried four times and one-call programs are compared.
+# Enough steps, after the last compile, that each kernel of a choice of four is tried four times and one-call programs
+# and fused regions are compared.
 _LEAST_WARM_UP = 24
 _LEAST_WARM_UP_S = 4.0
 _WARM_UP_OF_OTHERS = 5  # steps of those that change nothing while they run
 _COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all contenders see the same batches
-_MOST_WARM_UP_S = 150.0
+_MOST_WARM_UP_S = 400.0  # a fused region takes some 15 s of a processor that training leaves a part of
 _SHOW_EVERY_S = 1.0
 
 
@@ -110,10 +111,11 @@ def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell)
     """Steps until onnxtrain has chosen its kernels and whatever it compiles behind them is there."""
     tell("warming up")
     started = time.monotonic()
-    count = 0
+    count = since_compiling = 0
     while (taken := time.monotonic() - started) < _MOST_WARM_UP_S:
-        enough = count >= max(_LEAST_WARM_UP, len(batches)) and taken >= _LEAST_WARM_UP_S
-        if enough and not is_compiling():
+        since_compiling = 0 if is_compiling() else since_compiling + 1
+        enough = count >= len(batches) and taken >= _LEAST_WARM_UP_S
+        if enough and since_compiling > _LEAST_WARM_UP:
             return
         for contender, stepper in steppers.items():
             if contender == ONNXTRAIN or count < _WARM_UP_OF_OTHERS:

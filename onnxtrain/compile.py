@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -24,7 +25,8 @@ from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
-from onnxtrain.execute.program import Program
+from onnxtrain.execute.program import Joined, Program
+from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
@@ -342,8 +344,13 @@ class _Build:
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)
         if _may_compile_behind(self.options) and self.device.type == "cpu":
+            if self._layout is None:  # a region's kernel reads and writes in the usual order only
+                regions.watch(program, self.options, partial(self._fused, title))
             one_call.watch(program)
         return program
+
+    def _fused(self, title: str, part: Part, joined: Joined) -> Program:
+        return make_program(part, f"{self._name} {title}, fused", self.device, self.options, joined=joined)
 
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
         part = whole(self._model)

@@ -416,7 +416,7 @@ class TestCommand:
     def test_prints_values_sources_and_meanings(self, monkeypatch, capsys, tmp_path):
         monkeypatch.setenv("COLUMNS", "320")
         monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "INFO")
-        monkeypatch.setenv("ORTMODULE_USE_TRITON", "1")
+        monkeypatch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "triton.json")
         file = tmp_path / "options.json"
         file.write_text('{"rng": "torch"}')
         assert cli.main(["options", "--json", str(file)]) == 0
@@ -424,7 +424,7 @@ class TestCommand:
         assert re.search(r"log_level +│ INFO +│ ORTMODULE_LOG_LEVEL", shown)
         assert re.search(r"rng +│ torch +│ \S+options.json", shown)
         assert "the lowest level that is logged" in shown
-        assert "ORTMODULE_USE_TRITON is set and has no effect" in shown
+        assert "ORTMODULE_TRITON_CONFIG_FILE is set and has no effect" in shown
 
     def test_a_bad_value_is_an_error_and_no_traceback(self, monkeypatch, capsys):
         monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")

@@ -19,8 +19,8 @@ import keyword
 import linecache
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import onnx_ir as ir
 import torch
@@ -38,7 +38,18 @@ from onnxtrain.plan.in_place import last_uses, overwritten
 
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
+Joined = Mapping[ir.Node, "JoinedCall"]
 Run = Callable[[Iterable[torch.Tensor], Sequence[int]], "tuple[tuple[Any, ...], tuple[int, ...]]"]
+
+
+class JoinedCall(Protocol):
+    """Computes several nodes of a part, which stand side by side there, in one call: tensors -> tensors."""
+
+    @property
+    def part(self) -> Part:
+        """The nodes, with what they read and what is read of them."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
 
 class Program:
@@ -60,6 +71,7 @@ class Program:
         kernels: KernelOf = expected_kernel,
         entry: Sequence[ir.Value] | None = None,
         layout: ChannelsLast | None = None,
+        joined: Joined | None = None,
     ) -> None:
         """Writes and loads the source.
 
@@ -72,9 +84,11 @@ class Program:
                 ("shape_0", …), which are None at first, or with a third argument True; all other calls it hands to
                 "elsewhere" there, as a list of tensors and the sizes.
             layout: what lies channels-last, where anything does.
+            joined: nodes that run as one call, by the first of them.
         """
         self.part, self._name, self._device, self._kernels, self._layout = part, name, device, kernels, layout
-        writer = _Writer(part, name, device, kernels, layout, ranges=False, entry=entry)
+        self._joined = joined or {}
+        writer = _Writer(part, name, device, kernels, layout, ranges=False, entry=entry, joined=self._joined)
         self.source = writer.source()
         self.filename = f"<onnxtrain {name} #{next(_SERIAL)}>"
         writer.namespace.update(profiling=torch._C._autograd._profiler_enabled, profiled=self._profiled)
@@ -87,7 +101,9 @@ class Program:
     ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
         """Runs the same program with a profiler range per node, made when a profiler first runs."""
         if self._ranged is None:
-            writer = _Writer(self.part, self._name, self._device, self._kernels, self._layout, ranges=True)
+            writer = _Writer(
+                self.part, self._name, self._device, self._kernels, self._layout, ranges=True, joined=self._joined
+            )
             self._ranged = self._load(writer.source(), f"{self.filename[:-1]} profiled>", writer.namespace)
         return self._ranged(tensors, sizes)
 
@@ -125,8 +141,10 @@ class _Writer:
         layout: ChannelsLast | None,
         ranges: bool,
         entry: Sequence[ir.Value] | None = None,
+        joined: Joined | None = None,
     ) -> None:
         self._part = part
+        self._joined = joined or {}
         self._title = name
         self._device = device
         self._kernels = {node: kernels(node, device.type) for node in part.nodes if not _is_host(node, part)}
@@ -174,8 +192,12 @@ class _Writer:
         unread = [self._name(v) for v in part.inputs if v not in self._last]
         if unread:
             self._line(f"del {', '.join(unread)}")
+        inside = {node for call in self._joined.values() for node in call.part.nodes}
         for position, node in enumerate(part.nodes):
-            self._node(node, position)
+            if node in self._joined:
+                self._joined_nodes(self._joined[node], position)
+            elif node not in inside:
+                self._node(node, position)
         tensors = [self._output(v, i < part.leaving) for i, v in enumerate(part.outputs)]
         sizes = [_host_scalar(self._host[v]) for v in part.sizes_out]
         self._line(f"return {_tuple_source(tensors)}, {_tuple_source(sizes)}")
@@ -222,6 +244,19 @@ class _Writer:
             names.append("_")
         if names:
             self._line(f"del {', '.join(names)}")
+
+    def _joined_nodes(self, call: JoinedCall, position: int) -> None:
+        nodes, inputs = call.part.nodes, call.part.inputs
+        targets = [self._name(v) for v in call.part.outputs if v is not None]
+        arguments = ", ".join(self._name(v) for v in inputs)
+        text = f"{_tuple_source(targets)} = {self._function_like('region', call)}({arguments})"
+        comment = " + ".join(node.op_type for node in nodes)
+        if self._ranges:
+            self._line(f"with record({comment!r}):")
+        self._line(text, indent=2 if self._ranges else 1, comment=comment)
+        dead = [str(self._names.pop(v)) for v in inputs if self._dies(v, position + len(nodes) - 1)]
+        if dead:
+            self._line(f"del {', '.join(dead)}")
 
     def _dies(self, value: ir.Value, position: int) -> bool:
         return self._last.get(value, -1) <= position and value.const_value is None

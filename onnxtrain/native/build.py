@@ -51,7 +51,7 @@ def build(name: str, source: str) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether this is a library as `build` left it, and nobody else's."""
+    """Whether this is a library as `seal` left it, and nobody else's."""
     try:
         data = path.read_bytes()
         owner = path.stat().st_uid
@@ -64,14 +64,19 @@ def _compile(found: compiler.Compiler, source: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
         text, library = Path(scratch, "source.cpp"), Path(scratch, "library.so")
         text.write_text(source, encoding="utf-8")
-        code, said = _in_background(found.call(text, library))
+        code, said = in_background(found.call(text, library))
         if code:
             first = "\n".join(said.splitlines()[:5])
             raise BuildError(f"{found.command[0]} ended with {code}: {first}")
-        with open(library, "r+b") as file:
-            digest = hashlib.sha256(file.read()).digest()
-            file.write(digest)
+        seal(library)
         os.replace(library, target)
+
+
+def seal(library: Path) -> None:
+    """Writes a library's digest behind it: `is_whole` asks for it."""
+    with open(library, "r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
 
 
 # A tenth of a processor's time beside a busy thread, by Linux's weights. At 19 it is 1.5 %: beside MiniLM's training on
@@ -81,7 +86,7 @@ _running: set[subprocess.Popen[str]] = set()
 _lock = threading.Lock()
 
 
-def _in_background(command: list[str]) -> tuple[int, str]:
+def in_background(command: list[str], limit_s: float = _LIMIT_S) -> tuple[int, str]:
     """Runs a command at low priority, in a process group of its own, and waits: its status and what it said."""
     nice = shutil.which("nice")
     with _lock:
@@ -95,10 +100,10 @@ def _in_background(command: list[str]) -> tuple[int, str]:
         )
         _running.add(child)
     try:
-        said, _ = child.communicate(timeout=_LIMIT_S)
+        said, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         _end(child)
-        return -1, f"no end after {_LIMIT_S} s"
+        return -1, f"no end after {limit_s:g} s"
     finally:
         _running.discard(child)
     return child.returncode, said

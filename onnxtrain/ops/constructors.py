@@ -18,6 +18,7 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
+    Fuses,
     Gradient,
     GradientRule,
     Infix,
@@ -30,6 +31,7 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.registry import define
 
 _NO_STOPS: frozenset[str] = frozenset()
+FUSES = Fuses()
 
 
 def always(node: NodeView) -> bool:
@@ -89,6 +91,7 @@ def unary(
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host: Callable[..., Any] | None = None,
     first: tuple[Kernel, ...] = (),
+    fuses: Fuses | None = FUSES,
 ) -> OpDef:
     """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
 
@@ -121,6 +124,7 @@ def unary(
             flops=flops,
             host=host,
             layout=Layout(frozenset({"x", "y"})),
+            fuses=fuses,
         )
     )
 
@@ -180,6 +184,7 @@ def binary(
             flops=elementwise_flops,
             host=_on_host(host) if host else None,
             layout=Layout(frozenset({"a", "b", "y"})),
+            fuses=FUSES,
             commutative=commutative,
         )
     )

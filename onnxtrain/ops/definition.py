@@ -264,6 +264,16 @@ class Layout(NamedTuple):
     gains: bool = False
 
 
+class Fuses(NamedTuple):
+    """That an op is no more than loops over elements, or over rows: a compiler may join them with its neighbours'.
+
+    Attributes:
+        gains: whether kernels of regions that hold it were measured to be faster than its own.
+    """
+
+    gains: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpDef:
     """All facts about one op. See the module docstring; `docs/adding-an-op.md` walks through one.
@@ -293,6 +303,7 @@ class OpDef:
         objects: outputs that are Python objects in a running program, and no tensors.
         replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
+        fuses: see Fuses; None where a library's kernel computes it, or where it moves elements.
         commutative: whether its two inputs may stand in either order.
         sized: inputs whose sizes decide how the body is written. A function holds the body for these numbers alone.
         same_elements: whether its output has the elements of its first input in their order, in another shape or
@@ -323,6 +334,7 @@ class OpDef:
     objects: frozenset[str] = frozenset()
     replay: Replay | None = None
     layout: Layout | None = None
+    fuses: Fuses | None = None
     commutative: bool = False
     sized: frozenset[str] = frozenset()
     same_elements: bool = False

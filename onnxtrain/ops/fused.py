@@ -21,6 +21,7 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
+    Fuses,
     Gradient,
     Kernel,
     Layout,
@@ -65,16 +66,15 @@ def fused(
     atomic_on_gpu: bool = False,
     layout: Layout | None = None,
     sized: frozenset[str] = frozenset(),
+    fuses: Fuses | None = None,
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
 
-    `others` stand beside `lower`: the expected `seconds` and what is measured decide between them. `workspace` is that
-    of `lower`. `atomic_on_gpu`: on a GPU `lower` adds in no fixed order.
-    Backward ops are such ops too: they have no gradient, as the second order runs in eager PyTorch.
+    `others` stand beside `lower`: expected `seconds`, then measurements decide. `workspace` is `lower`'s.
+    `atomic_on_gpu`: on a GPU it adds in no fixed order. Backward ops have no gradient: second order runs in PyTorch.
     """
     last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
-    own = _fixed_order_first(last) if atomic_on_gpu else (last,)
     return define(
         OpDef(
             domain=domain,
@@ -89,7 +89,7 @@ def fused(
             native_ok=always if body is STANDARD else never,
             gradient=gradient,
             stops=stops,
-            kernels=(*kernels, *own, *others),
+            kernels=(*kernels, *(_fixed_order_first(last) if atomic_on_gpu else (last,)), *others),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
@@ -97,6 +97,7 @@ def fused(
             host=None,
             layout=layout,
             sized=sized,
+            fuses=fuses,
             outputs_of=outputs_of,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )

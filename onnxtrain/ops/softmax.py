@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, same_as
+from onnxtrain.ops.constructors import FUSES, TORCH_DTYPES, always, cast, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -91,6 +91,7 @@ def _define_softmax(
             aliases={},
             flops=_flops,
             host=None,
+            fuses=FUSES,
         )
     )
 
@@ -192,6 +193,7 @@ def _define_gradient(name: str, overload: Callable[..., Any], body: Callable[[Bu
             aliases={},
             flops=_flops,
             host=None,
+            fuses=FUSES,
         )
     )
 

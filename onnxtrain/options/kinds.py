@@ -41,7 +41,7 @@ class OldName:
 
     Attributes:
         variable: its name.
-        value: the option's value for the variable's text.
+        value: the option's value for the variable's text; empty where it says nothing.
     """
 
     variable: str
@@ -80,8 +80,8 @@ class Knob:
         """The variable that decides and the value it gives; None where none is set. Empty counts as not set."""
         names = [OldName(self.variable)] if self.variable else []
         for name in (*names, *self.old_names):
-            if given := os.environ.get(name.variable):
-                return name.variable, self.read(name.value(given), f"the environment variable {name.variable}")
+            if text := name.value(os.environ.get(name.variable, "")):
+                return name.variable, self.read(text, f"the environment variable {name.variable}")
         return None
 
 
@@ -127,6 +127,18 @@ def auto_or_never(text: str) -> str:
     """'auto' for yes, 'never' for no; other texts stay as they are."""
     word = text.strip().lower()
     return ("never", "auto")[_TRUTH[word]] if word in _TRUTH else text
+
+
+def on_or_off(text: str) -> str:
+    """'on' for yes, 'off' for no; other texts stay as they are."""
+    word = text.strip().lower()
+    return ("off", "on")[_TRUTH[word]] if word in _TRUTH else text
+
+
+def triton_folder(text: str) -> str:
+    """The folder that ONNX Runtime Training wrote to for yes, none for no; other texts stay as they are."""
+    word = text.strip().lower()
+    return ("", "triton_debug")[_TRUTH[word]] if word in _TRUTH else text
 
 
 def _read_bool(value: object) -> bool:

@@ -26,10 +26,12 @@ from onnxtrain.options.kinds import (
     Knob,
     OldName,
     auto_or_never,
+    on_or_off,
     one_of,
     one_of_or,
     opposite,
     optional,
+    triton_folder,
 )
 from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SubgraphConfig
 
@@ -74,6 +76,22 @@ class Options:
         BOOL,
         "on a CPU with a C++ compiler, attention and dropout run kernels that are compiled while training goes on",
         "ONNXTRAIN_NATIVE",
+    )
+    regions: str = _knob(
+        "auto",
+        one_of("auto", "on", "off"),
+        "on a CPU with a C++ compiler, neighbouring elementwise operators, norms, softmax and sums run as one kernel "
+        "of PyTorch's Inductor, compiled while training goes on. 'auto': regions of kinds that were measured to gain, "
+        "where they do on this machine too; 'on': all. If `native` is off, so are regions",
+        "ONNXTRAIN_REGIONS",
+        OldName("ORTMODULE_USE_TRITON", on_or_off),
+    )
+    regions_dump: Path | None = _knob(
+        None,
+        optional(PATH),
+        "a folder to which each compiled region writes its graph and its library",
+        "ONNXTRAIN_REGIONS_DUMP",
+        OldName("ORTMODULE_TRITON_DEBUG", triton_folder),
     )
     keep_outputs: tuple[str, ...] | None = _knob(
         None,

@@ -28,7 +28,6 @@ _ALWAYS_CHECKED = WithoutEffect(
     "every call is checked, in microseconds: a graph that does not fit the call would give wrong numbers.", SKIP_CHECK
 )
 _NO_BUILD = WithoutEffect("onnxtrain has no extensions to build: torch's own kernels run, on the GPU as well.")
-_NO_TRITON = WithoutEffect("no part of the graph is compiled by Triton: each node runs a kernel of PyTorch.")
 _FUSED_ATTENTION = WithoutEffect(
     "attention runs PyTorch's fused kernels where they apply; torch.nn.attention.sdpa_kernel chooses among them."
 )
@@ -43,9 +42,9 @@ VARIABLES: Mapping[str, WithoutEffect] = {
         "a capture leaves the module as it was, and copies nothing to do so."
     ),
     "ORTMODULE_ENABLE_ZERO_STAGE3": WithoutEffect("DeepSpeed's ZeRO stage 3 is not supported: use stage 1 or 2."),
-    "ORTMODULE_USE_TRITON": _NO_TRITON,
-    "ORTMODULE_TRITON_CONFIG_FILE": _NO_TRITON,
-    "ORTMODULE_TRITON_DEBUG": _NO_TRITON,
+    "ORTMODULE_TRITON_CONFIG_FILE": WithoutEffect(
+        "which operators join a fused region stands in their definitions; the option regions says whether."
+    ),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": _FUSED_ATTENTION,
     "ORTMODULE_USE_FLASH_ATTENTION": _FUSED_ATTENTION,
     "ORTMODULE_ATEN_SDPA_FALLBACK": _FUSED_ATTENTION,

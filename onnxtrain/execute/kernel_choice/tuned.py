@@ -23,7 +23,7 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel, expected_s
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import WORTH_SECONDS, Answers, rounded
 from onnxtrain.execute.kernel_choice.trial import Trial
-from onnxtrain.execute.program import KernelOf, Program, drained
+from onnxtrain.execute.program import Joined, KernelOf, Program, drained
 from onnxtrain.graph import sizes
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Call, Kernel
@@ -45,17 +45,23 @@ def answers_in(file: Path) -> Answers:
 
 
 def make_program(
-    part: Part, name: str, device: torch.device, options: Options, layout: ChannelsLast | None = None
+    part: Part,
+    name: str,
+    device: torch.device,
+    options: Options,
+    layout: ChannelsLast | None = None,
+    joined: Joined | None = None,
 ) -> Program:
-    """The program of a part, with a choice of kernels where there is one.
+    """The program of a part, with a choice of kernels where there is one. `joined` as in `Program`.
 
     Where results must be the same bits in every run, the cost model alone decides.
     """
     exact = options.rng == "torch" or torch.are_deterministic_algorithms_enabled()
-    open_nodes = [] if exact else [n for n in part.nodes if _is_open(n, device.type)]
+    inside = {n for call in (joined or {}).values() for n in call.part.nodes}
+    open_nodes = [] if exact else [n for n in part.nodes if n not in inside and _is_open(n, device.type)]
     if not open_nodes:
-        return Program(part, name, device, layout=layout)
-    return TunedProgram(part, name, device, open_nodes, options, layout)
+        return Program(part, name, device, layout=layout, joined=joined)
+    return TunedProgram(part, name, device, open_nodes, options, layout, joined)
 
 
 def _is_open(node: ir.Node, device: str) -> bool:
@@ -81,9 +87,10 @@ class TunedProgram(Program):
         open_nodes: Sequence[ir.Node],
         options: Options,
         layout: ChannelsLast | None = None,
+        joined: Joined | None = None,
     ) -> None:
         watched = _watched(part, open_nodes)
-        super().__init__(part, name, device, entry=watched, layout=layout)
+        super().__init__(part, name, device, entry=watched, layout=layout, joined=joined)
         self.namespace["elsewhere"] = self._elsewhere
         self._as_written: Callable[..., Results] = self.run
         self._places = [part.inputs.index(value) for value in watched]
@@ -143,7 +150,7 @@ class TunedProgram(Program):
         return known
 
     def _with_kernels(self, name: str, kernels: KernelOf) -> Program:
-        return Program(self.part, name, self._device, kernels, layout=self._layout)
+        return Program(self.part, name, self._device, kernels, layout=self._layout, joined=self._joined)
 
 
 class _Chosen:

@@ -49,7 +49,7 @@ def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[in
     Raises:
         GraphError: its sizes do not follow from these, or an op has no body.
     """
-    known = _symbols(part, shapes, given)
+    known = known_numbers(part, shapes, given)
     values: dict[ir.Value, ir.Value] = {}
     try:
         graph = _with_numbers(part, given, known, values)
@@ -69,8 +69,14 @@ def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[in
     return StaticGraph(graph, passed, tuple(given), sizes_out)
 
 
-def _symbols(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> dict[str, int]:
-    """What number each size is."""
+def known_numbers(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> dict[str, int]:
+    """What number each size of a part is.
+
+    Args:
+        part: what is to run.
+        shapes: of its inputs.
+        given: its `sizes_in`.
+    """
     for value, shape in zip(part.inputs, shapes, strict=True):
         if len(sizes.of(value)) != len(shape):
             raise GraphError(f"{value.name} has another rank", expected=sizes.of(value), got=tuple(shape))

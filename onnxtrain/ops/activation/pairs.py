@@ -10,13 +10,14 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import elementwise_flops, never, unary
+from onnxtrain.ops.constructors import FUSES, elementwise_flops, never, unary
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
     Call,
     Effects,
     FromTorch,
+    Fuses,
     Kernel,
     Layout,
     NodeView,
@@ -48,6 +49,7 @@ def backward(
     flops: int = 4,
     on_gpu: Lower | None = None,
     first: Sequence[Kernel] = (),
+    fuses: Fuses = FUSES,
 ) -> OpDef:
     """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
 
@@ -81,6 +83,7 @@ def backward(
             flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
             host=None,
             layout=Layout(frozenset({"dy", saved, "dx"})),
+            fuses=fuses,
         )
     )
 
@@ -103,6 +106,7 @@ def activation(
     flops: int = 4,
     grad_on_gpu: Lower | None = None,
     first: tuple[Kernel, Kernel] | None = None,
+    fuses: Fuses = FUSES,
 ) -> tuple[OpDef, OpDef]:
     """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes.
 
@@ -130,6 +134,7 @@ def activation(
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         first=first[:1] if first else (),
+        fuses=fuses,
     )
     return forward, backward(
         grad_name,
@@ -141,4 +146,5 @@ def activation(
         flops=flops,
         on_gpu=grad_on_gpu,
         first=first[1:] if first else (),
+        fuses=fuses,
     )

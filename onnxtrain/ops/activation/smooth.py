@@ -23,7 +23,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
 from onnxtrain.ops.activation.gelu_compiled import LIBRARY, tanh_gelu, tanh_gelu_backward
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
-from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Infix, Kernel, NodeView
+from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView
 from onnxtrain.ops.native import may_compile
 
 _aten = torch.ops.aten
@@ -184,6 +184,7 @@ QUICK_GELU, QUICK_GELU_GRAD = activation(
     attributes={"alpha": 1.702},
     native_ok=not_double,
     flops=6,
+    fuses=Fuses(gains=True),  # silu * up of [2048, 1536]: 0.91 ms in one kernel, 1.56 in two
 )
 
 

@@ -12,7 +12,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never, reduced_type, reduction_axes
+from onnxtrain.ops.constructors import FUSES, TORCH_DTYPES, always, cast, never, reduced_type, reduction_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -149,6 +149,7 @@ def reduction(
             aliases={},
             flops=lambda n: numel(n.x),
             host=None,
+            fuses=FUSES,
         )
     )
 

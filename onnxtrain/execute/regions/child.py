@@ -1,0 +1,78 @@
+"""The process that compiles regions: python -m onnxtrain.execute.regions.child FOLDER.
+
+A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace, and the C++
+compiler a library. FOLDER holds a request and gets the library, as `library.so`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.execute.program import Program
+from onnxtrain.execute.regions import request
+from onnxtrain.graph import sizes
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.native.build import seal
+from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.plan.cut import whole
+
+
+class _Region(torch.nn.Module):
+    """The nodes as a module, for the tracer."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found, _ = self._program.run(tensors, ())
+        return found
+
+
+def main(folder: Path) -> None:
+    """Compiles the request in `folder`."""
+    model, beside = request.read(folder)
+    region = _Region(Program(whole(model), "region", torch.device("cpu")))
+    with torch.no_grad():
+        tensors, dims = _example(model, beside["shapes"])
+        traced = torch.export.export(region, tensors, dynamic_shapes=(dims,), strict=False)
+    package = folder / "package.pt2"
+    torch._inductor.aoti_compile_and_package(
+        traced, package_path=str(package), inductor_configs={"cpp.threads": beside["threads"], "compile_threads": 1}
+    )
+    with zipfile.ZipFile(package) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
+        library = folder / f"{request.LIBRARY}.partial"
+        library.write_bytes(archive.read(name))
+    seal(library)
+    library.replace(folder / request.LIBRARY)
+
+
+def _example(model: ir.Model, shapes: list[list[int]]) -> Any:
+    """Tensors of a usual call, and which of their sizes are open."""
+    open_size = functools.cache(lambda name: torch.export.Dim(name, min=request.LEAST_SIZE))
+    tensors, dims = [], []
+    for value, shape in zip(model.graph.inputs, shapes, strict=True):
+        own = [
+            max(n, request.LEAST_SIZE) if isinstance(size, str) else n
+            for size, n in zip(sizes.of(value), shape, strict=True)
+        ]
+        tensors.append(torch.zeros(own, dtype=TORCH_DTYPES[dtype_of(value)]))
+        dims.append({i: open_size(size) for i, size in enumerate(sizes.of(value)) if isinstance(size, str)})
+    return tuple(tensors), tuple(dims)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

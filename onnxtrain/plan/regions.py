@@ -1,0 +1,244 @@
+"""Regions: neighbouring nodes of one part whose loops a compiler can join into one kernel.
+
+    before   gate ─QuickGelu─> s ─Mul(s, up)─> y                  s is written, and read again
+    after    gate, up ─[QuickGelu, Mul]─> y
+
+What may join stands in the definitions (`OpDef.fuses`). All nodes of a region loop over one shape, its frame. They are
+moved together, to a place where all that they read is there and nothing that they compute is read yet: so there is no
+cycle. Views and nodes with effects stay outside. A region that makes its part hold more at its peak is not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.ops import Effects, definition_of
+from onnxtrain.plan.cut import Part
+from onnxtrain.plan.in_place import last_uses, overwritten
+from onnxtrain.plan.storage import Storages
+
+_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_MOST_NODES = 32  # more take a compiler minutes
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes that one kernel may compute.
+
+    Attributes:
+        part: the nodes with what they read and what is read of them.
+        frame: the shape that they loop over.
+        saved: tensors of that shape that are not written or read any more.
+    """
+
+    part: Part
+    frame: Sizes
+    saved: int
+
+    @property
+    def elements(self) -> Size:
+        """How many elements its loops go over."""
+        return sizes.multiply(1, *self.frame)
+
+    @property
+    def gains(self) -> bool:
+        """Whether a node of it is of a kind that was measured to gain."""
+        return any((fuses := definition_of(n).fuses) is not None and fuses.gains for n in self.part.nodes)
+
+    def __str__(self) -> str:
+        return " + ".join(node.op_type for node in self.part.nodes)
+
+
+def find(part: Part, storages: Storages) -> tuple[Part, tuple[Region, ...]]:
+    """The regions of a part, disjoint; and the part in an order in which the nodes of each stand side by side.
+
+    Args:
+        part: what is to run.
+        storages: of its nodes, at sizes that it is called with.
+    """
+    groups = _Groups(part)
+    for node in part.nodes:
+        frame = _frame(node, part)
+        if frame is not None:
+            groups.add(node, frame)
+    order, memory = _Order(part), _Memory(part, storages)
+    regions = []
+    for group, frame in groups:
+        region = _region(part, group, frame, storages)
+        moved = order.moved(set(group)) if region.saved else None
+        if moved is not None and memory.peak(moved) <= memory.peak(order):
+            order = moved
+            regions.append(region)
+    return replace(part, nodes=order.nodes), tuple(regions)
+
+
+def _frame(node: ir.Node, part: Part) -> Sizes | None:
+    """The shape that a node loops over; None where no region may hold it."""
+    definition = definition_of(node)
+    if definition.fuses is None or definition.effects != Effects.NONE or definition.aliases:
+        return None
+    read = [v for v in node.inputs if v is not None and v.const_value is None]
+    values = [*read, *node.outputs]
+    if not read or any(v in part.host or v.dtype not in _TYPES or v.shape is None for v in values):
+        return None
+    shapes = [sizes.of(v) for v in values]
+    frame = sizes.broadcast(*shapes)
+    return frame if frame in shapes else None
+
+
+class _Order:
+    """The nodes of a part in an order that can be changed."""
+
+    def __init__(
+        self, part: Part, nodes: Sequence[ir.Node] | None = None, blocks: Mapping[ir.Node, ir.Node] | None = None
+    ) -> None:
+        self._part = part
+        self.nodes = tuple(part.nodes if nodes is None else nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.blocks = dict(blocks or {})  # of a node in a region, the first node of that region
+
+    def moved(self, members: set[ir.Node]) -> _Order | None:
+        """The order with `members` side by side; None where there is no such order that only moves them."""
+        place = self._place(members)
+        if place is None:
+            return None
+        block = sorted(members, key=self.position.__getitem__)
+        before = [n for n in self.nodes[:place] if n not in members]
+        after = [n for n in self.nodes[place:] if n not in members]
+        first_of = {node: owner for node, owner in self.blocks.items() if node not in members}
+        first_of.update((node, block[0]) for node in block)
+        return _Order(self._part, [*before, *block, *after], first_of)
+
+    def _place(self, members: set[ir.Node]) -> int | None:
+        """Where they can stand: behind all that makes what they read, before all that reads what they make."""
+        made = [v.producer() for node in members for v in node.inputs if v is not None]
+        latest = max((self.position[n] for n in made if n in self.position and n not in members), default=-1)
+        users = {use.node for node in members for v in node.outputs for use in v.uses()}
+        readers = [n for n in users if n in self.position and n not in members]
+        earliest = min((self.position[self._first(n)] for n in readers), default=len(self.nodes))
+        place = min(max(self.position[n] for n in members) + 1, earliest)
+        return place if latest < place and self._is_boundary(place, members) else None
+
+    def _first(self, node: ir.Node) -> ir.Node:
+        return self.blocks.get(node, node)
+
+    def _is_boundary(self, place: int, members: set[ir.Node]) -> bool:
+        """Whether no other region's nodes stand on both sides of the place."""
+        if place in (0, len(self.nodes)):
+            return True
+        left, right = (self.blocks.get(n) for n in self.nodes[place - 1 : place + 1])
+        return left is None or left is not right or self.nodes[place] in members
+
+
+class _Groups:
+    """Nodes of one frame that are neighbours: one reads what the other makes, or both read the same."""
+
+    def __init__(self, part: Part) -> None:
+        self._order = _Order(part)
+        self._groups: dict[ir.Node, list[ir.Node]] = {}
+        self._frames: dict[ir.Node, Sizes] = {}
+
+    def __iter__(self) -> Iterator[tuple[list[ir.Node], Sizes]]:
+        """Each group, its nodes in order, with its frame."""
+        for group in {id(group): group for group in self._groups.values()}.values():
+            yield sorted(group, key=self._order.position.__getitem__), self._frames[group[0]]
+
+    def add(self, node: ir.Node, frame: Sizes) -> None:
+        """Lets a node join the groups around it, where that makes no cycle."""
+        group = [node]
+        for other in self._around(node, frame):
+            joined = [*other, *group]
+            order = self._order.moved(set(joined)) if len(joined) <= _MOST_NODES else None
+            if order is not None:
+                self._order, group = order, joined
+        self._frames[node] = frame
+        self._groups.update((member, group) for member in group)
+
+    def _around(self, node: ir.Node, frame: Sizes) -> list[list[ir.Node]]:
+        read = [v for v in node.inputs if v is not None and v.const_value is None]
+        near = [v.producer() for v in read]
+        near += [use.node for v in read if sizes.of(v) == frame for use in v.uses()]
+        found = {id(g): g for n in near if n is not None and (g := self._groups.get(n)) and self._frames[n] == frame}
+        return sorted(found.values(), key=lambda group: min(self._order.position[n] for n in group))
+
+
+def _region(part: Part, group: Sequence[ir.Node], frame: Sizes, storages: Storages) -> Region:
+    members = set(group)
+    wanted = {v for v in part.outputs if v is not None}
+    own = set(part.nodes)
+    inputs: dict[ir.Value, int] = {}  # with how many nodes read them
+    outputs = []
+    saved = 0
+    for node in group:
+        for value in node.inputs:
+            if value is not None and value.const_value is None and value.producer() not in members:
+                inputs[value] = inputs.get(value, 0) + 1
+        for value in node.outputs:
+            users = {use.node for use in value.uses()} & own
+            leaves = value in wanted or not users <= members
+            if leaves:
+                outputs.append(value)
+            if sizes.of(value) == frame:
+                saved += len(users & members) + (not leaves)
+        saved += 2 * _scratch_tensors(node, frame, storages)
+    saved += sum(readers - 1 for value, readers in inputs.items() if sizes.of(value) == frame)
+    own_part = Part(tuple(group), tuple(inputs), (), tuple(outputs), (), part.host, 0)
+    return Region(own_part, frame, saved)
+
+
+def _scratch_tensors(node: ir.Node, frame: Sizes, storages: Storages) -> int:
+    """How many tensors of the frame's shape the node's own kernel writes for itself."""
+    element = int(dtype_of(node.outputs[0]).itemsize)
+    return storages.workspace(node) // max(1, element * storages.number(sizes.multiply(1, *frame)))
+
+
+class _Memory:
+    """What a part holds at its peak, in bytes."""
+
+    def __init__(self, part: Part, storages: Storages) -> None:
+        self._part, self._storages = part, storages
+        self._given = frozenset(part.inputs)
+        tensors = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
+        self._in_place = overwritten(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
+
+    def peak(self, order: _Order) -> int:
+        """The peak where the nodes of each region are one call: its inputs are held until its outputs are there."""
+        calls = [list(nodes) for _, nodes in groupby(order.nodes, lambda n: order.blocks.get(n, n))]
+        made: dict[ir.Value, int] = {}
+        last: dict[ir.Value, int] = {}
+        for position, call in enumerate(calls):
+            for node in call:
+                for value in (*node.inputs, *node.outputs):
+                    if value is not None and value.const_value is None and value not in self._part.host:
+                        root = self._storages.root(value)
+                        made.setdefault(root, position)
+                        last[root] = position
+        last |= {self._storages.root(v): len(calls) for v in self._part.outputs if v is not None}
+        change = [0] * (len(calls) + 2)
+        for value, first in made.items():
+            is_given = value.producer() is None  # a parameter or the user's: held from elsewhere
+            end = last[value] + 1
+            if is_given or (first == end - 1 and value.producer() in order.blocks):  # inside a region: in registers
+                continue
+            begin = 0 if value in self._given else first
+            change[begin] += self._storages.bytes_of(value)
+            change[end] -= self._storages.bytes_of(value)
+        for position, call in enumerate(calls):
+            change_at = self._at_once(call[0], order)
+            change[position] += change_at
+            change[position + 1] -= change_at
+        return max(accumulate(change), default=0)
+
+    def _at_once(self, node: ir.Node, order: _Order) -> int:
+        """What a call takes beside what lives longer: its scratch, less the input that it writes over."""
+        if node in order.blocks:
+            return 0
+        scratch = 0 if self._part.host.issuperset(node.outputs) else self._storages.workspace(node)
+        return scratch - (self._storages.bytes_of(node.outputs[0]) if node in self._in_place else 0)
