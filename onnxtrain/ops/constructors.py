@@ -86,6 +86,7 @@ def unary(
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host: Callable[..., Any] | None = None,
     first: tuple[Kernel, ...] = (),
+    cpp: str = "",
 ) -> OpDef:
     """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
 
@@ -118,6 +119,7 @@ def unary(
             flops=flops,
             host=host,
             layout=Layout(frozenset({"x", "y"})),
+            cpp=cpp,
         )
     )
 
@@ -145,6 +147,7 @@ def binary(
     scalars: bool = False,
     lower: Callable[..., Call] | None = None,
     commutative: bool = False,
+    cpp: str = "",
 ) -> OpDef:
     """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
@@ -178,6 +181,7 @@ def binary(
             host=_on_host(host) if host else None,
             layout=Layout(frozenset({"a", "b", "y"})),
             commutative=commutative,
+            cpp=cpp,
         )
     )
 

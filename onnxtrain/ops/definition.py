@@ -296,6 +296,8 @@ class OpDef:
         commutative: whether its two inputs may stand in either order.
         same_elements: whether its output has the elements of its first input in their order, in another shape or
             element type perhaps.
+        cpp: of an elementwise op, its C++ on elements `{0}`, `{1}`, through which NaN goes as in PyTorch; "": none.
+            Small programs that become one compiled call are made of them.
     """
 
     domain: str
@@ -324,6 +326,7 @@ class OpDef:
     layout: Layout | None = None
     commutative: bool = False
     same_elements: bool = False
+    cpp: str = ""
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)

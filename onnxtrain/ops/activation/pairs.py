@@ -103,6 +103,7 @@ def activation(
     flops: int = 4,
     grad_on_gpu: Lower | None = None,
     first: tuple[Kernel, Kernel] | None = None,
+    cpp: str = "",
 ) -> tuple[OpDef, OpDef]:
     """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes.
 
@@ -130,6 +131,7 @@ def activation(
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         first=first[:1] if first else (),
+        cpp=cpp,
     )
     return forward, backward(
         grad_name,
