@@ -36,7 +36,7 @@ from onnxtrain.ops.python_op import TORCH_OP as PYTHON_OP
 
 # Calls that only state what is already known of sizes and types: the guards hold them.
 _STATEMENTS = re.compile(
-    r"^aten\.(_assert_\w+|sym_constrain_range\w*|_assert_tensor_metadata)\.|^aten\.sym_(size|stride|numel)"
+    r"^aten\.(_assert_scalar|_assert_tensor_metadata|sym_constrain_range\w*)\.|^aten\.sym_(size|stride|numel)"
 )
 
 _LITERAL = 64  # elements of a tensor that a trace may hold as it is

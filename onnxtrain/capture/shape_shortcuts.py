@@ -2,8 +2,8 @@
 
 The export runs each composite operator as its parts, on fake tensors, only to learn the shape of the result. For
 attention that was a third of the capture of a small BERT (0.67 s of 1.88 s for six layers), for linear and layer_norm a
-sixth. A recurrent layer it runs step by step, and so fixes the number of steps. Here are the shapes of those, for the
-case in which all sizes that must agree plainly do; any other is left to PyTorch.
+sixth. A recurrent layer it runs step by step, and so fixes the number of steps; a covariance asks elements on the way.
+Here are the shapes of those, for the case in which all sizes that must agree plainly do; any other is left to PyTorch.
 """
 
 from __future__ import annotations
@@ -217,10 +217,27 @@ def _recurrent(
     return y.transpose(0, 1) if batch_first else y, *(_like(f.shape, tensors) for f in firsts)
 
 
+def _covariances(input: torch.Tensor) -> _Shape:
+    """[n, observations] -> [n, n]; of one variable [] as PyTorch squeezes it."""
+    if input.dim() > 2 or not input.is_floating_point():
+        return None
+    variables = input.size(0) if input.dim() == 2 else 1
+    return () if variables == 1 else (variables, variables)
+
+
+def _weighted(
+    input: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: Any = None
+) -> _Shape:
+    """Without weights: of those PyTorch asks whether any is negative, which only their elements tell."""
+    return _covariances(input) if fweights is None and aweights is None else None
+
+
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _attended,
     torch.ops.aten.linear.default: _of_shape(_linear),
     torch.ops.aten.layer_norm.default: _of_shape(_layer_norm),
+    torch.ops.aten.cov.default: _of_shape(_weighted),
+    torch.ops.aten.corrcoef.default: _of_shape(_covariances),
     torch.ops.aten.lstm.input: _recurrent,
     torch.ops.aten.gru.input: _recurrent,
     torch.ops.aten.rnn_tanh.input: _recurrent,

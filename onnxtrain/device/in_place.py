@@ -18,9 +18,6 @@ from onnxtrain.graph import traversal
 from onnxtrain.graph.values import ONNX
 from onnxtrain.ops.registry import OPS
 
-# Ops whose output may be a view of their first input's memory: who reads it reads that memory.
-_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Cast", "Expand"})
-
 
 def verify_updates(model: ir.Model, updates: Mapping[str, str]) -> None:
     """Checks a model as it is written: its functions are inlined first, as onnxruntime does.
@@ -78,10 +75,12 @@ def _clash(written: ir.Value, memory: Sequence[ir.Value], graph: ir.Graph | Sequ
 
 
 def _views(memory: Iterable[ir.Value], graph: Iterable[ir.Node]) -> set[ir.Value]:
-    """The values that may lie in this memory. Identity and the like are followed, whether they copy or not."""
+    """The values that may lie in this memory. What may be a view is followed, whether onnxruntime copies it or not."""
     shared = set(memory)
     for node in graph:
-        if node.domain == ONNX and node.op_type in _VIEWS and node.inputs[0] in shared:
+        definition = OPS.get((node.domain, node.op_type))
+        views = definition is not None and (definition.same_elements or 0 in definition.aliases)
+        if views and node.inputs[0] in shared:
             shared.update(v for v in node.outputs if not v.is_graph_output())
     return shared
 

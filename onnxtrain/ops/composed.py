@@ -15,6 +15,7 @@ from onnxtrain.ops.aten import aten_node
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import another_call, plus, statistics_type, times, total
 from onnxtrain.ops.registry import compose
+from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.movement import in_rank, vector
 from onnxtrain.ops.reshape.rows import zeros
 from onnxtrain.ops.reshape.shape import reshaped
@@ -58,6 +59,35 @@ def _block_diag(op: Builder, tensors: Sequence[ir.Value]) -> Any:
         parts = [v for v in (sides[0], matrix, sides[1]) if v is not None]
         rows.append(op.Concat(*parts, axis=1))
     return op.Concat(*rows, axis=0)
+
+
+def _covariance(op: Builder, x: ir.Value, correction: int) -> ir.Value:
+    """Of the rows of x [n, observations]: [n, n]."""
+    count = sizes.of(x)[1]
+    mean = op.Div(total(op, x, [1]), op.size(count, dtype_of(x)))
+    centred = op.Sub(x, mean)
+    free = op.size(sizes.maximum(0, sizes.subtract(count, correction)), dtype_of(x))
+    result: ir.Value = op.Div(op.MatMul(centred, transposed(op, centred, [1, 0])), free)
+    return result
+
+
+def _as_rows(op: Builder, x: ir.Value) -> ir.Value:
+    return x if rank_of(x) == 2 else reshaped(op, x, (1, sizes.multiply(1, *sizes.of(x))))
+
+
+def _cov(op: Builder, x: ir.Value, correction: int = 1) -> Any:
+    """Without weights: with them the export ends before, because PyTorch asks whether any is negative."""
+    return reshaped(op, _covariance(op, _as_rows(op, x), correction), op.out[0].shape)
+
+
+def _corrcoef(op: Builder, x: ir.Value) -> Any:
+    """Covariances divided by both standard deviations. That of one variable is 1, or NaN where it does not vary."""
+    found = _covariance(op, _as_rows(op, x), 1)
+    if not op.out[0].shape:
+        return reshaped(op, op.Div(found, found), ())
+    deviations = op.Sqrt(op.own.Diagonal(found, offset=0, row_axis=0, column_axis=1))
+    found = op.Div(op.Div(found, unsqueezed(op, deviations, 1)), unsqueezed(op, deviations, 0))
+    return op.Clip(found, op.scalar(-1, like=found), op.scalar(1, like=found))
 
 
 _RENORM_EPSILON = 1e-7  # PyTorch's
@@ -109,6 +139,8 @@ compose(
     {
         "aten._softmax_backward_data.default": _softmax_backward,
         "aten.block_diag.default": _block_diag,
+        "aten.corrcoef.default": _corrcoef,
+        "aten.cov.default": _cov,
         "aten.diff.default": _diff,
         "aten.native_dropout_backward.default": _dropout_backward,
         "aten.renorm.default": _renorm,

@@ -92,6 +92,7 @@ def unary(
     host: Callable[..., Any] | None = None,
     first: tuple[Kernel, ...] = (),
     fuses: Fuses | None = FUSES,
+    cpp: str = "",
 ) -> OpDef:
     """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
 
@@ -125,6 +126,7 @@ def unary(
             host=host,
             layout=Layout(frozenset({"x", "y"})),
             fuses=fuses,
+            cpp=cpp,
         )
     )
 
@@ -152,6 +154,7 @@ def binary(
     scalars: bool = False,
     lower: Callable[..., Call] | None = None,
     commutative: bool = False,
+    cpp: str = "",
 ) -> OpDef:
     """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
@@ -186,6 +189,7 @@ def binary(
             layout=Layout(frozenset({"a", "b", "y"})),
             fuses=FUSES,
             commutative=commutative,
+            cpp=cpp,
         )
     )
 

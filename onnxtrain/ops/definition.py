@@ -308,6 +308,8 @@ class OpDef:
         sized: inputs whose sizes decide how the body is written. A function holds the body for these numbers alone.
         same_elements: whether its output has the elements of its first input in their order, in another shape or
             element type perhaps.
+        cpp: of an elementwise op, its C++ on elements `{0}`, `{1}`, through which NaN goes as in PyTorch; "": none.
+            Small programs that become one compiled call are made of them.
     """
 
     domain: str
@@ -338,6 +340,7 @@ class OpDef:
     commutative: bool = False
     sized: frozenset[str] = frozenset()
     same_elements: bool = False
+    cpp: str = ""
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)

@@ -52,7 +52,7 @@ ONNX_OPERATORS: Mapping[str, str] = {
 }
 
 _PLANNED = "buffers, events and the cut between forward and backward are the executor's plan, not nodes of the graph"
-_COLLECTIVE = "collectives come with distributed training"
+_COLLECTIVE = "PyTorch's own collectives stand in the graph, as ATen nodes or inside custom autograd functions"
 _CODEC = "an obsolete codec for activations: half precision and recomputation save more and lose less"
 _SUMMARY = "TensorBoard's summaries are written from Python"
 _OPTIMIZER = "the optimizers are optim.FusedAdam and, on devices, graphs of standard operators"
@@ -111,7 +111,7 @@ TRAINING_OPERATORS: Mapping[str, str] = {
 
 _LINEAR_ALGEBRA = "a decomposition or a solver: ONNX has none"
 _RANK = "of a decomposition, or chosen by sizes: taken apart it would hold for some sizes only"
-_CHECK = "raises where a matrix is singular: a check without a result"
+_CHECK = "raises where elements are not as they should be (a singular matrix): a check without a result"
 _SPECIAL = "a special function that ONNX lacks, and that no short formula computes precisely"
 _ORDER = "an order or a running extreme, which ONNX lacks"
 _BITS = "takes apart the bits of a float, or counts in its last one"
@@ -158,7 +158,7 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
         _LINEAR_ALGEBRA,
     ),
     "linalg_matrix_norm": _RANK,
-    "_linalg_check_errors": _CHECK,
+    **dict.fromkeys(("_assert_async", "_linalg_check_errors"), _CHECK),
     **dict.fromkeys(
         (
             "digamma",
@@ -298,7 +298,7 @@ _SPARSE = "sparse tensors"
 # of their samples at least.
 PYTORCH_RUNS: Mapping[str, str] = {
     **dict.fromkeys(("combinations", "narrow", "tensor_split"), _SIZE_OF_DATA),
-    **dict.fromkeys(("corrcoef", "cov"), "PyTorch's fake implementation compares elements"),
+    "cov": "with weights, of which PyTorch asks whether any is negative",
     "nn.functional.gaussian_nll_loss": "its Python decides on elements",
     **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), _SPARSE),
     "chalf": "ONNX has no complex32",

@@ -21,8 +21,8 @@ from onnxtrain.native import Library, compiler
 from onnxtrain.ops import builder, draws
 from onnxtrain.ops.activation import gelu_compiled
 from onnxtrain.ops.attention import compiled, flash
-from onnxtrain.ops.attention.compiled import Drops, Masks
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
+from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.loss import rows
 from onnxtrain.ops.native import NOTE
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
@@ -215,10 +215,10 @@ def test_dropout_is_that_of_the_same_mask(
         y = (torch.softmax(scores, -1) * noise / (1 - dropped / 2**16)) @ v_
         return [y, *torch.autograd.grad(y, leaves, dy.to(wide))]
 
-    masks, drops = Masks(bias, shown, -1e4, causal, False), Drops(key, dropped, 1 / (1 - dropped / 2**16))
-    forward = compiled.forward(q, k, v, masks, None, drops)
+    scores, drops = Scores(None, bias, shown, -1e4, causal, safe=False), Drops(key, dropped, 1 / (1 - dropped / 2**16))
+    forward = compiled.forward(q, k, v, scores, drops)
     assert forward is not None
-    backward = compiled.backward(dy, q, k, v, masks, None, drops, of_scores=True)
+    backward = compiled.backward(dy, q, k, v, scores, drops, of_scores=True)
     assert backward is not None
     found = [forward[0], *backward[:3], backward[3].sum(0, keepdim=True)]
     for name, got, eager, exact in zip(
@@ -236,8 +236,8 @@ def test_threads_do_not_change_a_bit() -> None:
     for count in (1, 2, 7):
         torch.set_num_threads(count)
         try:
-            y, _ = compiled.forward(q, k, v, Masks(causal=True), None, drops) or pytest.fail("not compiled")
-            found.append((y, *(compiled.backward(y, q, k, v, Masks(causal=True), None, drops) or ())))
+            y, _ = compiled.forward(q, k, v, Scores(causal=True), drops) or pytest.fail("not compiled")
+            found.append((y, *(compiled.backward(y, q, k, v, Scores(causal=True), drops) or ())))
         finally:
             torch.set_num_threads(threads)
     for other in found[1:]:
@@ -249,7 +249,7 @@ def test_nan_and_infinity_go_through() -> None:
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     q[0, 0, 1, 2] = math.nan
     v[0, 0, 3, 5] = math.inf
-    y, _ = compiled.forward(q, k, v, Masks(), None, None) or pytest.fail("not compiled")
+    y, _ = compiled.forward(q, k, v, Scores()) or pytest.fail("not compiled")
     expected = torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v
     torch.testing.assert_close(y, expected, equal_nan=True)
 
@@ -258,9 +258,9 @@ def test_offsets_outside_of_the_tokens_are_not_read() -> None:
     assert compiled.LIBRARY.wait()
     q = torch.randn(6, 2, 8)
     good = torch.tensor([0, 2, 6])
-    assert compiled.forward_of_sequences(q, q, q, good, good, False, None, None) is not None
+    assert compiled.forward_of_sequences(q, q, q, Packed(good, good)) is not None
     for bad in ([0, 2, 7], [0, 4, 2], [-1, 2, 6]):
-        assert compiled.forward_of_sequences(q, q, q, torch.tensor(bad), good, False, None, None) is None
+        assert compiled.forward_of_sequences(q, q, q, Packed(torch.tensor(bad), good)) is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 31, 32, 33, 1023, 1025, 262_144 + 5])
@@ -278,12 +278,12 @@ def test_both_ways_draw_the_same(count: int) -> None:
 def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
     assert compiled.LIBRARY.wait()
-    seen: list[Masks] = []
+    seen: list[Scores] = []
     for way in ("forward", "backward"):
         plain = getattr(compiled, way)
 
         def noted(*arguments: Any, plain: Any = plain, **named: Any) -> Any:
-            seen.extend(a for a in arguments if isinstance(a, Masks))
+            seen.extend(a for a in arguments if isinstance(a, Scores))
             return plain(*arguments, **named)
 
         monkeypatch.setattr(compiled, way, noted)

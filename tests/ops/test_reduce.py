@@ -130,3 +130,14 @@ def test_bodies_at_special_numbers(case: OpCase, dtype: torch.dtype) -> None:
 def test_a_mean_over_more_elements_than_half_precision_can_count(dtype: torch.dtype) -> None:
     """65536 overflows float16: a gradient divided by it there would be 0."""
     check_capture(lambda x: x.mean() + x.var(), Spec("b s"), dtype=dtype, sizes=[{"b": 512, "s": 256}])
+
+
+def test_covariances() -> None:
+    sizes = ({"b": 3, "s": 4}, {"b": 2, "s": 5}, {"b": 5, "s": 3})
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.cov(x), torch.cov(x, correction=0), torch.corrcoef(x)
+
+    check_capture(both, Spec("b s"), sizes=sizes)
+    check_capture(both, Spec("s"), sizes=sizes)
+    check_capture(both, Spec("b s"), sizes=({"b": 4, "s": 1},))  # NaN, but for the one without correction

@@ -11,6 +11,7 @@ import torch
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.attention import varlen, varlen_flash
+from onnxtrain.ops.attention.scores import Packed
 from onnxtrain.ops.attention.varlen_kernels import varlen_attention, varlen_attention_backward
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -26,12 +27,12 @@ def heads(count: int, tokens: int, device: str, dtype: torch.dtype) -> torch.Ten
 @pytest.mark.parametrize("ratio", [0.0, 0.1])
 def test_pytorchs_kernels_take_these_arguments(ratio: float) -> None:
     q, k, v = (heads(count, 15, "meta", torch.bfloat16) for count in (4, 2, 2))
-    cu = CU.to("meta")
-    y, logsumexp, state = varlen_flash.varlen_dropout_flash(q, k, v, cu, cu, True, None, ratio)
+    packed = Packed(CU.to("meta"), CU.to("meta"), causal=True)
+    y, logsumexp, state = varlen_flash.varlen_dropout_flash(q, k, v, packed, ratio)
     assert (y.shape, y.dtype) == (q.shape, q.dtype)
     assert (logsumexp.shape, logsumexp.dtype) == ((4 * 15,), torch.float32)
     found = varlen_flash.varlen_backward_flash(
-        torch.empty_like(y), q, k, v, cu, cu, y, logsumexp, state if ratio else None, True, None, ratio
+        torch.empty_like(y), q, k, v, packed, y, logsumexp, state if ratio else None, ratio
     )
     assert [g.shape for g in found] == [x.shape for x in (q, k, v)]
 
@@ -78,15 +79,15 @@ def test_which_nodes_it_runs(change: dict[str, object], chosen: bool, monkeypatc
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_no_further_off_than_the_formula(causal: bool) -> None:
     q, k, v = (heads(count, 15, "cuda", torch.float16) for count in (4, 2, 2))
-    cu, dy = CU.cuda(), heads(4, 15, "cuda", torch.float16)
-    y, logsumexp = varlen_flash.varlen_flash(q, k, v, cu, cu, causal, None)
-    found = y, *varlen_flash.varlen_backward_flash(dy, q, k, v, cu, cu, y, logsumexp, None, causal, None, 0.0)
+    packed, dy = Packed(CU.cuda(), CU.cuda(), causal=causal), heads(4, 15, "cuda", torch.float16)
+    y, logsumexp = varlen_flash.varlen_flash(q, k, v, packed)
+    found = y, *varlen_flash.varlen_backward_flash(dy, q, k, v, packed, y, logsumexp, None, 0.0)
 
     def formula(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         cast = functools.partial(torch.Tensor.to, dtype=dtype)
-        operands = [*map(cast, (q, k, v)), cu, cu, None]
-        y, kept = varlen_attention(*operands, causal, None)
-        return y, *varlen_attention_backward(cast(dy), *operands, kept, causal, None, False, None, 1.0)
+        operands = [*map(cast, (q, k, v)), packed]
+        y, kept = varlen_attention(*operands)
+        return y, *varlen_attention_backward(cast(dy), *operands, kept, False, None, 1.0)
 
     for name, got, eager, exact in zip(
         ("y", "dq", "dk", "dv"), found, formula(torch.float16), formula(torch.float64), strict=True

@@ -1,4 +1,4 @@
-"""Standard ops as C++: the few that small models and the bodies of our ops are made of.
+"""Standard ops as C++: elementwise ones, as their definitions say, and the few others that small models are made of.
 
 A writer takes the source, the node and its inputs, and gives the node's outputs: arrays that it wrote, or inputs seen
 in another way. What it does not write it refuses by `UnsupportedError`.
@@ -7,13 +7,14 @@ in another way. What it does not write it refuses by `UnsupportedError`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import onnx_ir as ir
 
 from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
-from onnxtrain.graph.values import constant_of, is_float, normalize_axes, normalize_axis
+from onnxtrain.graph.values import ONNX, constant_of, is_float, normalize_axes, normalize_axis
+from onnxtrain.ops import definition_of
 
 
 class Source(Protocol):
@@ -23,21 +24,36 @@ class Source(Protocol):
 
     def new(self, dtype: ir.DataType, shape: Shape, of: ir.Value | None = None) -> Array: ...
 
+    def work(self, count: int) -> None: ...
+
 
 # PyTorch sums long rows in a tree and products in blocks; term by term is as exact up to about these lengths.
 _LONGEST_SUM = 128
 _LONGEST_PRODUCT = 1024
 
 Writer = Callable[[Source, ir.Node, list[Array]], list[Array]]
-WRITERS: dict[str, Writer] = {}
+_WRITERS: dict[str, Writer] = {}
 
 
 def _writes(*names: str) -> Callable[[Writer], Writer]:
     def register(writer: Writer) -> Writer:
-        WRITERS.update(dict.fromkeys(names, writer))
+        _WRITERS.update(dict.fromkeys(names, writer))
         return writer
 
     return register
+
+
+def writer_of(node: ir.Node) -> Writer:
+    """What writes this node.
+
+    Raises:
+        UnsupportedError: nothing does.
+    """
+    if definition_of(node).cpp:
+        return _elementwise
+    if node.domain != ONNX or node.op_type not in _WRITERS:
+        raise UnsupportedError(node.op_type)
+    return _WRITERS[node.op_type]
 
 
 def _output(source: Source, node: ir.Node, dtype: ir.DataType, shape: Shape) -> Array:
@@ -49,28 +65,10 @@ def _attribute(node: ir.Node, name: str, default: int) -> int:
     return default if attribute is None else attribute.as_int()
 
 
-# Elementwise. NaN goes through every one of them, as it does in PyTorch.
-
-_FLOAT_ONLY: Mapping[str, str] = {
-    "Div": "{0} / {1}", "Exp": "std::exp({0})", "Log": "std::log({0})", "Sqrt": "std::sqrt({0})",
-    "Reciprocal": "1 / {0}", "Tanh": "std::tanh({0})", "Sigmoid": "1 / (1 + std::exp(-{0}))", "Erf": "std::erf({0})",
-    "Sin": "std::sin({0})", "Cos": "std::cos({0})", "Floor": "std::floor({0})", "Ceil": "std::ceil({0})",
-    "IsNaN": "{0} != {0}",
-}  # fmt: skip
-_OF_ANY_TYPE: Mapping[str, str] = {
-    "Add": "{0} + {1}", "Sub": "{0} - {1}", "Mul": "{0} * {1}", "Neg": "-{0}", "Relu": "{0} < 0 ? 0 : {0}",
-    "Abs": "{0} < 0 ? -{0} : {0} + 0", "Where": "{0} ? {1} : {2}", "Equal": "{0} == {1}", "Greater": "{0} > {1}",
-    "Less": "{0} < {1}", "GreaterOrEqual": "{0} >= {1}", "LessOrEqual": "{0} <= {1}", "And": "{0} && {1}",
-    "Or": "{0} || {1}", "Xor": "{0} != {1}", "Not": "!{0}",
-    "Max": "{0} > {1} || {0} != {0} ? {0} : {1}", "Min": "{0} < {1} || {0} != {0} ? {0} : {1}",
-}  # fmt: skip
-
-
-@_writes(*_FLOAT_ONLY, *_OF_ANY_TYPE)
 def _elementwise(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
-    if node.op_type in _FLOAT_ONLY and not is_float(inputs[0].dtype):
-        raise UnsupportedError(f"{node.op_type} of integers")
-    text = _FLOAT_ONLY.get(node.op_type) or _OF_ANY_TYPE[node.op_type]
+    text = definition_of(node).cpp
+    if "/" in text and not is_float(inputs[0].dtype):
+        raise UnsupportedError(f"{node.op_type} of integers")  # division by 0 ends the process
     if len(inputs) != 1 + ("{1}" in text) + ("{2}" in text):
         raise UnsupportedError(f"{node.op_type} of {len(inputs)} values")
     return [_loop(source, node, inputs, text)]
@@ -259,6 +257,7 @@ def _product(source: Source, a: Array, b: Array, result: Array) -> None:
     if k > _LONGEST_PRODUCT:
         raise UnsupportedError("a product over a long dimension")
     sizes = f"{a.c_type}, {m}, {n}, {k}, {a.strides[-2]}, {a.strides[-1]}, {b.strides[-2]}, {result.strides[-2]}"
+    source.work(math.prod(result.shape) * k)
     batch = result.shape[:-2]
     places = [
         result.with_dims(batch, result.strides[:-2]),

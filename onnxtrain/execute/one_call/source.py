@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
-from onnxtrain.execute.one_call.operators import WRITERS
+from onnxtrain.execute.one_call.operators import writer_of
 from onnxtrain.graph import sizes
-from onnxtrain.graph.values import ONNX, dtype_of
+from onnxtrain.graph.values import dtype_of
 
 NAME = "run"
 LARGEST = 1 << 17  # elements of all intermediates: what stays in a core's second cache
@@ -83,20 +83,20 @@ class _Function:
             self._scratch += count
             # Static, because Python's lock is held: two calls never meet.
             self._lines.append(f"alignas(64) static {array.c_type} {array.name}[{max(count, 1)}];")
-        self._work += count
+        self.work(count)
         return array
 
+    def work(self, count: int) -> None:
+        """Counts multiplications and other operations, and writes."""
+        self._work += count
+
     def node(self, node: ir.Node) -> None:
-        write_node = WRITERS.get(node.op_type) if node.domain == ONNX else None
-        if write_node is None:
-            raise UnsupportedError(node.op_type)
+        write_node = writer_of(node)
         inputs = [self._array(value) for value in node.inputs if value is not None]
         if any(0 in array.shape for array in inputs):
             raise UnsupportedError("an empty tensor")
         results = write_node(self, node, inputs)
         self._arrays.update(zip(node.outputs, results, strict=True))
-        if node.op_type in ("MatMul", "Gemm"):
-            self._work += math.prod(results[0].shape) * inputs[0].shape[-1]
         if self._scratch > LARGEST or self._work > _MOST_WORK:
             raise UnsupportedError("too much work for one core")
 

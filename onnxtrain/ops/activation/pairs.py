@@ -107,6 +107,7 @@ def activation(
     grad_on_gpu: Lower | None = None,
     first: tuple[Kernel, Kernel] | None = None,
     fuses: Fuses = FUSES,
+    cpp: str = "",
 ) -> tuple[OpDef, OpDef]:
     """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes.
 
@@ -135,6 +136,7 @@ def activation(
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         first=first[:1] if first else (),
         fuses=fuses,
+        cpp=cpp,
     )
     return forward, backward(
         grad_name,

@@ -83,6 +83,7 @@ RELU, RELU_GRAD = activation(
     saved="y",  # x serves as well: both are above 0 at the same places
     since=14,
     flops=1,
+    cpp="{0} < 0 ? 0 : {0}",
 )
 LEAKY_RELU, LEAKY_RELU_GRAD = activation(
     "LeakyRelu",

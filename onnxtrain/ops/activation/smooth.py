@@ -57,6 +57,7 @@ SIGMOID, SIGMOID_GRAD = activation(
     grad_domain=MICROSOFT,
     saved="y",
     since=13,
+    cpp="1 / (1 + std::exp(-{0}))",
 )
 TANH, TANH_GRAD = activation(
     "Tanh",
@@ -68,6 +69,7 @@ TANH, TANH_GRAD = activation(
     grad_domain=MICROSOFT,
     saved="y",
     since=13,
+    cpp="std::tanh({0})",
 )
 
 

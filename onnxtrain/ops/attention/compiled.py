@@ -19,12 +19,12 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from dataclasses import dataclass
 
 import torch
 
 from onnxtrain.native import Library, text
 from onnxtrain.ops.attention.parts import scale_number
+from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.draws import least_kept
 from onnxtrain.ops.machine import this_machine
 
@@ -40,49 +40,21 @@ _PROBLEM = struct.Struct("10q 24q 4q 4q 3q q 3d")  # `Problem` of attention.cpp
 _NONE3, _NONE4 = (0,) * 3, (0,) * 4
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """What is done to the scores.
-
-    Attributes:
-        bias: added to them, where it is there.
-        mask: added too or, where it is bool, the scores are `fill` where it is false.
-        fill: None for -inf.
-        causal: whether row r sees the columns up to r only.
-        safe: whether a row of -inf has probabilities 0, not NaN.
-    """
-
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    fill: float | None = None
-    causal: bool = False
-    safe: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Drops:
-    """Dropout of the probabilities: the key, how many of 65536 draws are dropped, and the factor of the others."""
-
-    key: Tensor
-    dropped: int
-    factor: float
-
-
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float | None, drops: Drops | None, contiguous: bool = False
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, drops: Drops | None = None, contiguous: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """Gives y[b, h, l, d] and the logsumexp [b, h, l].
 
     Unless y is to be `contiguous` it lies as [b, l, h, d], which models turn it into.
     """
-    read = _masks_as_read(q, k, v, masks)
+    read = _masks_as_read(q, k, v, scores)
     if read is None:
         return None
     added, shown = read
     batch, heads, rows, _ = q.shape
     y = q.new_empty((batch, heads, rows, v.size(3))) if contiguous else _by_rows(q, rows, v.size(3))
     sums = q.new_empty((batch, heads, rows), dtype=sums_type(q))
-    problem = _problem(q, k, v, (y,), added, shown, masks, scale, drops)
+    problem = _problem(q, k, v, (y,), added, shown, scores, drops)
     run = getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")
     run(problem, *_pointers(q, k, v, added, shown, y, sums))
     return y, sums
@@ -93,67 +65,60 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    masks: Masks,
-    scale: float | None,
-    drops: Drops | None,
+    scores: Scores,
+    drops: Drops | None = None,
     of_scores: bool = False,
 ) -> tuple[Tensor, ...] | None:
     """The gradients of q, k and v, and where `of_scores` that of the masked scores [b, h, l, s]."""
-    read = _masks_as_read(q, k, v, masks)
+    read = _masks_as_read(q, k, v, scores)
     if read is None:
         return None
     added, shown = read
     dy = _dense_rows(dy)
     found = [_by_rows(x, x.size(2), x.size(3)) for x in (q, k, v)]
     dscores = q.new_empty((*q.shape[:3], k.size(2)), dtype=sums_type(q)) if of_scores else None
-    problem = _problem(q, k, v, (dy, dy, *found), added, shown, masks, scale, drops)
+    problem = _problem(q, k, v, (dy, dy, *found), added, shown, scores, drops)
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[q.dtype]}")
     run(problem, *_pointers(dy, q, k, v, added, shown, *found, dscores))
     return tuple(found) if dscores is None else (*found, dscores)
 
 
-def forward_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None, drops: Drops | None
-) -> Tensor | None:
-    """y[t, h, d] of sequences one after another; see `varlen.py`."""
-    offsets = _offsets(q, k, v, cu_q, cu_k)
+def forward_of_sequences(q: Tensor, k: Tensor, v: Tensor, packed: Packed, drops: Drops | None = None) -> Tensor | None:
+    """y[t, h, d] of sequences one after another, without a bias; see `varlen.py`."""
+    offsets = _offsets(q, k, v, packed)
     if offsets is None:
         return None
     y = _fresh(q, offsets[0], v.size(2))
     sums = q.new_empty((q.size(1), q.size(0)), dtype=sums_type(q))
-    problem = _problem(q, k, v, (y,), None, None, Masks(causal=causal), scale, drops, offsets)
+    problem = _problem(q, k, v, (y,), None, None, _scores(packed), drops, offsets)
     getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")(problem, *_pointers(q, k, v, None, None, y, sums))
     return y
 
 
 def backward_of_sequences(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    causal: bool,
-    scale: float | None,
-    drops: Drops | None,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, packed: Packed, drops: Drops | None = None
 ) -> tuple[Tensor, ...] | None:
     """The gradients of q, k and v."""
-    offsets = _offsets(q, k, v, cu_q, cu_k)
+    offsets = _offsets(q, k, v, packed)
     if offsets is None:
         return None
     dy = _dense_rows(dy)
     found = (_fresh(q, offsets[0], q.size(2)), *(_fresh(x, offsets[1], x.size(2)) for x in (k, v)))
-    problem = _problem(q, k, v, (dy, dy, *found), None, None, Masks(causal=causal), scale, drops, offsets)
+    problem = _problem(q, k, v, (dy, dy, *found), None, None, _scores(packed), drops, offsets)
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[q.dtype]}")
     run(problem, *_pointers(dy, q, k, v, None, None, *found, None))
     return found
 
 
-def _offsets(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor] | None:
+def _scores(packed: Packed) -> Scores:
+    return Scores(packed.scale, causal=packed.causal)
+
+
+def _offsets(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> tuple[Tensor, Tensor] | None:
     """The offsets as the kernel reads them; None where it cannot do such tensors. It trusts what it reads."""
-    if not _reads(q, k, v) or cu_q.numel() < 2:
+    if not _reads(q, k, v) or packed.cu_q.numel() < 2:
         return None
-    offsets = cu_q.to(torch.int64).contiguous(), cu_k.to(torch.int64).contiguous()
+    offsets = packed.cu_q.to(torch.int64).contiguous(), packed.cu_k.to(torch.int64).contiguous()
     for each, tokens in zip(offsets, (q.size(0), k.size(0)), strict=True):
         numbers = [0, *each.tolist(), tokens]
         if any(a > b for a, b in itertools.pairwise(numbers)):
@@ -190,15 +155,15 @@ def _reads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return all(x.stride(-1) == 1 or x.size(-1) == 1 for x in (q, k, v)) and q.numel() > 0 and k.numel() > 0
 
 
-def _masks_as_read(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor | None, Tensor | None] | None:
+def _masks_as_read(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor | None] | None:
     """What is added and what is shown, each [b, h, l, s] by strides; None where the kernel cannot do it."""
     if not _reads(q, k, v):
         return None
-    added, shown = masks.bias, None
-    if masks.mask is not None and masks.mask.dtype == torch.bool:
-        shown = masks.mask
-    elif masks.mask is not None:
-        added = masks.mask if added is None else added + masks.mask
+    added, shown = scores.bias, None
+    if scores.mask is not None and scores.mask.dtype == torch.bool:
+        shown = scores.mask
+    elif scores.mask is not None:
+        added = scores.mask if added is None else added + scores.mask
     if added is not None and added.dtype != q.dtype:
         return None
     shape = (*q.shape[:3], k.size(2))
@@ -212,8 +177,7 @@ def _problem(
     others: tuple[Tensor, ...],
     added: Tensor | None,
     shown: Tensor | None,
-    masks: Masks,
-    scale: float | None,
+    scores: Scores,
     drops: Drops | None,
     offsets: tuple[Tensor, Tensor] | None = None,
 ) -> bytes:
@@ -228,13 +192,14 @@ def _problem(
         places = offsets[0].data_ptr(), offsets[1].data_ptr()
     strides += [_NONE3] * (8 - len(strides))
     return _PROBLEM.pack(
-        batch, q.size(1), k.size(1), rows, columns, q.size(-1), v.size(-1), masks.causal, masks.safe,
+        batch, q.size(1), k.size(1), rows, columns, q.size(-1), v.size(-1), scores.causal, scores.safe,
         torch.get_num_threads(),
         *(number for each in strides for number in each),
         *(_NONE4 if added is None else added.stride()),
         *(_NONE4 if shown is None else shown.stride()),
         *places, 0 if drops is None else drops.key.data_ptr(), 0 if drops is None else least_kept(drops.dropped),
-        scale_number(scale, q), 1.0 if drops is None else drops.factor, -math.inf if masks.fill is None else masks.fill,
+        scale_number(scores.scale, q), 1.0 if drops is None else drops.factor,
+        -math.inf if scores.fill is None else scores.fill,
     )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ from onnxtrain.ops.attention.parts import (
     scale_of,
     summed_heads,
 )
+from onnxtrain.ops.attention.scores import Scores
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.draws import KEY_BYTES
@@ -201,45 +202,40 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def attend_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    fill: float | None,
-    scale: float | None,
-    safe: bool,
-    ratio: float,
-    fast: bool,
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, ratio: float, fast: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend` with dropout; the noise is drawn at once for all heads, as Dropout draws for their probabilities."""
     like = torch.empty((*q.shape[:3], k.size(2)), dtype=torch.bool, device=q.device)
     noise = fast_mask(like, round(ratio * DRAWS)) if fast else torch_mask(like, 1 - ratio)
-    y, p = attend(q, k, v, bias, mask, fill, scale, safe, noise, kept_scale(ratio, probabilities_type(q)))
+    y, p = attend(q, k, v, scores, noise, kept_scale(ratio, probabilities_type(q)))
     return y, p, noise
 
 
-def _lower(n: NodeView, *inputs: Any) -> Call:
-    q, k, v, bias, mask, fill = inputs
-    return Call(attend, q, k, v, bias, mask, fill, n.scale, bool(n.safe))
+def _scores(n: NodeView, bias: Any, mask: Any, fill: Any) -> Call:
+    return Call(Scores, n.scale, bias, mask, fill, safe=bool(n.safe))
+
+
+def _lower(n: NodeView, q: Any, k: Any, v: Any, *masks: Any) -> Call:
+    return Call(attend, q, k, v, _scores(n, *masks))
 
 
 def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
-    q, k, v, bias, mask, fill, _, _ = inputs
-    return Call(attend_dropout, q, k, v, bias, mask, fill, n.scale, bool(n.safe), ratio_of(n), draws_fast(n))
+    q, k, v, *masks, _, _ = inputs
+    return Call(attend_dropout, q, k, v, _scores(n, *masks), ratio_of(n), draws_fast(n))
 
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
-    dy, q, k, v, _, mask, fill, _, p, noise, _ = inputs
-    return Call(attend_backward, dy, q, k, v, mask, fill, p, n.scale, bool(n.of_scores), noise, drops_in_gradient(n)[1])
+    dy, q, k, v, *masks, _, p, noise, _ = inputs
+    return Call(attend_backward, dy, q, k, v, _scores(n, *masks), p, bool(n.of_scores), noise, drops_in_gradient(n)[1])
 
 
-def _masks_compiled(n: NodeView, bias: Any, mask: Any) -> tuple[Any, Any, bool]:
-    """Bias and mask as the compiled kernel takes them, and whether one that is left out was causal."""
+def _scores_compiled(n: NodeView, bias: Any, mask: Any, fill: Any) -> Call:
+    """As the compiled kernel takes them: without a bias or mask that only says that they are causal."""
     LIBRARY.request()
-    fill = -math.inf if n.fill is None else number_of(n.fill)
-    early = [hides_later(n.bias), hides_later(n.mask) and fill == -math.inf]
-    return None if early[0] else bias, None if early[1] else mask, any(early)
+    number = -math.inf if n.fill is None else number_of(n.fill)
+    early = [hides_later(n.bias), hides_later(n.mask) and number == -math.inf]
+    bias, mask = None if early[0] else bias, None if early[1] else mask
+    return Call(Scores, n.scale, bias, mask, fill, causal=any(early), safe=bool(n.safe))
 
 
 def _leaves(n: NodeView) -> bool:
@@ -247,27 +243,20 @@ def _leaves(n: NodeView) -> bool:
     return bool(n.y.is_graph_output())
 
 
-def _lower_compiled(n: NodeView, *inputs: Any) -> Call:
-    q, k, v, bias, mask, fill = inputs
-    bias, mask, causal = _masks_compiled(n, bias, mask)
-    return Call(attend_compiled, q, k, v, bias, mask, fill, n.scale, bool(n.safe), causal, _leaves(n))
+def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, *masks: Any) -> Call:
+    return Call(attend_compiled, q, k, v, _scores_compiled(n, *masks), _leaves(n))
 
 
 def _lower_dropout_compiled(n: NodeView, *inputs: Any) -> Call:
-    q, k, v, bias, mask, fill, _, _ = inputs
-    bias, mask, causal = _masks_compiled(n, bias, mask)
-    return Call(
-        attend_dropout_compiled, q, k, v, bias, mask, fill,
-        n.scale, bool(n.safe), causal, _leaves(n), *drops(n),
-    )  # fmt: skip
+    q, k, v, *masks, _, _ = inputs
+    return Call(attend_dropout_compiled, q, k, v, _scores_compiled(n, *masks), _leaves(n), *drops(n))
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
-    dy, q, k, v, bias, mask, fill, _, p, noise, _ = inputs
-    bias, mask, causal = _masks_compiled(n, bias, mask)
+    dy, q, k, v, *masks, _, p, noise, _ = inputs
     return Call(
-        attend_backward_compiled, dy, q, k, v, bias, mask, fill, p, noise,
-        n.scale, bool(n.safe), causal, bool(n.of_scores), *drops_in_gradient(n),
+        attend_backward_compiled, dy, q, k, v, _scores_compiled(n, *masks), p, noise,
+        bool(n.of_scores), *drops_in_gradient(n),
     )  # fmt: skip
 
 

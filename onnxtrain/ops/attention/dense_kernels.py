@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from onnxtrain.ops.attention.parts import scale_number
+from onnxtrain.ops.attention.scores import Scores
 
 Tensor = torch.Tensor
 Block = tuple[slice, slice, slice] | None  # of batches, of heads, of heads of k and v; None: all of them
@@ -82,11 +83,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    fill: float | None,
-    scale: float | None,
-    safe: bool,
+    scores: Scores,
     noise: Tensor | None = None,
     factor: float = 1.0,
     p: Tensor | None = None,
@@ -97,11 +94,7 @@ def attend(
         q: [b, h, l, e].
         k: [b, g, s, e].
         v: [b, g, s, d].
-        bias: added to the scores.
-        mask: added too or, where it is bool, the scores are `fill` where it is false.
-        fill: None for -inf.
-        scale: of the scores, None for 1/√e.
-        safe: whether a row of -inf has probabilities 0, not NaN.
+        scores: how they are made.
         noise: bool [b, h, l, s], which probabilities dropout keeps.
         factor: of the probabilities that are kept.
         p: where the probabilities go.
@@ -111,29 +104,36 @@ def attend(
     if p is None:
         p = q.new_empty((batch, heads, rows, k.size(2)), dtype=kept)
     y = q.new_empty((batch, heads, rows, v.size(3)))
-    number, each = scale_number(scale, q), heads // k.size(1) if k.size(1) else 1
+    number, each = scale_number(scores.scale, q), heads // k.size(1) if k.size(1) else 1
+    mask = scores.mask
     hidden = mask.logical_not() if mask is not None and mask.dtype == torch.bool else None
-    added = [x for x in (bias, mask if hidden is None else None) if x is not None]
+    later = _triangle(q, k) if scores.causal else None
+    added = [x for x in (scores.bias, later, mask if hidden is None else None) if x is not None]
 
-    def compute(block: Block, scores: Tensor) -> None:
-        _product(scores.flatten(0, 1), _heads(q, block), _shared(k, block, each).mT, number)
+    def compute(block: Block, part: Tensor) -> None:
+        _product(part.flatten(0, 1), _heads(q, block), _shared(k, block, each).mT, number)
         for x in added:
-            scores.add_(_broadcast(x, block))
+            part.add_(_broadcast(x, block))
         if hidden is not None:
-            scores.masked_fill_(_broadcast(hidden, block), -math.inf if fill is None else fill)
+            part.masked_fill_(_broadcast(hidden, block), -math.inf if scores.fill is None else scores.fill)
 
     for block in _blocks(q, k):
-        scores = _part(p, block)
-        compute(block, scores)
-        torch.softmax(scores, -1, out=scores)
+        part = _part(p, block)
+        compute(block, part)
+        torch.softmax(part, -1, out=part)
         # A row of -inf becomes a row of NaN: its first element is NaN.
-        if safe and scores.numel() and scores.select(-1, 0).isnan().any():
-            compute(block, scores)
-            masked = scores.eq(-math.inf).all(-1, keepdim=True)
-            torch.softmax(scores, -1, out=scores).masked_fill_(masked, 0.0)
-        used = scores if noise is None else _part(noise, block).view(torch.uint8).to(kept).mul_(scores)
+        if scores.safe and part.numel() and part.select(-1, 0).isnan().any():
+            compute(block, part)
+            masked = part.eq(-math.inf).all(-1, keepdim=True)
+            torch.softmax(part, -1, out=part).masked_fill_(masked, 0.0)
+        used = part if noise is None else _part(noise, block).view(torch.uint8).to(kept).mul_(part)
         _product(_part(y, block).flatten(0, 1), used.to(v.dtype).flatten(0, 1), _shared(v, block, each), factor)
     return y, p
+
+
+def _triangle(q: Tensor, k: Tensor) -> Tensor:
+    """What is added to the scores so that a row sees the columns up to its own number."""
+    return torch.full((q.size(2), k.size(2)), -math.inf, dtype=probabilities_type(q), device=q.device).triu_(1)
 
 
 def attend_backward(
@@ -141,10 +141,8 @@ def attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    fill: float | None,
+    scores: Scores,
     p: Tensor,
-    scale: float | None,
     of_scores: bool,
     noise: Tensor | None = None,
     factor: float = 1.0,
@@ -152,9 +150,9 @@ def attend_backward(
     """The gradients of q, k, v and, where `of_scores`, that of the scores [b, h, l, s]; see `attend`."""
     heads = q.size(1)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    number, each = scale_number(scale, q), heads // k.size(1) if k.size(1) else 1
+    number, each = scale_number(scores.scale, q), heads // k.size(1) if k.size(1) else 1
     dscores = torch.empty_like(p) if of_scores else None
-    hidden = _passing_through(mask, fill, p)
+    hidden = _passing_through(scores, p)
     for block in _blocks(q, k):
         part = _part(p, block)
         cotangent = _heads(dy, block)
@@ -175,16 +173,16 @@ def attend_backward(
     return (dq, dk, dv) if dscores is None else (dq, dk, dv, dscores)
 
 
-def _passing_through(mask: Tensor | None, fill: float | None, p: Tensor) -> Tensor | None:
+def _passing_through(scores: Scores, p: Tensor) -> Tensor | None:
     """Where scores have no gradient though their probability may not be 0.
 
     Where scores were -inf the probability is 0, and so is the gradient, but in a row of nothing else, which is NaN.
     """
-    if mask is None or mask.dtype != torch.bool:
+    if scores.mask is None or scores.mask.dtype != torch.bool:
         return None
-    if fill is None and not (p.numel() and p.select(-1, 0).isnan().any()):
+    if scores.fill is None and not (p.numel() and p.select(-1, 0).isnan().any()):
         return None
-    return mask.logical_not()
+    return scores.mask.logical_not()
 
 
 def _summed(out: Tensor, block: Block, each: int, a: Tensor, b: Tensor, factor: float) -> None:

@@ -25,7 +25,6 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.attention import compiled
-from onnxtrain.ops.attention.compiled import Masks
 from onnxtrain.ops.attention.parts import (
     accumulated,
     causal_mask,
@@ -36,6 +35,7 @@ from onnxtrain.ops.attention.parts import (
     scale_of,
     summed_heads,
 )
+from onnxtrain.ops.attention.scores import Scores
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes
@@ -121,7 +121,7 @@ def attention(
     With `may_compile`, the same numbers but for rounding by the compiled kernel, where it is there and faster.
     """
     if may_compile and _compiled_is_faster(q, k, v, mask, is_causal, scale):
-        found = compiled.forward(q, k, v, Masks(mask=mask, causal=is_causal), scale, None)
+        found = compiled.forward(q, k, v, Scores(scale, mask=mask, causal=is_causal))
         if found is not None:
             return found
     if _runs_flash(q, k, v, mask, is_causal, scale):
@@ -146,7 +146,7 @@ def attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k and v. PyTorch's kernels are those that belong to the one that `attention` took."""
     if may_compile and _compiled_is_faster(q, k, v, mask, is_causal, scale):
-        found = compiled.backward(dy, q, k, v, Masks(mask=mask, causal=is_causal), scale, None)
+        found = compiled.backward(dy, q, k, v, Scores(scale, mask=mask, causal=is_causal))
         if found is not None:
             return found
     if _runs_flash(q, k, v, mask, is_causal, scale):

@@ -37,6 +37,7 @@ from onnxtrain.ops.attention.definitions import (
     drops_in_gradient,
 )
 from onnxtrain.ops.attention.parts import accumulated, dropped, product_gradients, scale_of
+from onnxtrain.ops.attention.scores import Packed
 from onnxtrain.ops.attention.varlen_compiled import (
     varlen_backward_compiled,
     varlen_compiled,
@@ -237,56 +238,59 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 # Kernels
 
 
-def _lower(n: NodeView, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, bias: Any) -> Call:
-    return Call(varlen_attention, q, k, v, cu_q, cu_k, bias, bool(n.is_causal), n.scale)
+def _packed(n: NodeView, cu_q: Any, cu_k: Any, bias: Any) -> Call:
+    return Call(Packed, cu_q, cu_k, n.scale, bias, bool(n.is_causal))
+
+
+def _lower(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
+    return Call(varlen_attention, q, k, v, _packed(n, *sequences))
 
 
 def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
-    *operands, _, _ = inputs
-    return Call(varlen_attention_dropout, *operands, bool(n.is_causal), n.scale, ratio_of(n), draws_fast(n))
+    q, k, v, *sequences, _, _ = inputs
+    return Call(varlen_attention_dropout, q, k, v, _packed(n, *sequences), ratio_of(n), draws_fast(n))
 
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
-    dy, q, k, v, cu_q, cu_k, bias, _, kept, noise, _ = inputs
+    dy, q, k, v, *sequences, _, kept, noise, _ = inputs
     return Call(
-        varlen_attention_backward, dy, q, k, v, cu_q, cu_k, bias, kept, bool(n.is_causal), n.scale, bool(n.of_bias),
+        varlen_attention_backward, dy, q, k, v, _packed(n, *sequences), kept, bool(n.of_bias),
         noise, drops_in_gradient(n)[1],
     )  # fmt: skip
 
 
-def _lower_compiled(n: NodeView, *inputs: Any) -> Call:
+def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
     LIBRARY.request()
-    return Call(varlen_compiled, *inputs[:5], bool(n.is_causal), n.scale)
+    return Call(varlen_compiled, q, k, v, _packed(n, *sequences))
 
 
 def _lower_dropout_compiled(n: NodeView, *inputs: Any) -> Call:
     LIBRARY.request()
-    return Call(varlen_dropout_compiled, *inputs[:5], bool(n.is_causal), n.scale, *drops(n))
+    q, k, v, *sequences, _, _ = inputs
+    return Call(varlen_dropout_compiled, q, k, v, _packed(n, *sequences), *drops(n))
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
     LIBRARY.request()
-    dy, q, k, v, cu_q, cu_k, _, _, kept, noise, _ = inputs
+    dy, q, k, v, *sequences, _, kept, noise, _ = inputs
     return Call(
-        varlen_backward_compiled, dy, q, k, v, cu_q, cu_k, kept, noise, bool(n.is_causal), n.scale,
-        *drops_in_gradient(n),
+        varlen_backward_compiled, dy, q, k, v, _packed(n, *sequences), kept, noise, *drops_in_gradient(n)
     )  # fmt: skip
 
 
-def _lower_flash(n: NodeView, *inputs: Any) -> Call:
-    return Call(varlen_flash, *inputs[:5], bool(n.is_causal), n.scale)
+def _lower_flash(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
+    return Call(varlen_flash, q, k, v, _packed(n, *sequences))
 
 
 def _lower_dropout_flash(n: NodeView, *inputs: Any) -> Call:
-    return Call(varlen_dropout_flash, *inputs[:5], bool(n.is_causal), n.scale, ratio_of(n))
+    q, k, v, *sequences, _, _ = inputs
+    return Call(varlen_dropout_flash, q, k, v, _packed(n, *sequences), ratio_of(n))
 
 
 def _lower_grad_flash(n: NodeView, *inputs: Any) -> Call:
-    dy, q, k, v, cu_q, cu_k, _, y, kept, noise, _ = inputs
+    dy, q, k, v, *sequences, y, kept, noise, _ = inputs
     ratio = 0.0 if n.noise is None else ratio_of(n)
-    return Call(
-        varlen_backward_flash, dy, q, k, v, cu_q, cu_k, y, kept, noise, bool(n.is_causal), n.scale, ratio
-    )  # fmt: skip
+    return Call(varlen_backward_flash, dy, q, k, v, _packed(n, *sequences), y, kept, noise, ratio)
 
 
 def _may_compile(n: NodeView, device: str) -> bool:

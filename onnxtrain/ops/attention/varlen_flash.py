@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from onnxtrain.graph.sizes import Size
+from onnxtrain.ops.attention.scores import Packed
 
 Tensor = torch.Tensor
 
@@ -28,22 +29,20 @@ def flash_runs(device: str, dtype: torch.dtype, width: Size) -> bool:
     return fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def varlen_flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def varlen_flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     """Gives y[t, h, d] and the logsumexp [h * t]."""
-    y, logsumexp, _ = varlen_dropout_flash(q, k, v, cu_q, cu_k, causal, scale, 0.0)
+    y, logsumexp, _ = varlen_dropout_flash(q, k, v, packed, 0.0)
     return y, logsumexp
 
 
 def varlen_dropout_flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None, ratio: float
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, ratio: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with dropout, and the state of the generator that it drew from."""
     y, logsumexp, state, _, _ = torch.ops.aten._flash_attention_forward.default(
-        *_operands(q, k, v, cu_q, cu_k), ratio, causal, False, scale=scale
+        *_operands(q, k, v, packed), ratio, packed.causal, False, scale=packed.scale
     )
-    return _of_sequences(y, cu_q), logsumexp.flatten(), state
+    return _of_sequences(y, packed.cu_q), logsumexp.flatten(), state
 
 
 def varlen_backward_flash(
@@ -51,32 +50,29 @@ def varlen_backward_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
+    packed: Packed,
     y: Tensor,
     logsumexp: Tensor,
     state: Tensor | None,
-    causal: bool,
-    scale: float | None,
     ratio: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device) if state is None else state
-    q, k, v, rows, columns, *longest = _operands(q, k, v, cu_q, cu_k)
+    q, k, v, rows, columns, *longest = _operands(q, k, v, packed)
     dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
         *(dy.contiguous(), q, k, v, y.contiguous(), logsumexp.view(q.size(1), q.size(0)), rows, columns, *longest),
-        *(ratio, causal, state, state.new_empty(0)),
-        scale=scale,
+        *(ratio, packed.causal, state, state.new_empty(0)),
+        scale=packed.scale,
     )
-    return _of_sequences(dq, cu_q), _of_sequences(dk, cu_k), _of_sequences(dv, cu_k)
+    return _of_sequences(dq, packed.cu_q), _of_sequences(dk, packed.cu_k), _of_sequences(dv, packed.cu_k)
 
 
 def _operands(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
     """What both passes read first: q, k, v and the offsets as the kernels want them, and how long a sequence may be."""
     dense = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    rows, columns = (cu.to(torch.int32).contiguous() for cu in (cu_q, cu_k))
+    rows, columns = (cu.to(torch.int32).contiguous() for cu in (packed.cu_q, packed.cu_k))
     return *dense, rows, columns, q.size(0), k.size(0)  # type: ignore[return-value]  # three tensors are unpacked
 
 

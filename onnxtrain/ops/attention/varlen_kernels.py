@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import torch
 
 from onnxtrain.ops.attention.dense_kernels import attend, attend_backward, probabilities_type
+from onnxtrain.ops.attention.scores import Packed, Scores
 from onnxtrain.ops.randomness import DRAWS, fast_mask, torch_mask
 from onnxtrain.ops.randomness import scale_of as kept_scale
 
 Tensor = torch.Tensor
 
 
-def _sequences(cu_q: Tensor, cu_k: Tensor, heads: int) -> Iterator[tuple[slice, slice, slice]]:
+def _sequences(packed: Packed, heads: int) -> Iterator[tuple[slice, slice, slice]]:
     """Each sequence's rows, columns, and the stretch of its heads * rows * columns scores."""
-    rows, columns = cu_q.tolist(), cu_k.tolist()
+    rows, columns = packed.cu_q.tolist(), packed.cu_k.tolist()
     before = 0
     for start, end, first, last in zip(rows, rows[1:], columns, columns[1:], strict=False):
         count = heads * (end - start) * (last - first)
@@ -24,14 +25,14 @@ def _sequences(cu_q: Tensor, cu_k: Tensor, heads: int) -> Iterator[tuple[slice, 
         before += count
 
 
-def score_count(cu_q: Tensor, cu_k: Tensor, heads: int) -> int:
+def score_count(packed: Packed, heads: int) -> int:
     """How many scores there are."""
-    return heads * int((cu_q.diff() * cu_k.diff()).sum())
+    return heads * int((packed.cu_q.diff() * packed.cu_k.diff()).sum())
 
 
-def _triangle(cu_q: Tensor, cu_k: Tensor, like: Tensor) -> Tensor:
+def _triangle(packed: Packed, like: Tensor) -> Tensor:
     """What is added to the scores of the longest sequence so that a row sees the columns up to its own number."""
-    longest = [int(cu.diff().max()) if cu.numel() > 1 else 0 for cu in (cu_q, cu_k)]
+    longest = [int(cu.diff().max()) if cu.numel() > 1 else 0 for cu in (packed.cu_q, packed.cu_k)]
     return torch.full(longest, -math.inf, dtype=probabilities_type(like), device=like.device).triu_(1)
 
 
@@ -48,26 +49,22 @@ def varlen_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
+    packed: Packed,
     noise: Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """y, and the probabilities of one sequence after another. `noise` lies as they do; see `attend` for the rest."""
     heads = q.size(1)
     y = q.new_zeros((*q.shape[:2], v.size(2)))
-    kept = q.new_empty(score_count(cu_q, cu_k, heads), dtype=probabilities_type(q))
-    triangle = _triangle(cu_q, cu_k, q) if is_causal else None
-    for rows, columns, stretch in _sequences(cu_q, cu_k, heads):
+    kept = q.new_empty(score_count(packed, heads), dtype=probabilities_type(q))
+    triangle = _triangle(packed, q) if packed.causal else None
+    for rows, columns, stretch in _sequences(packed, heads):
         if rows.start == rows.stop:
             continue
         shape = (1, heads, rows.stop - rows.start, columns.stop - columns.start)
+        scores = Scores(packed.scale, _corner(packed.bias, rows, columns), _corner(triangle, rows, columns))
         found, _ = attend(
-            _of_heads(q, rows), _of_heads(k, columns), _of_heads(v, columns),
-            _corner(bias, rows, columns), _corner(triangle, rows, columns), None, scale, True,
+            _of_heads(q, rows), _of_heads(k, columns), _of_heads(v, columns), scores,
             None if noise is None else noise[stretch].view(shape), factor, kept[stretch].view(shape),
         )  # fmt: skip
         y[rows] = found[0].transpose(0, 1)
@@ -75,22 +72,13 @@ def varlen_attention(
 
 
 def varlen_attention_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    ratio: float,
-    fast: bool,
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, ratio: float, fast: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with dropout; its noise is drawn at once for all sequences."""
-    like = torch.empty(score_count(cu_q, cu_k, q.size(1)), dtype=torch.bool, device=q.device)
+    like = torch.empty(score_count(packed, q.size(1)), dtype=torch.bool, device=q.device)
     noise = fast_mask(like, round(ratio * DRAWS)) if fast else torch_mask(like, 1 - ratio)
     factor = kept_scale(ratio, probabilities_type(q))
-    y, kept = varlen_attention(q, k, v, cu_q, cu_k, bias, is_causal, scale, noise, factor)
+    y, kept = varlen_attention(q, k, v, packed, noise, factor)
     return y, kept, noise
 
 
@@ -99,12 +87,8 @@ def varlen_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    bias: Tensor | None,
+    packed: Packed,
     kept: Tensor,
-    is_causal: bool,
-    scale: float | None,
     of_bias: bool,
     noise: Tensor | None,
     factor: float,
@@ -113,18 +97,18 @@ def varlen_attention_backward(
 
     `kept` are the probabilities of one sequence after another; where it is empty they are computed again.
     """
-    heads = q.size(1)
-    if kept.numel() != score_count(cu_q, cu_k, heads):
-        _, kept = varlen_attention(q, k, v, cu_q, cu_k, bias, is_causal, scale)
+    heads, bias = q.size(1), packed.bias
+    if kept.numel() != score_count(packed, heads):
+        _, kept = varlen_attention(q, k, v, packed)
     gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     dbias = torch.zeros_like(bias, dtype=kept.dtype) if bias is not None and of_bias else None
-    for rows, columns, stretch in _sequences(cu_q, cu_k, heads):
+    for rows, columns, stretch in _sequences(packed, heads):
         if stretch.start == stretch.stop:
             continue
         shape = (1, heads, rows.stop - rows.start, columns.stop - columns.start)
         found = attend_backward(
-            _of_heads(dy, rows), _of_heads(q, rows), _of_heads(k, columns), _of_heads(v, columns), None, None,
-            kept[stretch].view(shape), scale, dbias is not None,
+            _of_heads(dy, rows), _of_heads(q, rows), _of_heads(k, columns), _of_heads(v, columns),
+            Scores(packed.scale), kept[stretch].view(shape), dbias is not None,
             None if noise is None else noise[stretch].view(shape), factor,
         )  # fmt: skip
         for whole, part, tokens in zip(gradients, found, (rows, columns, columns), strict=False):

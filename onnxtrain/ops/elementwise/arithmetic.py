@@ -119,6 +119,7 @@ ADD = binary(
     since=14,
     host=operator.add,
     commutative=True,
+    cpp="{0} + {1}",
 )
 SUB = binary(
     "Sub",
@@ -129,6 +130,7 @@ SUB = binary(
     symbol="-",
     since=14,
     host=operator.sub,
+    cpp="{0} - {1}",
 )
 MUL = binary(
     "Mul",
@@ -139,6 +141,7 @@ MUL = binary(
     since=14,
     host=operator.mul,
     commutative=True,
+    cpp="{0} * {1}",
 )
 DIV = binary(
     "Div",
@@ -156,6 +159,7 @@ DIV = binary(
     scalars=True,
     since=14,
     host=operator.floordiv,  # sizes are never negative
+    cpp="{0} / {1}",
 )
 
 
@@ -286,6 +290,7 @@ NEG = unary(
     reads=(),
     since=13,
     host=_host_neg,
+    cpp="-{0}",
 )
 ABS = unary(
     "Abs",
@@ -293,6 +298,7 @@ ABS = unary(
     torch.abs,
     lambda op, n, dy: op.Mul(dy, op.Sign(n.x)),
     since=13,
+    cpp="{0} < 0 ? -{0} : {0} + 0",
 )
 SIGN = unary(
     "Sign",
@@ -305,7 +311,13 @@ SIGN = unary(
     native_ok=lambda n: not is_float(dtype_of(n.x)),
 )
 RECIPROCAL = unary(
-    "Reciprocal", "aten.reciprocal.default", torch.reciprocal, _reciprocal_gradient, reads=("y",), since=13
+    "Reciprocal",
+    "aten.reciprocal.default",
+    torch.reciprocal,
+    _reciprocal_gradient,
+    reads=("y",),
+    since=13,
+    cpp="1 / {0}",
 )
 
 

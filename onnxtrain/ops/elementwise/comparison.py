@@ -56,6 +56,7 @@ def _comparison(
         body=body,
         since=since,
         commutative=symbol in ("==", "!="),
+        cpp=f"{{0}} {symbol} {{1}}",
     )
 
 
@@ -89,6 +90,7 @@ def _question(
     attributes: dict[str, Any] | None = None,
     from_torch: dict[str, FromTorch] | None = None,
     lower: Callable[..., Call] | None = None,
+    cpp: str = "",
 ) -> OpDef:
     """Defines y = f(x), elementwise, a truth value. Integers, which ONNX does not take, are asked as floats."""
 
@@ -115,6 +117,7 @@ def _question(
             aliases={},
             flops=elementwise_flops,
             host=None,
+            cpp=cpp,
         )
     )
 
@@ -135,7 +138,7 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
-IS_NAN = _question("IsNaN", "aten.isnan.default", torch.isnan, since=20)
+IS_NAN = _question("IsNaN", "aten.isnan.default", torch.isnan, since=20, cpp="{0} != {0}")
 IS_INF = _question(
     "IsInf",
     "aten.isinf.default",

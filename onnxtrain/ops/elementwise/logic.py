@@ -37,17 +37,17 @@ def _bitwise(name: str) -> FromTorch:
 
 def _two(name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> tuple[OpDef, OpDef]:
     """Defines And and BitwiseAnd, or their like."""
-    word = name.lower()
+    word, cpp = name.lower(), f"{{0}} {symbol} {{1}}"
     kinds = [f"aten.bitwise_{word}.{kind}" for kind in ("Tensor", "Scalar", "Scalar_Tensor")]
     kinds += [f"aten.__{word}__.{kind}" for kind in ("Tensor", "Scalar")]
     of_bools, of_bits = {f"aten.logical_{word}.default": _logical(name)}, dict.fromkeys(kinds, _bitwise(name))
-    logical = binary(name, of_bools, kernel, None, symbol=symbol, since=7, commutative=True)
-    bitwise = binary(f"Bitwise{name}", of_bits, kernel, None, symbol=symbol, since=18, commutative=True)
+    logical = binary(name, of_bools, kernel, None, symbol=symbol, since=7, commutative=True, cpp=cpp)
+    bitwise = binary(f"Bitwise{name}", of_bits, kernel, None, symbol=symbol, since=18, commutative=True, cpp=cpp)
     return logical, bitwise
 
 
 AND, BITWISE_AND = _two("And", operator.and_, "&")
 OR, BITWISE_OR = _two("Or", operator.or_, "|")
 XOR, BITWISE_XOR = _two("Xor", operator.xor, "^")
-NOT = unary("Not", {"aten.logical_not.default": _logical("Not")}, torch.logical_not, None)
+NOT = unary("Not", {"aten.logical_not.default": _logical("Not")}, torch.logical_not, None, cpp="!{0}")
 BITWISE_NOT = unary("BitwiseNot", {"aten.bitwise_not.default": _bitwise("Not")}, torch.bitwise_not, None, since=18)

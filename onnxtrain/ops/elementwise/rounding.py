@@ -23,6 +23,7 @@ def _rounding(
     domain: str = ONNX,
     since: int = 1,
     body: Any = STANDARD,
+    cpp: str = "",
 ) -> OpDef:
     def capture(op: Builder, x: ir.Value) -> Any:
         """Integers are whole already: PyTorch copies them, ONNX does not take them."""
@@ -37,6 +38,7 @@ def _rounding(
         domain=domain,
         since=since,
         body=body,
+        cpp=cpp,
     )
 
 
@@ -44,7 +46,7 @@ def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
 
 
-FLOOR = _rounding("Floor", torch.floor, since=13)
-CEIL = _rounding("Ceil", torch.ceil, since=13)
+FLOOR = _rounding("Floor", torch.floor, since=13, cpp="std::floor({0})")
+CEIL = _rounding("Ceil", torch.ceil, since=13, cpp="std::ceil({0})")
 ROUND = _rounding("Round", torch.round, since=11)
 TRUNC = _rounding("Trunc", torch.trunc, also=("fix",), domain=OWN, body=_trunc_body)

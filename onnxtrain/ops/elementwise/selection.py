@@ -96,6 +96,7 @@ WHERE = define(
         aliases={},
         flops=elementwise_flops,
         host=None,
+        cpp="{0} ? {1} : {2}",
     )
 )
 
@@ -159,7 +160,7 @@ def _on_host(name: str) -> Callable[..., Any]:
     return lambda n, *terms: functools.reduce(lambda a, b: elementwise_on_host(_host_extreme(name), a, b), terms)
 
 
-def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any]) -> OpDef:
+def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> OpDef:
     def lower(n: NodeView, terms: Sequence[Any]) -> Call:
         return functools.reduce(lambda a, b: Call(kernel, a, b), terms) if len(terms) > 1 else Call(torch.clone, *terms)
 
@@ -185,12 +186,13 @@ def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any]) -> O
             aliases={},
             flops=elementwise_flops,
             host=_on_host(name),
+            cpp=f"{{0}} {symbol} {{1}} || {{0}} != {{0}} ? {{0}} : {{1}}",  # of two terms
         )
     )
 
 
-MAX = _extreme("Max", "maximum", torch.maximum)
-MIN = _extreme("Min", "minimum", torch.minimum)
+MAX = _extreme("Max", "maximum", torch.maximum, ">")
+MIN = _extreme("Min", "minimum", torch.minimum, "<")
 
 
 # Clip and Clamp

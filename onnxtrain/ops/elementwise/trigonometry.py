@@ -18,10 +18,12 @@ Grad = ir.Value | None
 Slope = Callable[[Builder, NodeView], ir.Value]
 
 
-def _function(name: str, kernel: Any, slope: Slope, *, since: int, also: Sequence[str] = (), reads: str = "x") -> None:
+def _function(
+    name: str, kernel: Any, slope: Slope, *, since: int, also: Sequence[str] = (), reads: str = "x", cpp: str = ""
+) -> None:
     """Defines y = f(x) with dx = dy * slope."""
     names = [f"aten.{n}.default" for n in (name.lower(), *also)]
-    unary(name, names, kernel, lambda op, n, dy: op.Mul(dy, slope(op, n)), reads=(reads,), since=since)
+    unary(name, names, kernel, lambda op, n, dy: op.Mul(dy, slope(op, n)), reads=(reads,), since=since, cpp=cpp)
 
 
 def _squared(op: Builder, value: ir.Value, factor: int, offset: int) -> ir.Value:
@@ -31,8 +33,8 @@ def _squared(op: Builder, value: ir.Value, factor: int, offset: int) -> ir.Value
     return result
 
 
-_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since=7)
-_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since=7)
+_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since=7, cpp="std::sin({0})")
+_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since=7, cpp="std::cos({0})")
 _function("Tan", torch.tan, lambda op, n: _squared(op, n.y, 1, 1), since=7, reads="y")
 _function("Asin", torch.asin, lambda op, n: op.own.Rsqrt(_squared(op, n.x, -1, 1)), since=7, also=("arcsin",))
 _function("Acos", torch.acos, lambda op, n: op.Neg(op.own.Rsqrt(_squared(op, n.x, -1, 1))), since=7, also=("arccos",))
@@ -57,7 +59,9 @@ def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 ATAN = unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since=7)
 ATANH = unary("Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since=9)
-ERF = unary("Erf", ("aten.erf.default", "aten.special_erf.default"), torch.erf, _erf_gradient, since=13)
+ERF = unary(
+    "Erf", ("aten.erf.default", "aten.special_erf.default"), torch.erf, _erf_gradient, since=13, cpp="std::erf({0})"
+)
 
 
 # Atan2(a, b): the angle of the point (b, a)

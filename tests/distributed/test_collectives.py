@@ -1,0 +1,83 @@
+"""PyTorch's collectives in a forward: nodes of the graph that call them, in eager's order, on every process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.multiprocessing as mp
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.testing import assert_no_worse_than_eager
+
+WORLD = 2
+COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all_reduce": lambda x: collectives.all_reduce(x, "sum", dist.group.WORLD),
+    "all_gather": lambda x: collectives.all_gather_tensor_autograd(x, 0, dist.group.WORLD),
+    "reduce_scatter": lambda x: collectives.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.before, self.after = name, nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.after(COLLECTIVES[self.name](self.before(x)).tanh())
+        return result
+
+
+def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    cotangent = torch.linspace(-1, 1, 3, dtype=y.dtype).expand_as(y)
+    return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], cotangent)]
+
+
+def check(name: str, rank: int) -> None:
+    """Outputs and gradients are eager's, at two sizes on one capture, whose graph calls the collective."""
+    torch.manual_seed(0)
+    eager = Layer(name)
+    exact = copy.deepcopy(eager).double()
+    ours = ORTModule(copy.deepcopy(eager), fallback_policy="FALLBACK_DISABLE")
+    for rows in (4, 6):
+        torch.manual_seed(rows + rank)
+        x = torch.randn(rows, 6)
+        found = zip(gradients(ours, x), gradients(eager, x), gradients(exact, x.double()), strict=True)
+        for number, (got, theirs, right) in enumerate(found):
+            assert_no_worse_than_eager(f"{name} {number}", got, theirs, right)
+    engine = ours.__dict__["_engine"]
+    assert engine.captures == 1
+    called = [n.attributes["operator"].as_string() for n in engine.newest().captured.model.graph if n.op_type == "ATen"]
+    assert any("c10d" in operator for operator in called), called
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_a_node(name: str, alone: None) -> None:
+    check(name, 0)
+
+
+def _work(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    for name in COLLECTIVES:
+        check(name, rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_equal_eager(tmp_path: Path) -> None:
+    mp.spawn(_work, (str(tmp_path / "store"),), WORLD)
