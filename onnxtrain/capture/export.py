@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
-from onnxtrain.capture.convert import convert, is_convertible, line_of
+from onnxtrain.capture.convert import convert, is_grad_switch, line_of
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
@@ -33,6 +33,7 @@ from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.key import attribute_reads
 from onnxtrain.capture.left_behind import FakesMade
 from onnxtrain.capture.patches import capturing
+from onnxtrain.capture.plain_writes import make_convertible
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
@@ -190,7 +191,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
             program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         _forbid_lost_gradients(program)
-        if not is_convertible(program):
+        if not make_convertible(program):
             program = _functionalize(program)
     converted = convert(program, type(module).__name__)
     names = _names(module, structure)
@@ -243,18 +244,14 @@ def _reason(error: BaseException) -> str:
 # no_grad regions
 
 
-def _is_grad_switch(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
-
-
 def _forbid_lost_gradients(program: ExportedProgram) -> None:
     """Marks what leaves a no_grad region with `detach`: functionalization inlines the region and forgets it."""
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if not _is_grad_switch(node) or node.args[0]:
+        if not is_grad_switch(node) or node.args[0]:
             continue
         body = getattr(program.graph_module, node.args[1].target)
-        if any(_is_grad_switch(inner) and inner.args[0] for inner in body.graph.nodes):
+        if any(is_grad_switch(inner) and inner.args[0] for inner in body.graph.nodes):
             raise CaptureError(
                 "torch.enable_grad() inside torch.no_grad() cannot be captured",
                 where=line_of(node),
