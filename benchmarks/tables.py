@@ -91,7 +91,9 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
         reached = measured.share(ours) if ours else None
         yield f"{note}." if goal is None or reached is None else f"{note}; goal {goal:.0%}: {verdict(reached, goal)}."
         if (limit := measured.limit()) is not None:
-            yield f"A step of nothing else would have {limit:.2f} × eager's speed."
+            wanted = workload.goals.speed.get(EAGER)
+            less = f": less than the goal of {wanted:g} ×" if wanted is not None and limit < wanted else ""
+            yield f"A step of nothing else would have {limit:.2f} × eager's speed{less}."
     if ours and eager and ours.first_median_s is not None and eager.first_median_s is not None:
         later = ours.first_median_s - eager.first_median_s
         met = "met" if later <= MOST_AFTER_EAGER_S else "missed"

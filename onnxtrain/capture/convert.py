@@ -48,30 +48,39 @@ _READS = ("aten.item.default", "aten._local_scalar_dense.default")
 def is_convertible(program: ExportedProgram) -> bool:
     """Whether an export can be converted as it is, before functionalization (which takes as long as the export).
 
-    It can where autocast is off (its casts are not there yet), and every call is defined and changes nothing. A call
-    may update a floating buffer without its schema saying so (batch_norm does): then the answer is no.
+    It can where autocast is off (its casts are not there yet), and every call is defined and changes nothing.
     """
     if torch._C._is_any_autocast_enabled():
         return False
-    signature = program.graph_signature
-    buffers = set(signature.inputs_to_buffers)
-    for node in program.graph.nodes:
-        example = node.meta.get("val")
-        if node.op == "placeholder" and node.name in buffers and isinstance(example, torch.Tensor):
-            if node.users and example.is_floating_point():
-                return False
-        if node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node)):
-            return False
-    return True
+    return not any(
+        node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node))
+        for node in program.graph.nodes
+    )
 
 
 def _is_plain_call(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    return not target._schema.is_mutable and (
-        str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))) or str(target) in _READS
+    return (
+        not target._schema.is_mutable
+        and not _may_update_buffers(node, target)
+        and (str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))) or str(target) in _READS)
     )
+
+
+def _may_update_buffers(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether a call is given running statistics, which norms update without that their schemas say so."""
+    given = zip(target._schema.arguments, node.args, strict=False)
+    return any(
+        a.name.startswith("running_") and isinstance(value, torch.fx.Node)
+        for a, value in [*given, *((a, node.kwargs.get(a.name)) for a in target._schema.arguments)]
+    )
+
+
+def is_grad_switch(node: torch.fx.Node) -> bool:
+    """Whether a node is a region of `torch.no_grad()` or `torch.enable_grad()`."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
 
 
 class Converted:

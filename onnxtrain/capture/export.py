@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
-from onnxtrain.capture.convert import convert, is_convertible
+from onnxtrain.capture.convert import convert
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
@@ -34,6 +34,7 @@ from onnxtrain.capture.key import attribute_reads
 from onnxtrain.capture.left_behind import FakesMade
 from onnxtrain.capture.no_grad import grad_mode_noted, keep_gradients_out
 from onnxtrain.capture.patches import capturing
+from onnxtrain.capture.plain_writes import make_convertible
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
@@ -191,7 +192,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
             program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         keep_gradients_out(program)
-        if not is_convertible(program):
+        if not make_convertible(program):
             program = _functionalize(program)
     converted = convert(program, type(module).__name__)
     names = _names(module, structure)

@@ -155,11 +155,11 @@ def _attended(
 
 
 def _broadcasts(mask: torch.Tensor, dtype: torch.dtype, scores: Sequence[Any]) -> bool:
-    """Whether the mask plainly broadcasts to the scores."""
+    """Whether the mask broadcasts to the scores. Sizes not known to agree become a condition, as in PyTorch's own."""
     if mask.dim() > len(scores) or mask.dtype not in (torch.bool, dtype):
         return False
     pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
-    return all(statically_known_true(a == b) or statically_known_true(a == 1) for a, b in pairs)
+    return all(statically_known_true(a == 1) or bool(a == b) for a, b in pairs)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Shape:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import networkx
 import onnx_ir as ir
 import torch
 
@@ -174,6 +173,8 @@ class _Search:
 
     def _cut(self, prices: _Prices) -> set[ir.Node]:
         """The nodes to be computed again."""
+        import networkx  # noqa: PLC0415  # takes a tenth of a second, and few ask for a budget
+
         graph = networkx.DiGraph()
         source, sink = "source", "sink"
         count = max(len(self._nodes), 1)

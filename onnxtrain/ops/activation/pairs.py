@@ -109,10 +109,7 @@ def activation(
     fuses: Fuses = FUSES,
     cpp: str = "",
 ) -> tuple[OpDef, OpDef]:
-    """Defines y = f(x) and dx = f'(saved) * dy. Both have the same attributes.
-
-    `first` are kernels of the two that are tried before `lower` and `grad_lower`.
-    """
+    """Defines y = f(x) and dx = f'(saved) * dy, of the same attributes. `first`: their kernels that are tried first."""
     grad_name = grad_name or f"{name}Grad"
     defaults = attributes or {}
 
