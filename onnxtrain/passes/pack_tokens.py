@@ -147,7 +147,7 @@ def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
         return None
     masks = list(dict.fromkeys(mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
     changes.made.append(
-        f"{len(finder.rows.inside)} nodes can run without padding, {len(finder.packed)} attentions among them"
+        f"{len(finder.rows.inside)} nodes can run without padding, of them {len(finder.packed)} of attention"
     )
     region = finder.rows.region(graph)
     inside = {v for node in finder.rows.inside for v in node.outputs}
