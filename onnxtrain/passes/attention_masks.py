@@ -99,6 +99,7 @@ def _taken_apart(value: ir.Value) -> Added | None:
     if n.definition is WHERE:
         condition, table, lowest = node.inputs
         assert condition is not None
+        assert lowest is not None
         if constant_of(lowest) is not None and is_made_of_data(condition):
             return Added(condition, number_of(lowest), table)
     return None

@@ -102,7 +102,9 @@ class PackingPlan:
         op = builder(self.graph)
         selection = _with_inputs(self)
         kept = {(r.node, r.index): type_of_input(r.node, r.index) for r in self.readers}
-        packed: dict[ir.Node, _Packed] = {node: _Packed(node, selection, self.steps, causal) for node in self.attentions}
+        packed: dict[ir.Node, _Packed] = {
+            node: _Packed(node, selection, self.steps, causal) for node in self.attentions
+        }
         compute_selected(op, self.region, selection, packed)
         for node in self.few_queries:
             _attend_with_few(op, node, selection, self.region)

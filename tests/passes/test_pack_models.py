@@ -75,7 +75,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in MODELS]
 )
-def test_equals_eager(name: str, decisions: list[bool]) -> None:  # noqa: F811
+def test_equals_eager(name: str, decisions: list[bool]) -> None:
     make, packs = MODELS[name]
     torch.manual_seed(0)
     module = Loss(make()).eval()  # no dropout
@@ -89,4 +89,3 @@ def test_equals_eager(name: str, decisions: list[bool]) -> None:  # noqa: F811
             labels = torch.randint(3, VOCABULARY, (len(form), 5))
         check(wrapped, module, words * mask, mask, labels)
     assert decisions == [packs["right"], packs["left"]]
-
