@@ -35,7 +35,7 @@ from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
 from onnxtrain.options import Options
-from onnxtrain.passes import JOINT, forward_passes, optimize
+from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.cut import Cut, Part, cut, whole
@@ -152,7 +152,7 @@ def compile_module(
     build = _Build(captured, model, wrt, views, device, options, layout)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
-        changes = optimize(joint.model, JOINT)
+        changes = optimize(joint.model, joint_passes(options))
         joint = stages.record_joint("optimize-joint", joint.renewed(), changes)
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
@@ -338,7 +338,7 @@ class _Build:
 
     def optimized_joint(self, given: Flags | None = None) -> Joint:
         joint = self.joint(given)
-        optimize(joint.model, JOINT)
+        optimize(joint.model, joint_passes(self.options))
         return joint.renewed()
 
     def program(self, part: Part, title: str) -> Program:

@@ -26,6 +26,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.options import Options
 from onnxtrain.passes import optimize, passes_before_keys
+from onnxtrain.passes.attention_masks import added_to_scores
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import whole
@@ -73,12 +74,23 @@ class _Packing:
         self.reports: dict[str, CompileReport] = {}
         note_kernels(self._model.graph, options, device)
         optimize(self._model, passes_before_keys(options))
-        self.plan: PackingPlan | None = plan_packing(self._model.graph, self._changes)
+        self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes), device)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())
             program = Program(whole(asked), f"{asked.graph.name} padding", device)
             self._question = Question(program, self.plan.masks, self.plan.readers, options.skip_padding == "always")
             self._sources = _sources_of((self.plan.batch, self.plan.steps), captured)
+
+    def _where_it_pays(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
+        """The plan; None where packed attention waits for a GPU at each layer, as it does with a table of biases."""
+        if plan is None or device.type == "cpu" or self._options.skip_padding == "always":
+            return plan
+        placed = next((node for node in plan.attentions if added_to_scores(node).table is not None), None)
+        if placed is None:
+            return plan
+        self._changes.made.clear()
+        self._changes.refuse(placed, "a bias is added to its scores, and no kernel of a GPU adds it without padding")
+        return None
 
     def stage(self, took_ms: float) -> StageReport:
         """What was found, for the report."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,10 @@ def test_views_are_free() -> None:
 def test_what_is_left_out_shows_in_the_work(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 of 32 tokens have a label: how many depends on the data, and is found by asking it."""
     whole = explained(capsys, f"{file}:words")
-    assert "refused  cross_entropy_loss: stops at Linear" in whole
+    assert "refused  cross_entropy_loss: stops at Linear 'linear' of score: " in whole
     assert "keep_outputs can name those that are read" in whole
     assert "models_to_explain.py:12 in forward" in whole  # the user's line
+    assert re.search(r"^as captured: \d+\.\d kFLOP, \d+\.\d KiB read and written$", whole, re.MULTILINE)
     only_loss = explained(capsys, f"{file}:words", "--keep-outputs", "loss")
     assert "skip tokens whose label is ignored" in only_loss
     assert "after all passes" in only_loss

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from onnxtrain.cli.model import model_arguments, model_of
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.memory_timeline import as_bytes
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.report import CompileReport, PassReport, Work
 
@@ -26,7 +27,13 @@ def work_lines(report: CompileReport) -> Iterator[str]:
 
 
 def _described(work: Work) -> str:
-    return f"{work.flops / 1e9:.3f} GFLOP, {work.bytes / 1e6:.1f} MB read and written"
+    return f"{_as_operations(work.flops)}, {as_bytes(work.bytes)} read and written"
+
+
+def _as_operations(count: int) -> str:
+    """Floating-point operations for people: "12.3 MFLOP"."""
+    power = min((len(str(count)) - 1) // 3, 4)
+    return f"{count / 1000**power:.{1 if power else 0}f} {('', 'k', 'M', 'G', 'T')[power]}FLOP"
 
 
 def _compared(before: Work, after: Work) -> str:

@@ -5,7 +5,8 @@ behind it. The kept tokens are the columns that the masks show. Packed is right 
 
 * each mask hides just the tokens that are not kept, from all rows that are: nothing else than a causal triangle,
 * each row that is read behind the packed nodes is kept,
-* no row that is read sees nothing at all, unless that gives 0.
+* no row that is read sees nothing at all, unless that gives 0,
+* where a table of biases is added to scores, padding stands on the right only: then places in it are as they were.
 
 On a GPU this waits for the device at the start of the step: the masks are looked at on the host.
 """
@@ -19,7 +20,8 @@ from typing import NamedTuple
 import torch
 
 from onnxtrain.execute.program import Program
-from onnxtrain.passes.pack_tokens import Mask, Reader
+from onnxtrain.passes.attention_masks import Mask
+from onnxtrain.passes.pack_tokens import Reader
 
 Tensor = torch.Tensor
 
@@ -119,6 +121,9 @@ def _visible(mask: Mask, value: Tensor) -> Tensor | None:
 
 def _kinds(mask: Mask, value: Tensor, visible: Tensor, keeps: Tensor) -> set[bool]:
     """Which of False (all kept columns) and True (those up to its own) a mask shows to each row that is read."""
+    steps = keeps.size(1)
+    if mask.placed and (keeps[:, 1:] > keeps[:, :-1]).any():
+        return set()
     columns = keeps[:, None, None, :]
     rows = keeps[:, None, :, None] if mask.packed else torch.ones((), dtype=torch.bool)
     if not mask.packed and not keeps.any(1).all() and not _nothing_gives_zero(mask, value):
@@ -126,7 +131,6 @@ def _kinds(mask: Mask, value: Tensor, visible: Tensor, keeps: Tensor) -> set[boo
     found = set()
     if not ((visible != columns) & rows).any():
         found.add(False)
-    steps = keeps.size(1)
     if mask.packed:
         triangle = torch.ones(steps, steps, dtype=torch.bool).tril_()
         if not ((visible != (columns & triangle)) & rows).any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from copy import copy as shallow_copy
 
 import onnx_ir as ir
 
@@ -234,7 +235,7 @@ def clone_head(graph: ir.Graph, values: ValueMap) -> ir.Graph:
         name=graph.name,
         metadata_props=dict(graph.metadata_props),
     )
-    copy.meta.update({key: known for key, known in graph.meta.items() if key not in _BUILDER_MEMORY})
+    copy.meta.update({key: shallow_copy(known) for key, known in graph.meta.items() if key not in _BUILDER_MEMORY})
     return copy
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from onnxtrain.errors import OptionError
 from onnxtrain.graph import traversal
 from onnxtrain.options import Options
 from onnxtrain.passes.cancel_casts import cancel_casts
@@ -60,19 +61,38 @@ JOINT: tuple[Pass, ...] = (
 
 
 def forward_passes(options: Options) -> tuple[Pass, ...]:
-    """FORWARD without the passes that the options switch off."""
+    """FORWARD without the passes that the options switch off.
+
+    Raises:
+        OptionError: `disabled_passes` names what is no pass.
+    """
+    return _enabled(FORWARD, options)
+
+
+def joint_passes(options: Options) -> tuple[Pass, ...]:
+    """JOINT without the passes that the options switch off. Raises what `forward_passes` does."""
+    return _enabled(JOINT, options)
+
+
+def passes_before_keys(options: Options) -> tuple[Pass, ...]:
+    """The passes before those that make an element's place matter: what packs tokens comes between."""
+    return _enabled(FORWARD[: FORWARD.index(key_dropout)], options)
+
+
+def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
+    known = {run.__name__ for run in (*FORWARD, *JOINT)}
+    unknown = [name for name in options.disabled_passes if name not in known]
+    if unknown:
+        raise OptionError(
+            "disabled_passes names what is no pass", expected=", ".join(sorted(known)), got=", ".join(unknown)
+        )
     wanted = {
         skip_ignored_labels: options.label_sparsity,
         move_gathers: True,
         chunk_losses: options.chunked_loss,
     }
-    return tuple(run for run in FORWARD if run not in wanted or (options.compute_optimizer and wanted[run]))
-
-
-def passes_before_keys(options: Options) -> tuple[Pass, ...]:
-    """The passes before those that make an element's place matter: what packs tokens comes between."""
-    passes = forward_passes(options)
-    return passes[: passes.index(key_dropout)]
+    switched_off = {run for run, on in wanted.items() if not (options.compute_optimizer and on)}
+    return tuple(run for run in passes if run not in switched_off and run.__name__ not in options.disabled_passes)
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:

@@ -10,6 +10,12 @@ from onnxtrain.graph import traversal
 from onnxtrain.report import PassReport, Refusal
 
 
+def stopped(at: ir.Node, reason: str) -> str:
+    """Why a pass that walks through the graph went no further than `at`, with the user's module."""
+    module = at.metadata_props.get("module")
+    return f"stops at {at.op_type} {at.name!r}{f' of {module}' if module else ''}: {reason}"
+
+
 @dataclass
 class Changes:
     """Filled by one pass; `passes` by those who run several."""

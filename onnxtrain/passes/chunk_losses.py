@@ -29,7 +29,7 @@ from onnxtrain.ops.matmul.matmul import MATMUL
 from onnxtrain.ops.reshape.dims import SQUEEZE, UNSQUEEZE, transposed
 from onnxtrain.ops.reshape.shape import RESHAPE, reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
 FEWEST_CLASSES = 4096  # below, the scores of a thousand rows take less than 16 MB
@@ -48,7 +48,7 @@ def chunk_losses(graph: ir.Graph, changes: Changes) -> None:
         if isinstance(found, str):
             changes.refuse(node, found)
             continue
-        changes.made.append(f"{node.name} never holds its {' x '.join(map(str, sizes.of(n.scores)))} scores whole")
+        changes.made.append(f"{node.name} never holds all scores of its {sizes.of(n.scores)[1]} classes")
         _join(op, n, found)
 
 
@@ -100,14 +100,14 @@ def _walked(n: NodeView) -> _Found | str:
         if at.definition in _PRODUCTS:
             break
         if not _keeps_classes(at):
-            return f"stops at {reader.op_type} {reader.name!r}: its scores are no linear layer's alone"
+            return stopped(reader, "its scores are no linear layer's alone")
         if at.definition is SLICE:
             slices.insert(0, at)
         value = reader.inputs[0]
     weight = at.w if at.definition is LINEAR else at.b
     x = at.x if at.definition is LINEAR else at.a
     if rank_of(weight) != 2 or rank_of(x) < 2:
-        return f"stops at {reader.op_type} {reader.name!r}: it does not multiply rows by a matrix"
+        return stopped(reader, "it does not multiply rows by a matrix")
     return _Found(at, tuple(slices))
 
 

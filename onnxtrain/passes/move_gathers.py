@@ -31,7 +31,7 @@ from onnxtrain.ops.index.tokens import SHRUNKEN_GATHER
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.reshape.dims import squeezed, unsqueezed
 from onnxtrain.ops.reshape.slicing import SLICE
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.passes.rowwise import with_rows
 from onnxtrain.passes.selected_rows import Selection, compute_selected, region_before
@@ -125,7 +125,7 @@ def _move(op: Builder, picked: _Picked, changes: Changes) -> None:
         return
     region = region_before(op.graph, {x: (picked.axis,)}, [(node, 0)], picked.reads)
     for at, reason in region.ends.items():
-        changes.refuse(node, f"stops at {at.op_type} {at.name!r}: {reason}")
+        changes.refuse(node, stopped(at, reason))
     if not region.saves_work():
         return
     compute_selected(op, region, picked)

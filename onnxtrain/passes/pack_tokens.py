@@ -17,31 +17,29 @@ must hide just the tokens that are not (`execute.packing` asks); a batch where t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 import onnx_ir as ir
-import torch
 
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, rank_of, set_type
-from onnxtrain.ops import Effects, builder, definition_of, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.attention.dense import ATTENTION, ATTENTION_DROPOUT
 from onnxtrain.ops.attention.flash import FLASH_ATTENTION
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import NodeView
-from onnxtrain.ops.elementwise.arithmetic import MUL, number_of
+from onnxtrain.ops.elementwise.arithmetic import MUL
 from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
-from onnxtrain.ops.reshape.dims import squeezed, transposed, unsqueezed
+from onnxtrain.ops.reshape.dims import expanded, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import counting
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.passes.attention_masks import Mask, added_to_scores, is_made_of_data, mask_of
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.passes.rowwise import NotRowwise, Rows
@@ -51,25 +49,6 @@ from onnxtrain.passes.skip_ignored_labels import TokenRows
 _ATTENTIONS = (ATTENTION, ATTENTION_DROPOUT, FLASH_ATTENTION)
 _OF_HEADS = (0, 2)  # batch and steps of q, k, v and y
 _OF_TOKENS = (0, 1)  # batch and steps of all else
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The mask of an attention.
-
-    Attributes:
-        value: bool, true where a row sees a column; or a number that is added.
-        packed: whether the rows are tokens too, packed as the columns are.
-        safe: whether a row gives 0 that sees nothing because -inf hides all of its columns.
-        fill: what hidden scores become where the mask is bool.
-        lowest: the smallest number of the scores' type.
-    """
-
-    value: ir.Value
-    packed: bool
-    safe: bool
-    fill: float
-    lowest: float
 
 
 @dataclass(frozen=True)
@@ -123,7 +102,9 @@ class PackingPlan:
         op = builder(self.graph)
         selection = _with_inputs(self)
         kept = {(r.node, r.index): type_of_input(r.node, r.index) for r in self.readers}
-        packed: dict[ir.Node, _Packed] = {node: _Packed(node, selection, causal) for node in self.attentions}
+        packed: dict[ir.Node, _Packed] = {
+            node: _Packed(node, selection, self.steps, causal) for node in self.attentions
+        }
         compute_selected(op, self.region, selection, packed)
         for node in self.few_queries:
             _attend_with_few(op, node, selection, self.region)
@@ -166,9 +147,9 @@ def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
             changes.refuse(at, reason)
     if finder.refused or not finder.packed:
         return None
-    masks = list(dict.fromkeys(_mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
+    masks = list(dict.fromkeys(mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
     changes.made.append(
-        f"{len(finder.rows.inside)} nodes can run without padding, {len(finder.packed)} attentions among them"
+        f"{len(finder.rows.inside)} nodes can run without padding, of them {len(finder.packed)} of attention"
     )
     region = finder.rows.region(graph)
     inside = {v for node in finder.rows.inside for v in node.outputs}
@@ -202,19 +183,16 @@ class _Finder:
                     self.rows.visit(node, wanted)
             except NotRowwise as end:
                 self.ends[node] = end.reason
-                self.refused = self.refused or node in self.masked
+                self.refused = self.refused or (node in self.masked and self._is_of_these(node))
             if node not in self.rows.inside:
                 self._reader(node)
         self.packed.reverse()
 
     def _attention(self, node: ir.Node) -> None:
         n = view(node)
-        if (sizes.of(n.k)[0], sizes.of(n.k)[2]) != (self.batch, self.steps):
+        if not self._is_of_these(node):
             raise NotRowwise("its keys are other tokens than those of the first attention")
-        if getattr(n, "bias", None) is not None:
-            raise NotRowwise("a bias is added to its scores")
-        for value in (n.mask, getattr(n, "fill", None)):
-            _check_made_of_data(value)
+        table = added_to_scores(node).table
         if any(traversal.is_used(v) for v in node.outputs[1:]):
             raise NotRowwise("its probabilities are read")
         if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("draws") != "any":
@@ -228,9 +206,16 @@ class _Finder:
             self.packed.append(node)
         elif rows == self.steps:
             raise NotRowwise(f"padding is read too: {self._reader_of_all(y)}")
+        elif table is not None:
+            raise NotRowwise(f"a bias {table.name} is added to the scores of other tokens than its keys")
         else:
             self._reads(node, (1, 2))
             self.few.append(node)
+
+    def _is_of_these(self, node: ir.Node) -> bool:
+        """Whether the keys of an attention are the tokens that are packed."""
+        shape = sizes.of(view(node).k)
+        return (shape[0], shape[2]) == (self.batch, self.steps)
 
     def _reader_of_all(self, value: ir.Value) -> str:
         """Who reads all rows behind a value, in words."""
@@ -272,7 +257,7 @@ class _Finder:
         if n.definition is SLICE and self._is_tokens(n.x):
             return _slice(n)
         if n.definition is FLATTEN_AND_UNPAD and self._is_tokens(n.x):
-            return Reader(node, 0, "rows", rank_of(n.x), n.rows) if _is_made_of_data(n.rows) else None
+            return Reader(node, 0, "rows", rank_of(n.x), n.rows) if is_made_of_data(n.rows) else None
         if n.definition is MUL:
             return self._masked(node, 0, node.inputs[1]) or self._masked(node, 1, node.inputs[0])
         if n.definition is WHERE:
@@ -285,7 +270,7 @@ class _Finder:
         x = node.inputs[index]
         if mask is None or x is None or not self._is_tokens(x) or sizes.of(node.outputs[0]) != sizes.of(x):
             return None
-        if rank_of(mask) < 2 or not _is_made_of_data(mask):
+        if rank_of(mask) < 2 or not is_made_of_data(mask):
             return None
         return Reader(node, index, "mask", rank_of(x), mask, negated=negated)
 
@@ -303,40 +288,6 @@ def _slice(n: NodeView) -> Reader | None:
     if not isinstance(starts[0], int) or not isinstance(ends[0], int):
         return None
     return Reader(n.node, 0, "slice", rank_of(n.x), steps=(starts[0], ends[0], 1 if steps is None else int(steps[0])))
-
-
-def _mask_of(node: ir.Node, packed: bool) -> Mask:
-    n = view(node)
-    fill = -math.inf if getattr(n, "fill", None) is None else number_of(n.fill)
-    lowest = float(torch.finfo(TORCH_DTYPES[dtype_of(n.q)]).min)
-    # A number that is not known hides nothing for sure.
-    safe = n.definition is FLASH_ATTENTION or bool(n.safe)
-    return Mask(n.mask, packed, safe, 0.0 if fill is None else fill, lowest)
-
-
-def _check_made_of_data(value: ir.Value | None) -> None:
-    if value is not None and not _is_made_of_data(value):
-        raise NotRowwise(f"its mask {value.name} is not made of integers and booleans alone")
-
-
-def _is_made_of_data(value: ir.Value | None) -> bool:
-    """Whether a value depends on integer and boolean inputs only: not on parameters, not on random numbers."""
-    waiting, seen = [value], set[ir.Value | None]()
-    while waiting:
-        v = waiting.pop()
-        if v is None or v in seen or v.const_value is not None:
-            continue
-        seen.add(v)
-        node = v.producer()
-        if node is None:
-            if is_float(dtype_of(v)):
-                return False
-            continue
-        definition = definition_of(node)
-        if definition.effects & ~Effects.HOST_SYNC:
-            return False
-        waiting += [x for i, x in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
-    return True
 
 
 # Packing
@@ -368,14 +319,20 @@ def _by_token(op: Builder, x: ir.Value) -> ir.Value:
 
 
 def _varlen(
-    op: Builder, n: NodeView, operands: list[ir.Value], cu_q: ir.Value, cu_k: ir.Value, causal: bool
+    op: Builder,
+    n: NodeView,
+    operands: list[ir.Value],
+    cu_q: ir.Value,
+    cu_k: ir.Value,
+    causal: bool,
+    table: ir.Value | None = None,
 ) -> ir.Value:
     how = {"scale": n.scale, "is_causal": int(causal) or None}
     result: ir.Value
     if n.definition is not ATTENTION_DROPOUT:
-        result = op.own.VarlenAttention(*operands, cu_q, cu_k, **how)[0]
+        result = op.own.VarlenAttention(*operands, cu_q, cu_k, table, **how)[0]
         return result
-    outputs = op.own.VarlenAttentionDropout(*operands, cu_q, cu_k, None, n.ratio, n.training_mode, **how)
+    outputs = op.own.VarlenAttentionDropout(*operands, cu_q, cu_k, table, n.ratio, n.training_mode, **how)
     result = outputs[0]
     node = result.producer()
     assert node is not None
@@ -389,6 +346,7 @@ class _Packed:
 
     node: ir.Node
     selection: _TokenRows
+    steps: Size
     causal: bool
 
     def plan(self, region: Region) -> Plan:
@@ -400,11 +358,20 @@ class _Packed:
         n, cu = view(self.node), self.selection.cu
         with nodes_before(op, self.node):
             operands = [_by_token(op, x) for x in (n.q, n.k, n.v)]
-            packed = _varlen(op, n, operands, cu, cu, self.causal)
+            packed = _varlen(op, n, operands, cu, cu, self.causal, self._table(op, n))
             y = transposed(op, unsqueezed(op, packed, 0), [0, 2, 1, 3])
         traversal.replace(op.graph, self.node.outputs[0], y)
         op.graph.remove(self.node, safe=True)
         return (y,)
+
+    def _table(self, op: Builder, n: NodeView) -> ir.Value | None:
+        """The biases [heads, steps, steps] that are added to the scores of each sequence."""
+        table = added_to_scores(self.node).table
+        if table is None:
+            return None
+        extra = 3 - rank_of(table)
+        table = squeezed(op, table, 0) if extra < 0 else unsqueezed(op, table, *range(extra))
+        return expanded(op, table, (sizes.of(table)[0], self.steps, self.steps))
 
 
 def _attend_with_few(op: Builder, node: ir.Node, selection: _TokenRows, region: Region) -> None:

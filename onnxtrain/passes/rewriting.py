@@ -33,8 +33,11 @@ def nodes_before(op: Builder, anchor: ir.Node) -> Iterator[None]:
     added.reverse()
     op.graph.remove(added)
     op.graph.insert_before(anchor, added)
-    for number, node in enumerate(added):
-        node.name = f"{anchor.outputs[0].name}/{node.op_type}_{number}"
+    names: dict[str, int] = op.graph.meta.setdefault("names_made", {})
+    prefix = anchor.outputs[0].name or ""
+    for number, node in enumerate(added, names.get(prefix, 0)):
+        node.name = f"{prefix}/{node.op_type}_{number}"
+        names[prefix] = number + 1
         for value in node.outputs:
             value.name = node.name if len(node.outputs) == 1 else f"{node.name}.{value.index()}"
 

@@ -26,7 +26,7 @@ from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.subscript import true_places
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.passes.rowwise import Axes
 from onnxtrain.passes.selected_rows import Selection, Use, compute_selected, region_before
@@ -91,7 +91,7 @@ def _skip(op: Builder, n: NodeView, changes: Changes) -> None:
     region = region_before(op.graph, seeds, uses, (labels,))
     for at, reason in region.ends.items():
         if at is not labels.producer():
-            changes.refuse(loss, f"stops at {at.op_type} {at.name!r}: {reason}")
+            changes.refuse(loss, stopped(at, reason))
     if not region.has_products():
         return
     if not any(len(axes) == 2 for axes in region.axes.values()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import numpy as np
 import onnx
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from onnxtrain.errors import GraphError
+from onnxtrain.graph import traversal
 from onnxtrain.graph.values import TensorType, rank_of, set_type, type_of
 from onnxtrain.ops import OPS, NoBody
 from onnxtrain.ops.bodies import inline_bodies
@@ -196,3 +199,33 @@ def test_a_function_says_for_what_it_is_made():
     op.graph.outputs.append(op.own.TestHalf(x))
     (function,) = as_functions(ir.Model(op.graph, ir_version=10)).functions.values()
     assert function.doc_string == "TestHalf(x: float[d0, d1]) -> y: float[d0, d1]"
+
+
+def _calls_to_inline(nodes: int) -> int:
+    """How many Python functions are called while the bodies of so many nodes are inlined."""
+    op, (x,) = graph_of(x=("b", 4))
+    for _ in range(nodes):
+        x = op.own.TestShaped(x)
+    op.graph.outputs.append(x)
+    traversal.name_uniquely(op.graph)
+    count = 0
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        inline_bodies(op.graph)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_inlining_takes_time_in_proportion_to_the_nodes() -> None:
+    """Calls are counted, not seconds: twice the nodes, twice the calls, and not four times."""
+    _calls_to_inline(20)  # what is done once
+    few, many = _calls_to_inline(100), _calls_to_inline(200)
+    assert few > 100
+    assert many < 2.2 * few

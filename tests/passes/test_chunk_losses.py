@@ -178,11 +178,22 @@ def test_no_label_at_all_gives_nan_and_no_gradient() -> None:
 
 
 def test_float16_gradients_are_computed_from_the_scaled_loss() -> None:
-    """A gradient of 2^-26 is 0 in float16; that of a loss scaled by 2^16 is not."""
-    module = nn.Sequential(Words()).half()
-    model = ORTModule(module[0], rng="torch")
-    x, labels = torch.randn(1, 9, WIDTH).half(), torch.arange(9)[None]
-    (model(x * 1e-3, labels) * 2.0**12).backward()
+    """Gradients of 4e-8 are 0 or 6e-8 in float16; those of a loss scaled by 16384 have all their digits."""
+    torch.manual_seed(0)
+    module, scale = Words().half(), 2.0**14
+    with torch.no_grad():
+        module.score.weight *= 1e-3
+    model = ORTModule(module, rng="torch")
+    x, labels = (1e-3 * torch.randn(4, 32, WIDTH)).half(), torch.randint(0, CLASSES, (4, 32))
+    found = []
+    for run, kind, by in ((model, torch.half, scale), (module, torch.half, scale), (module.double(), None, 1.0)):
+        module.to(kind or torch.float64).zero_grad()
+        (run(x.to(kind or torch.float64), labels) * by).backward()
+        found.append({name: p.grad.double() / by for name, p in module.named_parameters() if p.grad is not None})
+    ours, eager, exact = found
+    assert exact["before.weight"].abs().max() < 2.0**-24, "float16 holds them: the test shows nothing"
+    for name, right in exact.items():
+        assert_no_worse_than_eager(name, ours[name].half(), eager[name].half(), right)
     assert any("float16" in text for text in refusals(model, "gradients_with_loss"))
     assert made(model, "chunk_losses")
 

@@ -287,6 +287,45 @@ def test_what_can_never_be_packed_has_a_reason(head: str, reason: str, tmp_path:
     assert any(reason in text for text in refusals(wrapped, "pack_tokens")), refusals(wrapped, "pack_tokens")
 
 
+class Biased(Encoder):
+    """An encoder whose scores get a learned bias, of each pair of places or of one or two."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(self._mask)
+        self.how = how
+        self.table = nn.Parameter(torch.randn(1, 4, 8, 8))
+
+    def _mask(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        steps = x.size(1)
+        table = self.table[:, :, :steps, :steps]
+        if self.how == "chosen":  # as T5 does
+            return torch.where(bool_mask(x, mask), table, torch.finfo(x.dtype).min)
+        if self.how == "of columns":
+            return self.table[0, 0, 0, :steps] + lowest_mask(x, mask)
+        if self.how == "shared by heads":
+            return lowest_mask(x, mask) + table[:, :1]
+        if self.how == "of the batch":
+            return table * mask.sum(1)[:, None, None, None] + lowest_mask(x, mask)
+        return table + lowest_mask(x, mask)
+
+
+@pytest.mark.parametrize("how", ["added", "chosen", "of columns", "shared by heads"])
+def test_a_table_of_biases_goes_with_the_tokens(how: str, decisions: list[bool]) -> None:
+    torch.manual_seed(0)
+    module = Biased(how)
+    wrapped = ORTModule(module, skip_padding="always")
+    for form in ("right", "left", "inside", "none", "an empty row"):
+        check(wrapped, module, *batch_of(FORMS[form]))
+    assert decisions == [True, False, False, True, True]
+
+
+def test_a_bias_for_each_sequence_is_refused(tmp_path: Path, decisions: list[bool]) -> None:
+    wrapped = wrap(Biased("of the batch"), tmp_path, skip_padding="always")
+    wrapped(*batch_of(FORMS["right"]))
+    assert not decisions
+    assert any("another for each sequence" in text for text in refusals(wrapped, "pack_tokens"))
+
+
 def test_a_learned_mask_is_refused(tmp_path: Path, decisions: list[bool]) -> None:
     module = Encoder(bool_mask)
     module.slope = nn.Parameter(torch.tensor(-3.0))

@@ -29,9 +29,9 @@ class Adapted(nn.Module):
     def __init__(self, bias: bool = False, groups: int = 2, in_rows: bool = True, **options: Any) -> None:
         super().__init__()
         self.in_rows = in_rows
-        self.base = nn.Linear(WIDTH, 2 * WIDTH)
+        self.base = nn.Linear(WIDTH, 3 * WIDTH)
         self.down = nn.Conv1d(WIDTH, 6, 1, bias=bias)
-        self.up = nn.Conv1d(6, 2 * WIDTH, 1, groups=groups, bias=bias, **options)
+        self.up = nn.Conv1d(6, 3 * WIDTH, 1, groups=groups, bias=bias, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.in_rows:
@@ -55,13 +55,16 @@ def kinds(folder: Path) -> Counter[str]:
 # Convolutions
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"groups": 1, "bias": True}, {"groups": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"groups": 1, "bias": True}, {"groups": 3}, {"groups": 3, "bias": True}], ids=str
+)
 def test_convolutions_of_rows_are_products(options: dict[str, Any], tmp_path: Path) -> None:
-    check_equals_eager(lambda: Adapted(**{**options, "groups": options.get("groups", 2) % 3 or 1}), rows)
-    model = wrap(Adapted(**{**options, "groups": options.get("groups", 2) % 3 or 1}), tmp_path)
+    check_equals_eager(lambda: Adapted(**options), rows)
+    model = wrap(Adapted(**options), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
     found = kinds(tmp_path)
     assert not found["Conv"]
+    assert found["Linear"] == 2 + options.get("groups", 2), "one for each group"
     assert not found["Transpose"], "the transposes around the convolutions are left"
     assert len(made(model, "multiply_convolutions")) == 2
 
