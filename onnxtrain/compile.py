@@ -36,6 +36,7 @@ from onnxtrain.options import Options
 from onnxtrain.passes import JOINT, forward_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.budget import bytes_allowed, choose
+from onnxtrain.plan.cheap import cheap
 from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
@@ -210,11 +211,16 @@ def _within_budget(
 def _steered(
     build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
 ) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
-    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen."""
+    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen.
+
+    Where none of them says anything, what is cheap is computed again.
+    """
     options, asked = build.options, of_checkpoints(joint, build.changed(joint))
-    if not (options.memory_opt_level or options.memory_opt_config):
-        return applied(joint, asked), asked, ()
     known = known_sizes(joint.model.graph.inputs, inputs)
+    if not (options.memory_opt_level or options.memory_opt_config):
+        if options.recompute_cheap and not asked.values:
+            asked = cheap(cut(joint), known, build.changed(joint))
+        return applied(joint, asked), asked, ()
     storages = Storages(joint.model.graph, known, build.device.type)
     choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
     choice = replace(choice, values=choice.values | asked.values)
