@@ -267,11 +267,7 @@ def test_a_model_of_the_zoo(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 @pytest.mark.parametrize("entry", [m for m in ZOO if m.falls_back is None], ids=str)
-def test_the_zoo(
-    entry: ZooModel, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Most of its time are captures, which are kept on disk: one serves all shares."""
-    monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(tmp_path_factory.getbasetemp()))
+def test_the_zoo(entry: ZooModel, share: float) -> None:
     assert_zoo_equal(entry, share)
 
 
