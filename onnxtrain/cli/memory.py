@@ -84,9 +84,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(
-    module: torch.nn.Module, loaded: LoadedModel, **options: Any
-) -> tuple[Timeline, Storages, Engine]:
+def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tuple[Timeline, Storages, Engine]:
     """The plan of a module, at the sizes of the loaded inputs, and what runs it. One step is done."""
     # What is tried, and another program for padded batches, would make this step unlike the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)

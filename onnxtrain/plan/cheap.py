@@ -22,8 +22,8 @@ from onnxtrain.ops.definition import numel
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable
 
-CHEAP = 64  # operations per element that is written: all that is elementwise, norms and softmax, and no product
-_MOST_MOVED = 4  # bytes that are read and written again, for each that is saved
+_CHEAP = 16  # operations per element that is written: elementwise ones, norms, softmax; no convolution of few channels
+_MOST_MOVED = 3  # bytes that are read and written again, for each that is saved
 _LEAST_SHARE = 0.01  # of all that is kept: what saves less is not worth a call
 
 
@@ -94,7 +94,7 @@ class _Search:
         return value in self._kept or value in self._host or value.const_value is not None
 
     def _is_cheap(self, node: ir.Node) -> bool:
-        """Whether a node does little for each element, and says what it does: 0 operations are those of no known op."""
+        """Whether a node does little for each element; what does nothing (ATen) does not say what it does."""
         if self._host.issuperset(node.outputs):
             return False
         definition = definition_of(node)
@@ -103,7 +103,7 @@ class _Search:
             return False
         written = sum(sizes.evaluate(size, self._known) for size in elements)
         is_view = self._sets.root(node.outputs[0]) is not node.outputs[0]
-        return is_view or 0 < sizes.evaluate(flops, self._known) <= CHEAP * written
+        return is_view or 0 < sizes.evaluate(flops, self._known) <= _CHEAP * written
 
     def _moved(self, node: ir.Node) -> int:
         """The bytes that a node reads and writes; none for what may be a view."""

@@ -20,7 +20,6 @@ import onnx_ir as ir
 from onnxtrain.ops import definition_of
 from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
 from onnxtrain.plan.budget import node_seconds
-from onnxtrain.plan.cheap import CHEAP
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
 from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable, with_recomputed
@@ -28,6 +27,7 @@ from onnxtrain.plan.storage import Storages
 from onnxtrain.report import SubgraphReport
 
 _LOG = logging.getLogger(__name__)
+_CHEAP = 64  # operations per element that is written: all that is elementwise, norms and softmax, and no product
 _MOST_NODES = 50  # of a subgraph, as in the predecessor
 
 
@@ -101,7 +101,7 @@ def _usable(parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> se
 def _is_cheap(node: ir.Node, storages: Storages) -> bool:
     definition = definition_of(node)
     elements = sum(storages.bytes_of(v) / v.dtype.itemsize for v in node.outputs if v.dtype is not None)
-    return storages.number(definition.flops(definition.view(node))) <= CHEAP * max(elements, 1)
+    return storages.number(definition.flops(definition.view(node))) <= _CHEAP * max(elements, 1)
 
 
 def _chain(value: ir.Value, parts: Cut, usable: set[ir.Node]) -> set[ir.Node]:

@@ -131,6 +131,18 @@ def test_the_command_predicts_what_it_measures(
         ET.fromstring(svg)
 
 
+def test_the_command_plans_for_a_budget(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("ONNXTRAIN_RNG", "torch")
+    assert main(["memory", f"{model}:build", "--budget", "0.8"]) == 0
+    out = capsys.readouterr().out
+    found = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
+    assert found["onnxtrain, predicted"] < found["onnxtrain that keeps everything, predicted"]
+    assert "computed again" in out
+
+
 def test_a_model_without_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", f"{model}:nothing"]) == 1
     assert "nothing to train" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import re
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,6 +58,8 @@ def test_the_values_are_those_of_the_model(report: ModelReport) -> None:
     assert report.compiled.before is not None
     assert report.compiled.after is not None
     assert report.passes()
+    assert "<svg" in report.memory
+    assert re.search(r"<code>net.py:\d+", report.memory)  # the largest tensors, with the user's line
 
 
 class Loaded(html.parser.HTMLParser):

@@ -221,6 +221,19 @@ def test_steps_in_flight_do_not_share_memory() -> None:
         assert_same([loss, *got], expected[: len(got) + 1])
 
 
+def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
+    """With the bytes that eager holds for one batch as the budget, counted by the allocator's events."""
+    module, make = made("minilm")
+    eager = peak_of(lambda: step(module, make(8, 48)))
+    batch = make(16, 48)
+    expected = gradients(module, module, batch)
+    model = ORTModule(module, rng="torch", memory_budget_bytes=eager)
+    found = gradients(model, module, batch)
+    assert peak_of(lambda: step(model, batch)) <= 1.02 * eager
+    for got, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-6)
+
+
 # The zoo
 
 
