@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import re
-import re
 import shutil
 import subprocess
 from pathlib import Path
