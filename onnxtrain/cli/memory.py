@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     name = type(loaded.module).__name__
     twin = copy.deepcopy(loaded.module)
     eager = _measure("Measured in eager PyTorch", loaded, twin, twin, options.optimizer)
-    before, _, _ = _planned(copy.deepcopy(twin), loaded, recompute_cheap=False)
+    before, sizes, keeping = _planned(copy.deepcopy(twin), loaded, recompute_cheap=False)
     plan, storages, engine = _planned(loaded.module, loaded, memory_budget_bytes=options.budget)
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
     tensors = largest_tensors(plan, storages, options.largest, again_in(plan))
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:
-        console.print(_subgraphs(_what_can_be_named(engine.newest(), storages)))
+        console.print(_subgraphs(_what_can_be_named(keeping.newest(), sizes, again_in(plan))))
     if options.html is not None:
         plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
@@ -103,11 +103,14 @@ def plan_of(engine: Engine) -> tuple[Timeline, Storages]:
     return timeline(compiled.parts, storages), storages
 
 
-def _what_can_be_named(compiled: Compiled, storages: Storages) -> Sequence[SubgraphReport]:
-    if compiled.report.subgraphs or compiled.parts is None:
+def _what_can_be_named(compiled: Compiled, storages: Storages, again: Collection[str]) -> Sequence[SubgraphReport]:
+    """All patterns of a plan that keeps everything; `again` is what is computed again in the plan that runs."""
+    parts = compiled.parts
+    if compiled.report.subgraphs or parts is None:
         return compiled.report.subgraphs
-    changed = [compiled.parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
-    return reports(find_subgraphs(compiled.parts, storages, changed), ())
+    changed = [parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
+    done = [v for v in parts.kept if f"{v.name}/again" in again]
+    return reports(find_subgraphs(parts, storages, changed), done)
 
 
 def _measure(

@@ -123,7 +123,7 @@ def test_the_command_predicts_what_it_measures(
     assert found["onnxtrain, measured"] <= found["eager PyTorch, measured"]
     assert re.search(r"3 │ float32 64×128 +│ Gelu", out)  # one row for three layers
     assert "net.py:10 in forward" in out
-    assert re.search(r"96.0 KiB │ +3 │ kept +│ Gelu\+:1:-1", out)
+    assert re.search(r"96.0 KiB │ +3 │ 3 of 3 computed again +│ Gelu\+:1:-1", out)
     text = page.read_text()
     assert text.count("<svg") == 3
     assert "http" not in text.replace("http://www.w3.org", "")  # nothing is fetched
