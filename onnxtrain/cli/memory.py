@@ -89,7 +89,7 @@ def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tu
     # What is tried, and another program for padded batches, would make this step unlike the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
     engine = Engine(module, replace(settings, tuning=False, skip_padding="never"))
-    loss_of(engine(loaded.args, loaded.kwargs)).backward()  # type: ignore[no-untyped-call]  # PyTorch has no types
+    loss_of(engine(loaded.args, loaded.kwargs)).backward()
     module.zero_grad()
     return *plan_of(engine), engine
 
