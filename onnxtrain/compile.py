@@ -38,6 +38,7 @@ from onnxtrain.options import Options
 from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan.budget import bytes_allowed, choose
+from onnxtrain.plan.cheap import cheap
 from onnxtrain.plan.cut import Cut, Part, cut, whole
 from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
@@ -60,7 +61,6 @@ class Compiled:
         unit: the programs and the autograd boundary.
         report: what each stage did.
         run: takes the tensors of the capture's inputs and gives the module's output.
-        parts: the plan of a unit with gradients; None without.
         known: the number of each size in the call that it was compiled for.
         units: where the unit depends on sizes, all of them; `unit` is the first.
         is_shared: whether the programs were made for another module, whose graph is the same.
@@ -70,10 +70,18 @@ class Compiled:
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
-    parts: Cut | None = None
     known: Mapping[str, int] = field(default_factory=dict)
     units: SizedUnits | None = None
     is_shared: bool = False
+
+    @property
+    def parts(self) -> Cut | None:
+        """The plan of a unit with gradients: of the results that had a gradient in the newest backward; None without.
+
+        Before the first backward it is for a gradient of each result that can have one.
+        """
+        source = self.unit.backward_source
+        return source.parts if isinstance(source, _Backwards) else None
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -165,7 +173,7 @@ def compile_module(
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
     known = known_sizes(captured.model.graph.inputs, inputs)
-    return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
+    return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known)
 
 
 def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
@@ -203,20 +211,25 @@ def _within_budget(
     known = known_sizes(joint.model.graph.inputs, inputs)
     if isinstance(allowed, float):
         unit = made(chosen(known))
-        return Compiled(captured, unit, stages.report(before), _runner(captured, unit), build.parts, known)
+        return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known)
     units = SizedUnits(joint.model.graph.inputs[: len(inputs)], chosen, made)  # cotangents come after them
     unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
-    return Compiled(captured, unit, stages.report(before), run, build.parts, known, units)
+    return Compiled(captured, unit, stages.report(before), run, known, units)
 
 
 def _steered(
     build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
 ) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
-    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen."""
+    """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen.
+
+    Where none of them says anything, what is cheap is computed again.
+    """
     options, asked = build.options, of_checkpoints(joint, build.changed(joint))
-    if not (options.memory_opt_level or options.memory_opt_config):
-        return applied(joint, asked), asked, ()
     known = known_sizes(joint.model.graph.inputs, inputs)
+    if not (options.memory_opt_level or options.memory_opt_config):
+        if options.recompute_cheap and not asked.values:
+            asked = cheap(cut(joint), known, build.changed(joint))
+        return applied(joint, asked), asked, ()
     storages = Storages(joint.model.graph, known, build.device.type)
     choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
     choice = replace(choice, values=choice.values | asked.values)
@@ -322,7 +335,6 @@ class _Build:
         self.captured, self.device, self.options = captured, device, options
         self._model, self._wrt, self._views, self._layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
-        self.parts: Cut | None = None
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
         self._of = (*(True for _ in views), *(False for _ in captured.mutations))
@@ -369,7 +381,7 @@ class _Build:
                     got=self._model.graph.outputs[mutation.output].name,
                     todo="detach() the value before it is written",
                 )
-        full = self.parts = cut(joint)
+        full = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
         groups = self._groups(full, contexts)
@@ -425,12 +437,17 @@ def _is_object(value: ir.Value) -> bool:
 
 
 class _Backwards:
-    """Makes the backward program for each pattern of given cotangents and needed gradients."""
+    """Makes the backward program for each pattern of given cotangents and needed gradients.
+
+    Attributes:
+        parts: the cut whose backward was made last; before the first, that for all of them.
+    """
 
     def __init__(
         self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice, groups: Groups
     ) -> None:
         self._build, self._joint, self._full = build, joint, full
+        self.parts = full
         self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, given: Flags, needed: Flags) -> Backward:
@@ -462,6 +479,7 @@ class _Backwards:
         return StagedProgram(parts.backward, split(parts, self._groups), self._groups, self._build.program)
 
     def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
+        self.parts = parts
         kept = {v.name: i for i, v in enumerate(self._full.kept)}
         sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
         return Backward(

@@ -130,8 +130,14 @@ class Stages:
     def done(
         self, name: str, model: ir.Model, made: Sequence[str] = (), subgraphs: Sequence[SubgraphReport] = ()
     ) -> None:
-        """Ends a stage, with what it did, that is the last: `model` is not verified again."""
+        """Ends a stage, with what it did, that is the last: `model` is verified again where it did something.
+
+        Raises:
+            GraphError: see `record`.
+        """
         took_ms = (time.perf_counter() - self._clock) * 1e3
+        if made and self._options.verify:
+            verify(model, lookup)
         self._stages.append(StageReport(name, took_ms, len(model.graph), tuple(made), subgraphs=tuple(subgraphs)))
         self._write(name, model)
         self._clock = time.perf_counter()

@@ -72,7 +72,7 @@ def module() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def plain(module: nn.Module) -> tuple[int, list[torch.Tensor]]:
-    model, found = train(module)
+    model, found = train(module, recompute_cheap=False)
     return kept_bytes(model), found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,14 @@ from onnxtrain.engine import Engine
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
 from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
-from onnxtrain.observe.step_memory import MeasuredStep, activations_of, largest_tensors, measure_step, predicted
+from onnxtrain.observe.step_memory import (
+    MeasuredStep,
+    activations_of,
+    again_in,
+    largest_tensors,
+    measure_step,
+    predicted,
+)
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.plan.lifetimes import Timeline, timeline
 from onnxtrain.plan.storage import Storages
@@ -39,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="(default: adamw)")
     parser.add_argument("--largest", type=int, default=20, metavar="N", help="how many tensors to list (default: 20)")
     parser.add_argument("--subgraphs", action="store_true", help="list what memory_opt_config can name")
+    parser.add_argument("--budget", metavar="BYTES", help="plan for memory_budget_bytes: bytes, a share, or auto")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page")
 
 
@@ -48,14 +56,13 @@ def run(options: argparse.Namespace) -> int:
     name = type(loaded.module).__name__
     twin = copy.deepcopy(loaded.module)
     eager = _measure("Measured in eager PyTorch", loaded, twin, twin, options.optimizer)
-    # What is tried, and another program for padded batches, would make this step unlike the plan.
-    settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
-    engine = Engine(loaded.module, replace(settings, tuning=False, skip_padding="never"))
+    before, sizes, keeping = _planned(copy.deepcopy(twin), loaded, recompute_cheap=False)
+    plan, storages, engine = _planned(loaded.module, loaded, memory_budget_bytes=options.budget)
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
-    plan, storages = _plan(engine)
-    tensors = largest_tensors(plan, storages, options.largest)
+    tensors = largest_tensors(plan, storages, options.largest, again_in(plan))
     peaks = {
         "eager PyTorch, measured": eager.activations,
+        "onnxtrain that keeps everything, predicted": activations_of(before),
         "onnxtrain, predicted": activations_of(plan),
         "onnxtrain, measured": ours.activations,
     }
@@ -63,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:
-        console.print(_subgraphs(_what_can_be_named(engine.newest(), storages)))
+        console.print(_subgraphs(_what_can_be_named(keeping.newest(), sizes, again_in(plan))))
     if options.html is not None:
         plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
@@ -77,8 +84,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(engine: Engine) -> tuple[Timeline, Storages]:
-    """The plan of the newest graph, at the sizes that it was compiled for."""
+def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tuple[Timeline, Storages, Engine]:
+    """The plan of a module, at the sizes of the loaded inputs, and what runs it. One step is done."""
+    # What is tried, and another program for padded batches, would make this step unlike the plan.
+    settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
+    engine = Engine(module, replace(settings, tuning=False, skip_padding="never"))
+    loss_of(engine(loaded.args, loaded.kwargs)).backward()
+    module.zero_grad()
+    return *plan_of(engine), engine
+
+
+def plan_of(engine: Engine) -> tuple[Timeline, Storages]:
+    """The plan of the newest graph, at the sizes that it was compiled for. A backward ran."""
     compiled = engine.newest()
     assert compiled.parts is not None, "a step with a gradient ran"
     nodes = (*compiled.parts.forward.nodes, *compiled.parts.backward.nodes)
@@ -86,11 +103,14 @@ def _plan(engine: Engine) -> tuple[Timeline, Storages]:
     return timeline(compiled.parts, storages), storages
 
 
-def _what_can_be_named(compiled: Compiled, storages: Storages) -> Sequence[SubgraphReport]:
-    if compiled.report.subgraphs or compiled.parts is None:
+def _what_can_be_named(compiled: Compiled, storages: Storages, again: Collection[str]) -> Sequence[SubgraphReport]:
+    """All patterns of a plan that keeps everything; `again` is what is computed again in the plan that runs."""
+    parts = compiled.parts
+    if compiled.report.subgraphs or parts is None:
         return compiled.report.subgraphs
-    changed = [compiled.parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
-    return reports(find_subgraphs(compiled.parts, storages, changed), ())
+    changed = [parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
+    done = [v for v in parts.kept if f"{v.name}/again" in again]
+    return reports(find_subgraphs(parts, storages, changed), done)
 
 
 def _measure(

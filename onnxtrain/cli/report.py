@@ -14,15 +14,19 @@ from pathlib import Path
 import torch
 
 from onnxtrain.capture.structure import flatten_output
+from onnxtrain.cli.memory import plan_of
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.memory_page import section
 from onnxtrain.observe.model_report.page import render
 from onnxtrain.observe.model_report.values import ModelReport, Steps, node_times, read_graph
+from onnxtrain.observe.step_memory import again_in, largest_tensors, predicted
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.verification import verify
 
 _PROFILED = 3
+_LARGEST = 12  # tensors that are listed
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +72,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
             fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
         )
         _step(loaded, ort)
+        memory = _memory(ort)
         captured = read_graph("as captured", next(Path(folder).glob("1-*.onnx")))
         last = max(Path(folder).glob("*-plan.onnx"), key=lambda file: int(file.name.split("-")[0]))
         executed = read_graph("as it runs", last)
@@ -86,7 +91,19 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
         ours=Steps("onnxtrain", ours_ms),
         verdict=str(verdict),
         is_right=verdict.is_right,
+        memory=memory,
     )
+
+
+def _memory(model: ORTModule) -> str:
+    """The memory that the plan says a step takes, with its largest tensors; "" for a graph without gradients."""
+    engine = model.__dict__["_engine"]
+    if engine.newest().parts is None:
+        return ""
+    plan, storages = plan_of(engine)
+    parameters = {id(p): p.nbytes for p in (*model.parameters(), *model.buffers())}
+    timeline = predicted("Memory of a step", plan, storages, {"parameters": sum(parameters.values())})
+    return section(timeline, largest_tensors(plan, storages, _LARGEST, again_in(plan)))
 
 
 def _about(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:

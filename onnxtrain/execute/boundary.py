@@ -103,6 +103,7 @@ class Unit:
             every step, and each Python call on the way costs 0.4 us there.
         lone_views: positions of the results that are views of what nobody else sees: users may change them in place,
             which autograd refuses for a view that an autograd function made.
+        backward_source: makes the backward programs; None without gradients.
         contexts: positions, among the kept, of Python objects: save_for_backward takes tensors only.
         differentiably: runs (unit, *tensors) so that autograd can run backward; as one node of autograd if not given.
     """
@@ -143,7 +144,7 @@ class Unit:
         self.lone_views = frozenset(lone_views)
         self.simple = plain and results == 1 and not (random or self.contexts or self.fixed or self.inference)
         self.usual: tuple[Flags | None, BackwardProgram] = None, forward  # one attribute: threads exchange it at once
-        self._make_backward = backward
+        self.backward_source = backward
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
         self._any_views = any(views)
         self.differentiably = differentiably or _APPLY
@@ -152,7 +153,7 @@ class Unit:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Runs forward on `tensors`, in the grad mode that the unit was made for; returns the results."""
         results: Sequence[Any]
-        if self._make_backward is not None:
+        if self.backward_source is not None:
             results = self.differentiably(self, *tensors)
         else:
             with torch.no_grad():
@@ -199,17 +200,17 @@ class Unit:
         """The backward program for this pattern. `needed` has a flag for the unit itself before those of its inputs."""
         known = self._backwards.get((given, needed))
         if known is None:
-            assert self._make_backward is not None
-            known = self._backwards[given, needed] = self._make_backward(given, needed[1:])
+            assert self.backward_source is not None
+            known = self._backwards[given, needed] = self.backward_source(given, needed[1:])
         if self.simple and known.takes_all(self.forward):
             self.usual = needed, known.program
         return known
 
     def renew_backwards(self) -> None:
         """Backward programs are made again when they are asked for."""
-        assert self._make_backward is not None
+        assert self.backward_source is not None
         self._backwards.clear()
-        self._make_backward.renew()
+        self.backward_source.renew()
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

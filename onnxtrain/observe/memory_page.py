@@ -100,6 +100,11 @@ def render(
     )
 
 
+def section(timeline: MemoryTimeline, tensors: Sequence[TensorGroup]) -> str:
+    """A chart with the largest tensors, for a page that has its own style."""
+    return f"<style>{STYLE}</style>{legend([timeline])}{draw(timeline)}<h3>Largest tensors</h3>{_table(tensors)}"
+
+
 def _table(tensors: Sequence[TensorGroup]) -> str:
     heads = "".join(f"<th{_class(number)}>{escape(name)}</th>" for name, number in COLUMNS)
     rows = []

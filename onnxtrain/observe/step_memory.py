@@ -21,6 +21,7 @@ from onnxtrain.observe.memory_timeline import MemoryTimeline, Stretch, TensorGro
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.lifetimes import Allocation as PlannedAllocation
 from onnxtrain.plan.lifetimes import Kind, Timeline
+from onnxtrain.plan.recompute import AGAIN
 from onnxtrain.plan.storage import Storages
 
 _BAND = {
@@ -70,6 +71,11 @@ def activations_of(plan: Timeline) -> int:
     """The peak of a plan without its gradients, in bytes."""
     kept = replace(plan, allocations=tuple(a for a in plan.allocations if a.kind is not Kind.GRADIENT))
     return kept.peak
+
+
+def again_in(plan: Timeline) -> set[str]:
+    """The names of the values that backward computes again."""
+    return {str(v.name) for node in plan.nodes if AGAIN in node.metadata_props for v in node.outputs}
 
 
 def largest_tensors(

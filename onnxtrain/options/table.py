@@ -107,6 +107,13 @@ class Options:
         "of the first call; 'auto' is nine tenths of the memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
+    recompute_cheap: bool = _knob(
+        True,
+        BOOL,
+        "without a budget, backward computes again what costs little more than to read it, such as an activation "
+        "function of something that is kept",
+        "ONNXTRAIN_RECOMPUTE_CHEAP",
+    )
     compute_optimizer: bool = _knob(
         True,
         BOOL,

@@ -35,6 +35,7 @@ _STAGES = (2, 3, 4, 6, 8, 12, 16, 24)
 _HALVINGS = 5  # of an interval of prices or places
 _TRIED = 3  # numbers of stages, of those that fit
 _SHARE_OF_FREE = 0.9
+_UNIT = 1e-15  # seconds: capacities are whole numbers, for networkx may never end with sums that are rounded
 _TILT = 0.1  # what is kept from the beginning is kept longest: its price is so much higher
 
 
@@ -181,7 +182,7 @@ class _Search:
         graph.add_nodes_from((source, sink))
         for position, node in enumerate(self._nodes):
             if node in self._again:
-                graph.add_edge(source, node, capacity=self._seconds[node])
+                graph.add_edge(source, node, capacity=round(self._seconds[node] / _UNIT))
                 for value in reads_again(node):
                     if value in self._bytes:
                         graph.add_edge((value, "out"), node)
@@ -194,7 +195,7 @@ class _Search:
                 else:
                     graph.add_edge(node, (value, "in"))
                 weight = 0.0 if value in prices.kept else price * self._bytes[value]
-                graph.add_edge((value, "in"), (value, "out"), capacity=weight)
+                graph.add_edge((value, "in"), (value, "out"), capacity=round(weight / _UNIT))
         for value in self._parts.kept:
             if value in self._bytes:
                 graph.add_edge((value, "out"), sink)

@@ -25,13 +25,27 @@ from onnxtrain.ops.symbolic import held_sizes
 
 
 def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """The integer of each symbol that is the size of an input, for these tensors."""
-    return {
-        size: tensor.size(axis)
-        for value, tensor in zip(inputs, tensors, strict=False)
-        for axis, size in enumerate(sizes.of(value))
-        if isinstance(size, str) and size.isidentifier()
-    }
+    """The integer of each symbol in the sizes of inputs, for these tensors.
+
+    A symbol that is no size by itself is found from a size that grows with it alone, such as "2*n".
+    """
+    known: dict[str, int] = {}
+    others: list[tuple[str, int]] = []
+    for value, tensor in zip(inputs, tensors, strict=False):
+        for axis, size in enumerate(sizes.of(value)):
+            if isinstance(size, str) and size.isidentifier():
+                known[size] = tensor.size(axis)
+            elif isinstance(size, str):
+                others.append((size, tensor.size(axis)))
+    for size, count in others:
+        unknown = sizes.symbols(size) - known.keys()
+        if len(unknown) == 1:
+            (name,) = unknown
+            at_0, at_1 = (sizes.evaluate(size, {**known, name: number}) for number in (0, 1))
+            found = (count - at_0) // (at_1 - at_0) if at_1 != at_0 else 0
+            if sizes.evaluate(size, {**known, name: found}) == count:
+                known[name] = found
+    return known
 
 
 class Storages:

@@ -123,12 +123,24 @@ def test_the_command_predicts_what_it_measures(
     assert found["onnxtrain, measured"] <= found["eager PyTorch, measured"]
     assert re.search(r"3 │ float32 64×128 +│ Gelu", out)  # one row for three layers
     assert "net.py:10 in forward" in out
-    assert re.search(r"96.0 KiB │ +3 │ kept +│ Gelu\+:1:-1", out)
+    assert re.search(r"96.0 KiB │ +3 │ 3 of 3 computed again +│ Gelu\+:1:-1", out)
     text = page.read_text()
     assert text.count("<svg") == 3
     assert "http" not in text.replace("http://www.w3.org", "")  # nothing is fetched
     for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ET.fromstring(svg)
+
+
+def test_the_command_plans_for_a_budget(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("ONNXTRAIN_RNG", "torch")
+    assert main(["memory", f"{model}:build", "--budget", "0.8"]) == 0
+    out = capsys.readouterr().out
+    found = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
+    assert found["onnxtrain, predicted"] < found["onnxtrain that keeps everything, predicted"]
+    assert "computed again" in out
 
 
 def test_a_model_without_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

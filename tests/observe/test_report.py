@@ -57,6 +57,8 @@ def test_the_values_are_those_of_the_model(report: ModelReport) -> None:
     assert report.compiled.before is not None
     assert report.compiled.after is not None
     assert report.passes()
+    assert "<svg" in report.memory
+    assert re.search(r"net\.py:\d+ in forward</code>", report.memory)  # the largest tensors, with the user's line
 
 
 class Loaded(html.parser.HTMLParser):

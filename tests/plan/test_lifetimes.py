@@ -63,6 +63,16 @@ def test_workspace_and_views_count() -> None:
     assert storages.root(view) is fresh
 
 
+def test_sizes_that_are_no_plain_symbol() -> None:
+    """`2*n` alone says what n is; `n*m` says nothing."""
+    values = [ir.Value(name=name) for name in "abc"]
+    for value, size in zip(values, ("2*n + 1", "m", "n*k"), strict=True):
+        set_type(value, TensorType(ir.DataType.FLOAT, (size, 3)))
+    tensors = [torch.empty(rows, 3) for rows in (9, 5, 12)]
+    assert known_sizes(values, tensors) == {"n": 4, "m": 5, "k": 3}
+    assert known_sizes(values[2:], tensors[2:]) == {}
+
+
 def test_what_is_held_and_for_what() -> None:
     module, make = made("minilm")
     model = ORTModule(module, rng="torch")

@@ -69,6 +69,8 @@ def stand_in(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
     if layout is None or like.is_contiguous() or not like.is_contiguous(memory_format=layout):
         layout = torch.contiguous_format
+    if layout is torch.contiguous_format and like.device.type == "cpu":
+        return torch.empty((), dtype=dtype).expand(*shape)  # no memory at all: a GPU's kernels would copy it
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
 

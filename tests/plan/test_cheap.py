@@ -1,0 +1,93 @@
+"""What backward computes again by default: no bit changes, nothing else is kept, and less memory is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.plan.recompute import AGAIN
+from tests.plan import measured
+from tests.plan.measured import Batch, peak_of, step
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+TRANSFORMERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] = {
+    "minilm": (measured.minilm, measured.sentences),
+    "gpt2": (measured.gpt2, measured.words),
+    "t5": (measured.t5, measured.words),
+    "llama": (llama, measured.words),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_transformer_holds_three_quarters_of_eagers_peak(name: str) -> None:
+    """Drawn as in eager PyTorch, so that masks are kept; gradients are there before."""
+    make, batches = TRANSFORMERS[name]
+    torch.manual_seed(0)
+    module, batch = make().train(), batches(16, 48)
+    model = ORTModule(module, rng="torch")
+    eager = peak_of(lambda: step(module, batch))
+    assert peak_of(lambda: step(model, batch)) <= 0.75 * eager
+
+
+class Gated(nn.Module):
+    """A gated product; its input goes through an activation that needs no gradient of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 64), nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x)
+        hidden = nn.functional.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden)
+
+
+def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
+    """What is computed again at the first sizes; outputs and gradients at all."""
+    torch.manual_seed(0)
+    model = ORTModule(Gated(), rng="torch", **options)
+    found: list[torch.Tensor] = []
+    again: list[str] = []
+    for rows in (64, 1, 0, 33):
+        x = torch.randn(rows, 8)
+        output = model(x)
+        x.zero_()  # forward kept no input that backward computes from
+        output.square().sum().backward()
+        found += [output.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        again = again or computed_again(model)
+    return again, found
+
+
+def computed_again(model: ORTModule) -> list[str]:
+    nodes = model.__dict__["_engine"].newest().parts.backward.nodes
+    return [node.op_type for node in nodes if AGAIN in node.metadata_props]
+
+
+def test_no_bit_changes_and_no_input_is_kept() -> None:
+    again, found = run()
+    nothing, expected = run(recompute_cheap=False)
+    assert all(map(torch.equal, found, expected))
+    assert "Mul" in again
+    assert "Tanh" not in again  # from the input alone, which the user may change
+    assert not nothing
+
+
+def test_a_convolution_of_few_channels_is_not_cheap() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3))
+    model = ORTModule(net, rng="torch")
+    model(torch.randn(2, 1, 12, 12)).sum().backward()
+    assert computed_again(model) == ["Gelu"]
