@@ -298,8 +298,7 @@ class Engine:
     def _fall_back(
         self, key: Any, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call:
-        """What runs the module in pieces or in PyTorch; later calls of its kind take it at once, unless they are to be
-        tried again.
+        """What runs the module in pieces or in PyTorch; later calls of its kind take it too, unless to be tried again.
 
         Raises:
             ORTModuleFallbackException: the error, where the policy forbids that.
@@ -330,9 +329,7 @@ class Engine:
         return self._in_pieces
 
     def _instead(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> Call:
-        """What runs the module in pieces or in PyTorch, after one warning per reason; raises where the policy forbids
-        it.
-        """
+        """What runs the module in pieces or in PyTorch, after one warning per reason; or raises, by the policy."""
         if not self._options.fallback_policy.covers(error):
             raise error
         name = type(self._module).__name__

@@ -156,10 +156,11 @@ def test_the_traceback_of_the_users_error_is_the_users(
         return [frame.name for frame in frames if frame.filename == __file__]
 
     x = torch.randn(3, 4)
+    crooked = WRAPS[wrap](Crooked())
     with pytest.warns(UserWarning, match="runs in PyTorch"):
-        crooked = WRAPS[wrap](Crooked())
-        assert functions(lambda: crooked(x), RuntimeError)[-2:] == ["forward", "inner"]
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        names = functions(lambda: crooked(x), RuntimeError)
+    assert names[-2:] == ["forward", "inner"]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "initialisation" not in r.getMessage()]
     net = WRAPS[wrap](Net())
     loss = net(x)
     faults("in_backward", fail)

@@ -14,6 +14,7 @@ import torch
 
 _PYTORCH, _OWN = str(Path(torch.__file__).parent), (str(Path(__file__).parents[1]), "<onnxtrain ")
 _NOT_THE_USERS = (_PYTORCH, *_OWN, "<")
+_PYTHONS = ("<frozen ",)  # imports, and what runs scripts
 _WRITTEN_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -53,10 +54,13 @@ def _in_traceback(trace: TracebackType | None) -> str | None:
     return found
 
 
-def hide_own_frames(error: BaseException) -> None:
+def hide_own_frames(error: BaseException) -> bool:
     """Takes the frames of onnxtrain out of the traceback of an error that the user's code raised.
 
     What onnxtrain raised itself keeps them, and so does what PyTorch raised where onnxtrain called it.
+
+    Returns:
+        Whether the user's code raised it.
     """
     frames: list[TracebackType] = []
     trace = error.__traceback__
@@ -64,14 +68,17 @@ def hide_own_frames(error: BaseException) -> None:
         frames.append(trace)
         trace = trace.tb_next
     files = [frame.tb_frame.f_code.co_filename for frame in frames]
-    raised_in = next((file for file in reversed(files) if not file.startswith(_PYTORCH)), "<")
+    raised_in = next((file for file in reversed(files) if not file.startswith((_PYTORCH, *_PYTHONS))), "<")
+    if isinstance(error, SyntaxError):  # the file that cannot be read has no frame
+        raised_in = error.filename or "<"
     if not is_user_file(raised_in):
-        return
+        return False
     kept: TracebackType | None = None
     for frame, file in zip(reversed(frames), reversed(files), strict=True):
-        if not file.startswith(_OWN):
+        if not file.startswith((*_OWN, *_PYTHONS)):
             kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__traceback__ = kept
+    return True
 
 
 def depth_of_caller() -> int:

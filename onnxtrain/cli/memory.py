@@ -9,17 +9,17 @@ import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.compile import Compiled
-from onnxtrain.engine import Engine
+from onnxtrain.engine import Engine, Way
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
 from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
@@ -36,10 +36,14 @@ _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     model_arguments(parser)
-    parser.add_argument("--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="(default: adamw)")
-    parser.add_argument("--largest", type=int, default=20, metavar="N", help="how many tensors to list (default: 20)")
+    parser.add_argument(
+        "--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="whose state is counted (default: adamw)"
+    )
+    parser.add_argument(
+        "--largest", type=positive, default=20, metavar="N", help="how many tensors to list (default: 20)"
+    )
     parser.add_argument("--subgraphs", action="store_true", help="list what memory_opt_config can name")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write the timelines as a page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     eager = _measure("Measured in eager PyTorch", loaded, twin, twin, options.optimizer)
     # What is tried, and another program for padded batches, would make this step unlike the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
-    engine = Engine(loaded.module, replace(settings, tuning=False, skip_padding="never"))
+    engine = Engine(loaded.module, replace(settings, tuning=False, skip_padding="never"), Way(is_part=True))
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
     plan, storages = _plan(engine)
     tensors = largest_tensors(plan, storages, options.largest)
