@@ -9,22 +9,19 @@ differentiated here, not by PyTorch. Graphs that are the same, as those of a mod
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from onnxtrain.capture.dynamo_graph import named_graph
+from onnxtrain.capture.torch_reports import logged_as_info
 from onnxtrain.engine import Call, Engine, Way
 from onnxtrain.errors import OptionError
 from onnxtrain.options import Options
 from onnxtrain.report import CompileReport
-
-_LOG = logging.getLogger("onnxtrain")
 
 # By the graph and the options; as long as torch.compile keeps one of the graphs.
 _ENGINES: weakref.WeakValueDictionary[Hashable, Engine] = weakref.WeakValueDictionary()
@@ -94,28 +91,12 @@ def pieces(options: Options) -> Callable[[Call], Call]:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # What torch.compile itself cannot take runs in PyTorch, as the user of an ORTModule expects.
-            with torch._dynamo.config.patch(suppress_errors=True), _reports_as_info():
+            with torch._dynamo.config.patch(suppress_errors=True), logged_as_info():
                 return found(*args, **kwargs)
 
         return run
 
     return compiled
-
-
-@contextlib.contextmanager
-def _reports_as_info() -> Iterator[None]:
-    """What torch.compile reports of parts that it leaves to PyTorch goes to the log at INFO: one warning was given."""
-
-    def passed_on(record: logging.LogRecord) -> bool:
-        _LOG.info("torch.compile leaves a part to PyTorch: %s", record.getMessage())
-        return False
-
-    reporter = logging.getLogger("torch._dynamo.convert_frame")
-    reporter.addFilter(passed_on)
-    try:
-        yield
-    finally:
-        reporter.removeFilter(passed_on)
 
 
 @functools.lru_cache(maxsize=64)

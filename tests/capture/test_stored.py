@@ -11,8 +11,8 @@ import functools
 import json
 import logging
 import os
-import signal
 import re
+import signal
 import subprocess
 import sys
 import textwrap
