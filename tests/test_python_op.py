@@ -214,6 +214,10 @@ def test_keyword_arguments() -> None:
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             return gradients[0] * ctx.saved_tensors[0] * ctx.power, None
 
+    try:
+        Powers.apply(torch.ones(1), power=3)
+    except TypeError:
+        pytest.skip("this PyTorch's apply takes no keyword arguments")
     check(lambda m, x: (Powers.apply(x), Powers.apply(x, power=3), Powers.apply(power=3, x=x)))
 
 

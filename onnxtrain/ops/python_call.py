@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from onnxtrain.errors import PythonOpError
 from onnxtrain.ops.python_surroundings import BACKWARD, Autocast, GradientsChangedError, uncaptured, under
@@ -67,10 +68,11 @@ class Output:
 class Context:
     """What one run of a call leaves for backward."""
 
-    __slots__ = ("inputs", "node", "outputs")
+    __slots__ = ("inputs", "node", "outputs", "owner")
 
-    def __init__(self, node: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        self.node = node  # the user's ctx
+    def __init__(self, edge: GradientEdge | None, inputs: list[Any], outputs: list[Any]) -> None:
+        self.node: Any = edge and edge.node  # the user's ctx
+        self.owner = edge and edge.ownership_token  # without its C++ half the ctx has lost what it saved (torch 2.11)
         self.inputs = inputs  # shape, dtype and device of each tensor input
         self.outputs = outputs  # and of each output
 
@@ -225,9 +227,9 @@ class PythonCall:
         return sum(s.kind == "size" for s in slots((self.arguments, self.keywords)))
 
     def _context(self, given: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Context:
-        nodes = (f.grad_fn for f in found)
-        node = next((n for n in nodes if isinstance(n, self.function._backward_cls)), None)
-        return Context(node, list(map(_facts, given)), list(map(_facts, found)))
+        own = next((f for f in found if isinstance(f.grad_fn, self.function._backward_cls)), None)
+        edge = None if own is None else get_gradient_edge(own)
+        return Context(edge, list(map(_facts, given)), list(map(_facts, found)))
 
     def _free_of_inputs(self, given: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
         """Copies outputs that lie in an input's memory where nothing said that they would."""
