@@ -62,6 +62,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
             # The unit without padding would take the place of the graph that is shown.
             skip_padding="never",
             fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
+            log_level="ERROR",
         )
         _step(loaded, ort)
         captured = read_graph("as captured", next(Path(folder).glob("1-*.onnx")))
