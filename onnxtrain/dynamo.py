@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.dynamo_graph import named_graph
+from onnxtrain.capture.torch_reports import logged_as_info
 from onnxtrain.engine import Call, Engine, Way
 from onnxtrain.errors import OptionError
 from onnxtrain.options import Options
@@ -90,7 +91,7 @@ def pieces(options: Options) -> Callable[[Call], Call]:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # What torch.compile itself cannot take runs in PyTorch, as the user of an ORTModule expects.
-            with torch._dynamo.config.patch(suppress_errors=True):
+            with torch._dynamo.config.patch(suppress_errors=True), logged_as_info():
                 return found(*args, **kwargs)
 
         return run

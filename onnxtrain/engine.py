@@ -159,17 +159,24 @@ class Engine:
     def _on_the_long_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if capture_is_under_way():
             return self._in_torch(*args, **kwargs)
+        # What runs instead runs outside of the handlers: an error of the user's module is then shown alone.
+        instead: Call | None = None
         try:
             tensors, structure = flatten_call(args, kwargs)
             key = (structure, environment(), *map(tensor_facts, tensors))
         except ORTModuleFallbackException as error:
-            return self._warned_in_torch(error, args, kwargs)
+            instead = self._instead(error)
+        if instead is not None:
+            return instead(*args, **kwargs)
         entry, inputs = self._find(key, tensors)
         if entry is None:
             try:
                 entry, inputs = self._find_or_compile(key, tensors, structure)
             except ORTModuleFallbackException as error:
-                return self._fall_back(key, error, args, kwargs)
+                instead = self._fall_back(key, error, args, kwargs)
+        if entry is None:
+            assert instead is not None
+            return instead(*args, **kwargs)
         if entry.compiled is None:
             return (entry.instead or self._in_torch)(*args, **kwargs)
         if entry is self._recent:
@@ -290,8 +297,8 @@ class Engine:
 
     def _fall_back(
         self, key: Any, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Runs the module in pieces or in PyTorch; later calls of its kind at once, unless they are to be tried again.
+    ) -> Call:
+        """What runs the module in pieces or in PyTorch; later calls of its kind take it too, unless to be tried again.
 
         Raises:
             ORTModuleFallbackException: the error, where the policy forbids that.
@@ -302,7 +309,7 @@ class Engine:
             if isinstance(error, SideEffectError):
                 entry.state.check = _any_state  # its state changes on every call
             self._entries.setdefault(key, []).append(entry)
-        return self._warned_in_torch(error, args, kwargs, pieces)
+        return self._instead(error, pieces)
 
     def _pieces(
         self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -321,14 +328,8 @@ class Engine:
             self._in_pieces = self._way.pieces(self._in_torch)
         return self._in_pieces
 
-    def _warned_in_torch(
-        self,
-        error: ORTModuleFallbackException,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        pieces: Call | None = None,
-    ) -> Any:
-        """Runs the module in pieces or in PyTorch, with one warning per reason; raises where the policy forbids it."""
+    def _instead(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> Call:
+        """What runs the module in pieces or in PyTorch, after one warning per reason; or raises, by the policy."""
         if not self._options.fallback_policy.covers(error):
             raise error
         name = type(self._module).__name__
@@ -340,7 +341,7 @@ class Engine:
                 _LOG.info(text)
             else:
                 warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
-        return (pieces or self._in_torch)(*args, **kwargs)
+        return pieces or self._in_torch
 
 
 def set_up(engine: Engine, name: str, options: Options) -> Call:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.refusals import refuse_module
+from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.dynamo import pieces
 from onnxtrain.engine import Engine, Way, set_up, untraced
@@ -89,7 +90,11 @@ class ORTModule(torch.nn.Module):
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, compiled."""
-        return self.__dict__["_run"](args, kwargs)
+        try:
+            return self.__dict__["_run"](args, kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def report(self) -> CompileReport:
         """What each stage of the newest compilation did. Raises RuntimeError before the first call."""

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from onnxtrain.capture.refusals import refuse_module
+from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.compile import Compiled
 from onnxtrain.dynamo import pieces
 from onnxtrain.engine import Call, Engine, Way, set_up, untraced
@@ -206,7 +207,11 @@ class _Forward:
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(args, kwargs)
+        try:
+            return self._run(args, kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def in_torch(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""

@@ -11,6 +11,7 @@ from onnxtrain import cli
 from onnxtrain.cli import ops
 from onnxtrain.errors import GraphError
 from onnxtrain.ops import OPS
+from onnxtrain.verification import Difference
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -46,18 +47,87 @@ def test_ops_writes_the_page(tmp_path: pathlib.Path) -> None:
     assert target.read_text(encoding="utf-8") == ops.page()
 
 
-@pytest.mark.parametrize(("pattern", "message"), [("nosuchop", "no operator"), ("(", "regular expression")])
-def test_ops_says_what_is_wrong_with_a_pattern(pattern: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ops", pattern]) == cli.FAILED
-    assert message in capsys.readouterr().err
+# Arguments that are wrong, and what is said of each.
+WRONG: dict[str, dict[str, str]] = {
+    "": {"": "say what each pass did", "nosuchcommand": "invalid choice: 'nosuchcommand'"},
+    "artifacts": {"": "required: model", "none.onnx": "no file none.onnx", "FILE --loss x": "invalid choice: 'x'"},
+    "explain": {
+        "": "required: MODEL", "none": "no such file or folder", "FILE": "none of these", "FILE:no": "no function 'no'",
+        "FILE:asks": "a function without arguments", "FILE:crooked": "takes its inputs", "FILE:f --batch x": "not x",
+    },
+    "memory": {"": "required: MODEL", "FILE:f --largest -3": "not -3", "FILE:f --html none/x": "none/x must be a file"},
+    "ops": {"nosuchop": "no operator", "(": "no regular expression", "--write none/x": "none/x must be a file"},
+    "options": {"--json none": "no file none", "--json FILE": "Expecting value", "--write none/x": "must be a file"},
+    "report": {"": "required: MODEL", "FILE:f --steps 0": "not 0", "FILE:f --html none/x": "must be a file"},
+    "run": {"": "required: script", "none.py": "no such script", "-m nosuchmodule": "no such module"},
+    "train": {"": "required: folder", "none --data digits": "no folder none", "FOLDER --data x": "lacks artifacts"},
+    "tune": {"--shapes 3x": "such as 2048x384x1536", "--dtype int": "invalid choice: 'int'"},
+    "verify": {"": "required: MODEL", "none": "no such file or folder"},
+}  # fmt: skip
+USERS_FILE = """
+import torch
+def asks(what): pass
+def crooked(): return torch.nn.Linear(4, 4), torch.ones(2, 4, dtype=torch.long)
+def raises(): return Net(), torch.ones(2, 4)
+class Net(torch.nn.Linear):
+    def __init__(self): super().__init__(4, 4)
+    def forward(self, x): return x @ torch.ones(3, 3)
+"""
 
 
-@pytest.mark.parametrize("argv", [[], ["nosuchcommand"]])
-def test_unknown_commands_are_refused_with_the_known_ones(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(argv)
-    assert stopped.value.code == cli.FAILED == 2
-    assert "command" in capsys.readouterr().err
+@pytest.fixture
+def users_file(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "users_file.py").write_text(USERS_FILE)
+    return tmp_path / "users_file.py"
+
+
+def test_wrong_arguments_of_every_command_are_tried() -> None:
+    assert WRONG.keys() == {"", *cli.COMMANDS}
+
+
+@pytest.mark.parametrize(("command", "given"), [(c, g) for c, table in WRONG.items() for g in table])
+def test_a_wrong_argument_is_named(
+    command: str, given: str, users_file: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{command} {given}".replace("FILE", str(users_file)).replace("FOLDER", str(users_file.parent)).split()
+    try:
+        code = cli.main(words)
+    except SystemExit as stopped:
+        code = int(str(stopped.code))
+    shown = capsys.readouterr()
+    assert code == cli.USAGE
+    assert WRONG[command][given] in " ".join(shown.err.split())
+    assert "Traceback" not in shown.err
+    assert not shown.out
+
+
+def test_errors_of_the_users_code_are_shown_as_its_own(
+    users_file: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(model: str) -> str:
+        assert cli.main(["explain", model]) == cli.FAILED
+        text = capsys.readouterr().err
+        assert "onnxtrain/" not in text
+        return text
+
+    assert "return x @ torch.ones(3, 3)" in shown(f"{users_file}:raises")
+    (users_file.parent / "open.py").write_text("def f(")
+    assert "SyntaxError" in shown(f"{users_file.parent / 'open.py'}:f")
+    (users_file.parent / "imports.py").write_text("import nosuchmodule")
+    assert shown(f"{users_file.parent / 'imports.py'}:f").count("File ") == 1
+
+
+def test_verify_says_whether_the_numbers_are_right(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_linear.py").write_text("import torch\ndef f(): return torch.nn.Linear(4, 4), torch.ones(2, 4)")
+    command = ["verify", f"{tmp_path / 'users_linear.py'}:f"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out.startswith("right: 3 tensors agree")
+    monkeypatch.setattr("onnxtrain.verification._differences", lambda *sides: [Difference("output", 1.0, 0.1)])
+    monkeypatch.setattr("onnxtrain.verification._first_operator", lambda *facts: None)
+    assert cli.main(command) == cli.FAILED
+    assert "WRONG" in capsys.readouterr().out
 
 
 def test_errors_of_the_package_are_shown_without_a_traceback(
@@ -92,14 +162,6 @@ assert "torch" not in sys.modules
     assert "ops" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["ops", "--write"], ["options", "--write"], ["run"]], ids=" ".join)
-def test_a_path_that_is_not_there(command: list[str], tmp_path: pathlib.Path) -> None:
-    file = str(tmp_path / "missing" / "page.md")
-    done = subprocess.run(
-        [sys.executable, "-m", "onnxtrain", *command, file], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.returncode != 0
-    said = done.stdout + done.stderr
-    assert file in said.replace("\n", "")
-    assert "to do:" in said
-    assert "Traceback" not in said
+def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ops", "--write", "/dev/full"]) == cli.USAGE
+    assert "No space left" in capsys.readouterr().err

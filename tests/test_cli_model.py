@@ -16,7 +16,7 @@ from onnxtrain.testing import assert_no_worse_than_eager
 
 SOURCE = """
 import torch
-from beside import WIDTH
+from beside_the_net import WIDTH
 
 def build():
     return torch.nn.Linear(WIDTH, 2), torch.ones(3, WIDTH)
@@ -57,7 +57,7 @@ FOLDERS = {
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "beside.py").write_text("WIDTH = 4\n")
+    (tmp_path / "beside_the_net.py").write_text("WIDTH = 4\n")
     (tmp_path / "net_of_a_test.py").write_text(SOURCE)
     return tmp_path / "net_of_a_test.py"
 

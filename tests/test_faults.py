@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,9 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import ORTModule
+from onnxtrain.errors import ORTModuleTorchModelException
+
+PACKAGE = Path(onnxtrain.__file__).parent
 
 
 class Faults:
@@ -121,6 +127,53 @@ def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> Non
     x = torch.randn(3, 4)
     assert torch.equal(ort(x), net(x))
     assert ort.__dict__["_engine"].captures == 1
+
+
+class Crooked(nn.Module):
+    """Its product has the wrong sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.linear(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize("wrap", list(WRAPS))
+def test_the_traceback_of_the_users_error_is_the_users(
+    wrap: str, faults: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def functions(run: Callable[[], object], error: type[Exception]) -> list[str]:
+        with pytest.raises(error) as caught:
+            run()
+        assert caught.value.__context__ is None
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert not [frame for frame in frames if str(PACKAGE) in frame.filename or frame.filename[0] == "<"], frames
+        return [frame.name for frame in frames if frame.filename == __file__]
+
+    x = torch.randn(3, 4)
+    crooked = WRAPS[wrap](Crooked())
+    with pytest.warns(UserWarning, match="runs in PyTorch"):
+        names = functions(lambda: crooked(x), RuntimeError)
+    assert names[-2:] == ["forward", "inner"]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "initialisation" not in r.getMessage()]
+    net = WRAPS[wrap](Net())
+    loss = net(x)
+    faults("in_backward", fail)
+    assert functions(loss.backward, ZeroDivisionError)[-2:] == ["backward", "fail"]
+    faults("in_forward", fail)
+    assert functions(lambda: net(x), ZeroDivisionError)[-2:] == ["forward", "fail"]
+
+
+def test_what_onnxtrain_raises_keeps_its_frames() -> None:
+    with pytest.raises(ORTModuleTorchModelException) as caught:
+        ORTModule(Crooked(), fallback_policy="FALLBACK_DISABLE")(torch.randn(3, 4))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [frame for frame in frames if str(PACKAGE) in frame.filename]
 
 
 def test_an_interrupt_while_the_module_is_captured_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,5 +416,5 @@ def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: 
 
 @pytest.mark.parametrize("text", ["12", "0x4x4", "axbxc", "1x2x3x4"])
 def test_the_command_says_what_sizes_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tune", "--shapes", text]) == cli.FAILED
+    assert cli.main(["tune", "--shapes", text]) == cli.USAGE
     assert "ROWSxINPUTSxOUTPUTS" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Defaults, code, JSON file, environment; bad values are named; every variable has an effect or an answer."""
 
+import ast
 import dataclasses
 import json
 import logging
@@ -383,6 +384,46 @@ PREDECESSORS_VARIABLES = """
 """.split()  # noqa: SIM905  a list of 41 quoted names would be read by nobody
 
 
+# The test of what each option does: its file under tests/, and its name.
+EFFECTS = {
+    "rng": ("test_traps_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
+    "native": ("test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
+    "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
+    "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
+    "compute_optimizer": ("test_options_less_work.py", "test_each_can_be_switched_off"),
+    "label_sparsity": ("test_options_less_work.py", "test_each_can_be_switched_off"),
+    "chunked_loss": ("test_options_less_work.py", "test_each_can_be_switched_off"),
+    "skip_padding": ("test_options_less_work.py", "test_each_can_be_switched_off"),
+    "print_input_density": ("test_options_less_work.py", "test_the_density_of_each_step_is_printed"),
+    "count_work": ("test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
+    "save_onnx": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "onnx_prefix": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "save_path": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "onnx_opset": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "log_level": ("observe/test_logs.py", "test_the_level_is_the_loggers"),
+    "fallback_policy": ("test_faults.py", "test_what_onnxtrain_raises_keeps_its_frames"),
+    "fallback_retry": ("test_fallback.py", "test_falling_back_is_tried_once_unless_retry_is_asked_for"),
+    "pieces": ("test_dynamo.py", "test_pieces_can_be_switched_off"),
+    "custom_autograd": ("test_fallback.py", "test_custom_autograd_can_be_switched_off"),
+    "conv_algo_search": ("test_options_effects.py", "test_an_exhaustive_search_is_cudnns_benchmark"),
+    "print_memory_stats": ("observe/test_memory.py", "test_each_phase_of_a_step"),
+    "memory_opt_level": ("test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
+    "memory_opt_config": ("test_memory_options.py", "test_a_count_and_a_kind_decide_how_many"),
+    "memory_opt_probe_recompute_level": (
+        "test_memory_options.py",
+        "test_products_are_in_subgraphs_where_they_are_asked_for",
+    ),
+    "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_those_of_one_backward_bit_for_bit"),
+    "tuning": ("test_kernel_choice.py", "test_with_tuning_off_known_answers_count_and_nothing_is_measured"),
+    "max_tuning_duration_ms": ("test_kernel_choice.py", "test_the_longest_duration_ends_a_measurement"),
+    "tuning_results_path": ("test_kernel_choice.py", "test_the_faster_kernel_is_found_and_kept"),
+    "cache_dir": ("capture/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
+    "cache_limit_mb": ("capture/test_stored.py", "test_the_option_cache_limit_mb_bounds_the_folder"),
+    "dump_dir": ("test_stages.py", "test_every_stage_is_dumped_and_each_compilation_to_a_folder_of_its_own"),
+    "verify": ("test_stages.py", "test_a_faulty_graph_is_refused_unless_verify_is_off"),
+}
+
+
 class TestSweep:
     def test_every_variable_of_the_predecessor_has_an_effect_or_an_answer(self):
         assert not set(PREDECESSORS_VARIABLES) - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
@@ -395,11 +436,16 @@ class TestSweep:
         read = {name for text in sources for name in re.findall(r'"((?:ORTMODULE|ONNXTRAIN)_[A-Z0-9_]+)"', text)}
         assert not read - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
 
-    def test_every_option_is_tested_for_what_it_does(self):
-        tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-        for knob in knobs():
-            names = [knob.name, *filter(None, [knob.variable])]
-            assert any(name in text for name in names for text in tests), f"no test besides this one names {knob.name}"
+    def test_every_option_has_a_test_of_what_it_does(self):
+        assert [knob.name for knob in knobs()] == list(EFFECTS), "a new option needs a test of its effect, named there"
+        for option, (file, name) in EFFECTS.items():
+            source = (ROOT / "tests" / file).read_text()
+            functions = {n.name: n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+            assert name in functions, f"the test of {option} is gone"
+            text = ast.unparse(functions[name])
+            assert "assert " in text or "pytest.raises" in text, f"{name} asserts nothing"
+            (knob,) = [knob for knob in knobs() if knob.name == option]
+            assert any(word in source for word in (option, knob.variable) if word), f"{file} does not set {option}"
 
     def test_every_option_can_be_set_by_code(self):
         for knob in knobs():
@@ -428,7 +474,7 @@ class TestCommand:
 
     def test_a_bad_value_is_an_error_and_no_traceback(self, monkeypatch, capsys):
         monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")
-        assert cli.main(["options"]) == cli.FAILED
+        assert cli.main(["options"]) == cli.USAGE
         assert "LOUD" in capsys.readouterr().err
 
     def test_the_page_is_up_to_date(self, tmp_path):

@@ -151,7 +151,7 @@ def _storages(node: Node) -> list[int]:
     return [t.untyped_storage()._cdata for t in tensors]
 
 
-def _functional(node: Node) -> torch._ops.OpOverload:
+def _functional(node: Node) -> Any:
     """The operator that gives what an in-place one writes to its first argument.
 
     Raises:
@@ -166,9 +166,10 @@ def _functional(node: Node) -> torch._ops.OpOverload:
         raise _NotPlainError
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise _NotPlainError
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    given: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = given
     mode = args[0].fake_mode
     with mode, mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols():
         if found(*args, **kwargs).dtype != args[0].dtype:
             raise _NotPlainError
-    return found  # type: ignore[no-any-return]  # torch.ops has no types
+    return found

@@ -1,4 +1,7 @@
-"""Which line of the user's code something comes from: the innermost frame outside PyTorch and onnxtrain."""
+"""Which line of the user's code something comes from: the innermost frame outside PyTorch and onnxtrain.
+
+And tracebacks of the user's own errors, without the frames of onnxtrain.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from types import FrameType, TracebackType
 
 import torch
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_PYTORCH, _OWN = str(Path(torch.__file__).parent), (str(Path(__file__).parents[1]), "<onnxtrain ")
+_NOT_THE_USERS = (_PYTORCH, *_OWN, "<")
+_PYTHONS = ("<frozen ",)  # imports, and what runs scripts
 _WRITTEN_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -47,6 +52,33 @@ def _in_traceback(trace: TracebackType | None) -> str | None:
             found = _show(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found
+
+
+def hide_own_frames(error: BaseException) -> bool:
+    """Takes the frames of onnxtrain out of the traceback of an error that the user's code raised.
+
+    What onnxtrain raised itself keeps them, and so does what PyTorch raised where onnxtrain called it.
+
+    Returns:
+        Whether the user's code raised it.
+    """
+    frames: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    raised_in = next((file for file in reversed(files) if not file.startswith((_PYTORCH, *_PYTHONS))), "<")
+    if isinstance(error, SyntaxError):  # the file that cannot be read has no frame
+        raised_in = error.filename or "<"
+    if not is_user_file(raised_in):
+        return False
+    kept: TracebackType | None = None
+    for frame, file in zip(reversed(frames), reversed(files), strict=True):
+        if not file.startswith((*_OWN, *_PYTHONS)):
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    error.__traceback__ = kept
+    return True
 
 
 def depth_of_caller() -> int:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, OptionError
 
 # The command and what it does. Its module has the same name, with _ for -.
 COMMANDS: Mapping[str, str] = {
@@ -31,9 +31,11 @@ COMMANDS: Mapping[str, str] = {
     "run": "run a script of ONNX Runtime Training, unchanged: onnxtrain run script.py ...",
     "train": "train a folder of artifacts on data, for a first try without code",
     "tune": "show, measure or forget how long kernels take on this machine",
+    "verify": "say whether a model's graph gives eager PyTorch's numbers; if not, which operator differs first",
 }
 
-FAILED = 2  # as argparse ends where it cannot use a command line
+FAILED = 1
+USAGE = 2  # as argparse: the command line itself, or what it names, is wrong
 
 
 class Command(Protocol):
@@ -57,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process where None.
 
     Returns:
-        The exit code: 0, or FAILED where the command raised an error of this package. Where there is no such command
-        the process ends with FAILED too.
+        The exit code: 0; USAGE where an argument, option or variable is wrong; FAILED after another error of this
+        package, or of the user's own code, whose traceback is shown without this package's frames. Where argparse
+        refuses the arguments the process ends with USAGE.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -69,12 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="onnxtrain <command> [options]",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="see below")
+    if not given:
+        parser.print_help(sys.stderr)
+        return USAGE
     name = parser.parse_args(given[:1]).command
     command: Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    own = argparse.ArgumentParser(prog=f"onnxtrain {name}", description=f"{COMMANDS[name].capitalize()}.")
+    own = argparse.ArgumentParser(
+        prog=f"onnxtrain {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
+    )
     command.arguments(own)
     try:
         return command.run(own.parse_args(given[1:]))
     except OnnxTrainError as error:
         Console(stderr=True).print(str(error), style="red", markup=False)
+        return USAGE if isinstance(error, OptionError) else FAILED
+    except Exception as error:
+        from onnxtrain.capture.source_line import hide_own_frames  # noqa: PLC0415  needs torch, which --help does not
+
+        if not hide_own_frames(error):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
         return FAILED

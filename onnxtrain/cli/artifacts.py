@@ -11,8 +11,9 @@ import onnx
 from rich.console import Console
 
 from onnxtrain.artifacts import LossType, fake_quantize, generate_artifacts
+from onnxtrain.cli.argument_types import existing_file
 from onnxtrain.device.light_model import hold_out
-from onnxtrain.errors import ArtifactError
+from onnxtrain.errors import ArtifactError, OptionError
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
 
 _LOSSES: Mapping[str, LossType | None] = {
@@ -26,7 +27,7 @@ _LOSSES: Mapping[str, LossType | None] = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("model", type=Path, help="an ONNX model of any exporter")
+    parser.add_argument("model", type=existing_file, help="an ONNX model of any exporter")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path(), help="the folder for the files (default: this one)"
     )
@@ -53,7 +54,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nominal", action="store_true", help="write a checkpoint without values too")
     parser.add_argument("--qat", action="store_true", help="the model is quantized (Q/DQ): train with its rounding")
     parser.add_argument("--learn-scales", action="store_true", help="with --qat: train the scales too")
-    parser.add_argument("--custom-ops", type=Path, metavar="LIBRARY", help="the library of the model's custom ops")
+    parser.add_argument(
+        "--custom-ops", type=existing_file, metavar="LIBRARY", help="the library of the model's custom ops"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[str, int]]:
     """The model to make artifacts of, and what can be trained of it."""
     if options.learn_scales and not options.qat:
-        raise ArtifactError("Only a quantized model has scales to learn.", "--learn-scales", todo="give --qat too")
+        raise OptionError("Only a quantized model has scales to learn.", "--learn-scales", todo="give --qat too")
     if not options.qat:
         light, _ = hold_out(options.model)
         if not options.train and any(node.op_type == "DequantizeLinear" for node in light.graph.node):
@@ -113,7 +116,7 @@ def _matching(names: Mapping[str, int], patterns: Sequence[str], model: Path) ->
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             shown = ", ".join(list(names)[:30])
-            raise ArtifactError("No parameter has a name like this.", str(model), f"some of {shown}", pattern)
+            raise OptionError("No parameter has a name like this.", str(model), f"some of {shown}", pattern)
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 

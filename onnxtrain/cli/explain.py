@@ -74,6 +74,7 @@ def _counted(texts: list[str] | tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
     model_arguments(parser)
     parser.add_argument("--keep-outputs", metavar="NAME", nargs="+", help="the outputs that are read, such as loss")
     parser.add_argument("--rng", choices=("fast", "torch"), default="fast", help="as the option rng (default: fast)")
@@ -86,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
         count_work=True,
         keep_outputs=options.keep_outputs,
         rng=options.rng,
+        log_level="ERROR",
         fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # why there is no graph is what is asked for
     )
     with torch.enable_grad():

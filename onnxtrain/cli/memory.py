@@ -9,17 +9,17 @@ import argparse
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.compile import Compiled
-from onnxtrain.engine import Engine
+from onnxtrain.engine import Engine, Way
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
 from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
@@ -43,11 +43,15 @@ _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     model_arguments(parser)
-    parser.add_argument("--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="(default: adamw)")
-    parser.add_argument("--largest", type=int, default=20, metavar="N", help="how many tensors to list (default: 20)")
+    parser.add_argument(
+        "--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="whose state is counted (default: adamw)"
+    )
+    parser.add_argument(
+        "--largest", type=positive, default=20, metavar="N", help="how many tensors to list (default: 20)"
+    )
     parser.add_argument("--subgraphs", action="store_true", help="list what memory_opt_config can name")
     parser.add_argument("--budget", metavar="BYTES", help="plan for memory_budget_bytes: bytes, a share, or auto")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write the timelines as a page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,7 +92,7 @@ def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tu
     """The plan of a module, at the sizes of the loaded inputs, and what runs it. One step is done."""
     # What is tried, and another program for padded batches, would make this step unlike the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
-    engine = Engine(module, replace(settings, tuning=False, skip_padding="never"))
+    engine = Engine(module, replace(settings, tuning=False, skip_padding="never"), Way(is_part=True))
     loss_of(engine(loaded.args, loaded.kwargs)).backward()
     module.zero_grad()
     return *plan_of(engine), engine

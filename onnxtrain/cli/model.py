@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 
+from onnxtrain.capture.source_line import hide_own_frames
+from onnxtrain.cli.argument_types import positive
 from onnxtrain.device.onnx_module import OnnxModule
-from onnxtrain.errors import OptionError
+from onnxtrain.errors import OnnxTrainError, OptionError
 from onnxtrain.observe.memory import tensors_in
 
 FORMS = "file.py:function, a folder with a Hugging Face config.json, or a file.onnx"
@@ -34,6 +37,11 @@ class LoadedModel:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def batch(self) -> Any:
+        """The inputs as one value: a dict of keyword arguments, or a tuple of positional ones."""
+        return self.kwargs if self.kwargs and not self.args else self.args
+
     def __call__(self, module: torch.nn.Module | None = None) -> Any:
         """Runs the module, or another in its place, on the inputs."""
         return (module or self.module)(*self.args, **self.kwargs)
@@ -42,20 +50,28 @@ class LoadedModel:
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds MODEL and the sizes of its inputs."""
     parser.add_argument("model", metavar="MODEL", help=FORMS)
-    parser.add_argument("--batch", type=_positive, default=4, metavar="ROWS", help="of a folder or a file.onnx")
-    parser.add_argument("--length", type=_positive, default=64, metavar="TOKENS", help="of a folder or a file.onnx")
+    parser.add_argument("--batch", type=positive, default=4, metavar="ROWS", help="of a folder or a file.onnx")
+    parser.add_argument("--length", type=positive, default=64, metavar="TOKENS", help="of a folder or a file.onnx")
 
 
 def model_of(options: argparse.Namespace) -> LoadedModel:
-    """The model that the command line names."""
-    return load_model(options.model, batch=options.batch, length=options.length)
+    """The model that the command line names, after one run in PyTorch: what it raises there is its own error.
 
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
-    return number
+    Raises:
+        OptionError: there is no such model, or it does not take its inputs.
+    """
+    loaded = load_model(options.model, batch=options.batch, length=options.length)
+    try:
+        with torch.no_grad():
+            loaded()
+    except OnnxTrainError:
+        raise
+    except Exception as error:
+        if hide_own_frames(error):
+            raise
+        got = f"{type(error).__name__}: {error}"
+        raise _refusal(loaded.name, "a module that takes its inputs", got, "run it in PyTorch first") from error
+    return loaded
 
 
 def load_model(text: str, *, batch: int = 4, length: int = 64) -> LoadedModel:
@@ -112,6 +128,10 @@ def _of_function(path: Path, function: str) -> LoadedModel:
     builder = getattr(_module_of(path), function, None)
     if not callable(builder):
         raise _refusal(where, "a function of the file", f"the file has no function {function!r}", "check the name")
+    try:
+        inspect.signature(builder).bind()
+    except TypeError as error:
+        raise _refusal(where, "a function without arguments", error, "give its arguments defaults") from error
     made = builder()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
         raise _refusal(where, "(module, inputs)", _described(made), "return the module and its inputs")
@@ -152,7 +172,9 @@ def _of_folder(folder: Path, batch: int, length: int) -> LoadedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise _refusal(str(folder), "a Hugging Face config.json", error, "check the file") from error
+        raise _refusal(
+            str(folder), "a Hugging Face config.json", str(error).partition("\n")[0], "check the file"
+        ) from error
     names: list[str] = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:

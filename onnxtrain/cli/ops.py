@@ -6,14 +6,14 @@ import argparse
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from onnxtrain.cli import FAILED
+from onnxtrain.cli.argument_types import new_file
 from onnxtrain.cli.page import write_page
+from onnxtrain.errors import OptionError
 from onnxtrain.graph.values import ATEN, MICROSOFT, ONNX, OWN
 from onnxtrain.ops import BY_BODY, FROM_TORCH, NOT_DIFFERENTIABLE, OPS, STANDARD, Effects, NoBody, OpDef
 from onnxtrain.ops.definition import OPSET
@@ -218,7 +218,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pattern", nargs="?", default="", help="a regular expression: only operators whose name or ATen overload match"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page docs/operators.md instead")
+    parser.add_argument("--write", type=new_file, metavar="FILE", help="write the page docs/operators.md instead")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -229,11 +229,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         found = selected(options.pattern)
     except re.error as error:
-        Console(stderr=True).print(f"{options.pattern!r} is no regular expression: {error}", markup=False)
-        return FAILED
+        raise OptionError("The pattern is no regular expression.", got=f"{options.pattern}: {error}") from error
     if not found:
-        Console(stderr=True).print(f"no operator matches {options.pattern!r}", markup=False)
-        return FAILED
+        raise OptionError(f"There is no operator that matches {options.pattern!r}.", todo="onnxtrain ops lists all")
     for domain, definitions in found.items():
         console.print(table(domain, definitions))
     console.print(f"{sum(map(len, found.values()))} operators")

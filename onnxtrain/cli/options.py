@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from onnxtrain.cli.argument_types import existing_file, new_file
 from onnxtrain.cli.page import write_page
 from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, Resolved, knobs, resolved
 from onnxtrain.options.json_file import KEYS
@@ -113,8 +113,8 @@ def table(rows: tuple[Resolved, ...]) -> Table:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a JSON file of options to look at")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page docs/options.md instead")
+    parser.add_argument("--json", type=existing_file, metavar="FILE", help="a JSON file of options to look at")
+    parser.add_argument("--write", type=new_file, metavar="FILE", help="write the page docs/options.md instead")
 
 
 def run(options: argparse.Namespace) -> int:

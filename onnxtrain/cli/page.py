@@ -1,4 +1,4 @@
-"""Writing a page of docs/ that a command generates."""
+"""Writing the page that a command makes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def write_page(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OptionError(
-            "the page cannot be written",
-            where=f"--write {file}",
-            expected="a file in a folder that exists and may be written",
+            "The page cannot be written.",
+            where=str(file),
+            expected="a file that may be written",
             got=error,
             todo="name another file",
         ) from error

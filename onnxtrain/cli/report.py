@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from onnxtrain.capture.structure import flatten_output
+from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.memory import plan_of
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
@@ -31,15 +32,10 @@ _LARGEST = 12  # tensors that are listed
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
-    parser.add_argument("--html", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)")
-    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
-    return number
+    parser.add_argument(
+        "--html", type=new_file, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+    )
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps to time (default: 20)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +56,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        verdict = verify(loaded.module, loaded.kwargs if loaded.kwargs and not loaded.args else loaded.args)
+        verdict = verify(loaded.module, loaded.batch)
     eager = copy.deepcopy(loaded.module)
     with tempfile.TemporaryDirectory() as folder:
         ort = ORTModule(
@@ -70,6 +66,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
             # The unit without padding would take the place of the graph that is shown.
             skip_padding="never",
             fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
+            log_level="ERROR",
         )
         _step(loaded, ort)
         memory = _memory(ort)

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onnxtrain.api import CheckpointState, Module, Optimizer
+from onnxtrain.cli.argument_types import existing_file, existing_folder, positive
 from onnxtrain.device.sessions import METADATA, Device, open_session
 from onnxtrain.device.values import Array, numpy_name
-from onnxtrain.errors import TrainingError
+from onnxtrain.errors import OptionError, TrainingError
 
 _DIGITS = "digits"
 _PIXELS = 64
@@ -27,22 +28,27 @@ _ADVICE = "give an .npz file with an array for each input, or make artifacts of 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("folder", type=Path, help="the folder of the artifacts")
+    parser.add_argument("folder", type=existing_folder, help="the folder of the artifacts")
     parser.add_argument(
         "--data",
         required=True,
         metavar="DATA",
         help="'digits', or an .npz file with an array for each input",
     )
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the data (default: 20)")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples in an update (default: 32)")
+    parser.add_argument("--epochs", type=positive, metavar="N", default=20, help="passes over the data (default: 20)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=32, metavar="N", help="samples in an update (default: 32)"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="RATE", help="default: 0.001")
     parser.add_argument("--test-share", type=float, default=0.2, metavar="SHARE", help="kept to test with (0.2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the samples and of dropout")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the samples and of dropout")
     parser.add_argument("--resume", action="store_true", help="go on from what this command saved")
     parser.add_argument("--prefix", default="", help="of the files' names")
     parser.add_argument(
-        "--quantized", type=Path, metavar="MODEL", help="of artifacts --qat: write it with the trained values too"
+        "--quantized",
+        type=existing_file,
+        metavar="MODEL",
+        help="of artifacts --qat: write it with the trained values too",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<number>")
 
@@ -52,8 +58,6 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     console = Console(soft_wrap=True)
     files = _files(options.folder, options.prefix)
-    if options.quantized is not None and not options.quantized.is_file():
-        raise TrainingError("The quantized model is not there.", f"--quantized {options.quantized}")
     start = files["trained_checkpoint" if options.resume else "checkpoint"]
     if not start.is_file():
         raise TrainingError(f"{start.name} is not there.", str(start), todo="leave out --resume")
@@ -90,14 +94,10 @@ def _write_quantized(model: Path, state: CheckpointState, path: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("epochs", 1), ("batch_size", 1)):
-        if getattr(options, name) < least:
-            flag = f"--{name.replace('_', '-')}"
-            raise TrainingError(f"{flag} is too small.", expected=f"{least} or more", got=getattr(options, name))
     if not 0 < options.test_share < 1:
-        raise TrainingError("--test-share is no share.", expected="between 0 and 1", got=options.test_share)
+        raise OptionError("--test-share is no share.", expected="between 0 and 1", got=options.test_share)
     if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
-        raise TrainingError("--learning-rate must be positive.", got=options.learning_rate)
+        raise OptionError("--learning-rate must be positive.", got=options.learning_rate)
 
 
 def _files(folder: Path, prefix: str) -> dict[str, Path]:
@@ -109,7 +109,7 @@ def _files(folder: Path, prefix: str) -> dict[str, Path]:
     missing = [files[name].name for name in needed if not files[name].is_file()]
     if missing:
         todo = "make them: onnxtrain artifacts model.onnx -o out/ (with an optimizer), or give --prefix"
-        raise TrainingError("The folder lacks artifacts.", str(folder), got=f"no {', '.join(missing)}", todo=todo)
+        raise OptionError("The folder lacks artifacts.", str(folder), got=f"no {', '.join(missing)}", todo=todo)
     return files
 
 

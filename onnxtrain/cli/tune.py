@@ -48,7 +48,9 @@ def _time(seconds: float) -> str:
 def fill(shape: Shape, dtype: torch.dtype, folder: Path | None) -> bool:
     """Runs steps of a linear layer until its kernels are chosen; whether they are."""
     rows, inputs, outputs = shape
-    module = ORTModule(torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder)
+    module = ORTModule(
+        torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder, log_level="ERROR"
+    )
     x = torch.randn(rows, inputs).to(dtype).requires_grad_()
     cotangent = torch.randn(rows, outputs).to(dtype)
     for _ in range(_MOST_STEPS):

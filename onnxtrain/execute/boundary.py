@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_surroundings import until_settled
@@ -256,7 +257,11 @@ class _Boundary(torch.autograd.Function):
             return (None, *gradients)
         if not unit.contexts:
             return _backward(ctx, cotangents, needed)
-        found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
+        try:
+            found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
+        except Exception as error:  # maybe of a custom function's backward
+            hide_own_frames(error)
+            raise
         return found
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -483,6 +484,34 @@ def test_processes_share_captures_until_the_source_changes(tmp_path: Path) -> No
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "0"
     script.write_text(textwrap.dedent(SCRIPT).replace("FACTOR", "3"))
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "1"
+
+
+KILL = {
+    "while the bytes are written": "os.fsync = kill",
+    "before the file has its name": "os.replace = kill",
+    "before the name reaches the disk": "onnxtrain.atomic_file._sync_folder = kill",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", KILL)
+def test_a_process_that_is_killed_while_it_writes_spoils_nothing(moment: str, tmp_path: Path) -> None:
+    source = textwrap.dedent(SCRIPT).replace("FACTOR", "2")
+    script, killed = tmp_path / "script.py", tmp_path / "killed.py"
+    script.write_text(source)
+    kill = "import os, signal, onnxtrain.atomic_file\ndef kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+    # It writes the entry of the other script: the path of a script is no part of what is kept.
+    killed.write_text(f"{kill}{KILL[moment]}\nimport runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\n")
+    time.sleep(0.1)
+    process = run(killed, tmp_path / "captures")
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    left = len(files(tmp_path))
+    assert left == (moment == "before the name reaches the disk")
+    again = run(script, tmp_path / "captures")
+    assert (again.communicate()[0].strip(), again.returncode) == (str(1 - left), 0)
+    assert run(script, tmp_path / "captures").communicate()[0].strip() == "0"
+    assert len(files(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("limit", "left"), [(0, 1), (1024, 2)])

@@ -58,18 +58,21 @@ def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "code", "says"),
     [
-        (["--train", "nothing*"], "some of body.w, fc.w, fc.b"),
-        (["--freeze", "*"], "No parameter is to be trained"),
-        (["--loss-input", "nowhere"], "no value of this name"),
-        (["--also-output", "nowhere"], "no such outputs"),
-        (["--clip-norm", "0"], "a norm above 0"),
-        (["-o", __file__], "folder for the artifacts cannot be made"),
+        (["--train", "nothing*"], cli.USAGE, "some of body.w, fc.w, fc.b"),
+        (["--learn-scales"], cli.USAGE, "give --qat too"),
+        (["--freeze", "*"], cli.FAILED, "No parameter is to be trained"),
+        (["--loss-input", "nowhere"], cli.FAILED, "no value of this name"),
+        (["--also-output", "nowhere"], cli.FAILED, "no such outputs"),
+        (["--clip-norm", "0"], cli.FAILED, "a norm above 0"),
+        (["-o", __file__], cli.FAILED, "folder for the artifacts cannot be made"),
     ],
 )
-def test_says_what_is_wrong(model: Path, given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["artifacts", str(model), *given]) == cli.FAILED
+def test_says_what_is_wrong(
+    model: Path, given: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["artifacts", str(model), *given]) == code
     assert says in " ".join(capsys.readouterr().err.split())
 
 

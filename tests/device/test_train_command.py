@@ -91,21 +91,22 @@ def test_reads_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "code", "says"),
     [
-        (["--data", "digits"], "do not fit the graph's input"),
-        (["--data", "nowhere.npz"], "can be neither 'digits' nor read"),
-        (["--data", str(Path(__file__).parent)], "can be neither 'digits' nor read"),
-        (["--data", "digits", "--epochs", "0"], "--epochs is too small"),
-        (["--data", "digits", "--test-share", "1"], "--test-share is no share"),
-        (["--data", "digits", "--learning-rate", "nan"], "must be positive"),
-        (["--data", "digits", "--prefix", "other_"], "lacks artifacts"),
-        (["--data", "digits", "--resume"], "trained_checkpoint is not there"),
+        (["--data", "digits"], cli.FAILED, "do not fit the graph's input"),
+        (["--data", "nowhere.npz"], cli.FAILED, "can be neither 'digits' nor read"),
+        (["--data", str(Path(__file__).parent)], cli.FAILED, "can be neither 'digits' nor read"),
+        (["--data", "digits", "--test-share", "1"], cli.USAGE, "--test-share is no share"),
+        (["--data", "digits", "--learning-rate", "nan"], cli.USAGE, "must be positive"),
+        (["--data", "digits", "--prefix", "other_"], cli.USAGE, "lacks artifacts"),
+        (["--data", "digits", "--resume"], cli.FAILED, "trained_checkpoint is not there"),
     ],
 )
-def test_says_what_is_wrong(given: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_says_what_is_wrong(
+    given: list[str], code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path, mlp(12, 8, 10), torch.zeros(2, 12))
-    assert cli.main(["train", str(tmp_path), *given]) == cli.FAILED
+    assert cli.main(["train", str(tmp_path), *given]) == code
     assert says in " ".join(capsys.readouterr().err.split())
 
 

@@ -62,6 +62,8 @@ NAMES = {
     "onnxblock.loss": "MSELoss CrossEntropyLoss BCEWithLogitsLoss L1Loss",
     "onnxblock.optim": "AdamW SGD ClipGradNorm",
     "experimental": "export_gradient_graph",
+    "torchdynamo.register_backend": "aot_ort dynamic_aot_ort ort DEFAULT_BACKEND make_aot_ort",
+    "torchdynamo.ort_backend": "OrtBackend",
 }
 
 # The parameters and defaults of what is called.
@@ -138,6 +140,9 @@ SIGNATURES: dict[str, dict[str, object]] = {
         "group_size": None, "seed": 0, "drop_last": False, "random_level": 0,
     },
     "utils.data.LoadBalancingDistributedBatchSampler": {"sampler": REQUIRED, "batch_fn": REQUIRED, "drop_last": False},
+    "torchdynamo.ort_backend.OrtBackend": {"ep": "", "preallocate_output": False},
+    "torchdynamo.ort_backend.OrtBackend.compile": {"self": REQUIRED, "graph_module": REQUIRED, "args": REQUIRED},
+    "torchdynamo.register_backend.make_aot_ort": {"dynamic": False},
     "artifacts.generate_artifacts": {
         "model": REQUIRED, "requires_grad": None, "frozen_params": None, "loss": None, "optimizer": None,
         "artifact_directory": None, "prefix": "", "ort_format": False, "custom_op_library": None,
@@ -231,6 +236,26 @@ def test_error_types() -> None:
         load_from_json(None)
     with pytest.raises(RuntimeError):
         found("utils.hooks.configure_ort_compatible_zero_stage3")()
+
+
+@pytest.mark.parametrize("name", ["aot_ort", "dynamic_aot_ort", "ort"])
+def test_the_backends_of_torch_compile(name: str) -> None:
+    import torch
+
+    from onnxtrain import dynamo
+
+    torch.compiler.reset()
+    dynamo._ENGINES.clear()
+    model = torch.nn.Linear(3, 2)
+    compiled, x = torch.compile(model, backend=found(f"torchdynamo.register_backend.{name}")), torch.randn(4, 3)
+    assert torch.equal(compiled(x), model(x))
+    assert dynamo.captures() == 1
+
+
+def test_what_a_backend_of_torch_compile_cannot_choose_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    found("torchdynamo.ort_backend.OrtBackend")("CUDAExecutionProvider", preallocate_output=True)
+    assert "OrtBackend(ep='CUDAExecutionProvider') has no effect" in caplog.text
+    assert "preallocate_output=True) has no effect" in caplog.text
 
 
 def test_onnxruntime_itself_stays_the_stock_package() -> None:

@@ -120,13 +120,16 @@ def _is_generated(code: CodeType, scope: Mapping[str, Any]) -> bool:
     return code.co_qualname.startswith("__create_fn__") or str(scope.get("__name__")).startswith("namedtuple_")
 
 
-def _paths(path: str, value: object, names: Collection[str]) -> Iterator[str]:
-    """A name, and where it stands for a module those that code may go on with: `nn`, `nn.functional`, ..."""
+def _paths(path: str, value: object, names: Collection[str], seen: frozenset[int] = frozenset()) -> Iterator[str]:
+    """A name, and where it stands for a module those that code may go on with: `nn`, `nn.functional`, ...
+
+    Modules that name each other (`torch.nn.torch`) are not gone into again: their paths would be without number.
+    """
     yield path
-    if isinstance(value, ModuleType) and path.count(".") < len(names):
+    if isinstance(value, ModuleType) and id(value) not in seen:
         for name in names:
             if name in vars(value):
-                yield from _paths(f"{path}.{name}", vars(value)[name], names)
+                yield from _paths(f"{path}.{name}", vars(value)[name], names, seen | {id(value)})
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:

@@ -16,7 +16,7 @@ _HOME = {
     "is_torch_interop_default_on": "onnxtrain.dropin.legacy",
     "is_triton_enabled": "onnxtrain.dropin.legacy",
 }
-_MODULES = ("amp", "api", "artifacts", "experimental", "onnxblock", "optim", "ortmodule", "utils")
+_MODULES = ("amp", "api", "artifacts", "experimental", "onnxblock", "optim", "ortmodule", "torchdynamo", "utils")
 
 __all__ = ["has_collective_ops", "set_seed"]
 __all__ += list(_HOME)

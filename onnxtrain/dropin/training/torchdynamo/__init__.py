@@ -1,0 +1,1 @@
+"""`onnxruntime.training.torchdynamo`."""
