@@ -161,7 +161,7 @@ def _functional(node: Node) -> Any:
     writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
+    found: Any = getattr(packet, target._overloadname, None)
     if not name.endswith("_") or str(found) not in FROM_TORCH or writes != [True] + [False] * (len(writes) - 1):
         raise _NotPlainError
     if torch.Tag.nondeterministic_seeded in target.tags:
