@@ -6,6 +6,7 @@ count as "during" as long as a compiler runs; then the same process takes as man
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -50,5 +51,6 @@ def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("ONNXTRAIN_REGIONS", "auto")  # off by default; what takes longest to compile
     processes.end_on_termination()
     processes.send(result=measure(WORKLOAD, lambda text: processes.send(doing=text)))

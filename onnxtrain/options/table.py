@@ -78,7 +78,7 @@ class Options:
         "ONNXTRAIN_NATIVE",
     )
     regions: str = _knob(
-        "auto",
+        "off",
         one_of("auto", "on", "off"),
         "on a CPU with a C++ compiler, neighbouring elementwise operators, norms, softmax and sums run as one kernel "
         "of PyTorch's Inductor, compiled while training goes on. 'auto': regions of kinds that were measured to gain, "
