@@ -98,8 +98,9 @@ def test_variables(monkeypatch, variable, text, name, value):
     assert type(resolved) is type(value)
 
 
-# Any text is a path, and a search that does not exist is answered by a warning.
-ANY_TEXT = {k.variable for k in knobs() if k.kind.allowed.startswith("a path")} | {"ORTMODULE_CONV_ALGO_SEARCH"}
+# Any text is a path, names are looked up where they are used, and an unknown search is answered by a warning.
+ANY_TEXT = {k.variable for k in knobs() if k.kind.allowed.startswith(("a path", "names"))}
+ANY_TEXT |= {"ORTMODULE_CONV_ALGO_SEARCH"}
 
 
 @pytest.mark.parametrize("variable", sorted(set(VARIABLES) - ANY_TEXT))
@@ -388,12 +389,16 @@ PREDECESSORS_VARIABLES = """
 EFFECTS = {
     "rng": ("test_traps_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
     "native": ("test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
+    "regions": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
+    "regions_dump": ("execute/test_regions.py", "test_the_folder_of_debugging_gets_graph_and_library"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
+    "recompute_cheap": ("plan/test_cheap.py", "test_no_bit_changes_and_no_input_is_kept"),
     "compute_optimizer": ("test_options_less_work.py", "test_each_can_be_switched_off"),
     "label_sparsity": ("test_options_less_work.py", "test_each_can_be_switched_off"),
     "chunked_loss": ("test_options_less_work.py", "test_each_can_be_switched_off"),
     "skip_padding": ("test_options_less_work.py", "test_each_can_be_switched_off"),
+    "disabled_passes": ("passes/test_zoo_without_passes.py", "test_a_disabled_pass_does_not_run"),
     "print_input_density": ("test_options_less_work.py", "test_the_density_of_each_step_is_printed"),
     "count_work": ("test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
     "save_onnx": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),

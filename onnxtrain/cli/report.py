@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import copy
 import io
+import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
     with contextlib.redirect_stdout(said):
         verdict = verify(loaded.module, loaded.batch)
     eager = copy.deepcopy(loaded.module)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _only_errors():
         ort = ORTModule(
             loaded.module,
             count_work=True,
@@ -66,7 +67,6 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
             # The unit without padding would take the place of the graph that is shown.
             skip_padding="never",
             fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
-            log_level="ERROR",
         )
         _step(loaded, ort)
         memory = _memory(ort)
@@ -90,6 +90,18 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
         is_right=verdict.is_right,
         memory=memory,
     )
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Keeps warnings out of the terminal: what they tell is on the page."""
+    log = logging.getLogger("onnxtrain")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _memory(model: ORTModule) -> str:

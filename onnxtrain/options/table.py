@@ -142,9 +142,9 @@ class Options:
         "ONNXTRAIN_SKIP_PADDING",
         OldName("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER", auto_or_never),
     )
-    disabled_passes: tuple[str, ...] = _knob(
-        (),
-        NAMES,
+    disabled_passes: tuple[str, ...] | None = _knob(
+        None,
+        optional(NAMES),
         "passes over the graph that are not run, by their names in the report, to see what each of them does",
         "ONNXTRAIN_DISABLED_PASSES",
     )

@@ -81,7 +81,8 @@ def passes_before_keys(options: Options) -> tuple[Pass, ...]:
 
 def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
     known = {run.__name__ for run in (*FORWARD, *JOINT)}
-    unknown = [name for name in options.disabled_passes if name not in known]
+    disabled = options.disabled_passes or ()
+    unknown = [name for name in disabled if name not in known]
     if unknown:
         raise OptionError(
             "disabled_passes names what is no pass", expected=", ".join(sorted(known)), got=", ".join(unknown)
@@ -92,7 +93,7 @@ def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
         chunk_losses: options.chunked_loss,
     }
     switched_off = {run for run, on in wanted.items() if not (options.compute_optimizer and on)}
-    return tuple(run for run in passes if run not in switched_off and run.__name__ not in options.disabled_passes)
+    return tuple(run for run in passes if run not in switched_off and run.__name__ not in disabled)
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:

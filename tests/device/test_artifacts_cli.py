@@ -76,17 +76,12 @@ def test_says_what_is_wrong(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("content", "says"), [(b"no model", "no ONNX model"), (b"", "no ONNX model"), (None, "is not there")]
-)
-def test_a_file_that_is_no_model(
-    content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("content", [b"no model", b""])
+def test_a_file_that_is_no_model(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "some.onnx"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     assert cli.main(["artifacts", str(path)]) == cli.FAILED
-    assert says in capsys.readouterr().err
+    assert "no ONNX model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [[], [1]])

@@ -121,7 +121,10 @@ def test_a_script_sees_its_own_arguments_and_folder(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "['-m', '--help', 'x'] beside __main__\n"
 
 
-def test_what_a_script_raises_comes_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_script_raises_comes_with_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed's writes the rank before each line
     script = tmp_path / "script.py"
     script.write_text("from onnxtrain.errors import CaptureError\nraise CaptureError('no luck')\n")
     assert cli.main(["run", str(script)]) == 1

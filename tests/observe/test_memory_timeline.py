@@ -144,7 +144,7 @@ def test_the_command_plans_for_a_budget(
 
 
 def test_a_model_without_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", f"{model}:nothing"]) == 1
+    assert main(["memory", f"{model}:nothing"]) == 2
     assert "nothing to train" in capsys.readouterr().err
 
 

@@ -64,11 +64,16 @@ def given_shape(n: NodeView) -> Sizes:
     return shape
 
 
+def _layout(like: Tensor) -> torch.memory_format:
+    """How a tensor of pictures lies in memory."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
+    lies_last = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
+    return last if last is not None and lies_last else torch.contiguous_format
+
+
 def stand_in(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What PyTorch's backward kernels take for x, of which they read sizes and layout: memory that is not touched."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
-    if layout is None or like.is_contiguous() or not like.is_contiguous(memory_format=layout):
-        layout = torch.contiguous_format
+    layout = _layout(like)
     if layout is torch.contiguous_format and like.device.type == "cpu":
         return torch.empty((), dtype=dtype).expand(*shape)  # no memory at all: a GPU's kernels would copy it
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
@@ -241,7 +246,9 @@ def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *how: A
         found = max_pool_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2]), *wide, ceil)
         return found.squeeze(2)
     kernel = aten.max_pool2d_with_indices_backward if dy.ndim == 4 else aten.max_pool3d_with_indices_backward
-    return kernel.default(dy, stand_in(indices, shape, dy.dtype), *how, indices)  # type: ignore[no-any-return]
+    dx = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=_layout(indices))
+    kernel.grad_input(dy, dx, *how, indices, grad_input=dx)  # of x sizes and layout are read: dx has them too
+    return dx
 
 
 def pool_of(n: NodeView) -> NodeView | None:
