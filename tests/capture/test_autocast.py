@@ -111,3 +111,34 @@ def test_what_the_graph_cannot_cast_runs_in_pytorch(name: str) -> None:
 def test_autocast_that_forward_switches_on() -> None:
     check(cast_einsum, autocast=False, captured=False)
     check(cast_einsum, autocast=True)
+
+
+class Classified(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layer(x), labels)
+
+
+def test_a_loss_under_float16_autocast_may_be_scaled() -> None:
+    """Cross entropy computes in float32 there: 65536 times the loss, of GradScaler's first step, is no infinity."""
+    module, x, labels = Classified(), torch.randn(6, 16), torch.randint(0, 5, (6,))
+
+    def scaled(run: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        module.to(dtype).zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=dtype == torch.float32):
+            loss = run(x.to(dtype), labels)
+        (loss * 65536).backward()
+        return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+    exact, eager, got = (
+        scaled(module, torch.float64),
+        scaled(module, torch.float32),
+        scaled(ORTModule(module), torch.float32),
+    )
+    assert got[0].dtype == torch.float32
+    assert all(g.isfinite().all() for g in got)
+    for name, ours, theirs, right in zip(("loss", "weight", "bias"), got, eager, exact, strict=True):
+        assert_no_worse_than_eager(name, ours, theirs, right)
