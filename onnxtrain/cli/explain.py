@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from onnxtrain.cli.model import model_arguments, model_of
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_timeline import as_bytes
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.report import CompileReport, PassReport, Work
@@ -80,6 +81,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rng", choices=("fast", "torch"), default="fast", help="as the option rng (default: fast)")
 
 
+@only_errors()
 def run(options: argparse.Namespace) -> int:
     model = model_of(options)
     module = ORTModule(
@@ -87,7 +89,6 @@ def run(options: argparse.Namespace) -> int:
         count_work=True,
         keep_outputs=options.keep_outputs,
         rng=options.rng,
-        log_level="ERROR",
         fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # why there is no graph is what is asked for
     )
     with torch.enable_grad():

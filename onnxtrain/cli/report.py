@@ -6,10 +6,9 @@ import argparse
 import contextlib
 import copy
 import io
-import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from onnxtrain.cli.memory import plan_of
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_page import section
 from onnxtrain.observe.model_report.page import render
 from onnxtrain.observe.model_report.values import ModelReport, Steps, node_times, read_graph
@@ -59,7 +59,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
     with contextlib.redirect_stdout(said):
         verdict = verify(loaded.module, loaded.batch)
     eager = copy.deepcopy(loaded.module)
-    with tempfile.TemporaryDirectory() as folder, _only_errors():
+    with tempfile.TemporaryDirectory() as folder, only_errors():
         ort = ORTModule(
             loaded.module,
             count_work=True,
@@ -90,18 +90,6 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
         is_right=verdict.is_right,
         memory=memory,
     )
-
-
-@contextlib.contextmanager
-def _only_errors() -> Iterator[None]:
-    """Keeps warnings out of the terminal: what they tell is on the page."""
-    log = logging.getLogger("onnxtrain")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _memory(model: ORTModule) -> str:

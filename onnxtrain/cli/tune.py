@@ -16,6 +16,7 @@ from onnxtrain.execute.kernel_choice.stored import file_of, load, setting
 from onnxtrain.execute.kernel_choice.times import Answers
 from onnxtrain.execute.kernel_choice.tuned import answers_in
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.logs import only_errors
 from onnxtrain.options import Options
 
 Shape = tuple[int, int, int]  # rows, inputs and outputs of a linear layer
@@ -45,12 +46,11 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 0.01 else f"{seconds * 1e3:.1f} ms"
 
 
+@only_errors()
 def fill(shape: Shape, dtype: torch.dtype, folder: Path | None) -> bool:
     """Runs steps of a linear layer until its kernels are chosen; whether they are."""
     rows, inputs, outputs = shape
-    module = ORTModule(
-        torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder, log_level="ERROR"
-    )
+    module = ORTModule(torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder)
     x = torch.randn(rows, inputs).to(dtype).requires_grad_()
     cotangent = torch.randn(rows, outputs).to(dtype)
     for _ in range(_MOST_STEPS):

@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 import torch
@@ -67,6 +69,17 @@ def set_up(options: Options) -> None:
         _LOG.setLevel(_SILENT)
     elif level != Options().log_level:
         _LOG.setLevel(_OF_LOGGING[level])
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Keeps warnings out of the terminal, for commands that show on their own what they tell."""
+    before = _LOG.level
+    _LOG.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _LOG.setLevel(before)
 
 
 def rank() -> int:

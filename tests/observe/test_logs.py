@@ -27,6 +27,14 @@ def keeps_its_level() -> Iterator[None]:
     LOG.setLevel(before)
 
 
+def test_a_command_leaves_the_level_as_it_was() -> None:
+    before = LOG.level
+    with pytest.raises(ValueError), logs.only_errors():
+        assert LOG.level == logging.ERROR
+        raise ValueError
+    assert LOG.level == before
+
+
 def train(model: torch.nn.Module, batch: int = 3) -> None:
     model(torch.ones(batch, 4)).sum().backward()
 
