@@ -65,17 +65,23 @@ MINILM = Workload(
     goals=_goals(2.1, compiled=2.1, speed={"eager, oneDNN Linears": 1.4}, share=0.6),
     **_LANGUAGE,
 )
-MLP = Workload(
-    name="mlp32",
-    title="MLP of 4 layers of width 32, batch of 16",
-    make_model=lambda: models.mlp(32, 4),
-    make_batches=lambda: [{"x": torch.randn(16, 32)}],
-    loss=_mean_square,
-    items=_samples,
-    unit="samples",
-    rounds=3000,
-    goals=_goals(1.3),
-)
+
+
+def _mlp(name: str, layers: int, width: int, batch: int, rounds: int, goals: Goals | None = None) -> Workload:
+    return Workload(
+        name=name,
+        title=f"MLP of {layers} layers of width {width}, batch of {batch}",
+        make_model=lambda: models.mlp(width, layers),
+        make_batches=lambda: [{"x": torch.randn(batch, width)}],
+        loss=_mean_square,
+        items=_samples,
+        unit="samples",
+        rounds=rounds,
+        goals=goals or Goals(),
+    )
+
+
+MLP = _mlp("mlp32", 4, 32, 16, 3000, _goals(1.3))
 _ON_A_CPU = (
     MINILM,
     Workload(
@@ -165,27 +171,8 @@ _ON_A_CPU = (
         goals=Goals({"eager": 1.0}),
     ),
     MLP,
-    Workload(
-        name="mlp32-small",
-        title="MLP of 3 layers of width 32, batch of 16",
-        make_model=lambda: models.mlp(32, 3),
-        make_batches=lambda: [{"x": torch.randn(16, 32)}],
-        loss=_mean_square,
-        items=_samples,
-        unit="samples",
-        rounds=3000,
-        goals=Goals({"eager": 1.0}),
-    ),
-    Workload(
-        name="mlp512",
-        title="MLP of 4 layers of width 512, batch of 128",
-        make_model=lambda: models.mlp(512, 4),
-        make_batches=lambda: [{"x": torch.randn(128, 512)}],
-        loss=_mean_square,
-        items=_samples,
-        unit="samples",
-        rounds=300,
-    ),
+    _mlp("mlp32-small", 3, 32, 16, 3000, Goals({"eager": 1.0})),
+    _mlp("mlp512", 4, 512, 128, 300),
     Workload(
         name="lengths",
         title="MiniLM, 20 lengths from 16 to 244 tokens, once each, with all that is compiled",
