@@ -81,7 +81,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rng", choices=("fast", "torch"), default="fast", help="as the option rng (default: fast)")
 
 
-@only_errors()
 def run(options: argparse.Namespace) -> int:
     model = model_of(options)
     module = ORTModule(
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         rng=options.rng,
         fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # why there is no graph is what is asked for
     )
-    with torch.enable_grad():
+    with only_errors(), torch.enable_grad():
         model(module)
     report = module.report()
     console = Console(soft_wrap=True, highlight=False)
