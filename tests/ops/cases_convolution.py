@@ -82,6 +82,37 @@ def transposed_cases(label: str, x: str, w: str, b: str, how: dict[str, Any], mo
 
 STRIDED = geometry(2, stride=2, pad=1)
 
+
+def weight_gradients(label: str, outs: str, channels: str) -> tuple[OpCase, OpCase]:
+    """ConvGrad with these channels, whose body computes the gradient of w in the way of the label."""
+    dy, x, w = f"n {outs}", f"n {channels}", f"{outs} {channels}"
+    same = geometry(2, pad=1)
+    return (
+        OpCase(
+            "com.microsoft",
+            "ConvGrad",
+            (Spec(f"{dy} h w"), Spec(f"{x} h w"), Spec(f"{w} 3 3")),
+            by_autograd(conv(same)),
+            same,
+            sizes=sizes("h", "w"),
+            label=label,
+        ),
+        OpCase(
+            "com.microsoft",
+            "ConvGrad",
+            (Spec(f"{dy} p q"), Spec(f"{x} h w"), Spec(f"{w} 3 2")),
+            by_autograd(conv(STRIDED)),
+            STRIDED,
+            sizes=[
+                {"n": 2, "h": 9, "w": 8, "p": 5, "q": 5},
+                {"n": 1, "h": 7, "w": 5, "p": 4, "q": 3},
+                {"n": 0, "h": 8, "w": 9, "p": 4, "q": 5},
+            ],
+            label=f"{label} strided",
+        ),
+    )
+
+
 _CASES = [
     conv_cases("plain", "n 4 h w", "6 4 3 3", geometry(2)),
     conv_cases("padded", "n 4 h w", "6 4 3 3", geometry(2, pad=1), bias=False),
@@ -117,52 +148,10 @@ _CASES = [
         geometry(2, pad=1),
         sizes=sizes("h", "w"),
     ),
-    # Of many channels the body's gradient of w is matrix products.
-    OpCase(
-        "com.microsoft",
-        "ConvGrad",
-        (Spec("n 6 h w"), Spec("n 16 h w"), Spec("6 16 3 3")),
-        by_autograd(conv(geometry(2, pad=1))),
-        geometry(2, pad=1),
-        sizes=sizes("h", "w"),
-        label="products",
-    ),
-    OpCase(
-        "com.microsoft",
-        "ConvGrad",
-        (Spec("n 6 p q"), Spec("n 16 h w"), Spec("6 16 3 2")),
-        by_autograd(conv(STRIDED)),
-        STRIDED,
-        sizes=[
-            {"n": 2, "h": 9, "w": 8, "p": 5, "q": 5},
-            {"n": 1, "h": 7, "w": 5, "p": 4, "q": 3},
-            {"n": 0, "h": 8, "w": 9, "p": 4, "q": 5},
-        ],
-        label="products strided",
-    ),
+    # Of many channels the body's gradient of w is a matrix product for each place of a window.
+    *weight_gradients("products", "6", "16"),
     # Of few, one product with all places of the windows below each other.
-    OpCase(
-        "com.microsoft",
-        "ConvGrad",
-        (Spec("n 12 h w"), Spec("n 2 h w"), Spec("12 2 3 3")),
-        by_autograd(conv(geometry(2, pad=1))),
-        geometry(2, pad=1),
-        sizes=sizes("h", "w"),
-        label="columns",
-    ),
-    OpCase(
-        "com.microsoft",
-        "ConvGrad",
-        (Spec("n 6 p q"), Spec("n 2 h w"), Spec("6 2 3 2")),
-        by_autograd(conv(STRIDED)),
-        STRIDED,
-        sizes=[
-            {"n": 2, "h": 9, "w": 8, "p": 5, "q": 5},
-            {"n": 1, "h": 7, "w": 5, "p": 4, "q": 3},
-            {"n": 0, "h": 8, "w": 9, "p": 4, "q": 5},
-        ],
-        label="columns strided",
-    ),
+    *weight_gradients("columns", "12", "2"),
     OpCase(
         "com.microsoft",
         "ConvTransposeGrad",
