@@ -85,7 +85,11 @@ def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
     unknown = [name for name in disabled if name not in known]
     if unknown:
         raise OptionError(
-            "disabled_passes names what is no pass", expected=", ".join(sorted(known)), got=", ".join(unknown)
+            "disabled_passes names what is no pass",
+            where="the option disabled_passes, or the variable ONNXTRAIN_DISABLED_PASSES",
+            expected=", ".join(sorted(known)),
+            got=", ".join(unknown),
+            todo="give names of passes, joined by commas",
         )
     wanted = {
         skip_ignored_labels: options.label_sparsity,
