@@ -197,6 +197,7 @@ class TracedGradient:
         """Raises where the trace does more, or at some sizes other, than autograd does."""
         module = trace.module
         _drop_unused(module, trace.forward)
+        _fold_conjugates(module)
         for node in module.graph.nodes:
             if node in trace.forward or node.op != "call_function":
                 continue
@@ -295,6 +296,20 @@ def _symbols(value: Any) -> set[Any]:
 
 def _changes_in_place(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _fold_conjugates(module: GraphModule) -> None:
+    """Conjugates plain numbers now: `z * 2j` saves its number as a tensor, which is 2j in the trace, and `aten._conj`
+    takes no number.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default):
+        (number,) = node.args
+        if isinstance(number, (int, float, complex)):
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg(
+                    (user.args, user.kwargs), lambda n, f=node, c=number.conjugate(): c if n is f else n
+                )
+            module.graph.erase_node(node)
 
 
 _SAME = ("aten.detach.default", "aten.alias.default")
