@@ -299,17 +299,23 @@ def _changes_in_place(node: Node) -> bool:
 
 
 def _fold_conjugates(module: GraphModule) -> None:
-    """Conjugates plain numbers now: `z * 2j` saves its number as a tensor, which is 2j in the trace, and `aten._conj`
-    takes no number.
+    """Conjugates plain numbers now: `aten._conj` takes none.
+
+    `z * 2j` saves its number as a tensor, which is 2j itself in the trace.
     """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default):
         (number,) = node.args
         if isinstance(number, (int, float, complex)):
             for user in list(node.users):
-                user.args, user.kwargs = map_arg(
-                    (user.args, user.kwargs), lambda n, f=node, c=number.conjugate(): c if n is f else n
-                )
+                _replace(user, node, number.conjugate())
             module.graph.erase_node(node)
+
+
+def _replace(user: Node, argument: Node, number: complex) -> None:
+    def replaced(node: Node) -> Any:
+        return number if node is argument else node
+
+    user.args, user.kwargs = map_arg((user.args, user.kwargs), replaced)
 
 
 _SAME = ("aten.detach.default", "aten.alias.default")
