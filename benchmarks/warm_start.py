@@ -26,6 +26,7 @@ from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM
 from benchmarks.machine import describe_machine
 from benchmarks.processes import Tell
 
+
 def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, list[float]]:
     """The seconds of first steps, a list for each contender; `folder` is filled first where it has no captures."""
     captures = folder.resolve() / "captures"
@@ -56,7 +57,8 @@ def table(title: str, times: dict[str, list[float]]) -> Table:
 
 def main(arguments: Sequence[str]) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=(__doc__ or "").splitlines()[0])
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=about)
     parser.add_argument("--only", choices=CPU_WORKLOADS, default=MINILM.name, help="what to measure (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="processes of each (default: 5)")
     parser.add_argument("--caches", type=Path, help="folder that keeps the caches for a further run (default: none)")

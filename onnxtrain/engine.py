@@ -355,8 +355,10 @@ class Engine:
         return _Instead(pieces or self._in_torch, warning)
 
     def _run(self, instead: _Instead, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a call, and warns once per reason. What forward raises in PyTorch too is no reason: it is raised alone,
-        and the next call is tried as a graph again."""
+        """Runs a call, and warns once per reason.
+
+        What forward raises in PyTorch too is no reason: it is raised alone, and the next call is tried as a graph.
+        """
         output = instead.run(*args, **kwargs)
         if instead.entry is not None:
             self._entries.setdefault(instead.key, []).append(instead.entry)

@@ -59,8 +59,8 @@ class ORTModule(torch.nn.Module):
             numbers that eager PyTorch draws.
 
     Attributes and methods of `module` are reached through the wrapper; attributes set on the wrapper are set on
-    `module`, and a change that matters is followed by a new capture. One UserWarning tells of attributes of `module` that
-    the wrapper hides: those named `module`, `report` or `load_options`.
+    `module`, and a change that matters is followed by a new capture. A UserWarning tells of attributes of `module`
+    that the wrapper hides: those named `module`, `report` or `load_options`.
 
     Raises:
         ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`: wrap the inner module instead.
@@ -211,8 +211,8 @@ def _warn_of_hidden_names(module: torch.nn.Module) -> None:
     """Names what only `ORTModule(module).module` reaches, since the wrapper has something else of that name."""
     own = {name for name in vars(ORTModule) if not name.startswith("_") and not hasattr(torch.nn.Module, name)}
     if hidden := sorted(own.intersection(dir(module))):
-        names = ", ".join(hidden)
-        text = f"{type(module).__name__} has {names}, as ORTModule has: reach its own by .module, as in model.module.{hidden[0]}"
+        has = f"{type(module).__name__} has {', '.join(hidden)}, as ORTModule has"
+        text = f"{has}: its own is reached by .module, as in model.module.{hidden[0]}"
         warnings.warn(text, UserWarning, stacklevel=depth_of_caller())
 
 

@@ -1,4 +1,4 @@
-"""Small programs under torch.compile(backend="onnxtrain"): outputs of all kinds, changed inputs, modes, autograd's own."""
+"""Small programs under the backend of torch.compile: outputs of all kinds, changed inputs, modes, autograd's own."""
 
 from __future__ import annotations
 
