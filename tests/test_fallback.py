@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -135,6 +136,15 @@ def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty:
     assert count_captures(compare.got.run) == 0
     (warning,) = [w for w in caught if str(w.message) == text]
     assert not re.search(r"[\\/](torch|onnxtrain)[\\/]", warning.filename), "the warning points at the caller"
+
+
+def test_pytorch_says_nothing_beside_the_warning(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.warns(UserWarning, match="runs in PyTorch"):
+        ORTModule(BranchesOnElements(), pieces=False)(torch.ones(3, 5, WIDTH))
+    assert capfd.readouterr().err == ""
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @every_culprit

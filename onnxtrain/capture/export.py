@@ -44,7 +44,7 @@ from onnxtrain.capture.plain_writes import make_convertible
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
-from onnxtrain.capture.torch_reports import logged_as_info
+from onnxtrain.capture.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
@@ -244,6 +244,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
             wrapper.fakes.noted(),
             grad_mode_noted(),
             logged_as_info(),
+            printed_as_info(),
         ):
             program: ExportedProgram = torch.export.export(
                 wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False

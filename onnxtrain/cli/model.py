@@ -50,8 +50,9 @@ class LoadedModel:
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds MODEL and the sizes of its inputs."""
     parser.add_argument("model", metavar="MODEL", help=FORMS)
-    parser.add_argument("--batch", type=positive, default=4, metavar="ROWS", help="of a folder or a file.onnx")
-    parser.add_argument("--length", type=positive, default=64, metavar="TOKENS", help="of a folder or a file.onnx")
+    where = "of the inputs that are made for a folder or a file.onnx (default: %(default)s)"
+    parser.add_argument("--batch", type=positive, default=4, metavar="ROWS", help=f"rows {where}")
+    parser.add_argument("--length", type=positive, default=64, metavar="TOKENS", help=f"tokens a row {where}")
 
 
 def model_of(options: argparse.Namespace) -> LoadedModel:

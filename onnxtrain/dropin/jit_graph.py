@@ -31,7 +31,7 @@ def export_jit_graph_to_onnx_model_proto(graph: torch.Graph, operator_export_typ
         GLOBALS.operator_export_type, GLOBALS.onnx_shape_inference = kind, True
         try:
             own = graph.copy()
-            torch._C._jit_pass_run_decompositions(own)
+            torch._C._jit_pass_run_decompositions(own)  # type: ignore[attr-defined]  # the stub lacks it
             own = utils._optimize_graph(own, kind, params_dict={})
             data, *_ = own._export_onnx(
                 {}, ONNX_OPSET_VERSION, {}, False, kind, False, False, {}, True, "", {}
