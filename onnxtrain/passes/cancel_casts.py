@@ -17,7 +17,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, is_float, set_type
 from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.definition import numel
 from onnxtrain.ops.elementwise.copies import CAST, CLONE
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, number_of
 from onnxtrain.passes.rewriting import only_user
 
 
@@ -45,7 +45,7 @@ def cancel_casts(graph: ir.Graph, changes: Changes) -> None:
             graph.remove(gone, safe=True)
         removed += 1
     if removed:
-        changes.made.append(f"removed {removed} pairs of casts that round nothing")
+        changes.made.append(f"removed {number_of(removed, 'pair')} of casts that round nothing")
 
 
 def _widened(node: ir.Node) -> tuple[ir.Node, list[ir.Node]] | None:
