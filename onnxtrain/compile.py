@@ -32,6 +32,7 @@ from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.randomness import MASKS
 from onnxtrain.options import Options
 from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
@@ -292,6 +293,8 @@ def note_kernels(graph: ir.Graph, options: Options, device: torch.device) -> Non
     for node in graph:
         if Effects.RANDOM in definition_of(node).effects:
             node.metadata_props["rng"] = "fast" if fast else "torch"
+            if device.type == "cpu":
+                node.metadata_props[MASKS] = "packed"
             node.metadata_props["draws"] = "any" if options.rng == "fast" else "eager's"
         if native:
             node.metadata_props[NOTE] = "on"

@@ -272,17 +272,6 @@ def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
     return found
 
 
-def take_in_a_list(
-    function: type[torch.autograd.Function], backward: Callable[[Any, list[Any]], Sequence[Any]]
-) -> None:
-    """Lets autograd call `backward` with the cotangents in a list, which is the only thing that holds them.
-
-    A tuple of arguments holds them until backward ends. PyTorch before 2.13 knows no list and calls the function's own.
-    """
-    function.boxed_grads_call = True  # type: ignore[attr-defined]
-    function._backward_cls.apply_boxed = backward  # type: ignore[attr-defined]
-
-
 def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Runs forward of any unit, and keeps in `ctx` what its backward needs; returns the results."""
     if unit.results > 1:  # else a gradient comes for the one result, or backward does not run
@@ -350,7 +339,9 @@ def _saved(ctx: Any) -> Sequence[Any]:
 _APPLY: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Boundary).apply
 # The same the other way: what autograd calls looks for the function's backward, and for vjp and boxed gradients.
 _Boundary._backward_cls.apply = _Boundary.backward  # type: ignore[attr-defined]
-take_in_a_list(_Boundary, _gradients)
+# PyTorch from 2.13 on hands cotangents over in a list, where it is asked to: a tuple holds them until backward ends.
+_Boundary.boxed_grads_call = True  # type: ignore[attr-defined]
+_Boundary._backward_cls.apply_boxed = _gradients  # type: ignore[attr-defined]
 
 
 def _zeros(ctx: Any, index: int) -> torch.Tensor:

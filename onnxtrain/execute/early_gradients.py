@@ -23,14 +23,7 @@ import torch
 from torch.autograd import Variable
 
 from onnxtrain.errors import KernelError
-from onnxtrain.execute.boundary import (
-    Results,
-    Unit,
-    differentiable_backward,
-    keep_and_run,
-    prepare_backward,
-    take_in_a_list,
-)
+from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, keep_and_run, prepare_backward
 from onnxtrain.execute.program import Program, drained
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.split import Groups
@@ -142,7 +135,7 @@ class _Call:
         self._runs: dict[int, StagedRun | list[torch.Tensor | None]] = {}  # by the engine's number of the backward
 
     def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
-        """Starts a backward, and empties the list of cotangents; what is left of it goes when the engine is done with it, wherever it stopped."""
+        """Starts a backward; what is left of it goes when the engine is done with it, wherever it stopped."""
         run: StagedRun | list[torch.Tensor | None]
         if torch.is_grad_enabled():
             run = differentiable_backward(ctx, cotangents, self.boundary.needed[1:])
@@ -195,15 +188,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        return _first_gradients(ctx, list(cotangents))
-
-
-def _first_gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-    """Backward of `_First`."""
-    call: _Call = ctx.early
-    call.begin(ctx, cotangents)
-    dtype, device = ctx.token
-    return (None, torch.empty(0, dtype=dtype, device=device), *call.advance(0))
-
-
-take_in_a_list(_First, _first_gradients)
+        call: _Call = ctx.early
+        call.begin(ctx, list(cotangents))
+        dtype, device = ctx.token
+        return (None, torch.empty(0, dtype=dtype, device=device), *call.advance(0))

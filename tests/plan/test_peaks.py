@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -43,11 +41,22 @@ def zoo_peak(entry: ZooModel, wrap: Wrap) -> int:
 )
 def test_no_model_holds_more_than_eager(entry: ZooModel) -> None:
     """Drawn as in eager, so that masks are kept and no compiled kernel comes in between."""
-    share = 0.752 if entry.name in TRANSFORMERS else 1.0
+    share = 0.75 if entry.name in TRANSFORMERS else 1.0
     assert zoo_peak(entry, ours) <= share * zoo_peak(entry, lambda module: module)
 
 
 @pytest.mark.skipif(not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="new in PyTorch 2.13")
-@pytest.mark.parametrize("early", [False, True], ids=["", "early-gradients"])
-def test_a_cotangent_is_freed_after_its_last_use(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cotangent_is_freed_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all cotangents in a tuple, autograd holds them until backward ends."""
     net = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 128))
+    x = torch.randn(256, 32)
+
+    def peak() -> int:
+        model = ORTModule(net, rng="torch")
+        step = lambda: model(x).square().sum().backward()
+        step()
+        return peak_of(step)
+
+    freed = peak()
+    monkeypatch.setattr(_Boundary, "boxed_grads_call", False)
+    assert freed + 256 * 128 * 4 <= peak()
