@@ -30,6 +30,7 @@ from onnxtrain.passes.mask_pooled_gradients import mask_pooled_gradients
 from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.multiply_convolutions import multiply_convolutions
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
+from onnxtrain.passes.split_slices import split_slices
 from onnxtrain.report import PassReport
 
 Pass = Callable[[ir.Graph, Changes], None]
@@ -45,6 +46,7 @@ FORWARD: tuple[Pass, ...] = (
     drop_unused,  # what nobody reads any more must not hold up rows that move
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
+    split_slices,  # after gathers moved: what is picked far up is no slice of the same tensor any more
     chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
     keep_scores,  # after all that match losses
