@@ -21,6 +21,7 @@ from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
+from onnxtrain.passes.fold_scales import fold_scales
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
@@ -43,6 +44,7 @@ FORWARD: tuple[Pass, ...] = (
     multiply_convolutions,  # before transposes cancel: it leaves some that do
     cancel_transposes,  # after fusions, which know the transposes of attention
     cancel_casts,  # after fusions, which know the casts of norms
+    fold_scales,  # after fusions, which know the numbers of attention and norms; after casts, which stand in between
     drop_unused,  # what nobody reads any more must not hold up rows that move
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows

@@ -202,6 +202,7 @@ SLICE = movement(
     view=True,
     host=_slice_on_host,
     stops=frozenset({"starts", "ends", "axes", "steps"}),
+    moves=frozenset({"x"}),
 )
 
 
@@ -418,6 +419,7 @@ FLIP = movement(
     },
     body=_flip_body,
     axes=_flip_axes,
+    moves=frozenset({"x"}),
 )
 
 
