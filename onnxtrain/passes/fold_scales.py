@@ -6,11 +6,11 @@
     before   Div(MatMul(a, b), 0.07)                                  after    FusedMatMul(a, b, alpha=1/0.07)
     before   Mul(Linear(x[n, 8], w[768, 8]), 2)                       after    Linear(Mul(x, 2), w)
 
-Attention and products of matrices multiply by a number at no cost; a Linear without bias lets it pass to its input where
-that is smaller, as behind LoRA's low-rank branch. Nothing is rounded more often than before, and powers of two are
-exact. `Factor` of a definition says what an op lets through.
+Attention and products of matrices multiply by a number at no cost; a Linear without bias lets it pass to its input
+where that is smaller, as behind LoRA's low-rank branch. A product with 1 goes. Nothing is rounded more often than before,
+and powers of two are exact. `Factor` of a definition says what an op lets through.
 
-A product with 1 goes. Refuses where the tensor before or behind the number is read elsewhere too; float16, whose range is so small that models
+Refuses where the tensor before or behind the number is read elsewhere too; float16, whose range is so small that models
 choose where to scale; numbers beyond 2**±20, for the same reason in float32.
 """
 
@@ -69,33 +69,39 @@ def fold_scales(graph: ir.Graph, changes: Changes) -> None:
         scale = _scale(node) if node.graph is graph else None
         if scale is None:
             continue
-        if scale.number == 1 and not leaves(scale.y):
-            _leave_out(graph, scale)
-            moved += 1
-            continue
         before = _joined(op, scale)
         if before is not None:
             waiting.append(before)
             joined += 1
-            continue
-        for place in (_above(scale), _below(scale)):
-            if place is None:
-                continue
-            if dtype_of(scale.x) == ir.DataType.FLOAT16:
-                changes.refuse(node, f"its number stays outside of {place.node.op_type}: float16 has a small range")
-            elif place.factor.scaled is not None:
-                if _absorbed(op, scale, place):
-                    moved += 1
-                    break
-                changes.refuse(node, f"its number is not exact as an attribute of {place.node.op_type}")
-            elif (new := _passed(op, scale, place)) is not None:
-                waiting.append(new)
-                moved += 1
-                break
+        elif scale.number == 1 and not leaves(scale.y):
+            _leave_out(graph, scale)
+            moved += 1
+        else:
+            moved += _moved_away(op, scale, waiting, changes)
     if joined:
         changes.made.append(f"joined {joined} pairs of numbers that multiply one after the other")
     if moved:
         changes.made.append(f"moved {moved} numbers that multiply into products and attention, or to smaller tensors")
+
+
+def _moved_away(op: Builder, scale: _Scale, waiting: deque[ir.Node], changes: Changes) -> bool:
+    """Moves a number before or behind other nodes, where that is better; a node that is new is `waiting` then."""
+    for place in (_above(scale), _below(scale)):
+        if place is None:
+            continue
+        kind = place.node.op_type
+        if dtype_of(scale.x) == ir.DataType.FLOAT16:
+            changes.refuse(scale.node, f"its number stays outside of {kind}: float16 has a small range")
+        elif place.factor.scaled is None:
+            product = _passed(op, scale, place)
+            if product is not None:
+                waiting.append(product)
+                return True
+        elif _absorbed(op, scale, place):
+            return True
+        else:
+            changes.refuse(scale.node, f"its number is not exact as an attribute of {kind}")
+    return False
 
 
 def _scale(node: ir.Node) -> _Scale | None:
