@@ -74,7 +74,7 @@ class _Between:
 
 
 def _between(narrowing: ir.Node) -> _Between | None:
-    """All that lies between this cast and those that it takes back, and whatever belongs to it; None where it rounds."""
+    """All that lies between this cast and those that it takes back; None where it rounds."""
     found = _Between(dtype_of(narrowing.outputs[0]))
     waiting, seen = [narrowing.inputs[0]], set[ir.Value]()
     while waiting:

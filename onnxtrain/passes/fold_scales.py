@@ -7,8 +7,8 @@
     before   Mul(Linear(x[n, 8], w[768, 8]), 2)                       after    Linear(Mul(x, 2), w)
 
 Attention and products of matrices multiply by a number at no cost; a Linear without bias lets it pass to its input
-where that is smaller, as behind LoRA's low-rank branch. A product with 1 goes. Nothing is rounded more often than before,
-and powers of two are exact. `Factor` of a definition says what an op lets through.
+where that is smaller, as behind LoRA's low-rank branch. A product with 1 goes. Nothing is rounded more often than
+before, and powers of two are exact. `Factor` of a definition says what an op lets through.
 
 Refuses where the tensor before or behind the number is read elsewhere too; float16, whose range is so small that models
 choose where to scale; numbers beyond 2**±20, for the same reason in float32.
@@ -34,15 +34,15 @@ _LARGEST = 2.0**20
 
 
 class _Scale(NamedTuple):
-    """A node that multiplies its input number `index` by `number`."""
+    """A node that multiplies one of its inputs, `of`, by `number`."""
 
     node: ir.Node
-    index: int
+    of: int
     number: float
 
     @property
     def x(self) -> ir.Value:
-        value = self.node.inputs[self.index]
+        value = self.node.inputs[self.of]
         assert value is not None
         return value
 
@@ -109,12 +109,12 @@ def _scale(node: ir.Node) -> _Scale | None:
     n = view(node)
     if n.definition not in (MUL, DIV) or not is_float(dtype_of(node.outputs[0])):
         return None
-    index, number = 0, number_of(n.b)
+    of, number = 0, number_of(n.b)
     if number is None and n.definition is MUL:
-        index, number = 1, number_of(n.a)
-    if number is None or not 1 / _LARGEST <= abs(number) <= _LARGEST or node.inputs[index].const_value is not None:
+        of, number = 1, number_of(n.a)
+    if number is None or not 1 / _LARGEST <= abs(number) <= _LARGEST:
         return None
-    return _Scale(node, index, float(number) if n.definition is MUL else 1 / number)
+    return _Scale(node, of, float(number) if n.definition is MUL else 1 / number)
 
 
 def _joined(op: Builder, scale: _Scale) -> ir.Node | None:
