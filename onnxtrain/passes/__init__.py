@@ -44,8 +44,8 @@ FORWARD: tuple[Pass, ...] = (
     multiply_convolutions,  # before transposes cancel: it leaves some that do
     cancel_transposes,  # after fusions, which know the transposes of attention
     cancel_casts,  # after fusions, which know the casts of norms
+    drop_unused,  # what nobody reads any more must not hold up rows that move, or be counted as a reader
     fold_scales,  # after fusions, which know the numbers of attention and norms; after casts, which stand in between
-    drop_unused,  # what nobody reads any more must not hold up rows that move
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
     split_slices,  # after gathers moved: what is picked far up is no slice of the same tensor any more
