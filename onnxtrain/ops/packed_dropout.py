@@ -67,7 +67,13 @@ def packed(mask: Tensor) -> Tensor:
     count, flat = mask.numel(), mask.reshape(-1).view(torch.uint8)
     if count % _WORD:
         flat = torch.cat((flat, flat.new_zeros(-count % _WORD)))
-    return flat.view(torch.int64).mul(_TOGETHER).view(torch.uint8)[7::8].clone(memory_format=torch.contiguous_format).view(torch.uint32)
+    return (
+        flat.view(torch.int64)
+        .mul(_TOGETHER)
+        .view(torch.uint8)[7::8]
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint32)
+    )
 
 
 def unpacked(words: Tensor, shape: Sequence[int]) -> Tensor:
