@@ -165,8 +165,13 @@ class Rows(nn.Module):
 @pytest.mark.parametrize(
     ("network", "backend"),
     [
-        *((network, backend) for network in (Network, Mlp) for backend in ("wasm", "webgpu")),
-        *((partial(Rows, kind), "wasm") for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+        pytest.param(network, backend, id=f"{name}-{backend}")
+        for name, network in {
+            "cnn": Network,
+            "mlp": Mlp,
+            **{kind.__name__.lower(): partial(Rows, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)},
+        }.items()
+        for backend in ("wasm", "webgpu")
     ],
 )
 def test_the_browser_trains_as_python_does(network: type[nn.Module], backend: str, tmp_path: Path) -> None:
