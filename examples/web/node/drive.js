@@ -7,7 +7,7 @@ import { mkdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import { parseArgs } from "node:util";
 
-import { launch } from "./browser.js";
+import { open } from "./browser.js";
 
 // Digits, and two triangles that it shall read as fives, which it cannot know. Points from 0 to 100.
 const DRAWINGS = [
@@ -33,9 +33,8 @@ const { values: options, positionals } = parseArgs({
     chromium: { type: "string", default: "/usr/bin/chromium" },
   },
 });
-const browser = await launch(options.chromium, options.backend);
 const size = options.phone ? { width: 390, height: 844 } : { width: 1280, height: 860 };
-const page = await browser.newPage({
+const { browser, page } = await open(options.chromium, options.backend, {
   viewport: size,
   deviceScaleFactor: options.phone ? 3 : 1,
   hasTouch: options.phone,
@@ -86,7 +85,7 @@ async function drawByKeyboard() {
 
 try {
   await page.goto(`${positionals[0]}#${options.backend}`);
-  await page.waitForSelector(`body[data-ready=${options.backend}]`, { timeout: 120_000 });
+  await page.waitForSelector(`body[data-ready=${options.backend}]`);
   await screen("1-ready");
   const testBefore = await text("test");
 
@@ -103,15 +102,17 @@ try {
 
   await page.locator("#train").click();
   const trained = (steps) => Number(document.getElementById("steps").textContent) >= steps;
-  const megabytes = [];
-  for (let steps = 100; steps <= Number(options.steps); steps += 100) {
-    await page.waitForFunction(trained, steps, { timeout: 280_000 });
-    megabytes.push(await memory());
+  const megabytes = []; // after each 100 steps
+  const last = Number(options.steps);
+  for (let steps = 0; steps < last; ) {
+    steps = Math.min(steps + 10, last);
+    await page.waitForFunction(trained, steps);
+    if (steps === 20) await screen("3-training");
+    if (steps % 100 === 0) megabytes.push(await memory());
   }
-  await page.waitForFunction(trained, Number(options.steps), { timeout: 280_000 });
   await page.locator("#train").click();
   await page.waitForFunction(() => document.getElementById("train").textContent === "Train");
-  await screen("3-trained");
+  await screen("4-trained");
 
   const download = page.waitForEvent("download");
   await page.locator("#download").click();
@@ -123,7 +124,7 @@ try {
     own: [ownBefore, await text("own")],
     test: [testBefore, await text("test")],
     speed: await text("speed"),
-    megabytes, // after each 100 steps
+    megabytes,
     overflow: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
     problem: (await page.locator("#problem").isVisible()) ? await text("problem") : null,
     problems,
