@@ -61,17 +61,34 @@ const memory = async () => {
 };
 const text = (id) => page.locator(`#${id}`).textContent();
 
+const press = (locator) => (options.phone ? locator.tap() : locator.click());
+
+/** Moves the mouse along a line, or on a phone a finger. */
+async function stroke([first, ...rest]) {
+  if (options.phone) {
+    await touch("touchStart", first);
+    for (const point of rest) await touch("touchMove", point);
+    await touch("touchEnd");
+    return;
+  }
+  await page.mouse.move(...first);
+  await page.mouse.down();
+  for (const point of rest) await page.mouse.move(...point, { steps: 6 });
+  await page.mouse.up();
+}
+
+const fingers = await page.context().newCDPSession(page);
+function touch(type, point) {
+  const touchPoints = point ? [{ x: point[0], y: point[1] }] : [];
+  return fingers.send("Input.dispatchTouchEvent", { type, touchPoints });
+}
+
 async function draw(strokes) {
   const pad = page.locator("#pad");
   await pad.scrollIntoViewIfNeeded();
   const box = await pad.boundingBox();
   const at = ([x, y]) => [box.x + (x / 100) * box.width, box.y + (y / 100) * box.height];
-  for (const [first, ...rest] of strokes) {
-    await page.mouse.move(...at(first));
-    await page.mouse.down();
-    for (const point of rest) await page.mouse.move(...at(point), { steps: 6 });
-    await page.mouse.up();
-  }
+  for (const points of strokes) await stroke(points.map(at));
 }
 
 /** With the keyboard alone: a straight line downwards, which is a one. */
@@ -93,14 +110,14 @@ try {
     await draw(strokes);
     await page.waitForFunction(() => document.getElementById("reading").textContent.includes("sure"));
     if (label === 3) await screen("2-drawing");
-    await page.locator("#keys button").nth(label).click();
+    await press(page.locator("#keys button").nth(label));
   }
   await drawByKeyboard();
   const judged = (count) => document.querySelectorAll("#gallery li[class]").length === count;
   await page.waitForFunction(judged, DRAWINGS.length + 1);
   const ownBefore = await text("own");
 
-  await page.locator("#train").click();
+  await press(page.locator("#train"));
   const trained = (steps) => Number(document.getElementById("steps").textContent) >= steps;
   const megabytes = []; // after each 100 steps
   const last = Number(options.steps);
@@ -110,12 +127,12 @@ try {
     if (steps === 20) await screen("3-training");
     if (steps % 100 === 0) megabytes.push(await memory());
   }
-  await page.locator("#train").click();
+  await press(page.locator("#train"));
   await page.waitForFunction(() => document.getElementById("train").textContent === "Train");
   await screen("4-trained");
 
   const download = page.waitForEvent("download");
-  await page.locator("#download").click();
+  await press(page.locator("#download"));
   if (options.out) await (await download).saveAs(options.out);
   const seen = {
     backend: await page.locator("body").getAttribute("data-ready"),
