@@ -422,3 +422,15 @@ def test_what_stops_backward_leaves_the_next_step_intact() -> None:
         each(x).sum().backward()
     for a, b in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_fault_of_our_own_is_told_and_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: Any) -> None:
+        raise NotImplementedError("nobody foresaw this")
+
+    monkeypatch.setattr("onnxtrain.capture.export.convert", faulty)
+    net = Base()
+    monkeypatch.setattr(Base, "forward", lambda self, x: self.inner(x), raising=False)
+    with pytest.warns(UserWarning, match="NotImplementedError: nobody foresaw this(.|\n)*fault of onnxtrain"):
+        found = ORTModule(net)(torch.ones(2, WIDTH))
+    assert torch.equal(found, net.inner(torch.ones(2, WIDTH)))

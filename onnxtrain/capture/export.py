@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -192,15 +193,37 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
         with attribute_reads() as reads:
             program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
-        keep_gradients_out(program)
-        if not make_convertible(program):
+        with _faults_are_ours(module):
+            keep_gradients_out(program)
+            plain = make_convertible(program)
+        if not plain:
             program = _functionalize(program)
-    converted = convert(program, type(module).__name__)
-    names = _names(module, structure)
-    guards = compile_guards(program, names, decisions)
-    sources = _sources(program, module, len(names), parts)
-    captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
+    with _faults_are_ours(module):
+        converted = convert(program, type(module).__name__)
+        names = _names(module, structure)
+        guards = compile_guards(program, names, decisions)
+        sources = _sources(program, module, len(names), parts)
+        captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
     return replace(captured, reads=frozenset(reads))
+
+
+@contextmanager
+def _faults_are_ours(module: torch.nn.Module) -> Iterator[None]:
+    """What nobody foresaw in the exported graph is no reason to end the training: the module runs in PyTorch, loudly.
+
+    Raises:
+        CaptureError: instead of any error of Python or PyTorch.
+    """
+    try:
+        yield
+    except OnnxTrainError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the exported graph of {type(module).__name__} is not understood: {_reason(error)}",
+            where=source_line.in_error(error),
+            todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it with the module",
+        ) from error
 
 
 def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
