@@ -15,7 +15,6 @@ import torch
 
 from onnxtrain.capture.structure import flatten_output
 from onnxtrain.cli.argument_types import new_file, positive
-from onnxtrain.cli.memory import plan_of
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.module import ORTModule
@@ -98,7 +97,7 @@ def _memory(model: ORTModule) -> str:
     engine = model.__dict__["_engine"]
     if engine.newest().parts is None:
         return ""
-    plan, storages = plan_of(engine)
+    plan, storages = engine.newest().timeline()
     parameters = {id(p): p.nbytes for p in (*model.parameters(), *model.buffers())}
     timeline = predicted("Memory of a step", plan, storages, {"parameters": sum(parameters.values())})
     return section(timeline, largest_tensors(plan, storages, _LARGEST, again_in(plan)))
