@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import benchmarks.__main__ as program
-from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables
+from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables, warm_start
 from benchmarks.chart import speed_chart
 from benchmarks.contenders import COMPILE, CONTENDERS, EAGER, ONEDNN, ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
@@ -255,6 +255,23 @@ def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> 
     assert "4.00 (4.00-4.00)" in text
     assert "25 MB" in text
     assert "0.25" in text
+
+
+def test_a_warm_start_is_compared_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
+        asked.append(f"{module} {arguments[-1]}")
+        Path(environment["ORTMODULE_CACHE_DIR"]).mkdir(exist_ok=True)
+        return {"first_s": 1.0 if arguments[-1] == EAGER else 1.5}
+
+    monkeypatch.setattr(processes, "run", run)
+    times = warm_start.measure(MINILM.name, 2, tmp_path, lambda text: None)
+    turn = [f"benchmarks.first_step {EAGER}", f"benchmarks.first_step {ONNXTRAIN}"]
+    assert asked == [f"benchmarks.steady {ONNXTRAIN}", *turn, *turn]
+    assert "+0.50 s" in drawn(warm_start.table(MINILM.title, times))
+    warm_start.measure(MINILM.name, 1, tmp_path, lambda text: None)
+    assert asked[5:] == turn, "the caches were filled"
 
 
 def test_the_command_line_chooses() -> None:
