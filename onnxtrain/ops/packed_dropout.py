@@ -67,7 +67,13 @@ def packed(mask: Tensor) -> Tensor:
     count, flat = mask.numel(), mask.reshape(-1).view(torch.uint8)
     if count % _WORD:
         flat = torch.cat((flat, flat.new_zeros(-count % _WORD)))
-    return flat.view(torch.int64).mul_(_TOGETHER).view(torch.uint8)[7::8].clone(memory_format=torch.contiguous_format).view(torch.uint32)
+    return (
+        flat.view(torch.int64)
+        .mul_(_TOGETHER)
+        .view(torch.uint8)[7::8]
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint32)
+    )
 
 
 def unpacked(words: Tensor, shape: Sequence[int]) -> Tensor:
@@ -129,7 +135,7 @@ def _bitmask_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) ->
 
 
 def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
-    """What BitmaskDropout does with x and what it drew; its kernels and BitmaskDropoutGrad's compute it the same way."""
+    """What BitmaskDropout does with x and what it drew: BitmaskDropoutGrad computes it in the same way."""
     ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
     return op.ms.BitmaskDropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
 
