@@ -340,7 +340,7 @@ _APPLY: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Boundar
 # The same the other way: what autograd calls looks for the function's backward, and for vjp and boxed gradients.
 _Boundary._backward_cls.apply = _Boundary.backward  # type: ignore[attr-defined]
 # PyTorch from 2.13 on hands cotangents over in a list, where it is asked to: a tuple holds them until backward ends.
-_Boundary.boxed_grads_call = True  # type: ignore[attr-defined]
+_Boundary.boxed_grads_call = True
 _Boundary._backward_cls.apply_boxed = _gradients  # type: ignore[attr-defined]
 
 

@@ -63,13 +63,13 @@ def _apart(device: torch.device) -> Tensor:
 
 
 def packed(mask: Tensor) -> Tensor:
-    """Bits for truth values: uint32 [ceil(elements / 32)]."""
+    """Bits for truth values: uint32 [ceil(elements / 32)]. Writes over them."""
     count, flat = mask.numel(), mask.reshape(-1).view(torch.uint8)
     if count % _WORD:
         flat = torch.cat((flat, flat.new_zeros(-count % _WORD)))
     return (
         flat.view(torch.int64)
-        .mul(_TOGETHER)
+        .mul_(_TOGETHER)
         .view(torch.uint8)[7::8]
         .clone(memory_format=torch.contiguous_format)
         .view(torch.uint32)
@@ -135,7 +135,7 @@ def _bitmask_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) ->
 
 
 def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
-    """What BitmaskDropout does with x and what it drew; its kernels and BitmaskDropoutGrad's compute it the same way."""
+    """What BitmaskDropout does with x and what it drew: BitmaskDropoutGrad computes it in the same way."""
     ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
     return op.ms.BitmaskDropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
 
@@ -166,7 +166,7 @@ define(
             Kernel(
                 lower=lambda n, x, *_: Call(packed_dropout, x, 1 - ratio_of(n), _scale(n, n.x)),
                 applies=lambda n, device: trains(n),
-                workspace=lambda n: sizes.multiply(2, numel(n.x)),  # a mask of bytes, and the product with it
+                workspace=lambda n: numel(n.x),  # a mask of bytes
             ),
             Kernel(lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments), scalars=True),
         ),

@@ -3,8 +3,8 @@
     before   y, mask = Dropout(x, 0.1, True)                       dx = DropoutGrad(dy, mask)
     after    y, bits = BitmaskDropout(x, 0.1, True)                dx = BitmaskDropoutGrad(dy, bits)
 
-The same elements are kept. To pack takes a few hundredths of what the draws take. On a CPU only: PyTorch's dropout on a GPU
-hands out its mask in bytes. Where `rng="fast"` a key takes the mask's place (`key_dropout`).
+The same elements are kept. To pack takes a few hundredths of what the draws take. On a CPU only: PyTorch's dropout on a
+GPU hands out its mask in bytes. Where `rng="fast"` a key takes the mask's place (`key_dropout`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pack_masks(graph: ir.Graph, changes: Changes) -> None:
             changes.refuse(node, f"its mask {node.outputs[1].name} is read by others than its gradient")
             continue
         with nodes_before(op, node):
-            y, bits = op.ms.BitmaskDropout(n.x, n.ratio, n.training_mode)
+            y, _ = op.ms.BitmaskDropout(n.x, n.ratio, n.training_mode)
         substitute(graph, node.outputs[0], y, [node])
         done += 1
     if done:

@@ -162,7 +162,7 @@ class _Program:
         return self._spots.get(value)
 
     def result(self, value: ir.Value) -> _Spot | None:
-        """Where a value lies that leaves the program: in a copy, made at its end, where its order of memory is another."""
+        """Where a value lies that leaves: in a copy, made at the end, where its order of memory is another."""
         spot = self.spot(value)
         if spot is not None and self._storages.copied_result(value):
             spot = _Spot(value, self._storages.bytes_of(value), self._end - 1)
