@@ -72,9 +72,10 @@ def test_the_layer_runs_on_one_row(name: str, tmp_path: Path) -> None:
     assert made(model, "move_gathers")
 
 
-def test_a_classifier_computes_its_last_layer_for_one_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_a_classifier_computes_its_last_layer_for_one_token(family: str, tmp_path: Path) -> None:
     """Keys and values of all tokens; queries, feed-forward and norms of the first."""
-    model = wrap(_bert(transformers.BertForSequenceClassification), tmp_path)
+    model = wrap(_bert(getattr(transformers, f"{family}ForSequenceClassification")), tmp_path)
     call = _sentences(Draw(1), 3, 9)
     model(**call.kwargs).loss.backward()
     last = [
@@ -88,7 +89,7 @@ def test_a_classifier_computes_its_last_layer_for_one_token(tmp_path: Path) -> N
 
 
 def _bert(kind: type[nn.Module], dropout: float = 0.0) -> nn.Module:
-    config = transformers.BertConfig(
+    config = kind.config_class(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
