@@ -30,6 +30,7 @@ from onnxtrain.passes.key_dropout import key_dropout
 from onnxtrain.passes.mask_pooled_gradients import mask_pooled_gradients
 from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.multiply_convolutions import multiply_convolutions
+from onnxtrain.passes.pack_masks import pack_masks
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
 from onnxtrain.passes.split_slices import split_slices
 from onnxtrain.report import PassReport
@@ -51,6 +52,7 @@ FORWARD: tuple[Pass, ...] = (
     split_slices,  # after gathers moved: what is picked far up is no slice of the same tensor any more
     chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
+    pack_masks,  # likewise: 32 elements share a word
     keep_scores,  # after all that match losses
     drop_unused,  # last: what the others left behind
 )

@@ -27,7 +27,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, is_float, set_type
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.elementwise.copies import CAST
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import leaves, nodes_before, only_user
 
 
@@ -49,9 +49,9 @@ def cancel_casts(graph: ir.Graph, changes: Changes) -> None:
             waiting += casts
             moved += bool(casts)
     if removed:
-        changes.made.append(f"removed {removed} casts that round nothing")
+        changes.made.append(f"removed {counted(removed, 'cast')}, which rounded nothing")
     if moved:
-        changes.made.append(f"moved {moved} casts, so that fewer bytes are copied")
+        changes.made.append(f"moved {counted(moved, 'cast')}, so that fewer bytes are copied")
 
 
 # Casts that are taken back
