@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,9 +97,58 @@ def _bert(kind: type[nn.Module], dropout: float = 0.0) -> nn.Module:
     return kind(config)
 
 
+class LastToken(nn.Module):
+    """A classifier that reads the last token that is no padding, as those of GPT-2 and Llama do."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5), nn.LayerNorm(WIDTH)
+        self.flat = flat
+
+    def forward(self, x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        mixed = x.cumsum(1)
+        hidden = self.norm(mixed + torch.tanh(self.first(mixed)))
+        if self.flat:  # GPT-2's layers flatten tokens
+            scores = self.second(hidden.flatten(0, 1)).unflatten(0, x.shape[:2])
+        else:
+            scores = self.second(hidden)
+        return scores[torch.arange(x.size(0)), last]
+
+
+def _with_last(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, length, WIDTH, grad=True), draw.ints(length, batch) - length // 2))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_last_token_of_each_sequence_is_picked_first(flat: bool, tmp_path: Path) -> None:
+    """Places below 0 count from the end."""
+    check_equals_eager(lambda: LastToken(flat), _with_last, ((3, 9), (1, 6), (2, 1)))
+    model = wrap(LastToken(flat), tmp_path)
+    model(*_with_last(Draw(0), 3, 9).args).sum().backward()
+    of_products = shapes(forward_graph(tmp_path), "Linear")
+    assert all(len(set(re.findall(r"s\d+", shape))) == 1 for shape in of_products), of_products
+    assert made(model, "move_gathers")
+
+
 def _sentences(draw: Draw, batch: int, length: int) -> Call:
     words, mask = draw.ints(50, batch, length), ragged_mask(batch, length)
     return Call(kwargs={"input_ids": words, "attention_mask": mask, "labels": draw.ints(2, batch)})
+
+
+def test_a_decoders_classifier_equals_eager(tmp_path: Path) -> None:
+    """The last layer's feed-forward for one token of each sequence: the last that is no padding."""
+
+    def make() -> nn.Module:
+        config = transformers.GPT2Config(
+            vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=40, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2ForSequenceClassification(config)
+
+    check_equals_eager(make, _sentences, ((3, 9), (2, 6)), loss=lambda y: y.loss)
+    model = wrap(make(), tmp_path)
+    model(**_sentences(Draw(1), 3, 9).kwargs).loss.backward()
+    assert any(int(text.split()[1]) >= 8 for text in made(model, "move_gathers")), made(model, "move_gathers")
 
 
 def test_a_classifier_equals_eager() -> None:
