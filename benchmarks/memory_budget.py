@@ -188,9 +188,7 @@ def measure(contenders: Contenders, rounds: int) -> list[Measured]:
 
 def table(results: Sequence[Measured]) -> str:
     ours = next(r.time for r in results if r.title == OURS)
-    rows = [
-        f"| {r.title} | {r.time:.2f} | {r.time / ours:.2f} | {r.peak:.2f} | {r.bytes / 2**20:.0f} |" for r in results
-    ]
+    rows = [f"| {r.title} | {r.time:.2f} | {r.time / ours:.2f} | {r.peak:.2f} | {r.bytes / 2**20:.0f} |" for r in results]
     return "\n".join(["| | time / eager | time / onnxtrain | peak / eager | MiB |", f"|{'---|' * 5}", *rows])
 
 

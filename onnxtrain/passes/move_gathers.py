@@ -126,7 +126,8 @@ def _tokens(n: NodeView) -> _PickedTokens | None:
         picks = n.at == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
     else:
         picks = rank_of(n.places) == 2 and sizes.of(n.places)[1] == 2 - n.batch_dims
-    return _PickedTokens(n.node, sizes.of(y)[0], n.node.inputs[1:]) if picks else None
+    reads = [v for v in n.node.inputs[1:] if v is not None]
+    return _PickedTokens(n.node, sizes.of(y)[0], reads) if picks else None
 
 
 def _sliced(n: NodeView) -> _Picked | str | None:
