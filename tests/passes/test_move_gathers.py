@@ -6,13 +6,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from onnxtrain.execute.program import Program
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.move_gathers import move_gathers
+from onnxtrain.plan.cut import whole
 from tests.passes.less_work import CLASSES, WIDTH, check_equals_eager, forward_graph, made, refusals, shapes, wrap
+from tests.passes.test_rewrites import closed, graph_of
 from tests.zoo.entry import Call, Draw, ragged_mask
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
@@ -128,6 +135,33 @@ def test_the_last_token_of_each_sequence_is_picked_first(flat: bool, tmp_path: P
     of_products = shapes(forward_graph(tmp_path), "Linear")
     assert all(len(set(re.findall(r"s\d+", shape))) == 1 for shape in of_products), of_products
     assert made(model, "move_gathers")
+
+
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_gather_nd_of_one_token_of_each_sequence_moves(batch_dims: int) -> None:
+    def graph() -> ir.Graph:
+        op, x = graph_of(("b", "s", 4))
+        places = ir.Value(name="places")
+        set_type(places, TensorType(ir.DataType.INT64, ("b", 2 - batch_dims)))
+        op.graph.inputs.append(places)
+        weight = op.constant((torch.arange(24.0) / 24).view(6, 4).numpy(), ir.DataType.FLOAT)
+        return closed(op, op.GatherND(op.own.Linear(x, weight), places, batch_dims=batch_dims))
+
+    before, after = graph(), graph()
+    move_gathers(after, Changes("move_gathers"))
+    kinds = [node.op_type for node in after if node.op_type in ("GatherND", "Linear")]
+    assert kinds == ["GatherND", "Linear"]
+    last = torch.tensor([[4], [0], [2]])
+    places = last if batch_dims else torch.cat([torch.arange(3)[:, None], last], 1)
+    tensors = [torch.randn(3, 5, 4), places]
+    for got, expected in zip(*(run(g, tensors) for g in (after, before)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def run(graph: ir.Graph, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    program = Program(whole(ir.Model(graph, ir_version=10)), "test", torch.device("cpu"))
+    results, _ = program.run(tensors, ())
+    return [*results]
 
 
 def _sentences(draw: Draw, batch: int, length: int) -> Call:
