@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import builder, definition_of, view
@@ -82,9 +82,10 @@ class _Picked(Selection):
 
 @dataclass
 class _PickedTokens(Selection):
-    """Tokens that a node picks by both of their places, one for each of the sequences `[batch, steps, ..]`."""
+    """Tokens of `shape` [batch, steps] that a node picks by both of their places, one for each sequence."""
 
     node: ir.Node
+    shape: Sizes
     count: Size
     reads: Sequence[ir.Value]
     axes: Axes = (0, 1)
@@ -92,8 +93,7 @@ class _PickedTokens(Selection):
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
         perm = to_front(rank_of(value), (axis,))
         x = transposed(op, value, perm)
-        batch, steps = sizes.of(self.node.inputs[0])[:2]
-        tokens = reshaped(op, x, (batch, steps, *sizes.of(x)[1:]))
+        tokens = reshaped(op, x, (*self.shape, *sizes.of(x)[1:]))
         return transposed(op, self.over(op, tokens), inverse(perm))
 
     def over(self, op: Builder, value: ir.Value) -> ir.Value:
@@ -127,7 +127,7 @@ def _tokens(n: NodeView) -> _PickedTokens | None:
     else:
         picks = rank_of(n.places) == 2 and sizes.of(n.places)[1] == 2 - n.batch_dims
     reads = [v for v in n.node.inputs[1:] if v is not None]
-    return _PickedTokens(n.node, sizes.of(y)[0], reads) if picks else None
+    return _PickedTokens(n.node, sizes.of(x)[:2], sizes.of(y)[0], reads) if picks else None
 
 
 def _sliced(n: NodeView) -> _Picked | str | None:
