@@ -23,7 +23,7 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import KernelOf, Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import TensorType, rank_of, set_type
-from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, lookup
+from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, definition_of, lookup
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
@@ -353,13 +353,10 @@ class CaseCheck:
 
     def check_axes(self) -> None:
         """Takes rows of inputs along every axis that the axis map lets pass: the outputs must be those rows."""
-        node = next(n for n in self.model.graph if n.op_type == self.case.name and n.domain == self.case.domain)
+        node, arrays = self._node(), self._first_arguments()
         axis_map = self.definition.axis_map(node)
         if axis_map is None or self.definition.effects & Effects.RANDOM:
             return
-        known = next(iter(self.case.size_sets()))
-        tensors = self.tensors(known)
-        arrays = self._arguments(tensors, known, self.dtype)
         full = self._call(node, arrays)
         ranks = [None if v is None else rank_of(v) for v in node.inputs]
         out_ranks = [rank_of(v) for v in node.outputs]
@@ -393,9 +390,53 @@ class CaseCheck:
             f"{self.case}: axis {axis} of output {output}"
         )
 
+    def check_moves(self) -> None:
+        """Gives each element of the inputs that the op moves its own number: no output has another, or one twice."""
+        moved = [i for i in range(len(self._node().inputs)) if self.definition.input_name(i) in self.definition.moves]
+        arrays = self._first_arguments()
+        total = sum(arrays[i].numel() for i in moved)
+        numbers = iter(torch.arange(total, dtype=self.dtype).split([arrays[i].numel() for i in moved]))
+        for i in moved:
+            arrays[i] = next(numbers).view_as(arrays[i])
+        if moved:
+            found = torch.cat([y.flatten() for y in self._call(self._node(), arrays)])
+            assert len(found.unique()) == len(found), f"{self.case}: an element comes out twice"
+            assert ((found >= 0) & (found < total) & (found == found.round())).all(), (
+                f"{self.case}: no element of these"
+            )
+
+    def check_factor(self) -> None:
+        """Multiplies each input that may be; the op that multiplies by the number itself gives the same."""
+        node, arrays = self._node(), self._first_arguments()
+        factor = self.definition.factor(self.definition.view(node)) if self.definition.factor else None
+        if factor is None or self.definition.effects & Effects.RANDOM:
+            return
+        number = 0.5
+        for index in range(len(node.inputs)):
+            if self.definition.input_name(index) in factor.inputs:
+                expected = self._call(node, [number * a if i == index else a for i, a in enumerate(arrays)])[0]
+                if factor.of_output:
+                    assert torch.equal(number * self._call(node, arrays)[0], expected), f"{self.case}: input {index}"
+                build = factor.scaled or (lambda op, n, number: None)
+                outputs = build(builder(self.model.graph), self.definition.view(node), number)
+                if outputs is not None:
+                    scaled = outputs[0].producer()
+                    assert scaled is not None
+                    got = self._call(scaled, arrays)[0]
+                    assert torch.allclose(got, expected, rtol=1e-5, equal_nan=True), f"{self.case}: {scaled.op_type}"
+
+    def _node(self) -> ir.Node:
+        """The first node of the op."""
+        return next(n for n in self.model.graph if n.op_type == self.case.name and n.domain == self.case.domain)
+
+    def _first_arguments(self) -> list[Any]:
+        known = next(iter(self.case.size_sets()))
+        return self._arguments(self.tensors(known), known, self.dtype)
+
     def _call(self, node: ir.Node, arrays: list[Any]) -> list[Any]:
-        kernel = self.definition.kernel(node, "cpu")
-        declared = self.definition.inputs
+        definition = definition_of(node)
+        kernel = definition.kernel(node, "cpu")
+        declared = definition.inputs
         arguments = [
             tuple(a.tolist()) if i in kernel.host and isinstance(a, torch.Tensor) and a.ndim else
             a.item() if i in kernel.host and isinstance(a, torch.Tensor) else a
@@ -404,7 +445,7 @@ class CaseCheck:
         if declared[-1].endswith("..."):
             arguments = [*arguments[: len(declared) - 1], tuple(arguments[len(declared) - 1 :])]
         arguments += [None] * (len(declared) - len(arguments))
-        result = kernel.lower(self.definition.view(node), *arguments).evaluate()
+        result = kernel.lower(definition.view(node), *arguments).evaluate()
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
     @property

@@ -251,8 +251,10 @@ def test_the_page_marks_missed_goals_and_says_that_there_was_no_gpu(tmp_path: Pa
 def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> None:
     scene = less_work.SCENES["padding"]
     measured = (Rounds(EAGER, (2.0,)), Rounds(less_work.OFF, (1.0,)), Rounds(less_work.ON, (0.5,)))
-    text = drawn(less_work.table(scene, measured, {EAGER: 100.0, less_work.ON: 25.0}))
+    first = {EAGER: 2.5, less_work.OFF: 8.0, less_work.ON: 7.1}
+    text = drawn(less_work.table(scene, measured, first, {EAGER: 100.0, less_work.ON: 25.0}))
     assert "4.00 (4.00-4.00)" in text
+    assert "7.1 s" in text
     assert "25 MB" in text
     assert "0.25" in text
 

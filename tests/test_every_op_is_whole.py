@@ -74,6 +74,16 @@ def test_axes_tell_the_truth(case: OpCase) -> None:
     CaseCheck(case, torch.float64).check_axes()
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if lookup(case.domain, case.name).moves], ids=str)
+def test_moves_tell_the_truth(case: OpCase) -> None:
+    CaseCheck(case, torch.float64).check_moves()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if lookup(case.domain, case.name).factor], ids=str)
+def test_factors_tell_the_truth(case: OpCase) -> None:
+    CaseCheck(case, torch.float32).check_factor()
+
+
 def test_every_op_has_a_case() -> None:
     tested = {(case.domain, case.name) for case in CASES}
     tested |= {(ATEN, "ATen"), (ATEN, "ATenGrad")}  # any operator in any arguments: tests/ops/test_aten.py

@@ -358,7 +358,7 @@ class OpDef:
     sized: frozenset[str] = frozenset()
     same_elements: bool = False
     moves: frozenset[str] = frozenset()
-    factor: Callable[[NodeView], Factor | None] = lambda node: None
+    factor: Callable[[NodeView], Factor | None] | None = None
     cpp: str = ""
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import dtype_of, is_float
-from onnxtrain.ops import builder, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.definition import Factor
 from onnxtrain.ops.elementwise.arithmetic import DIV, MUL, number_of
 from onnxtrain.passes.changes import Changes
@@ -142,7 +142,7 @@ def _above(scale: _Scale) -> _Place | None:
         node = value.producer()
         if node is None:
             return None
-        factor = view(node).definition.factor(view(node))
+        factor = _factor(node)
         if factor is not None:
             return _Place(node, factor, value) if factor.of_output and value.index() == 0 else None
         source = _moved(node)
@@ -157,10 +157,9 @@ def _below(scale: _Scale) -> _Place | None:
     value = scale.y
     while len(value.uses()) == 1 and not value.is_graph_output():
         node, index = next(iter(value.uses()))
-        definition = view(node).definition
-        factor = definition.factor(view(node))
+        factor = _factor(node)
         if factor is not None:
-            taken = factor.scaled is not None and definition.input_name(index) in factor.inputs
+            taken = factor.scaled is not None and definition_of(node).input_name(index) in factor.inputs
             return _Place(node, factor, value) if taken else None
         if _moved(node) is not value:
             return None
@@ -168,9 +167,14 @@ def _below(scale: _Scale) -> _Place | None:
     return None
 
 
+def _factor(node: ir.Node) -> Factor | None:
+    build = definition_of(node).factor
+    return None if build is None else build(view(node))
+
+
 def _moved(node: ir.Node) -> ir.Value | None:
     """The one tensor whose elements a node moves to its one output; None of any other node."""
-    definition = view(node).definition
+    definition = definition_of(node)
     if not definition.moves or len(node.outputs) != 1 or definition.inputs[-1].endswith("..."):
         return None
     return node.inputs[0] if definition.input_name(0) in definition.moves else None

@@ -5,7 +5,8 @@
 
 A classifier that reads the first token computes keys and values of its last layer for all tokens, and queries,
 feed-forward and norms for one. Gather, ShrunkenGather and Slice of one axis move as far towards the inputs as the axis
-map of each op lets them.
+map of each op lets them. So do GatherND and advanced indexing that pick one token of each sequence, the last that is no
+padding as a rule: `hidden[arange(batch), last]`.
 
 Refuses where what is picked is not proven to be at most half of the rows, where rows before it are read by others, and
 at ops that read the axis whole.
@@ -21,19 +22,23 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.gather import GATHER
+from onnxtrain.ops.index.nd import GATHER_ND
+from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import SHRUNKEN_GATHER
 from onnxtrain.ops.matmul import constant_axes
-from onnxtrain.ops.reshape.dims import squeezed, unsqueezed
+from onnxtrain.ops.reshape.dims import inverse, squeezed, transposed, unsqueezed
+from onnxtrain.ops.reshape.rows import to_front
+from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import leaves, nodes_before
-from onnxtrain.passes.rowwise import with_rows
+from onnxtrain.passes.rowwise import Axes, with_rows
 from onnxtrain.passes.selected_rows import Selection, compute_selected, region_before
 
 
@@ -57,6 +62,10 @@ class _Picked(Selection):
     count: Size
     reads: Sequence[ir.Value]
 
+    @property
+    def axes(self) -> Axes:
+        return (self.axis,)
+
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
         n = view(self.node)
         if n.definition is SLICE:
@@ -71,11 +80,34 @@ class _Picked(Selection):
         return result
 
 
-def _picked(node: ir.Node) -> _Picked | str | None:
+@dataclass
+class _PickedTokens(Selection):
+    """Tokens of `shape` [batch, steps] that a node picks by both of their places, one for each sequence."""
+
+    node: ir.Node
+    shape: Sizes
+    count: Size
+    reads: Sequence[ir.Value]
+    axes: Axes = (0, 1)
+
+    def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
+        perm = to_front(rank_of(value), (axis,))
+        x = transposed(op, value, perm)
+        tokens = reshaped(op, x, (*self.shape, *sizes.of(x)[1:]))
+        return transposed(op, self.over(op, tokens), inverse(perm))
+
+    def over(self, op: Builder, value: ir.Value) -> ir.Value:
+        attributes = {name: getattr(view(self.node), name) for name in definition_of(self.node).attributes}
+        return op.node(self.node.domain, self.node.op_type, (value, *self.reads), attributes).outputs[0]
+
+
+def _picked(node: ir.Node) -> _Picked | _PickedTokens | str | None:
     """What a node picks; why not; None where it picks no rows."""
     n = view(node)
     if n.definition is SLICE:
         return _sliced(n)
+    if n.definition in (INDEX, GATHER_ND):
+        return _tokens(n)
     if n.definition not in (GATHER, SHRUNKEN_GATHER) or n.x.producer() is None or rank_of(n.rows) > 1:
         return None
     axis = normalize_axis(n.axis, rank_of(n.x))
@@ -83,6 +115,19 @@ def _picked(node: ir.Node) -> _Picked | str | None:
     if n.definition is GATHER and not _fewer(count, sizes.of(n.x)[axis]):
         return f"{count} rows of {sizes.of(n.x)[axis]} are not proven to be at most half"
     return _Picked(node, axis, count, (n.rows,))
+
+
+def _tokens(n: NodeView) -> _PickedTokens | None:
+    """The tokens that an op picks, where they are one for each sequence."""
+    x, y = n.node.inputs[0], n.node.outputs[0]
+    if x is None or x.producer() is None or rank_of(x) < 2 or sizes.of(y) != (sizes.of(x)[0], *sizes.of(x)[2:]):
+        return None
+    if n.definition is INDEX:
+        picks = n.at == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
+    else:
+        picks = rank_of(n.places) == 2 and sizes.of(n.places)[1] == 2 - n.batch_dims
+    reads = [v for v in n.node.inputs[1:] if v is not None]
+    return _PickedTokens(n.node, sizes.of(x)[:2], sizes.of(y)[0], reads) if picks else None
 
 
 def _sliced(n: NodeView) -> _Picked | str | None:
@@ -107,21 +152,21 @@ def _fewer(count: Size, total: Size) -> bool:
     return count == 1
 
 
-def _move(op: Builder, picked: _Picked, changes: Changes) -> None:
+def _move(op: Builder, picked: _Picked | _PickedTokens, changes: Changes) -> None:
     node = picked.node
     x = node.inputs[0]
     assert x is not None
     if viewed(node, 0, definition_of(node)) is x and leaves(node.outputs[0]):
         changes.refuse(node, "the module gives out its result, which is a view there")
         return
-    region = region_before(op.graph, {x: (picked.axis,)}, [(node, 0)], picked.reads)
+    region = region_before(op.graph, {x: picked.axes}, [(node, 0)], picked.reads)
     for at, reason in region.ends.items():
         changes.refuse(node, stopped(at, reason))
     if not region.saves_work():
         return
     compute_selected(op, region, picked)
     with nodes_before(op, node):
-        result = squeezed(op, x, picked.axis) if rank_of(node.outputs[0]) < rank_of(x) else x
+        result = squeezed(op, x, picked.axes[0]) if rank_of(node.outputs[0]) < rank_of(x) else x
     replace(op.graph, node.outputs[0], result)
     op.graph.remove(node, safe=True)
     changes.made.append(f"{len(region.nodes)} nodes before {node.name} compute {picked.count} rows along an axis")

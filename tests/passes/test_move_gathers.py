@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from onnxtrain.execute.program import Program
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.move_gathers import move_gathers
+from onnxtrain.plan.cut import whole
 from tests.passes.less_work import CLASSES, WIDTH, check_equals_eager, forward_graph, made, refusals, shapes, wrap
+from tests.passes.test_rewrites import closed, graph_of
 from tests.zoo.entry import Call, Draw, ragged_mask
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
@@ -72,9 +80,10 @@ def test_the_layer_runs_on_one_row(name: str, tmp_path: Path) -> None:
     assert made(model, "move_gathers")
 
 
-def test_a_classifier_computes_its_last_layer_for_one_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_a_classifier_computes_its_last_layer_for_one_token(family: str, tmp_path: Path) -> None:
     """Keys and values of all tokens; queries, feed-forward and norms of the first."""
-    model = wrap(_bert(transformers.BertForSequenceClassification), tmp_path)
+    model = wrap(_bert(getattr(transformers, f"{family}ForSequenceClassification")), tmp_path)
     call = _sentences(Draw(1), 3, 9)
     model(**call.kwargs).loss.backward()
     last = [
@@ -88,16 +97,92 @@ def test_a_classifier_computes_its_last_layer_for_one_token(tmp_path: Path) -> N
 
 
 def _bert(kind: type[nn.Module], dropout: float = 0.0) -> nn.Module:
-    config = transformers.BertConfig(
+    config = kind.config_class(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return kind(config)
 
 
+class LastToken(nn.Module):
+    """A classifier that reads the last token that is no padding, as those of GPT-2 and Llama do."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5), nn.LayerNorm(WIDTH)
+        self.flat = flat
+
+    def forward(self, x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        mixed = x.cumsum(1)
+        hidden = self.norm(mixed + torch.tanh(self.first(mixed)))
+        if self.flat:  # GPT-2's layers flatten tokens
+            scores = self.second(hidden.flatten(0, 1)).unflatten(0, x.shape[:2])
+        else:
+            scores = self.second(hidden)
+        return scores[torch.arange(x.size(0)), last]
+
+
+def _with_last(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, length, WIDTH, grad=True), draw.ints(length, batch) - length // 2))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_last_token_of_each_sequence_is_picked_first(flat: bool, tmp_path: Path) -> None:
+    """Places below 0 count from the end."""
+    check_equals_eager(lambda: LastToken(flat), _with_last, ((3, 9), (1, 6), (2, 1)))
+    model = wrap(LastToken(flat), tmp_path)
+    model(*_with_last(Draw(0), 3, 9).args).sum().backward()
+    of_products = shapes(forward_graph(tmp_path), "Linear")
+    assert all(len(set(re.findall(r"s\d+", shape))) == 1 for shape in of_products), of_products
+    assert made(model, "move_gathers")
+
+
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_gather_nd_of_one_token_of_each_sequence_moves(batch_dims: int) -> None:
+    def graph() -> ir.Graph:
+        op, x = graph_of(("b", "s", 4))
+        places = ir.Value(name="places")
+        set_type(places, TensorType(ir.DataType.INT64, ("b", 2 - batch_dims)))
+        op.graph.inputs.append(places)
+        weight = op.constant((torch.arange(24.0) / 24).view(6, 4).numpy(), ir.DataType.FLOAT)
+        return closed(op, op.GatherND(op.own.Linear(x, weight), places, batch_dims=batch_dims))
+
+    before, after = graph(), graph()
+    move_gathers(after, Changes("move_gathers"))
+    kinds = [node.op_type for node in after if node.op_type in ("GatherND", "Linear")]
+    assert kinds == ["GatherND", "Linear"]
+    last = torch.tensor([[4], [0], [2]])
+    places = last if batch_dims else torch.cat([torch.arange(3)[:, None], last], 1)
+    tensors = [torch.randn(3, 5, 4), places]
+    for got, expected in zip(*(run(g, tensors) for g in (after, before)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def run(graph: ir.Graph, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    program = Program(whole(ir.Model(graph, ir_version=10)), "test", torch.device("cpu"))
+    results, _ = program.run(tensors, ())
+    return [*results]
+
+
 def _sentences(draw: Draw, batch: int, length: int) -> Call:
     words, mask = draw.ints(50, batch, length), ragged_mask(batch, length)
     return Call(kwargs={"input_ids": words, "attention_mask": mask, "labels": draw.ints(2, batch)})
+
+
+def test_a_decoders_classifier_equals_eager(tmp_path: Path) -> None:
+    """The last layer's feed-forward for one token of each sequence: the last that is no padding."""
+
+    def make() -> nn.Module:
+        config = transformers.GPT2Config(
+            vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=40, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2ForSequenceClassification(config)
+
+    check_equals_eager(make, _sentences, ((3, 9), (2, 6)), loss=lambda y: y.loss)
+    model = wrap(make(), tmp_path)
+    model(**_sentences(Draw(1), 3, 9).kwargs).loss.backward()
+    assert any(int(text.split()[1]) >= 8 for text in made(model, "move_gathers")), made(model, "move_gathers")
 
 
 def test_a_classifier_equals_eager() -> None:

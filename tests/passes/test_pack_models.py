@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 import transformers
 from torch import nn
 
 from onnxtrain import ORTModule
-from tests.passes.test_pack_tokens import IGNORED, check, decisions
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.passes.test_pack_tokens import IGNORED, check, decisions, results
 
 __all__ = ["decisions"]  # a fixture
 
@@ -89,3 +93,54 @@ def test_equals_eager(name: str, decisions: list[bool]) -> None:
             labels = torch.randint(3, VOCABULARY, (len(form), 5))
         check(wrapped, module, words * mask, mask, labels)
     assert decisions == [packs["right"], packs["left"]]
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_any_padding_and_labels_of_a_decoder_equal_eager(data: st.DataObject) -> None:
+    """Lengths from 0, on either side; any labels, also of padding, also none at all."""
+    batch, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 8))
+    lengths = data.draw(st.lists(st.integers(0, steps), min_size=batch, max_size=batch))
+    places = torch.arange(steps)
+    if data.draw(st.booleans(), label="on the left"):
+        places = places.flip(0)
+    mask = (places < torch.tensor(lengths)[:, None]).long()
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    words = torch.randint(3, VOCABULARY, mask.shape, generator=generator)
+    share = data.draw(st.sampled_from([0.0, 0.3, 1.0]), label="share of labels")
+    ignored = torch.rand(mask.shape, generator=generator) >= share
+    if data.draw(st.booleans(), label="none on padding"):
+        ignored |= (mask == 0) | (nn.functional.pad(mask[:, :-1], (1, 0)) == 0)
+    wrapped, module = decoder()
+    check(wrapped, module, words * mask, mask, words.masked_fill(ignored, IGNORED))
+
+
+@functools.cache
+def decoder() -> tuple[ORTModule, nn.Module]:
+    torch.manual_seed(0)
+    module = Loss(llama()).eval()
+    return ORTModule(module, skip_padding="always"), module
+
+
+def test_a_decoder_is_packed_under_autocast(decisions: list[bool]) -> None:
+    torch.manual_seed(0)
+    module = Loss(llama()).eval()
+    wrapped = ORTModule(module, skip_padding="always")
+    for form in (RIGHT, LEFT):
+        mask = torch.tensor(form)
+        words = torch.randint(3, VOCABULARY, mask.shape)
+        labels = words.masked_fill((mask == 0) | (nn.functional.pad(mask[:, :-1], (1, 0)) == 0), IGNORED)
+        batch = words * mask, mask, labels
+        got, eager = (autocast_results(run, module, *batch) for run in (wrapped, module))
+        exact = results(module.double(), module, *batch)
+        module.float()
+        largest = max(t.abs().max().item() for t in exact)
+        for index, (ours, theirs, right) in enumerate(zip(got, eager, exact, strict=True)):
+            # Weights are float32, but nothing that reaches them is finer than bfloat16.
+            assert_no_worse_than_eager(f"result {index}", ours.bfloat16(), theirs.bfloat16(), right, largest)
+    assert decisions == [True, True]
+
+
+def autocast_results(run: nn.Module, module: nn.Module, *batch: torch.Tensor) -> list[torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return results(run, module, *batch)
