@@ -19,9 +19,7 @@ import torch
 from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
-from onnxtrain.execute import channels_last
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
-from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
@@ -34,12 +32,16 @@ from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.randomness import MASKS
 from onnxtrain.options import Options
 from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
+from onnxtrain.plan import channels_last
 from onnxtrain.plan.budget import bytes_allowed, choose
+from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cheap import cheap
 from onnxtrain.plan.cut import Cut, Part, cut, whole
+from onnxtrain.plan.lifetimes import Timeline, timeline
 from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
@@ -63,6 +65,7 @@ class Compiled:
         run: takes the tensors of the capture's inputs and gives the module's output.
         known: the number of each size in the call that it was compiled for.
         units: where the unit depends on sizes, all of them; `unit` is the first.
+        layout: what lies channels-last, where anything does.
         is_shared: whether the programs were made for another module, whose graph is the same.
     """
 
@@ -72,6 +75,7 @@ class Compiled:
     run: Callable[..., Any]
     known: Mapping[str, int] = field(default_factory=dict)
     units: SizedUnits | None = None
+    layout: ChannelsLast | None = None
     is_shared: bool = False
 
     @property
@@ -82,6 +86,19 @@ class Compiled:
         """
         source = self.unit.backward_source
         return source.parts if isinstance(source, _Backwards) else None
+
+    def timeline(self, known: Mapping[str, int] | None = None) -> tuple[Timeline, Storages]:
+        """The memory of a step as it is planned, at the sizes that the unit was compiled for or at others.
+
+        Raises:
+            ValueError: there is no plan: the unit gives no gradients.
+        """
+        parts = self.parts
+        if parts is None:
+            raise ValueError("a graph without gradients has no plan")
+        nodes = (*parts.forward.nodes, *parts.backward.nodes)
+        storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
+        return timeline(parts, storages), storages
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -173,7 +190,7 @@ def compile_module(
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model)
     known = known_sizes(captured.model.graph.inputs, inputs)
-    return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known)
+    return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known, layout=layout)
 
 
 def _differentiated(captured: Captured, wrt: Flags) -> ir.Model:
@@ -200,7 +217,7 @@ def _within_budget(
     changed, parts = build.changed(joint), cut(joint)
 
     def chosen(known: Mapping[str, int]) -> Choice:
-        return choose(parts, Storages(joint.model.graph, known, build.device.type), allowed, changed)
+        return choose(parts, Storages(joint.model.graph, known, build.device.type, build.layout), allowed, changed)
 
     def made(choice: Choice) -> Unit:
         planned = applied(joint.copy(), choice)
@@ -211,10 +228,10 @@ def _within_budget(
     known = known_sizes(joint.model.graph.inputs, inputs)
     if isinstance(allowed, float):
         unit = made(chosen(known))
-        return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known)
+        return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known, layout=build.layout)
     units = SizedUnits(joint.model.graph.inputs[: len(inputs)], chosen, made)  # cotangents come after them
     unit, run = units.unit(inputs), _runner_by_sizes(captured, units)
-    return Compiled(captured, unit, stages.report(before), run, known, units)
+    return Compiled(captured, unit, stages.report(before), run, known, units, build.layout)
 
 
 def _steered(
@@ -230,7 +247,7 @@ def _steered(
         if options.recompute_cheap and not asked.values:
             asked = cheap(cut(joint), known, build.changed(joint))
         return applied(joint, asked), asked, ()
-    storages = Storages(joint.model.graph, known, build.device.type)
+    storages = Storages(joint.model.graph, known, build.device.type, build.layout)
     choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
     choice = replace(choice, values=choice.values | asked.values)
     return applied(joint, choice), choice, subgraphs
@@ -276,6 +293,8 @@ def note_kernels(graph: ir.Graph, options: Options, device: torch.device) -> Non
     for node in graph:
         if Effects.RANDOM in definition_of(node).effects:
             node.metadata_props["rng"] = "fast" if fast else "torch"
+            if device.type == "cpu":
+                node.metadata_props[MASKS] = "packed"
             node.metadata_props["draws"] = "any" if options.rng == "fast" else "eager's"
         if native:
             node.metadata_props[NOTE] = "on"
@@ -333,7 +352,7 @@ class _Build:
         layout: ChannelsLast | None,
     ) -> None:
         self.captured, self.device, self.options = captured, device, options
-        self._model, self._wrt, self._views, self._layout = model, wrt, views, layout
+        self._model, self._wrt, self._views, self.layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
@@ -354,9 +373,9 @@ class _Build:
         return joint.renewed()
 
     def program(self, part: Part, title: str) -> Program:
-        program = make_program(part, f"{self._name} {title}", self.device, self.options, self._layout)
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, self.layout)
         if _may_compile_behind(self.options) and self.device.type == "cpu":
-            if self._layout is None:  # a region's kernel reads and writes in the usual order only
+            if self.layout is None:  # a region's kernel reads and writes in the usual order only
                 regions.watch(program, self.options, partial(self._fused, title))
             one_call.watch(program)
         return program

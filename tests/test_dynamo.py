@@ -199,7 +199,7 @@ def test_dynamos_own_regions() -> None:
         three.check(torch.randn(rows, 4), 3 + step)
     assert 0 < dynamo.captures() <= 2
     operators = {node.op_type for engine in dynamo._ENGINES.values() for node in engine.newest().captured.model.graph}
-    assert {"PythonOp", "Dropout", "Detach"} <= operators
+    assert {"PythonOp", "BitmaskDropout", "Detach"} <= operators
 
 
 def test_two_forwards_of_a_custom_function_before_backward() -> None:

@@ -208,11 +208,28 @@ def test_errors_of_the_users_model_are_the_users_errors(how: str) -> None:
     module, x = Wrong(), torch.ones(2, 3, WIDTH)
     with pytest.raises(Exception) as expected:  # whatever eager raises
         module(x, how)
+    ours = ORTModule(module)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error")  # that it cannot be a graph is not what is wrong
         with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:30])) as raised:
-            ORTModule(module)(x, how)
+            ours(x, how)
     assert any(__file__ in str(entry.path) and entry.name == "forward" for entry in raised.traceback)
+
+
+def test_after_a_wrong_first_call_a_right_one_is_a_graph() -> None:
+    module = ORTModule(_Sum())
+    for wrong in (torch.ones(3, WIDTH), torch.ones(2, WIDTH + 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeError, match="must match the size"):
+                module(torch.ones(2, WIDTH), wrong)
+    module(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    assert count_captures(module) == 1
+
+
+class _Sum(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
 
 
 def test_an_error_after_the_first_step_is_the_users_error() -> None:

@@ -19,10 +19,15 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 import torch
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
@@ -250,19 +255,23 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         raise CaptureError(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
             where=source_line.in_error(error),
-            todo=_without_fake(error)
-            or "the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
+            todo=f"the module runs in PyTorch; {_to_do(error)}",
         ) from error
 
 
-def _without_fake(error: BaseException) -> str:
-    """What to do where an operator has no implementation for fake tensors; "" where that is not what is missing."""
+def _to_do(error: BaseException) -> str:
+    """How forward becomes one that can be captured."""
     text = str(error)
-    if not isinstance(error, UnsupportedOperatorException) and "no fake impl registered" not in text:
-        return ""
-    found = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
-    name = found[0].replace(".", "::") if found else "namespace::operator"
-    return f'the module runs in PyTorch; say what shapes the operator gives: torch.library.register_fake("{name}")'
+    if isinstance(error, _DECIDED_BY_ELEMENTS):
+        return "avoid Python decisions that depend on tensor elements"
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in text:
+        found = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
+        name = found[0].replace(".", "::") if found else "namespace::operator"
+        return f'say what shapes the operator gives: torch.library.register_fake("{name}")'
+    return "a graph takes PyTorch's operators, and Python that reads no elements of tensors"
+
+
+_DECIDED_BY_ELEMENTS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 def _reason(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,11 +33,12 @@ from onnxtrain.observe.step_memory import (
     predicted,
 )
 from onnxtrain.options import FallbackPolicy, Options
-from onnxtrain.plan.lifetimes import Timeline, timeline
+from onnxtrain.plan.lifetimes import Timeline
 from onnxtrain.plan.storage import Storages
 from onnxtrain.plan.subgraphs import find_subgraphs, reports
 from onnxtrain.report import SubgraphReport
 
+_WIDTH = 150  # of tables where no terminal says
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         "onnxtrain, predicted": activations_of(plan),
         "onnxtrain, measured": ours.activations,
     }
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:
@@ -95,16 +97,7 @@ def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tu
     engine = Engine(module, replace(settings, tuning=False, skip_padding="never"), Way(is_part=True))
     loss_of(engine(loaded.args, loaded.kwargs)).backward()
     module.zero_grad()
-    return *plan_of(engine), engine
-
-
-def plan_of(engine: Engine) -> tuple[Timeline, Storages]:
-    """The plan of the newest graph, at the sizes that it was compiled for. A backward ran."""
-    compiled = engine.newest()
-    assert compiled.parts is not None, "a step with a gradient ran"
-    nodes = (*compiled.parts.forward.nodes, *compiled.parts.backward.nodes)
-    storages = Storages(nodes, compiled.known, compiled.unit.device_type)
-    return timeline(compiled.parts, storages), storages
+    return *engine.newest().timeline(), engine
 
 
 def _what_can_be_named(compiled: Compiled, storages: Storages, again: Collection[str]) -> Sequence[SubgraphReport]:

@@ -227,7 +227,8 @@ class _Boundary(torch.autograd.Function):
     """Forward and backward of a unit, as autograd sees them.
 
     Backward programs take their arguments from an iterator, which holds nothing once it is read, and autograd lets go
-    of what was saved (unless retain_graph says otherwise): each tensor is freed after its last use, as in eager.
+    of what was saved (unless retain_graph says otherwise): each tensor is freed after its last use, as in eager. So are
+    cotangents from PyTorch 2.13 on, which hands them over in a list that can be emptied.
 
     `ctx.call` is (unit, tensors, versions, sizes): one attribute, because each costs as much as a third of a small
     operator. The tensors are held beside the saved ones for create_graph, which runs the module again in PyTorch:
@@ -245,24 +246,30 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        unit: Unit = ctx.call[0]
-        needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            return (None, *differentiable_backward(ctx, cotangents, needed[1:]))
-        usual, program = unit.usual
-        if needed == usual and not torch._C._is_any_autocast_enabled():
-            arguments = iter((*ctx.saved_tensors, *cotangents))
-            ctx.maybe_clear_saved_tensors()
-            gradients, _ = program.run(arguments, ctx.call[3])
-            return (None, *gradients)
-        if not unit.contexts:
-            return _backward(ctx, cotangents, needed)
-        try:
-            found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
-        except Exception as error:  # maybe of a custom function's backward
-            hide_own_frames(error)
-            raise
-        return found
+        return _gradients(ctx, list(cotangents))
+
+
+def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+    """Backward of `_Boundary`. Empties the list of cotangents."""
+    unit: Unit = ctx.call[0]
+    needed = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        return (None, *differentiable_backward(ctx, cotangents, needed[1:]))
+    usual, program = unit.usual
+    if needed == usual and not torch._C._is_any_autocast_enabled():
+        arguments = iter((*ctx.saved_tensors, *cotangents))
+        cotangents.clear()
+        ctx.maybe_clear_saved_tensors()
+        gradients, _ = program.run(arguments, ctx.call[3])
+        return (None, *gradients)
+    if not unit.contexts:
+        return _backward(ctx, cotangents, needed)
+    try:
+        found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
+    except Exception as error:  # maybe of a custom function's backward
+        hide_own_frames(error)
+        raise
+    return found
 
 
 def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -288,7 +295,7 @@ def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
     return results
 
 
-def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags) -> tuple[Any, ...]:
+def _backward(ctx: Any, cotangents: list[torch.Tensor | None], needed: Flags) -> tuple[Any, ...]:
     """Backward of any unit."""
     unit = ctx.call[0]
     program, arguments, sizes = prepare_backward(ctx, cotangents, needed)
@@ -301,17 +308,18 @@ def _backward(ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags
 
 
 def prepare_backward(
-    ctx: Any, cotangents: Sequence[torch.Tensor | None], needed: Flags
+    ctx: Any, cotangents: list[torch.Tensor | None], needed: Flags
 ) -> tuple[BackwardProgram, Iterator[Any], Sequence[int]]:
     """The backward program for these cotangents, and what it takes: an iterator that holds nothing once it is read.
 
     What was saved is read here and passed to no Python function: where a debugger, a tracer or torch.compile evaluates
-    the frames, the caller's would keep its arguments alive until backward ends.
+    the frames, the caller's would keep its arguments alive until backward ends. The list of cotangents is emptied.
     """
     unit, _, _, known = ctx.call
     backward = unit.backward(tuple(map(is_not, cotangents, unit.none)), needed)
     arguments = iter(backward.arguments(_saved(ctx), cotangents, ctx))
     if not unit.contexts:  # a PythonOp's backward may run twice
+        cotangents.clear()
         ctx.maybe_clear_saved_tensors()
     return backward.program, arguments, [known[i] for i in backward.sizes] if backward.sizes else ()
 
@@ -331,6 +339,9 @@ def _saved(ctx: Any) -> Sequence[Any]:
 _APPLY: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Boundary).apply
 # The same the other way: what autograd calls looks for the function's backward, and for vjp and boxed gradients.
 _Boundary._backward_cls.apply = _Boundary.backward  # type: ignore[attr-defined]
+# PyTorch from 2.13 on hands cotangents over in a list, where it is asked to: a tuple holds them until backward ends.
+_Boundary.boxed_grads_call = True  # type: ignore[attr-defined]
+_Boundary._backward_cls.apply_boxed = _gradients  # type: ignore[attr-defined]
 
 
 def _zeros(ctx: Any, index: int) -> torch.Tensor:

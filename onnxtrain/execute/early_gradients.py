@@ -134,7 +134,7 @@ class _Call:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
         self._runs: dict[int, StagedRun | list[torch.Tensor | None]] = {}  # by the engine's number of the backward
 
-    def begin(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> None:
+    def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
         """Starts a backward; what is left of it goes when the engine is done with it, wherever it stopped."""
         run: StagedRun | list[torch.Tensor | None]
         if torch.is_grad_enabled():
@@ -189,6 +189,6 @@ class _First(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         call: _Call = ctx.early
-        call.begin(ctx, cotangents)
+        call.begin(ctx, list(cotangents))
         dtype, device = ctx.token
         return (None, torch.empty(0, dtype=dtype, device=device), *call.advance(0))

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import onnx_ir as ir
 import torch
 
-from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.host_source import HostInt, ShapeSource
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.alias import viewed
@@ -33,6 +32,7 @@ from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Property
+from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import last_uses, overwritten
 

@@ -11,6 +11,7 @@ A packed mask is an eighth of Dropout's. How a node draws stands in `randomness.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
 from onnxtrain.ops.composite import composite, elementwise_axes, no_axes
 from onnxtrain.ops.constructors import TORCH_DTYPES, elementwise_flops, never
-from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, Replay, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
 from onnxtrain.ops.randomness import (
     DRAWS,
@@ -32,6 +33,7 @@ from onnxtrain.ops.randomness import (
     dropout_backward_of_any_ratio,
     dropout_of_any_ratio,
     fast_dropout,
+    masked,
     ratio_of,
     scale_of,
     trains,
@@ -47,25 +49,37 @@ def _words(n: NodeView, value: ir.Value) -> TensorType:
     return TensorType(ir.DataType.UINT32, (sizes.floor_divide(sizes.add(numel(value), _WORD - 1), _WORD),))
 
 
-# Packing. PyTorch has hardly an op for uint32: words are seen as the bytes that they are made of, lowest first.
+# Packing. PyTorch has hardly an op for uint32: words are seen as the bytes that they are made of, lowest first. Eight
+# truth values are the bytes of an int64: a product brings them together in its highest byte, a table takes them apart.
+
+_TOGETHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 
-def _weights(device: torch.device) -> Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+@functools.cache
+def _apart(device: torch.device) -> Tensor:
+    """For each byte its bits as the bytes of an int64: int64 [256]."""
+    bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(torch.arange(8, device=device))
+    return bits.bitwise_and_(1).to(torch.uint8).view(torch.int64).view(-1)
 
 
 def packed(mask: Tensor) -> Tensor:
     """Bits for truth values: uint32 [ceil(elements / 32)]."""
-    count = mask.numel()
-    whole = torch.zeros(-(-count // _WORD) * _WORD, dtype=torch.uint8, device=mask.device)
-    whole[:count] = mask.reshape(-1)
-    return whole.view(-1, 8).mul_(_weights(mask.device)).sum(1, dtype=torch.uint8).view(torch.uint32)
+    count, flat = mask.numel(), mask.reshape(-1).view(torch.uint8)
+    if count % _WORD:
+        flat = torch.cat((flat, flat.new_zeros(-count % _WORD)))
+    return (
+        flat.view(torch.int64)
+        .mul(_TOGETHER)
+        .view(torch.uint8)[7::8]
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint32)
+    )
 
 
 def unpacked(words: Tensor, shape: Sequence[int]) -> Tensor:
     """Truth values for bits."""
-    bits = words.view(torch.uint8).unsqueeze(1).bitwise_and(_weights(words.device)).ne(0)
-    return bits.view(-1)[: torch.Size(shape).numel()].view(shape)
+    found = _apart(words.device).index_select(0, words.view(torch.uint8).to(torch.int32))
+    return found.view(torch.bool)[: torch.Size(shape).numel()].view(shape)
 
 
 def _powers(op: Builder) -> ir.Value:
@@ -117,9 +131,13 @@ def _bitmask_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _bitmask_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> list[ir.Value | None]:
+    return [None if dy is None else _masked_nodes(op, n, dy, n.mask), None, None][: len(n.node.inputs)]
+
+
+def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
+    """What BitmaskDropout does with x and what it drew; its kernels and BitmaskDropoutGrad's compute it the same way."""
     ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
-    dx = None if dy is None else op.ms.BitmaskDropoutGrad(dy, n.mask, ratio, n.training_mode)
-    return [dx, None, None][: len(n.node.inputs)]
+    return op.ms.BitmaskDropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
 
 
 def _scale(n: NodeView, value: ir.Value) -> float:
@@ -148,6 +166,7 @@ define(
             Kernel(
                 lower=lambda n, x, *_: Call(packed_dropout, x, 1 - ratio_of(n), _scale(n, n.x)),
                 applies=lambda n, device: trains(n),
+                workspace=lambda n: sizes.multiply(2, numel(n.x)),  # a mask of bytes, and the product with it
             ),
             Kernel(lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments), scalars=True),
         ),
@@ -156,8 +175,13 @@ define(
         aliases={},
         flops=elementwise_flops,
         host=None,
+        replay=Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)),
     )
 )
+
+
+def packed_masked(dy: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return masked(dy, unpacked(mask, dy.shape), scale)
 
 
 def packed_dropout_backward(dy: Tensor, mask: Tensor, ratio: Any, training: Any) -> Tensor:
@@ -172,6 +196,13 @@ fused(
     shapes=lambda n: (type_of(n.dy),),
     body=lambda op, n: op.ms.DropoutGrad(n.dy, _unpacked(op, n), n.ratio, n.training_mode),
     lower=lambda n, *arguments: Call(packed_dropout_backward, *arguments),
+    kernels=(
+        Kernel(
+            lower=lambda n, dy, mask, *_: Call(packed_masked, dy, mask, _scale(n, n.dy)),
+            applies=lambda n, device: trains(n),
+            workspace=lambda n: numel(n.dy),  # a mask of bytes
+        ),
+    ),
     axes=no_axes,
     flops=lambda n: sizes.multiply(3, numel(n.dy)),
 )

@@ -10,6 +10,8 @@ A node's metadata `rng` says which numbers it draws:
                       saved states govern them too. The ratio is then a multiple of 1/65536, and the scale that of this
                       ratio: E[y] = x exactly. The pass `key_dropout` lets such a node keep the key and no mask
 
+On a CPU, `pack_masks` lets a node that draws eager's numbers keep its mask in bits (`packed_dropout.py`).
+
 Other random tensors: `random_tensors.py`.
 """
 
@@ -44,6 +46,8 @@ from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.registry import define
 
 _DEFAULT_RATIO = 0.5
+
+MASKS = "masks"  # metadata of a node whose mask may be kept in bits: "packed"
 
 
 # What a node's constants say
@@ -94,7 +98,7 @@ def scale_of(ratio: float, dtype: torch.dtype) -> float:
 _FEW = 2048  # elements; for fewer the number of calls counts
 
 
-def _masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     if mask.numel() < _FEW:
         return x.mul(mask).mul_(scale)
     return mask.view(torch.uint8).to(x.dtype).mul_(x).mul_(scale)
@@ -115,13 +119,13 @@ def fast_mask(x: torch.Tensor, dropped: int) -> torch.Tensor:
 def dropout(x: torch.Tensor, keep: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws as F.dropout does."""
     mask = torch_mask(x, keep)
-    return _masked(x, mask, scale), mask
+    return masked(x, mask, scale), mask
 
 
 def fast_dropout(x: torch.Tensor, dropped: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws 16 bits an element."""
     mask = fast_mask(x, dropped)
-    return _masked(x, mask, scale), mask
+    return masked(x, mask, scale), mask
 
 
 def dropout_of_any_ratio(
@@ -146,7 +150,7 @@ def dropout_backward_of_any_ratio(
     ratio = _DEFAULT_RATIO if ratio is None else float(ratio)
     if not training or ratio == 0:
         return dy.clone()
-    return _masked(dy, mask, 0.0 if ratio == 1 else scale_of(ratio, dy.dtype))
+    return masked(dy, mask, 0.0 if ratio == 1 else scale_of(ratio, dy.dtype))
 
 
 def _lower_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
@@ -250,7 +254,7 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _lower_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:
-    return Call(_masked, dy, mask, scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.dy)]))
+    return Call(masked, dy, mask, scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.dy)]))
 
 
 def _lower_native_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:

@@ -96,10 +96,10 @@ def timeline(parts: Cut, storages: Storages) -> Timeline:
             crossing[value].last = len(forward.nodes)
     second = _Program(backward, storages, len(forward.nodes), {v: crossing[v] for v in parts.kept if v in crossing})
     for value in forward.outputs[: forward.leaving]:
-        if value is not None and value in crossing:
-            crossing[value].last, crossing[value].kind = end, Kind.RESULT
+        if value is not None and (spot := first.result(value)):
+            spot.last, spot.kind = end, Kind.RESULT
     for value in backward.outputs:
-        if value is not None and (spot := second.spot(value)):
+        if value is not None and (spot := second.result(value)):
             spot.last, spot.kind = end, Kind.GRADIENT if spot.kind is Kind.TEMPORARY else spot.kind
     nodes = (*forward.nodes, *backward.nodes)
     made = sorted((*first.made, *second.made), key=lambda spot: spot.first)
@@ -138,6 +138,7 @@ class _Program:
         """
         self.made: list[_Spot] = []
         self._spots = dict(given)
+        self._storages, self._end = storages, offset + len(part.nodes)
         for spot in given.values():
             spot.kind = Kind.KEPT
         tensors = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
@@ -159,6 +160,14 @@ class _Program:
 
     def spot(self, value: ir.Value) -> _Spot | None:
         return self._spots.get(value)
+
+    def result(self, value: ir.Value) -> _Spot | None:
+        """Where a value lies that leaves the program: in a copy, made at its end, where its order of memory is another."""
+        spot = self.spot(value)
+        if spot is not None and self._storages.copied_result(value):
+            spot = _Spot(value, self._storages.bytes_of(value), self._end - 1)
+            self.made.append(spot)
+        return spot
 
 
 def _spots_of(values: Sequence[ir.Value | None], spots: dict[ir.Value, _Spot]) -> Iterator[_Spot]:

@@ -8,7 +8,7 @@ kernels compute is taken to be new, contiguous memory.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -22,6 +22,7 @@ from onnxtrain.ops import Effects, OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Kernel, Method
 from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.plan.channels_last import ChannelsLast
 
 
 def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
@@ -57,13 +58,15 @@ class Storages:
         host: the values that are Python ints.
     """
 
-    def __init__(self, nodes: Iterable[ir.Node], known: Mapping[str, int], device: str) -> None:
+    def __init__(
+        self, nodes: Iterable[ir.Node], known: Mapping[str, int], device: str, layout: ChannelsLast | None = None
+    ) -> None:
         """Places the outputs of `nodes`, which stand in the order of execution.
 
-        A size that depends on data counts as the most that it can be.
+        A size that depends on data counts as the most that it can be. `layout` says what lies channels-last.
         """
         nodes = tuple(nodes)
-        self.device, self.known = device, dict(known)
+        self.device, self.known, self._layout = device, dict(known), layout
         self.host = frozenset(host_values(nodes, definition_of))
         self._kernels: dict[ir.Node, Kernel] = {}
         self._sources: dict[ir.Value, ir.Value] = {}
@@ -99,11 +102,27 @@ class Storages:
         return self._kernels[node]
 
     def workspace(self, node: ir.Node) -> int:
-        """The bytes of scratch memory that a node's kernel takes beside its inputs and outputs."""
+        """The bytes of scratch memory that a node's kernel takes beside its inputs and outputs.
+
+        Copies of inputs in another order of memory are among them, but not one that an output is a view of.
+        """
         if node not in self._workspace:
-            size = self.kernel(node).workspace(definition_of(node).view(node))
-            self._workspace[node] = self.number(size)
+            definition = definition_of(node)
+            size = self.kernel(node).workspace(definition.view(node))
+            viewed_ = {viewed(node, index, definition) for index in range(len(node.outputs))}
+            copies = sum(self.bytes_of(v) for v in self._copied(node) if v not in viewed_)
+            self._workspace[node] = self.number(size) + copies
         return self._workspace[node]
+
+    def copied_result(self, value: ir.Value) -> bool:
+        """Whether a result leaves the program as a copy, in the usual order of memory."""
+        return self._layout is not None and self._layout.may_hold(value)
+
+    def _copied(self, node: ir.Node) -> Collection[ir.Value]:
+        """The inputs that a node reads as copies."""
+        if self._layout is None or self.host.issuperset(node.outputs):
+            return ()
+        return self._layout.copied(node)
 
     def number(self, size: sizes.Size) -> int:
         """The integer that a size is here."""
@@ -123,18 +142,18 @@ class Storages:
     def _place(self, node: ir.Node, definition: OpDef) -> None:
         self._bound(node)
         results = self._run(node, definition)
-        forms = self.kernel(node).output_bytes(definition.view(node))
+        forms, copied = self.kernel(node).output_bytes(definition.view(node)), self._copied(node)
         for index, value in enumerate(node.outputs):
             tensor = results[index] if index < len(results) else None
             name = definition.output_name(index)
             if name in forms:
                 self._bytes[value] = self.number(forms[name])
             if not isinstance(tensor, torch.Tensor):
-                self._guess(node, index, value, definition)
+                self._guess(node, index, value, definition, copied)
                 continue
             self._tensors[value] = tensor
             for read in node.inputs:
-                if read is not None and read in self._tensors and _share(self._tensors[read], tensor):
+                if read in self._tensors and read not in copied and _share(self._tensors[read], tensor):
                     self._sources[value] = read
 
     def _bound(self, node: ir.Node) -> None:
@@ -144,10 +163,12 @@ class Storages:
                 for name in sizes.symbols(size) - self.known.keys():
                     self.known[name] = max((self._count(v) for v in node.inputs if v is not None), default=0)
 
-    def _guess(self, node: ir.Node, index: int, value: ir.Value, definition: OpDef) -> None:
+    def _guess(
+        self, node: ir.Node, index: int, value: ir.Value, definition: OpDef, copied: Collection[ir.Value]
+    ) -> None:
         """What a kernel of ours gives: a view where the definition says so, else new memory."""
         source = viewed(node, index, definition)
-        if source is not None and self._count(source) == self._count(value):
+        if source is not None and source not in copied and self._count(source) == self._count(value):
             self._sources[value] = source
 
     def _run(self, node: ir.Node, definition: OpDef) -> tuple[Any, ...]:

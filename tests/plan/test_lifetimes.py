@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 import pytest
 import torch
@@ -10,23 +12,61 @@ from onnxtrain import ORTModule
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.plan.lifetimes import Kind, Timeline, timeline
+from onnxtrain.plan.lifetimes import Kind, Timeline
 from onnxtrain.plan.storage import Storages, known_sizes
-from tests.plan.measured import made, peak_of, step
+from tests.plan.measured import Batch, ConvNet, made, peak_of, step
 
 SIZES = ((8, 16), (3, 33), (16, 24))
 
 
 def predicted(model: ORTModule, known: dict[str, int]) -> Timeline:
     """The plan's memory at these sizes."""
-    parts = model.__dict__["_engine"].newest().parts
-    return timeline(parts, Storages([*parts.forward.nodes, *parts.backward.nodes], known, "cpu"))
+    found: Timeline = model.__dict__["_engine"].newest().timeline(known)[0]
+    return found
+
+
+class LossOnly(torch.nn.Module):
+    """Returns the loss alone: no logits are held."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.module(**batch)["loss"]}
+
+
+class Features(torch.nn.Module):
+    """Returns pictures, in the user's order of memory, and reads them in that order too."""
+
+    def __init__(self, module: ConvNet) -> None:
+        super().__init__()
+        self.layers = module.features
+
+    def forward(self, pictures: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.layers(pictures)
+        return {"loss": found.flatten(1).softmax(1).square().sum() + 0 * labels.sum(), "found": found}
 
 
 @pytest.mark.parametrize("name", ["minilm", "gpt2", "t5", "cnn"])
-def test_the_peak_is_predicted_within_a_tenth(name: str) -> None:
-    """Measured is what the allocator gives out in a step whose gradients are there and whose outputs are held."""
+def test_the_peak_is_predicted(name: str) -> None:
+    assert_predicted(*made(name))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in ("minilm", "gpt2", "t5")] + ["cnn"])
+def test_the_peak_without_logits_is_predicted(name: str) -> None:
     module, make = made(name)
+    assert_predicted(LossOnly(module), make)
+
+
+def test_the_peak_of_pictures_that_are_put_in_order_is_predicted() -> None:
+    module, make = made("cnn")
+    assert isinstance(module, ConvNet)
+    assert_predicted(Features(module), make)
+
+
+def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch]) -> None:
+    """Within a twentieth of what the allocator gives out, in a step whose gradients are there and outputs are held."""
     model = ORTModule(module, rng="torch")
     for size in SIZES:
         batch = make(*size)
@@ -34,7 +74,7 @@ def test_the_peak_is_predicted_within_a_tenth(name: str) -> None:
         known = sizes_of(model, batch)
         measured = peak_of(lambda batch=batch: step(model, batch))  # type: ignore[misc]
         found = predicted(model, known).peak
-        assert abs(found - measured) <= 0.1 * measured, f"{size}: {found} bytes predicted, {measured} measured"
+        assert abs(found - measured) <= 0.05 * measured, f"{size}: {found} bytes predicted, {measured} measured"
 
 
 def sizes_of(model: ORTModule, batch: dict[str, torch.Tensor]) -> dict[str, int]:

@@ -18,7 +18,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.execute.channels_last import ChannelsLast
 from onnxtrain.execute.kernel_choice.expected import expected_kernel, expected_shapes
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import WORTH_SECONDS, Answers, rounded
@@ -29,6 +28,7 @@ from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Call, Kernel
 from onnxtrain.ops.machine import this_machine
 from onnxtrain.options import Options
+from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]

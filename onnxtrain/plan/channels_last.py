@@ -9,7 +9,7 @@ to 64 channels takes 0.7 of the time, a batch norm half.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -96,29 +96,37 @@ class ChannelsLast:
 
     def arguments(self, node: ir.Node, arguments: Sequence[Any]) -> list[Any]:
         """A node's arguments, in the order of memory in which it reads them."""
+        definition, orders = definition_of(node), self._changed(node)
+        if definition.inputs and definition.inputs[-1].endswith("..."):
+            fixed = len(definition.inputs) - 1
+            several = tuple(map(_in_order, orders[fixed:], arguments[fixed]))
+            return [*map(_in_order, orders[:fixed], arguments), several]
+        return [*map(_in_order, orders, arguments), *arguments[len(orders) :]]
+
+    def copied(self, node: ir.Node) -> Collection[ir.Value]:
+        """The inputs that a node reads in another order than they lie in: a copy is made of each."""
+        return {v for v, order in zip(node.inputs, self._changed(node), strict=True) if v is not None and order}
+
+    def _changed(self, node: ir.Node) -> list[torch.memory_format | None]:
+        """For each input the order that it is brought to; None where it stays as it is."""
         definition = definition_of(node)
         layout = definition.layout
         values = layout.values if layout is not None and self._is_within(node) else frozenset()
-        count = len(node.inputs)
-        if definition.inputs and definition.inputs[-1].endswith("..."):
-            fixed = len(definition.inputs) - 1
-            several = tuple(self._back(v, a) for v, a in zip(node.inputs[fixed:], arguments[fixed], strict=True))
-            return [*(self._back(v, a) for v, a in zip(node.inputs[:fixed], arguments, strict=False)), several]
-        found = [
-            self._there(value, argument) if definition.input_name(i) in values else self._back(value, argument)
-            for i, (value, argument) in enumerate(zip(node.inputs, arguments, strict=False))
-        ]
-        return [*found, *arguments[count:]]
+        found: list[torch.memory_format | None] = []
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                found.append(None)
+            elif definition.input_name(index) in values:
+                found.append(torch.channels_last if _is_picture(value) and not self.holds(value) else None)
+            else:
+                found.append(torch.contiguous_format if self.may_hold(value) else None)
+        return found
 
-    def _there(self, value: ir.Value | None, argument: Any) -> Any:
-        if value is None or not _is_picture(value) or not isinstance(argument, str) or self.holds(value):
-            return argument
-        return Method("contiguous", argument, memory_format=torch.channels_last)
 
-    def _back(self, value: ir.Value | None, argument: Any) -> Any:
-        if value is None or not isinstance(argument, str) or not self.may_hold(value):
-            return argument
-        return Method("contiguous", argument)
+def _in_order(order: torch.memory_format | None, argument: Any) -> Any:
+    if order is None or not isinstance(argument, str):
+        return argument
+    return Method("contiguous", argument, **({} if order is torch.contiguous_format else {"memory_format": order}))
 
 
 def _shared(node: ir.Node, definition: OpDef) -> list[ir.Value]:
