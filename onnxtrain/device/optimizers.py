@@ -7,7 +7,7 @@ float32, to float32's precision also where 1 - 0.999 would have lost half its di
 
 An update is some ten passes over memory, since onnxruntime joins none of them. So a large parameter, its gradient and
 its states are taken as [chunks, elements], and a Scan updates one chunk after the other, which stays in the cache
-(a million parameters: 1.4 and 1.7 times as fast in two runs, ten million: 2.3). Both sizes are open: the host says
+(a million parameters: 1.7 to 1.9 times as fast, ten million: 2.4). Both sizes are open: the host says
 them, and [1, all] is the plain update. Portable graphs have none of this: on a GPU it would only cost.
 """
 

@@ -72,6 +72,7 @@ def for_stock(model: ir.Model, *, portable: bool) -> ir.Model:
         for graph in (result.graph, *(function.graph for function in result.functions.values())):
             _sum_axis_by_axis(graph)
             convert_opset(graph, OPSET)
+        traversal.remove_unused(result.graph, keeps=lambda node: True)  # the axes of sums that were written out
     except (GraphError, OptionError) as error:
         raise ArtifactError(error.what, error.where, error.expected, error.got, error.todo) from error
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -115,8 +116,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
     "cnn": (Cnn, _images((8, 3, 28, 28)), ("x",)),
     "transformer": (Transformer, _tokens, ("ids",)),
     "lstm": (lambda: Recurrent(nn.LSTM), _tokens, ("ids",)),
+    "gru": (lambda: Recurrent(nn.GRU), _tokens, ("ids",)),
     "minilm-head": (MiniLmHead, _sentences, ("input_ids", "attention_mask")),
 }
+# A GRU goes the LSTM's ways: its tests run with the slow ones.
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "gru" else []) for name in MODELS]
 
 
 def make(name: str) -> nn.Module:

@@ -26,7 +26,7 @@ from onnxtrain.device.stock import KNOWN_TO_ONNXRUNTIME
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT
 from onnxtrain.ops import OPS
-from tests.device.models import MODELS, batches, make
+from tests.device.models import NAMES, batches, make
 from tests.device.stock import Stock, session
 from tests.device.test_artifacts_imports import by_hand, node, weight
 
@@ -368,7 +368,7 @@ def test_other_faults_of_updates_are_refused() -> None:
         verify_updates(model, {"c": "p"})
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", NAMES)
 def test_outputs_bound_in_place_equal_outputs_in_memory_of_their_own(name: str, tmp_path: Path) -> None:
     """All of training graph and optimizer graph: the proof holds on onnxruntime, with its optimizations on."""
     data = batches(name, 3)
@@ -403,7 +403,7 @@ def _run(run: ort.InferenceSession, feeds: dict[str, np.ndarray], updates: dict[
 # The form for stock onnxruntime
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", NAMES)
 def test_portable_graphs_hold_the_portable_profile_only(name: str, tmp_path: Path) -> None:
     data = batches(name, 1)
     optimizer = onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0))

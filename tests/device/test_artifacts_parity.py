@@ -15,7 +15,7 @@ from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, generate_artifacts
 from onnxtrain.device.checkpoint import load
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
-from tests.device.models import MODELS, Batch, batches, export, make
+from tests.device.models import MODELS, NAMES, Batch, batches, export, make
 from tests.device.stock import Stock, facts, train_torch
 
 LR = 1e-3
@@ -74,8 +74,8 @@ def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
     return found
 
 
-LONG = {("lstm", "torchscript"), ("lstm", "dynamo")}
 EXPORTERS = ("torch", "torchscript", "dynamo")
+LONG = {("lstm", "torchscript"), ("lstm", "dynamo"), *(("gru", exporter) for exporter in EXPORTERS)}
 CASES = [
     pytest.param(name, exporter, portable, marks=[pytest.mark.slow] if (name, exporter) in LONG else [])
     for name in MODELS
@@ -94,7 +94,7 @@ def test_losses_over_20_steps(name: str, exporter: str, portable: bool, tmp_path
     np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_over_50_steps(name: str, tmp_path: Path) -> None:
     data = batches(name, 50)
     artifacts(name, make(name), data[0], "torch", tmp_path)

@@ -144,6 +144,22 @@ def test_sequences_of_several_lengths(kind: type[nn.RNNBase], tmp_path: Path) ->
     np.testing.assert_allclose(run.parameter("first"), first.detach().numpy(), rtol=1e-5)
 
 
+def test_a_size_that_only_an_example_had_is_not_believed(tmp_path: Path) -> None:
+    """The file declares one sample behind an input of any number."""
+    _, weights = layer(nn.RNN)
+    model = model_file("RNN", weights)
+    model.graph.value_info.append(helper.make_tensor_value_info("scaled", TensorProto.FLOAT, ["s", 1, WIDTH]))
+    how = {"loss": LossType.MSELoss, "artifact_directory": tmp_path}
+    generate_artifacts(model, requires_grad=["first"], optimizer=SGD(), **how)
+    run, first = Stock(tmp_path, lr=0.5), torch.ones(1, requires_grad=True)
+    x, target = torch.randn(4, 3, WIDTH), torch.randn(4, 1, 3, HIDDEN)
+    run.step(x.numpy(), np.full(3, 4, np.int32), target.numpy())
+    run.update()
+    F.mse_loss(layer(nn.RNN)[0](x * first)[0][:, None], target).backward()
+    assert first.grad is not None
+    np.testing.assert_allclose(run.parameter("first"), 1 - 0.5 * first.grad.numpy(), rtol=1e-5)
+
+
 def test_what_pytorch_has_not_runs_only_where_it_is_frozen(tmp_path: Path) -> None:
     _, weights = layer(nn.GRU)
     model = model_file("GRU", weights)  # linear_before_reset is 0

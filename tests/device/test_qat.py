@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -21,6 +22,7 @@ from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, fake_quantize, generate_artifacts, quantize_trained
 from onnxtrain.device.onnx_module import OnnxModule
 from onnxtrain.errors import ArtifactError
+from onnxtrain.graph.traversal import is_used
 from tests.device.stock import Stock
 from tests.device.test_artifacts_imports import by_hand, node
 
@@ -418,6 +420,8 @@ def test_the_commands_go_there_and_back(trained: Path, tmp_path: Path, capsys: p
     out = tmp_path / "out"
     assert cli.main(["artifacts", str(small), "--qat", "--learn-scales", "-o", str(out)]) == 0
     assert ".log_factor" in capsys.readouterr().out
+    held = ir.load(out / "training_model.onnx").graph.initializers.values()
+    assert all(map(is_used, held)), "onnxruntime warns of constants that nothing reads"
     how = ["--data", "digits", "--learning-rate", "0.003", "--epochs", "8", "--quantized", str(small)]
     assert cli.main(["train", str(out), *how]) == 0
     assert "quantized.onnx" in capsys.readouterr().out.replace("\n", "")

@@ -35,7 +35,7 @@ NODE_MODULES = WEB / "node_modules"
 CHROMIUM = shutil.which("chromium") or "chromium"
 BATCH = 50
 INSTALL = "npm install --prefix examples/web"
-pytestmark = pytest.mark.timeout(1800)  # a software GPU is slow; the scripts give up by themselves where nothing goes on
+pytestmark = pytest.mark.timeout(1800)  # a software GPU is slow; the scripts give up where nothing goes on
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:

@@ -242,12 +242,19 @@ class _Walk:
 
 
 def _declare_sizes(value: ir.Value, imported: ir.Value) -> None:
-    """Takes the numbers that the model declares where only an expression follows: x[-1] has one row if it has any."""
+    """Takes the numbers that the model declares where only an expression follows: x[-1] has one row if it has any.
+
+    The expression must give the number for large sizes. Else the number is that of an example, such as its batch.
+    """
     if value.shape is None or imported.shape is None or len(value.shape) != len(imported.shape):
         return
     pairs = zip(sizes.of(value), imported.shape, strict=True)
-    found = tuple(told if isinstance(size, str) and isinstance(told, int) else size for size, told in pairs)
-    set_type(value, TensorType(dtype_of(value), found))
+    set_type(value, TensorType(dtype_of(value), tuple(_number(size, told) for size, told in pairs)))
+
+
+def _number(size: Size, declared: int | ir.SymbolicDim) -> Size:
+    large = {name: 10_007 + 101 * number for number, name in enumerate(sorted(sizes.symbols(size)))}
+    return declared if isinstance(declared, int) and sizes.evaluate(size, large) == declared else size
 
 
 def _held_type(value: ir.Value) -> TensorType:
