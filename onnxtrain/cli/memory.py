@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         "onnxtrain, predicted": activations_of(plan),
         "onnxtrain, measured": ours.activations,
     }
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:
