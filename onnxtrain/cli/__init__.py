@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(own.parse_args(given[1:]))
     except OnnxTrainError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False)
+        Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
         return USAGE if isinstance(error, OptionError) else FAILED
     except Exception as error:
         from onnxtrain.capture.source_line import hide_own_frames  # noqa: PLC0415  needs torch, which --help does not
