@@ -28,6 +28,7 @@ from benchmarks.other_programs import MOST, wait_and_count
 from benchmarks.page import write_page
 from benchmarks.progress import Watch
 from benchmarks.results import Behind, Circumstances, Measured, Timed
+from benchmarks.spent import Spent
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
@@ -157,14 +158,16 @@ def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
         rounds_s=tuple(found["rounds_s"]),
         peak_bytes=found["peak_bytes"],
         losses=tuple(found["losses"]),
+        spent=tuple(Spent(**each) for each in found["spent"]),
     )
 
 
-def show(result: Measured | Behind) -> tables.Rows:
-    """A result as a table."""
+def show(result: Measured | Behind) -> list[tables.Rows]:
+    """A result as tables."""
     if isinstance(result, Behind):
-        return tables.behind_rows(result)
-    return tables.workload_rows(WORKLOADS[result.workload], result)
+        return [tables.behind_rows(result)]
+    spent = tables.spent_rows(result)
+    return [tables.workload_rows(WORKLOADS[result.workload], result), *([spent] if spent else [])]
 
 
 def write_all(plan: Plan, console: Console) -> None:
@@ -174,7 +177,8 @@ def write_all(plan: Plan, console: Console) -> None:
     with (plan.folder / "table.txt").open("w", encoding="utf-8") as file:
         text = Console(file=file, width=_WIDTH)
         for result in found:
-            text.print(show(result).for_terminal())
+            for rows in show(result):
+                text.print(rows.for_terminal())
     (plan.folder / "speeds.svg").write_text(speed_chart(measured), encoding="utf-8")
     console.print(f"Times, table and chart: {plan.folder.resolve()}", soft_wrap=True, highlight=False)
     if plan.pages is not None:
@@ -203,7 +207,8 @@ def main(arguments: Sequence[str]) -> int:
         for name in names:
             result = run.measure(name)
             results.write(result, plan.folder)
-            console.print(show(result).for_terminal())
+            for rows in show(result):
+                console.print(rows.for_terminal())
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_all(plan, console)
     return 0

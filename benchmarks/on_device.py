@@ -135,7 +135,7 @@ def _make_artifacts(network: Network, folder: Path) -> None:
 
 
 def _measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round; who goes first changes with every round."""
+    """Seconds of each step in each round; who goes first, and who before whom, changes with every round."""
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -143,7 +143,8 @@ def _measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
     try:
         for number in range(-_WARM_UP, rounds):
             first = number % len(names)
-            for name in (*names[first:], *names[:first]):
+            turns = [*names[first:], *names[:first]]
+            for name in reversed(turns) if number // len(names) % 2 else turns:
                 started = time.perf_counter()
                 steps[name]()
                 if number >= 0:

@@ -9,7 +9,7 @@ from benchmarks.chart import speed_chart
 from benchmarks.contenders import COMPILE, COMPILE_DYNAMIC, EAGER, ONEDNN, ONNXTRAIN
 from benchmarks.cpu_workloads import CPU_WORKLOADS
 from benchmarks.results import Behind, Measured, speed_over
-from benchmarks.tables import Rows, behind_rows, duration, workload_rows
+from benchmarks.tables import Rows, behind_rows, duration, spent_rows, workload_rows
 from benchmarks.workload import Workload
 
 _METHOD = """\
@@ -39,6 +39,9 @@ caches; what is imported for it counts, with Python's sources compiled as those 
 **Products.** The matrix products and convolutions of the eager step, without attention's, run alone in the same
 rounds, each by the fastest kernel known. That time over the step's time, the share, says how near a contender is to the
 limit that they set.
+
+**What the time goes to.** Under PyTorch's profiler, after the timed rounds: onnxtrain's step by the ops of its graph,
+eager's by PyTorch's operators.
 
 **Other programs.** A run refuses to start beside busy programs unless `--loaded` is given, and counts what others take
 meanwhile. A table that was disturbed says so.
@@ -116,4 +119,6 @@ def _section(rows: Rows, of: Measured | Behind) -> str:
     where = f"{machine.processor}, {machine.threads} threads, {machine.memory_gib:.0f} GiB, {found.date}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions)
     said = " ".join(rows.notes)
-    return f"### {rows.title}\n\n{rows.as_markdown()}\n\n{said}\n\n{where}. {versions}. `{found.command}`"
+    spent = spent_rows(of) if isinstance(of, Measured) else None
+    parts = [f"### {rows.title}", rows.as_markdown(), said, *([spent.as_markdown()] if spent else [])]
+    return "\n\n".join([*parts, f"{where}. {versions}. `{found.command}`"])

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.contenders import EAGER
 from benchmarks.machine import Machine
 from benchmarks.other_programs import MOST
+from benchmarks.spent import Spent
 
 Quartiles = tuple[float, float, float]
 
@@ -64,12 +65,14 @@ class Timed(Rounds):
         first_s, second_s: its first and second step in each fresh process.
         peak_bytes: of a step.
         losses: of its first steps, in which all contenders see the same batches.
+        spent: what a step's time goes to; empty where that was not looked at.
     """
 
     first_s: tuple[float, ...]
     second_s: tuple[float, ...]
     peak_bytes: int
     losses: tuple[float, ...]
+    spent: tuple[Spent, ...] = ()
 
     @property
     def first_median_s(self) -> float | None:
@@ -170,7 +173,10 @@ def from_json(values: dict[str, Any]) -> Measured | Behind:
     common = {"circumstances": Circumstances(**circumstances | {"machine": Machine(**machine)})}
     if "during_s" in values:
         return Behind(**_with_tuples(values) | common)
-    contenders = tuple(Timed(**_with_tuples(timed)) for timed in values["contenders"])
+    contenders = tuple(
+        Timed(**_with_tuples(timed) | {"spent": tuple(Spent(**each) for each in timed.get("spent", ()))})
+        for timed in values["contenders"]
+    )
     return Measured(**_with_tuples(values) | common | {"contenders": contenders})
 
 

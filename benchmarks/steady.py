@@ -7,6 +7,7 @@ alone are timed in the same rounds.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import time
@@ -21,6 +22,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.processes import Tell
 from benchmarks.products import Products
+from benchmarks.spent import spent
 from benchmarks.workload import Batch, Workload
 from benchmarks.workloads import WORKLOADS
 
@@ -58,10 +60,19 @@ def measure(
     tell("measuring peak memory")
     largest = max(batches, key=workload.items, default={})
     peaks = {name: peak_bytes(lambda own=own: own.step(largest), workload.device) for name, own in steppers.items()}
+    tell("profiling")
+    profiled = _PROFILED if workload.device == "cpu" else ()
+    kinds = {n: spent(lambda own=own: own.step(largest)) for n, own in steppers.items() if n in profiled}
     return {
         "items": sum(workload.items(batches[number % len(batches)]) for number in range(rounds)),
         "contenders": [
-            {"contender": n, "rounds_s": times[n], "peak_bytes": peaks[n], "losses": steppers[n].losses[:_COMMON_STEPS]}
+            {
+                "contender": n,
+                "rounds_s": times[n],
+                "peak_bytes": peaks[n],
+                "losses": steppers[n].losses[:_COMMON_STEPS],
+                "spent": [dataclasses.asdict(each) for each in kinds.get(n, ())],
+            }
             for n in contenders
         ],
         "products_s": times[_PRODUCTS],
@@ -71,6 +82,7 @@ def measure(
 
 
 _PRODUCTS = "products alone"
+_PROFILED = (EAGER, ONNXTRAIN)
 
 
 def _timed(

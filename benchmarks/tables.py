@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.table import Table
 from benchmarks.contenders import EAGER, ONNXTRAIN
 from benchmarks.machine import Machine
 from benchmarks.results import MOST_ABOVE_S, MOST_SLOWDOWN, Behind, Circumstances, Measured, Timed, speed_over
+from benchmarks.spent import Spent
 from benchmarks.workload import Workload
 
 MOST_AFTER_EAGER_S = 2.0  # the goal for every first step
@@ -108,6 +109,29 @@ def _beside(circumstances: Circumstances) -> str:
     load = f"load average before the run {circumstances.machine.load:.2f}"
     others = f"other programs kept {circumstances.others_cores:.2f} cores busy meanwhile"
     return f"{'DISTURBED, not to be quoted' if circumstances.disturbed else 'Undisturbed'}: {others}; {load}."
+
+
+_KINDS = 8  # of ops that a table shows
+
+
+def spent_rows(measured: Measured) -> Rows | None:
+    """What takes the time of onnxtrain's step, beside what takes eager's; None where nobody looked."""
+    ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
+    if ours is None or eager is None or not ours.spent or not eager.spent:
+        return None
+    rows = tuple((*left, *right) for left, right in zip(_most_spent(ours.spent), _most_spent(eager.spent), strict=True))
+    header = (ONNXTRAIN, "a step", "share", EAGER, "a step", "share")
+    return Rows("What the time goes to", header, rows)
+
+
+def _most_spent(spent: Sequence[Spent]) -> list[tuple[str, str, str]]:
+    """The kinds that take most, the other kinds together, and the rest: always as many lines."""
+    *kinds, rest = spent
+    whole = sum(each.ms for each in spent)
+    shown = [(f"{each.op} × {each.count}", each.ms) for each in kinds[:_KINDS]]
+    shown += [("", 0.0)] * (_KINDS - len(shown))
+    shown += [("other ops", sum(each.ms for each in kinds[_KINDS:])), (rest.op, rest.ms)]
+    return [(name, duration(ms / 1e3), f"{ms / whole:.0%}") if name else ("", "", "") for name, ms in shown]
 
 
 def behind_rows(behind: Behind) -> Rows:

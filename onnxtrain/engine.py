@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -82,6 +82,23 @@ class _Entry:
             self.state = ModuleState.take(module, self.state.names, self.reads)
             self.usual = None
         return True
+
+
+@dataclass(frozen=True)
+class _Instead:
+    """What runs a call that cannot be a graph.
+
+    Attributes:
+        run: runs it in pieces or in PyTorch.
+        warning: says so, and why.
+        key: that of the call.
+        entry: for later calls of its kind; None where they are to be tried again.
+    """
+
+    run: Call
+    warning: str
+    key: Any = None
+    entry: _Entry | None = None
 
 
 def _never(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Missed]:
@@ -160,14 +177,14 @@ class Engine:
         if capture_is_under_way():
             return self._in_torch(*args, **kwargs)
         # What runs instead runs outside of the handlers: an error of the user's module is then shown alone.
-        instead: Call | None = None
+        instead: _Instead | None = None
         try:
             tensors, structure = flatten_call(args, kwargs)
             key = (structure, environment(), *map(tensor_facts, tensors))
         except ORTModuleFallbackException as error:
             instead = self._instead(error)
         if instead is not None:
-            return instead(*args, **kwargs)
+            return self._run(instead, args, kwargs)
         entry, inputs = self._find(key, tensors)
         if entry is None:
             try:
@@ -176,7 +193,7 @@ class Engine:
                 instead = self._fall_back(key, error, args, kwargs)
         if entry is None:
             assert instead is not None
-            return instead(*args, **kwargs)
+            return self._run(instead, args, kwargs)
         if entry.compiled is None:
             return (entry.instead or self._in_torch)(*args, **kwargs)
         if entry is self._recent:
@@ -297,19 +314,20 @@ class Engine:
 
     def _fall_back(
         self, key: Any, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Call:
+    ) -> _Instead:
         """What runs the module in pieces or in PyTorch; later calls of its kind take it too, unless to be tried again.
 
         Raises:
             ORTModuleFallbackException: the error, where the policy forbids that.
         """
         pieces = self._pieces(error, args, kwargs)
-        if self._options.fallback_policy.covers(error) and not self._options.fallback_retry:
-            entry = _Entry(ModuleState.take(self._module), None, pieces)
-            if isinstance(error, SideEffectError):
-                entry.state.check = _any_state  # its state changes on every call
-            self._entries.setdefault(key, []).append(entry)
-        return self._instead(error, pieces)
+        instead = self._instead(error, pieces)
+        if self._options.fallback_retry:
+            return instead
+        entry = _Entry(ModuleState.take(self._module), None, pieces)
+        if isinstance(error, SideEffectError):
+            entry.state.check = _any_state  # its state changes on every call
+        return replace(instead, key=key, entry=entry)
 
     def _pieces(
         self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -328,20 +346,29 @@ class Engine:
             self._in_pieces = self._way.pieces(self._in_torch)
         return self._in_pieces
 
-    def _instead(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> Call:
-        """What runs the module in pieces or in PyTorch, after one warning per reason; or raises, by the policy."""
+    def _instead(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Instead:
+        """What runs the module in pieces or in PyTorch; raises the error where the policy forbids that."""
         if not self._options.fallback_policy.covers(error):
             raise error
-        name = type(self._module).__name__
         how = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
-        text = f"{name} runs in PyTorch, not {how}: {error}"
-        if text not in self._warned:
-            self._warned.add(text)
+        warning = f"{type(self._module).__name__} runs in PyTorch, not {how}: {error}"
+        return _Instead(pieces or self._in_torch, warning)
+
+    def _run(self, instead: _Instead, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a call, and warns once per reason.
+
+        What forward raises in PyTorch too is no reason: it is raised alone, and the next call is tried as a graph.
+        """
+        output = instead.run(*args, **kwargs)
+        if instead.entry is not None:
+            self._entries.setdefault(instead.key, []).append(instead.entry)
+        if instead.warning not in self._warned:
+            self._warned.add(instead.warning)
             if self._way.is_piece:
-                _LOG.info(text)
+                _LOG.info(instead.warning)
             else:
-                warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
-        return pieces or self._in_torch
+                warnings.warn(instead.warning, UserWarning, stacklevel=source_line.depth_of_caller())
+        return output
 
 
 def set_up(engine: Engine, name: str, options: Options) -> Call:

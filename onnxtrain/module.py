@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from onnxtrain.capture.refusals import refuse_module
-from onnxtrain.capture.source_line import hide_own_frames
+from onnxtrain.capture.source_line import depth_of_caller, hide_own_frames
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.dynamo import pieces
 from onnxtrain.engine import Engine, Way, set_up, untraced
@@ -58,7 +59,8 @@ class ORTModule(torch.nn.Module):
             numbers that eager PyTorch draws.
 
     Attributes and methods of `module` are reached through the wrapper; attributes set on the wrapper are set on
-    `module`, and a change that matters is followed by a new capture.
+    `module`, and a change that matters is followed by a new capture. A UserWarning tells of attributes of `module`
+    that the wrapper hides: those named `module`, `report` or `load_options`.
 
     Raises:
         ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`: wrap the inner module instead.
@@ -71,6 +73,7 @@ class ORTModule(torch.nn.Module):
         settings = Options.resolve(**{**(debug_options or DebugOptions()).settings, **options})
         if isinstance(module, torch.nn.DataParallel) and settings.fallback_policy & _AT_ONCE != _IN_PYTORCH:
             refuse_module(module)
+        _warn_of_hidden_names(module)
         self._set_up(module, settings)
 
     def _set_up(self, module: torch.nn.Module, options: Options) -> None:
@@ -202,6 +205,15 @@ def _delegate(name: str) -> Callable[..., Any]:
     call.__name__ = name
     call.__doc__ = f"`{name}` of the wrapped module."
     return call
+
+
+def _warn_of_hidden_names(module: torch.nn.Module) -> None:
+    """Names what only `ORTModule(module).module` reaches, since the wrapper has something else of that name."""
+    own = {name for name in vars(ORTModule) if not name.startswith("_") and not hasattr(torch.nn.Module, name)}
+    if hidden := sorted(own.intersection(dir(module))):
+        has = f"{type(module).__name__} has {', '.join(hidden)}, as ORTModule has"
+        text = f"{has}: its own is reached by .module, as in model.module.{hidden[0]}"
+        warnings.warn(text, UserWarning, stacklevel=depth_of_caller())
 
 
 for _name in _DELEGATED:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import benchmarks.__main__ as program
-from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables
+from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables, warm_start
 from benchmarks.chart import speed_chart
 from benchmarks.contenders import COMPILE, CONTENDERS, EAGER, ONEDNN, ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
@@ -25,7 +25,9 @@ from benchmarks.machine import Machine
 from benchmarks.memory import peak_bytes
 from benchmarks.products import Products
 from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, speed_over
+from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
+from onnxtrain import ORTModule
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
 QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
@@ -206,6 +208,28 @@ def test_results_come_back_from_their_files(tmp_path: Path) -> None:
     assert results.read(tmp_path, ["minilm", "gpt2", "behind"]) == [made_up(), behind_one]
 
 
+def test_what_the_time_goes_to_stands_side_by_side() -> None:
+    ours = (Spent("Linear", 6.0, 2), Spent("Gelu", 1.0, 1), Spent(REST, 3.0, 0))
+    eager = (*(Spent(f"aten::op{i}", 2.0, i) for i in range(10)), Spent(REST, 0.0, 0))
+    measured = made_up()
+    spent = {ONNXTRAIN: ours, EAGER: eager, ONEDNN: ()}
+    known = tuple(dataclasses.replace(t, spent=spent[t.contender]) for t in measured.contenders)
+    found = tables.spent_rows(dataclasses.replace(measured, contenders=known))
+    assert found is not None
+    assert found.rows[0] == ("Linear × 2", "6.0 ms", "60%", "aten::op0 × 0", "2.0 ms", "10%")
+    assert [row[3:] for row in found.rows[-2:]] == [("other ops", "4.0 ms", "20%"), (REST, "0.0 µs", "0%")]
+    assert tables.spent_rows(measured) is None
+
+
+def test_ops_of_a_graph_are_told_from_pytorchs_operators() -> None:
+    eager = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+    kinds = {each.op for each in spent(lambda: ORTModule(eager)(x).sum().backward())}
+    assert {"Linear", REST} <= kinds
+    assert not any(kind.startswith("aten::") for kind in kinds)
+    assert "aten::addmm" in {each.op for each in spent(lambda: eager(x).sum().backward())}
+
+
 def test_the_chart_is_xml_with_a_bar_for_each_contender() -> None:
     chart = speed_chart([(MINILM, made_up()), (CPU_WORKLOADS["gpt2"], made_up())])
     root = ElementTree.fromstring(chart)
@@ -233,6 +257,23 @@ def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> 
     assert "0.25" in text
 
 
+def test_a_warm_start_is_compared_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
+        asked.append(f"{module} {arguments[-1]}")
+        Path(environment["ORTMODULE_CACHE_DIR"]).mkdir(exist_ok=True)
+        return {"first_s": 1.0 if arguments[-1] == EAGER else 1.5}
+
+    monkeypatch.setattr(processes, "run", run)
+    times = warm_start.measure(MINILM.name, 2, tmp_path, lambda text: None)
+    turn = [f"benchmarks.first_step {EAGER}", f"benchmarks.first_step {ONNXTRAIN}"]
+    assert asked == [f"benchmarks.steady {ONNXTRAIN}", *turn, *turn]
+    assert "+0.50 s" in drawn(warm_start.table(MINILM.title, times))
+    warm_start.measure(MINILM.name, 1, tmp_path, lambda text: None)
+    assert asked[5:] == turn, "the caches were filled"
+
+
 def test_the_command_line_chooses() -> None:
     plan = program.parse(["--only", "gpt2", "cpu", "--no-compile", "--quick"])
     assert plan.names == (*CPU_WORKLOADS, "behind")
@@ -257,6 +298,7 @@ def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest
         assert len(one["rounds_s"]) == 2
         assert len(one["first_s"]) == 1
         assert one["peak_bytes"] > 0
+        assert one["spent"][-1]["op"] == REST
     assert values["items"] == 32
     assert values["products"] == 11
     assert MLP.title in capsys.readouterr().out

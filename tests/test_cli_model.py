@@ -49,7 +49,6 @@ FOLDERS = {
     "LlamaForCausalLM": {"model_type": "llama", **SMALL},
     "T5ForConditionalGeneration": {
         "model_type": "t5", "vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2,
-        "decoder_start_token_id": 0,
     },
     "ViTForImageClassification": {"model_type": "vit", **SMALL, "image_size": 8, "patch_size": 4},
 }  # fmt: skip
@@ -67,6 +66,14 @@ def test_a_function_of_a_file(file: Path, function: str) -> None:
     loaded = load_model(f"{file}:{function}")
     assert loaded.name == function
     assert loaded().shape == (3, 2)
+
+
+def test_a_decoder_without_labels_gets_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**FOLDERS["T5ForConditionalGeneration"], "architectures": ["T5Model"]})
+    )
+    loaded = load_model(str(tmp_path), batch=3, length=8)
+    assert loaded().last_hidden_state.shape == (3, 8, 16)
 
 
 @pytest.mark.parametrize("architecture", FOLDERS)

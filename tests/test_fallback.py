@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -137,6 +138,15 @@ def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty:
     assert not re.search(r"[\\/](torch|onnxtrain)[\\/]", warning.filename), "the warning points at the caller"
 
 
+def test_pytorch_says_nothing_beside_the_warning(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.warns(UserWarning, match="runs in PyTorch"):
+        ORTModule(BranchesOnElements(), pieces=False)(torch.ones(3, 5, WIDTH))
+    assert capfd.readouterr().err == ""
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 @every_culprit
 def test_the_policy_can_forbid_to_fall_back(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
     module = ORTModule(make(), fallback_policy="FALLBACK_DISABLE")
@@ -208,11 +218,28 @@ def test_errors_of_the_users_model_are_the_users_errors(how: str) -> None:
     module, x = Wrong(), torch.ones(2, 3, WIDTH)
     with pytest.raises(Exception) as expected:  # whatever eager raises
         module(x, how)
+    ours = ORTModule(module)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error")  # that it cannot be a graph is not what is wrong
         with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:30])) as raised:
-            ORTModule(module)(x, how)
+            ours(x, how)
     assert any(__file__ in str(entry.path) and entry.name == "forward" for entry in raised.traceback)
+
+
+def test_after_a_wrong_first_call_a_right_one_is_a_graph() -> None:
+    module = ORTModule(_Sum())
+    for wrong in (torch.ones(3, WIDTH), torch.ones(2, WIDTH + 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeError, match="must match the size"):
+                module(torch.ones(2, WIDTH), wrong)
+    module(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    assert count_captures(module) == 1
+
+
+class _Sum(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
 
 
 def test_an_error_after_the_first_step_is_the_users_error() -> None:
@@ -422,3 +449,15 @@ def test_what_stops_backward_leaves_the_next_step_intact() -> None:
         each(x).sum().backward()
     for a, b in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_fault_of_our_own_is_told_and_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: Any) -> None:
+        raise NotImplementedError("nobody foresaw this")
+
+    monkeypatch.setattr("onnxtrain.capture.export.convert", faulty)
+    net = Base()
+    monkeypatch.setattr(Base, "forward", lambda self, x: self.inner(x), raising=False)
+    with pytest.warns(UserWarning, match="NotImplementedError: nobody foresaw this(.|\n)*fault of onnxtrain"):
+        found = ORTModule(net)(torch.ones(2, WIDTH))
+    assert torch.equal(found, net.inner(torch.ones(2, WIDTH)))

@@ -100,6 +100,20 @@ def test_attributes_and_methods_are_forwarded(pair: tuple[ORTModule, Net]) -> No
     assert captures(ours) == 2
 
 
+def test_names_that_the_wrapper_hides_are_told() -> None:
+    class Reports(Net):
+        def report(self) -> str:
+            return "its own"
+
+    with pytest.warns(UserWarning, match="Reports has report, as ORTModule has") as told:
+        ours = ORTModule(Reports())
+    assert told[0].filename == __file__
+    assert ours.module.report() == "its own"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ORTModule(Net())
+
+
 def test_train_and_eval(pair: tuple[ORTModule, Net]) -> None:
     for _ in range(2):
         both(pair, lambda m: m.train()(data()))

@@ -45,7 +45,7 @@ def test_equal_nodes_become_one(op: Builder) -> None:
     changes = Changes("dedupe")
     dedupe(graph, changes)
     assert ops_of(graph) == ["Exp", "Mul"]
-    assert changes.made == ["merged 1 equal nodes"]
+    assert changes.made == ["merged 1 node into an equal one"]
     product = next(node for node in graph if node.op_type == "Mul")
     assert product.inputs[0] is product.inputs[1] is a
 

@@ -197,6 +197,7 @@ class TracedGradient:
         """Raises where the trace does more, or at some sizes other, than autograd does."""
         module = trace.module
         _drop_unused(module, trace.forward)
+        _fold_conjugates(module)
         for node in module.graph.nodes:
             if node in trace.forward or node.op != "call_function":
                 continue
@@ -295,6 +296,26 @@ def _symbols(value: Any) -> set[Any]:
 
 def _changes_in_place(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _fold_conjugates(module: GraphModule) -> None:
+    """Conjugates plain numbers now: `aten._conj` takes none.
+
+    `z * 2j` saves its number as a tensor, which is 2j itself in the trace.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default):
+        (number,) = node.args
+        if isinstance(number, (int, float, complex)):
+            for user in list(node.users):
+                _replace(user, node, number.conjugate())
+            module.graph.erase_node(node)
+
+
+def _replace(user: Node, argument: Node, number: complex) -> None:
+    def replaced(node: Node) -> Any:
+        return number if node is argument else node
+
+    user.args, user.kwargs = map_arg((user.args, user.kwargs), replaced)
 
 
 _SAME = ("aten.detach.default", "aten.alias.default")

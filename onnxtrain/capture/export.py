@@ -11,17 +11,23 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
 import torch
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
@@ -38,7 +44,7 @@ from onnxtrain.capture.plain_writes import make_convertible
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
-from onnxtrain.capture.torch_reports import logged_as_info
+from onnxtrain.capture.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
@@ -192,15 +198,37 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
         with attribute_reads() as reads:
             program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
-        keep_gradients_out(program)
-        if not make_convertible(program):
+        with _faults_are_ours(module):
+            keep_gradients_out(program)
+            plain = make_convertible(program)
+        if not plain:
             program = _functionalize(program)
-    converted = convert(program, type(module).__name__)
-    names = _names(module, structure)
-    guards = compile_guards(program, names, decisions)
-    sources = _sources(program, module, len(names), parts)
-    captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
+    with _faults_are_ours(module):
+        converted = convert(program, type(module).__name__)
+        names = _names(module, structure)
+        guards = compile_guards(program, names, decisions)
+        sources = _sources(program, module, len(names), parts)
+        captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
     return replace(captured, reads=frozenset(reads))
+
+
+@contextmanager
+def _faults_are_ours(module: torch.nn.Module) -> Iterator[None]:
+    """What nobody foresaw in the exported graph is no reason to end the training: the module runs in PyTorch, loudly.
+
+    Raises:
+        CaptureError: instead of any error of Python or PyTorch.
+    """
+    try:
+        yield
+    except OnnxTrainError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the exported graph of {type(module).__name__} is not understood: {_reason(error)}",
+            where=source_line.in_error(error),
+            todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it with the module",
+        ) from error
 
 
 def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
@@ -216,6 +244,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
             wrapper.fakes.noted(),
             grad_mode_noted(),
             logged_as_info(),
+            printed_as_info(),
         ):
             program: ExportedProgram = torch.export.export(
                 wrapper, tuple(decisions.examples), dynamic_shapes=(dims,) if dims else None, strict=False
@@ -227,19 +256,23 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         raise CaptureError(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
             where=source_line.in_error(error),
-            todo=_without_fake(error)
-            or "the module runs in PyTorch; avoid Python decisions that depend on tensor elements",
+            todo=f"the module runs in PyTorch; {_to_do(error)}",
         ) from error
 
 
-def _without_fake(error: BaseException) -> str:
-    """What to do where an operator has no implementation for fake tensors; "" where that is not what is missing."""
+def _to_do(error: BaseException) -> str:
+    """How forward becomes one that can be captured."""
     text = str(error)
-    if not isinstance(error, UnsupportedOperatorException) and "no fake impl registered" not in text:
-        return ""
-    found = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
-    name = found[0].replace(".", "::") if found else "namespace::operator"
-    return f'the module runs in PyTorch; say what shapes the operator gives: torch.library.register_fake("{name}")'
+    if isinstance(error, _DECIDED_BY_ELEMENTS):
+        return "avoid Python decisions that depend on tensor elements"
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in text:
+        found = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
+        name = found[0].replace(".", "::") if found else "namespace::operator"
+        return f'say what shapes the operator gives: torch.library.register_fake("{name}")'
+    return "a graph takes PyTorch's operators, and Python that reads no elements of tensors"
+
+
+_DECIDED_BY_ELEMENTS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 def _reason(error: BaseException) -> str:

@@ -53,6 +53,10 @@ def capturing() -> Iterator[None]:
             log.disabled = True
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             stack.enter_context(saved_tensors_hooks(_itself, _itself))
+        # A graph of dynamo's enters and leaves `torch.func`'s transforms by calls, which an error leaves entered: the
+        # results of what runs next would be wrapped tensors.
+        depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        stack.callback(torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth, depth)
         owner = threading.get_ident()
         calls = FunctionCalls()
         # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.

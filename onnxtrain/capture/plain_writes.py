@@ -145,9 +145,15 @@ def _writes(target: Any) -> bool:
 
 
 def _storages(node: Node) -> list[int]:
-    """The storages of a node's tensors."""
+    """The storages of a node's tensors.
+
+    Raises:
+        _NotPlainError: it stands inside of `torch.vmap` or `torch.func`, whose tensors have none.
+    """
     found = pytree.tree_leaves(node.meta.get("val"))
     tensors = [v for v in found if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise _NotPlainError
     return [t.untyped_storage()._cdata for t in tensors]
 
 

@@ -448,10 +448,11 @@ def _children(value: object, objects: int) -> dict[str, object] | None:
     """What is in a container or a plain object, by the step to it. None for what is compared by identity."""
     if isinstance(value, (list, tuple)):
         return {f"[{i}]": child for i, child in enumerate(value)}
-    if isinstance(value, dict):
-        return {f"[{key!r}]": child for key, child in value.items()}
+    if isinstance(value, dict):  # two keys that are objects may have one text
+        texts = (repr(key) if isinstance(key, (str, int)) else f"{i}: {key!r}" for i, key in enumerate(value))
+        return {f"[{text}]": child for text, child in zip(texts, value.values(), strict=True)}
     if isinstance(value, (set, frozenset)):
-        return {f"[{text}]": None for text in sorted(map(repr, value))}
+        return {f"[{i}: {text}]": None for i, text in enumerate(sorted(map(repr, value)))}
     if callable(value) or isinstance(value, _OPAQUE) or objects >= _DEEPEST_OBJECT or not hasattr(value, "__dict__"):
         return None
     return {f".{name}": child for name, child in vars(value).items()}

@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "ops": "list all operators: kernels, body, gradient, axes, effects",
     "options": "list all options: value, what decided it, meaning",
     "report": "write a page about a model: graph before and after, what was done, time, eager's numbers",
-    "run": "run a script of ONNX Runtime Training, unchanged: onnxtrain run script.py ...",
+    "run": "run a script of ONNX Runtime Training, unchanged",
     "train": "train a folder of artifacts on data, for a first try without code",
     "tune": "show, measure or forget how long kernels take on this machine",
     "verify": "say whether a model's graph gives eager PyTorch's numbers; if not, which operator differs first",

@@ -116,7 +116,8 @@ def _matching(names: Mapping[str, int], patterns: Sequence[str], model: Path) ->
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             shown = ", ".join(list(names)[:30])
-            raise OptionError("No parameter has a name like this.", str(model), f"some of {shown}", pattern)
+            todo = "write it as in a shell: * stands for any characters, so 'fc*' takes fc1.weight and fc2.bias"
+            raise OptionError("No parameter has a name like this.", str(model), f"some of {shown}", pattern, todo)
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ from onnxtrain.plan.storage import Storages
 from onnxtrain.plan.subgraphs import find_subgraphs, reports
 from onnxtrain.report import SubgraphReport
 
+_WIDTH = 150  # of tables where no terminal says
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         "onnxtrain, predicted": activations_of(plan),
         "onnxtrain, measured": ours.activations,
     }
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:

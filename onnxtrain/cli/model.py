@@ -50,8 +50,9 @@ class LoadedModel:
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds MODEL and the sizes of its inputs."""
     parser.add_argument("model", metavar="MODEL", help=FORMS)
-    parser.add_argument("--batch", type=positive, default=4, metavar="ROWS", help="of a folder or a file.onnx")
-    parser.add_argument("--length", type=positive, default=64, metavar="TOKENS", help="of a folder or a file.onnx")
+    where = "of the inputs that are made for a folder or a file.onnx (default: %(default)s)"
+    parser.add_argument("--batch", type=positive, default=4, metavar="ROWS", help=f"rows {where}")
+    parser.add_argument("--length", type=positive, default=64, metavar="TOKENS", help=f"tokens a row {where}")
 
 
 def model_of(options: argparse.Namespace) -> LoadedModel:
@@ -183,6 +184,9 @@ def _of_folder(folder: Path, batch: int, length: int) -> LoadedModel:
     # A cache of keys and values is for generating.
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    # What a decoder begins with: a config that was made by hand often names none.
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     module = kind(config).train()
     return LoadedModel(names[0], module, (), _inputs(module, config, batch, length))
 
@@ -205,6 +209,8 @@ def _inputs(module: torch.nn.Module, config: Any, batch: int, length: int) -> di
     for ending, labels in _LABELS.items():
         if kind.endswith(ending):
             found |= labels(found, config)
+    if "labels" not in found and "decoder_input_ids" in inspect.signature(module.forward).parameters:
+        found["decoder_input_ids"] = next(iter(found.values()))
     return found
 
 

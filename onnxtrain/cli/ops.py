@@ -24,6 +24,7 @@ from onnxtrain.ops.left_out import (
     PYTORCH_RUNS,
     PYTORCH_USES,
     TRAINING_OPERATORS,
+    TRAINING_SIGNATURES,
 )
 
 _DOMAINS: Mapping[str, str] = {
@@ -172,6 +173,7 @@ def page() -> str:
     parts.append("## Left out\n")
     parts.append(_reasons("Operators of ai.onnx without a definition here:", ONNX_OPERATORS))
     parts.append(_reasons("Operators of ONNX Runtime Training without a definition here:", TRAINING_OPERATORS))
+    parts.append(_reasons("Those of its operators whose signature is another one here:", TRAINING_SIGNATURES))
     parts.append("## PyTorch's own\n")
     parts.append(_reasons("Operators that stay ATen nodes, with PyTorch's kernel and gradient:", PYTORCH_OPERATORS))
     parts.append(_reasons("Operators of which only these uses stay ATen nodes:", PYTORCH_USES))

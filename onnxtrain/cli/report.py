@@ -18,6 +18,7 @@ from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.module import ORTModule
+from onnxtrain.observe.allocations import profiled
 from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_page import section
 from onnxtrain.observe.model_report.page import render
@@ -73,7 +74,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
         last = max(Path(folder).glob("*-plan.onnx"), key=lambda file: int(file.name.split("-")[0]))
         executed = read_graph("as it runs", last)
     eager_ms, ours_ms = _take_turns(lambda: _step(loaded, eager), lambda: _step(loaded, ort), steps)
-    with torch.profiler.profile() as profile:
+    with profiled() as profile:
         for _ in range(_PROFILED):
             _step(loaded, ort)
     return ModelReport(

@@ -251,13 +251,15 @@ def _digits(types: Mapping[str, tuple[str, Sequence[int | str | None]]]) -> dict
 
 
 def _read(path: Path, names: Mapping[str, object]) -> dict[str, Array]:
-    todo = f"write it by numpy.savez({path.name!r}, {', '.join(f'{name}=...' for name in names)})"
+    arrays = ", ".join(f"{name}=..." for name in names)
+    todo = f"write it by numpy.savez({path.with_suffix('.npz').name!r}, {arrays})"
     try:
         with np.load(path, allow_pickle=False) as file:
             held = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         what = f"The data can be neither {_DIGITS!r} nor read as an .npz file."
-        raise TrainingError(what, str(path), got=str(error), todo=todo) from error
+        other = path.is_file() and not zipfile.is_zipfile(path)  # numpy's advice is to load such a file unsafely
+        raise TrainingError(what, str(path), got="a file of another kind" if other else error, todo=todo) from error
     missing = [name for name in names if name not in held]
     if missing:
         what = "The file lacks an array for an input of the graph."

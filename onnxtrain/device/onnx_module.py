@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.device.from_onnx import convert, prepare, statistics
+from onnxtrain.device.qat import fake_quantize
 from onnxtrain.errors import ArtifactError
 from onnxtrain.execute.program import Program
 from onnxtrain.graph.values import dtype_of
@@ -20,7 +21,9 @@ class OnnxModule(torch.nn.Module):
     """Runs an ONNX model with PyTorch's operators, differentiably.
 
     Initializers of a floating type are parameters, in the file's order and under its names with "_" for ".". The
-    running statistics of BatchNormalization are buffers; they stay as they are.
+    running statistics of BatchNormalization are buffers; they stay as they are. Of a quantized model, pairs of
+    QuantizeLinear and DequantizeLinear are FakeQuant and integer weights are parameters in floating point, as
+    `onnxtrain.artifacts.fake_quantize` makes them; scales are buffers.
 
     Args:
         model: the file's model, of any exporter.
@@ -35,9 +38,10 @@ class OnnxModule(torch.nn.Module):
 
     def __init__(self, model: ir.Model) -> None:
         super().__init__()
+        model, scales = _with_gradients(model)
         model = prepare(model)
         held = model.graph.initializers
-        buffers = statistics(model)
+        buffers = {*statistics(model), *scales}
         trained = [
             n for n, v in held.items() if v.dtype is not None and v.dtype.is_floating_point() and n not in buffers
         ]
@@ -94,3 +98,13 @@ class OnnxModule(torch.nn.Module):
             else:
                 found.append(torch.full(shape, int("mask" in str(value.name)), dtype=dtype))
         return tuple(found)
+
+
+def _with_gradients(model: ir.Model) -> tuple[ir.Model, frozenset[str]]:
+    """The model with FakeQuant in place of pairs that round, and the names of its scales; any other as it is."""
+    if not any(node.op_type == "DequantizeLinear" for node in model.graph.all_nodes()):
+        return model, frozenset()
+    found = fake_quantize(ir.to_proto(model))
+    model = ir.from_proto(found.model)
+    floating = {n for n, v in model.graph.initializers.items() if v.dtype is not None and v.dtype.is_floating_point()}
+    return model, frozenset(floating - {*found.parameters, *found.scales})

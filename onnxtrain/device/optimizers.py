@@ -41,7 +41,7 @@ _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _EPSILON = 1e-6  # what PyTorch's clip_grad_norm_ adds to the norm
 _TERMS = 7  # of the series below: its error at the limit is below float32's
 _SERIES_BELOW = 0.25
-_IN_CHUNKS_FROM = 2**17  # elements; below, what an update works on stays in the cache as it is
+_IN_CHUNKS_FROM = 2**15  # elements; of fewer, the Scan costs as much as it saves (65,536: 1.3 times as fast)
 
 Parameters = Sequence[tuple[str, TensorType]]
 # (builder, weight, gradient, states…) -> (new weight, new states…), of a parameter or a chunk of it

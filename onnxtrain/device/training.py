@@ -13,7 +13,7 @@ from onnxruntime import OrtValue
 
 from onnxtrain.device.checkpoint_state import CheckpointState
 from onnxtrain.device.inference_export import export_for_inferencing
-from onnxtrain.device.sessions import Device, Graph
+from onnxtrain.device.sessions import Buffer, Device, Graph
 from onnxtrain.device.values import Array, copied_to_ort, dtype_name, to_numpy
 from onnxtrain.errors import TrainingError
 
@@ -213,6 +213,9 @@ class Optimizer:
         self._state = module._state
         self._graph = Graph(optimizer_uri, "optimizer", module._device, module._options)
         self._graph.bind(self._state.join_optimizer(self._graph.facts, self._graph.types))
+        # Bound once as well: new memory for two numbers takes longer than the update of ten thousand parameters.
+        self._rate, self._count = (Buffer(np.zeros(1, dtype), module._device) for dtype in (np.float32, np.int64))
+        self._graph.bind({"learning_rate": self._rate, "step": self._count})
 
     @property
     def step_count(self) -> int:
@@ -226,8 +229,9 @@ class Optimizer:
             TrainingError: a nominal state has no values yet.
         """
         self._state.require_values()
-        rate = np.array([self.get_learning_rate()], np.float32)
-        self._graph.run({"learning_rate": rate, "step": np.array([self._state.step], np.int64)})
+        self._rate.fill(np.array([self.get_learning_rate()], np.float32))
+        self._count.fill(np.array([self._state.step], np.int64))
+        self._graph.run({})
         self._state.step += 1
 
     def set_learning_rate(self, learning_rate: float) -> None:

@@ -170,10 +170,13 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
     gradients = {str(v.name): g for v, g in zip(graph.inputs, joint.gradients, strict=False) if g is not None}
     lacking = [name for name in roles.trainable if name not in gradients]
     if lacking:
+        rounds = any(node.op_type == "QuantizeLinear" for node in graph)
         raise ArtifactError(
             f"The loss does not depend on {len(lacking)} of the parameters that shall be trained.",
             got=", ".join(lacking[:10]),
-            todo="freeze them, or check which output the loss is computed from",
+            todo="the model is quantized: give it to onnxtrain.artifacts.fake_quantize first, which makes it trainable"
+            if rounds
+            else "freeze them, or check which output the loss is computed from",
         )
     cotangent = joint.cotangents[0]
     assert cotangent is not None

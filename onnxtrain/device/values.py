@@ -7,6 +7,7 @@ one occurs. onnxruntime makes no OrtValue from texts: those go into a session as
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,12 @@ def numpy_name(onnx_type: str) -> str:
 
 def dtype_name(array: Array) -> str:
     """The name of the array's dtype; `object` for texts of any length."""
-    return "object" if is_text(array) else array.dtype.name
+    return "object" if is_text(array) else _name(array.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which numpy puts together anew each time, in microseconds
 
 
 def is_text(array: Array) -> bool:
@@ -65,7 +71,7 @@ def is_text(array: Array) -> bool:
 
 def to_ort(array: Array) -> OrtValue:
     """The array as an OrtValue on the CPU that shares its memory, where it is contiguous; else as a copy."""
-    number = _BEYOND_NUMPY.get(array.dtype.name)
+    number = _BEYOND_NUMPY.get(_name(array.dtype))
     if number is None:
         return OrtValue.ortvalue_from_numpy(_bits(array))
     return OrtValue.ortvalue_from_numpy_with_onnx_type(_bits(array), number)
@@ -79,7 +85,7 @@ def write(array: Array, value: OrtValue) -> None:
 def _bits(array: Array) -> Array:
     """The array, contiguous, in a type that onnxruntime takes."""
     array = np.asarray(array, order="C")
-    return array.view(f"uint{8 * array.itemsize}") if array.dtype.name in _BEYOND_NUMPY else array
+    return array.view(f"uint{8 * array.itemsize}") if _name(array.dtype) in _BEYOND_NUMPY else array
 
 
 def copied_to_ort(array: Array, device: str = "cpu", index: int = 0) -> OrtValue:

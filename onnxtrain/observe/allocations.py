@@ -8,9 +8,12 @@ Exact on a CPU and a GPU; memory that does not come from PyTorch's allocator (on
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,10 +62,44 @@ class Recording:
         return next(r for r in self.ranges if r.name == name)
 
 
+@contextlib.contextmanager
+def profiled(**options: Any) -> Iterator[profile]:
+    """`torch.profiler.profile(**options)` around what runs inside, without the lines in which it tells of itself."""
+    profiler = profile(**options)
+    with _without_notes():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with _without_notes():
+            profiler.stop()
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Drops lines like `USDT:… profiler_start`, which C++ writes to the error stream; all others are written after."""
+    sys.stderr.flush()
+    errors = os.dup(_ERRORS)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), _ERRORS)
+        try:
+            yield
+        finally:
+            os.dup2(errors, _ERRORS)
+            os.close(errors)
+            written.seek(0)
+            for line in written:
+                if not line.startswith(b"USDT:"):
+                    os.write(_ERRORS, line)
+
+
+_ERRORS = 2  # the error stream's file descriptor
+
+
 def record(run: Callable[[], object]) -> Recording:
     """Runs `run` once and records it; programs of onnxtrain have a range per node."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=activities, profile_memory=True) as profiler:
+    with profiled(activities=activities, profile_memory=True) as profiler:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -70,6 +70,12 @@ def as_value(op: Builder, argument: Any, dtype: ir.DataType) -> ir.Value:
     return op.scalar(argument, dtype)
 
 
+def with_attributes(op: Builder, n: NodeView, **changed: Any) -> Sequence[ir.Value]:
+    """The outputs of the same op of the same inputs with other attributes."""
+    attributes = {name: getattr(n, name) for name in n.definition.attributes}
+    return op.node(n.node.domain, n.node.op_type, n.node.inputs, {**attributes, **changed}).outputs
+
+
 def promoted(op: Builder, *arguments: Any) -> tuple[ir.Value, ...]:
     """The operands of an ATen elementwise call in the type that PyTorch computes in: that of its output."""
     return tuple(as_value(op, a, op.out[0].dtype) for a in arguments)

@@ -274,6 +274,21 @@ class Fuses(NamedTuple):
     gains: bool = False
 
 
+class Factor(NamedTuple):
+    """That numbers which multiply what an op reads or gives may stand elsewhere, or become part of the op.
+
+    Attributes:
+        inputs: the names of inputs that may be multiplied by the number.
+        of_output: whether that multiplies the first output by it as well, and the other way round.
+        scaled: (op, node, number) -> the outputs of the op that multiplies by it itself, at no cost; None where this
+            number is not exact there. Where there is no such op, None: the number may only pass from one to the other.
+    """
+
+    inputs: frozenset[str]
+    of_output: bool
+    scaled: Callable[[Builder, NodeView, float], Sequence[ir.Value] | None] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpDef:
     """All facts about one op. See the module docstring; `docs/adding-an-op.md` walks through one.
@@ -308,6 +323,8 @@ class OpDef:
         sized: inputs whose sizes decide how the body is written. A function holds the body for these numbers alone.
         same_elements: whether its output has the elements of its first input in their order, in another shape or
             element type perhaps.
+        moves: inputs whose elements its outputs hold as they are, each at most once.
+        factor: from the node, see Factor; None where a number that multiplies has to stay where it is.
         cpp: of an elementwise op, its C++ on elements `{0}`, `{1}`, through which NaN goes as in PyTorch; "": none.
             Small programs that become one compiled call are made of them.
     """
@@ -340,6 +357,8 @@ class OpDef:
     commutative: bool = False
     sized: frozenset[str] = frozenset()
     same_elements: bool = False
+    moves: frozenset[str] = frozenset()
+    factor: Callable[[NodeView], Factor | None] = lambda node: None
     cpp: str = ""
 
     def __post_init__(self) -> None:

@@ -109,6 +109,24 @@ TRAINING_OPERATORS: Mapping[str, str] = {
     "TritonOp": "fused regions are compiled by Inductor, behind the graph",
 }
 
+_SHAPE_TOO = "its last input is the shape of x, which does not follow from the others"
+_TOTAL_WEIGHT = "the weight that a mean is divided by is a value too, last: backward does not add it up again"
+
+# Those of com.microsoft that take or give more than ONNX Runtime Training's
+TRAINING_SIGNATURES: Mapping[str, str] = {
+    **dict.fromkeys(("AveragePoolGrad", "MaxPoolGrad"), _SHAPE_TOO),
+    **dict.fromkeys(
+        (
+            "NegativeLogLikelihoodLossInternal2",
+            "SoftmaxCrossEntropyLossInternal",
+            "SoftmaxCrossEntropyLossInternalGrad",
+        ),
+        _TOTAL_WEIGHT,
+    ),
+    "ResizeGrad": "it takes the shape of x in place of x, which is not kept for it",
+    "MatMulBnb4": "three inputs more, for scales that are quantized themselves",
+}
+
 _LINEAR_ALGEBRA = "a decomposition or a solver: ONNX has none"
 _RANK = "of a decomposition, or chosen by sizes: taken apart it would hold for some sizes only"
 _CHECK = "raises where elements are not as they should be (a singular matrix): a check without a result"

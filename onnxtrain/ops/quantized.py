@@ -1,6 +1,7 @@
 """Rounding to integers and back, as training with quantization does it.
 
-    FakeQuant(x, scale, zero_point) -> y, mask         y = (clip(round(x / scale) + zero_point) - zero_point) * scale
+    FakeQuant(x, scale, zero_point) -> y, mask         y = (clip(round(x / scale) + zero_point) - zero_point) * scale,
+                                                       scale and zero_point of one element, or broadcasting over x
     FakeQuantGrad(dy, mask) -> dx                      dy where nothing was clipped, 0 elsewhere
     QuantizeLinear(x, scale, zero_point)               to integers
     DequantizeLinear(x, scale, zero_point)             and back; differentiable in scale
@@ -38,18 +39,38 @@ def _quant_types(n: NodeView) -> Sequence[TensorType]:
 def _quant_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     """As PyTorch: x is multiplied by the reciprocal of the scale."""
     dtype = dtype_of(n.x)
-    scale, zero = (reshaped(op, cast(op, v, dtype), ()) for v in (n.scale, n.zero_point))
+    scale, zero = (_broadcasting(op, cast(op, v, dtype)) for v in (n.scale, n.zero_point))
     level = op.Add(op.Round(op.Mul(n.x, op.Reciprocal(scale))), zero)
     low, high = (op.scalar(v, dtype) for v in (n.quant_min, n.quant_max))
     mask = op.And(op.GreaterOrEqual(level, low), op.LessOrEqual(level, high))
     return op.Mul(op.Sub(op.Clip(level, low, high), zero), scale), mask
 
 
+def _broadcasting(op: Builder, parameter: ir.Value) -> ir.Value:
+    """One number, or one for each slice of x, in a shape that broadcasts over it."""
+    return reshaped(op, parameter, ()) if sizes.of(parameter) == (1,) else parameter
+
+
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    scale, zero_point = scale.reshape(()).to(x.dtype), zero_point.reshape(()).to(x.dtype)
+    """PyTorch's own operator where autograd looks on: the derivative of what this is written with is 0."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        with torch.no_grad():
+            _, mask = fake_quantize(x, scale, zero_point, low, high)
+        return _differentiable(x, scale.detach(), zero_point.detach().to(torch.int32), low, high), mask
+    if scale.numel() == 1:
+        scale, zero_point = scale.reshape(()), zero_point.reshape(())
+    scale, zero_point = scale.to(x.dtype), zero_point.to(x.dtype)
     level = (x * scale.reciprocal()).round_().add_(zero_point)
     mask = level.ge(low) & level.le(high)
     return level.clamp_(low, high).sub_(zero_point).mul_(scale), mask
+
+
+def _differentiable(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
+    if scale.numel() == 1:
+        parameters = scale.reshape(1), zero_point.reshape(1)
+        return torch.fake_quantize_per_tensor_affine(x, *parameters, low, high)
+    axis = next(i for i, size in enumerate(scale.shape) if size != 1) - scale.dim() + x.dim()
+    return torch.fake_quantize_per_channel_affine(x, scale.flatten(), zero_point.flatten(), axis, low, high)
 
 
 def _quant_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> list[ir.Value | None]:
@@ -70,6 +91,17 @@ def _capture_with_mask(
     parts = as_value(op, scale, dtype_of(x)), as_value(op, zero_point, dtype_of(x))
     found: tuple[ir.Value, ir.Value] = op.ms.FakeQuant(x, *parts, quant_min=quant_min, quant_max=quant_max)
     return found
+
+
+def _capture_by_channel(
+    op: Builder, x: ir.Value, scale: ir.Value, zero_point: ir.Value, axis: int, quant_min: int, quant_max: int
+) -> Any:
+    """A zero point that is no integer is rounded with x: another op."""
+    if is_float(dtype_of(zero_point)):
+        return NotImplemented
+    shape = [-1 if i == normalize_axis(axis, rank_of(x)) else 1 for i in range(rank_of(x))]
+    parts = (reshaped(op, cast(op, v, dtype_of(x)), shape) for v in (scale, zero_point))
+    return op.ms.FakeQuant(x, *parts, quant_min=quant_min, quant_max=quant_max)
 
 
 def _capture_switched(
@@ -95,7 +127,15 @@ def switched_on_fakes(
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
+def by_channel_on_fakes(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
+) -> tuple[Tensor, Tensor]:
+    """As `fake_quantize_on_fakes`."""
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
 for _name, _function in (
+    ("aten::fake_quantize_per_channel_affine_cachemask", by_channel_on_fakes),
     ("aten::fake_quantize_per_tensor_affine_cachemask", fake_quantize_on_fakes),
     ("aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", switched_on_fakes),
 ):
@@ -114,13 +154,14 @@ fused(
         "aten.fake_quantize_per_tensor_affine.tensor_qparams": _capture,
         "aten.fake_quantize_per_tensor_affine_cachemask.default": _capture_with_mask,
         "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default": _capture_switched,
+        "aten.fake_quantize_per_channel_affine_cachemask.default": _capture_by_channel,
     },
     shapes=_quant_types,
     body=_quant_body,
     gradient=(Gradient(_quant_gradient, reads=("mask",)),),
     stops=frozenset({"scale", "zero_point"}),
     lower=lambda n, x, scale, zero: Call(fake_quantize, x, scale, zero, n.quant_min, n.quant_max),
-    axes=lambda n: "..., -, - -> ..., ...",
+    axes=lambda n: "..., ..., ... -> ..., ...",
     flops=lambda n: sizes.multiply(6, numel(n.x)),
 )
 fused(

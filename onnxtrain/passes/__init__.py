@@ -21,6 +21,7 @@ from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
+from onnxtrain.passes.fold_scales import fold_scales
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
@@ -31,6 +32,7 @@ from onnxtrain.passes.move_gathers import move_gathers
 from onnxtrain.passes.multiply_convolutions import multiply_convolutions
 from onnxtrain.passes.pack_masks import pack_masks
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
+from onnxtrain.passes.split_slices import split_slices
 from onnxtrain.report import PassReport
 
 Pass = Callable[[ir.Graph, Changes], None]
@@ -43,9 +45,11 @@ FORWARD: tuple[Pass, ...] = (
     multiply_convolutions,  # before transposes cancel: it leaves some that do
     cancel_transposes,  # after fusions, which know the transposes of attention
     cancel_casts,  # after fusions, which know the casts of norms
-    drop_unused,  # what nobody reads any more must not hold up rows that move
+    drop_unused,  # what nobody reads any more must not hold up rows that move, or be counted as a reader
+    fold_scales,  # after fusions, which know the numbers of attention and norms; after casts, which stand in between
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
     move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
+    split_slices,  # after gathers moved: what is picked far up is no slice of the same tensor any more
     chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
     pack_masks,  # likewise: 32 elements share a word

@@ -15,7 +15,7 @@ from onnxtrain.ops import builder, view
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.reshape.dims import TRANSPOSE, perm_of, transposed
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
@@ -42,9 +42,9 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
         reshapes += stays
         _replace(graph, n, new, source)
     if joined:
-        changes.made.append(f"joined {joined} pairs of transposes")
+        changes.made.append(f"joined {counted(joined, 'pair')} of transposes")
     if reshapes:
-        changes.made.append(f"made a Reshape of {reshapes} transposes")
+        changes.made.append(f"made a Reshape of {counted(reshapes, 'Transpose')}")
 
 
 def _keeps_order(x: ir.Value, perm: list[int]) -> bool:

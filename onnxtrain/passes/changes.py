@@ -16,6 +16,11 @@ def stopped(at: ir.Node, reason: str) -> str:
     return f"stops at {at.op_type} {at.name!r}{f' of {module}' if module else ''}: {reason}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A count in a sentence: "1 node", "2 nodes"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass
 class Changes:
     """Filled by one pass; `passes` by those who run several."""

@@ -20,7 +20,7 @@ from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import definition_of
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 
 
 def dedupe(graph: ir.Graph, changes: Changes) -> None:
@@ -46,7 +46,7 @@ def dedupe(graph: ir.Graph, changes: Changes) -> None:
         graph.remove(node, safe=True)
         merged += 1
     if merged:
-        changes.made.append(f"merged {merged} equal nodes")
+        changes.made.append(f"merged {counted(merged, 'node')} into an equal one")
 
 
 def _narrows(node: ir.Node) -> bool:

@@ -6,11 +6,11 @@ import onnx_ir as ir
 
 from onnxtrain.graph.traversal import remove_unused
 from onnxtrain.ops import definition_of
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 
 
 def drop_unused(graph: ir.Graph, changes: Changes) -> None:
     """Removes dead nodes and initializers of `graph`."""
     removed = remove_unused(graph, lambda node: bool(definition_of(node).effects))
     if removed:
-        changes.made.append(f"dropped {removed} unused nodes")
+        changes.made.append(f"dropped {counted(removed, 'unused node')}")

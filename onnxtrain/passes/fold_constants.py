@@ -23,7 +23,7 @@ from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import OpDef
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 
 LARGEST_BYTES = 1 << 20
 
@@ -43,7 +43,7 @@ def fold_constants(graph: ir.Graph, changes: Changes) -> None:
             continue
         folded += _fold(op, graph, node, definition, changes)
     if folded:
-        changes.made.append(f"folded {folded} constant nodes")
+        changes.made.append(f"folded {counted(folded, 'constant node')}")
 
 
 def _fold(op: Builder, graph: ir.Graph, node: ir.Node, definition: OpDef, changes: Changes) -> int:

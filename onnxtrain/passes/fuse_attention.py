@@ -24,7 +24,7 @@ from onnxtrain.ops.attention.parts import accumulated, unrepeated, with_attribut
 from onnxtrain.ops.randomness import trains
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 from onnxtrain.passes.written_attention import Mask, NotAttention, Operand, Written, recognize
 
@@ -46,7 +46,7 @@ def fuse_attention(graph: ir.Graph, changes: Changes) -> None:
         _fuse(op, written)
         fused += 1
     if fused:
-        changes.made.append(f"made one op of {fused} written-out attention{'s' * (fused > 1)}")
+        changes.made.append(f"made one op of {counted(fused, 'written-out attention')}")
 
 
 def _check(written: Written) -> None:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.randomness import DRAWS, DROPOUT, draws_fast, ratio_of
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
@@ -35,4 +35,4 @@ def key_dropout(graph: ir.Graph, changes: Changes) -> None:
         substitute(graph, node.outputs[0], y, [node])
         done += 1
     if done:
-        changes.made.append(f"{done} Dropouts keep a key and no mask")
+        changes.made.append(f"keeps a key in place of the mask of {counted(done, 'Dropout')}")

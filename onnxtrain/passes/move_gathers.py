@@ -22,7 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.traversal import replace, users
+from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.definition import NodeView
@@ -32,7 +32,7 @@ from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.reshape.dims import squeezed, unsqueezed
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
-from onnxtrain.passes.rewriting import nodes_before
+from onnxtrain.passes.rewriting import leaves, nodes_before
 from onnxtrain.passes.rowwise import with_rows
 from onnxtrain.passes.selected_rows import Selection, compute_selected, region_before
 
@@ -107,20 +107,11 @@ def _fewer(count: Size, total: Size) -> bool:
     return count == 1
 
 
-def _leaves(value: ir.Value) -> bool:
-    """Whether the value, or a view of it, is an output of the graph."""
-    return value.is_graph_output() or any(
-        viewed(user, output.index() or 0, definition_of(user)) is value and _leaves(output)
-        for user in users(value)
-        for output in user.outputs
-    )
-
-
 def _move(op: Builder, picked: _Picked, changes: Changes) -> None:
     node = picked.node
     x = node.inputs[0]
     assert x is not None
-    if viewed(node, 0, definition_of(node)) is x and _leaves(node.outputs[0]):
+    if viewed(node, 0, definition_of(node)) is x and leaves(node.outputs[0]):
         changes.refuse(node, "the module gives out its result, which is a view there")
         return
     region = region_before(op.graph, {x: (picked.axis,)}, [(node, 0)], picked.reads)

@@ -227,12 +227,16 @@ class _Finder:
             for node, index in value.uses():
                 if (node, index) in self.rows.uses:
                     continue
-                behind = [v for v in node.outputs if {self.batch, self.steps} <= set(sizes.of(v))]
+                behind = [v for v in node.outputs if self._holds_tokens(v)]
                 if not behind:
                     return f"{node.op_type} {node.name!r} needs all rows of {value.name}"
                 waiting += [v for v in behind if v not in seen]
                 seen.update(behind)
         return f"nothing reads {value.name}"
+
+    def _holds_tokens(self, value: ir.Value) -> bool:
+        shape = sizes.of(value)
+        return {self.batch, self.steps} <= set(shape) or sizes.multiply(self.batch, self.steps) in shape
 
     def _reads(self, node: ir.Node, indices: Collection[int]) -> None:
         for index in indices:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import onnx_ir as ir
 
 from onnxtrain.graph import traversal
+from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.builder import Builder
+from onnxtrain.ops import definition_of
 from onnxtrain.ops.native import NOTE
 
 _CARRIED = ("module", "line", "gradient_of", "checkpoint", NOTE)
@@ -46,6 +48,15 @@ def only_user(value: ir.Value) -> ir.Node | None:
     """The node that alone reads the value; None where several do, or the graph's caller does."""
     readers = traversal.users(value)
     return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+
+
+def leaves(value: ir.Value) -> bool:
+    """Whether the value, or a view of it, is an output of the graph."""
+    return value.is_graph_output() or any(
+        viewed(user, output.index() or 0, definition_of(user)) is value and leaves(output)
+        for user in traversal.users(value)
+        for output in user.outputs
+    )
 
 
 def substitute(graph: ir.Graph, old: ir.Value, new: ir.Value, gone: Sequence[ir.Node]) -> None:

@@ -25,6 +25,7 @@ from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.passes.rewriting import only_user
 
 _PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
+_OWN_TYPE = "its softmax is computed in a type of its own"
 
 
 class NotAttention(Exception):  # noqa: N818  # not an error: says why a softmax stays as it is
@@ -106,7 +107,7 @@ def recognize(softmax: ir.Node) -> Written:
     p = next(v for v in last.inputs if v is not None and v.producer() in between)
     v, perm = _values(last, p)
     if dtype_of(softmax.outputs[0]) not in (dtype_of(scores.q.value), accumulated(dtype_of(scores.q.value))):
-        raise NotAttention("its softmax is computed in a type of its own")
+        raise NotAttention(_OWN_TYPE)
     if len({dtype_of(each) for each in (scores.q.value, scores.k.value, v.value, last.outputs[0])}) != 1:
         raise NotAttention("queries, keys and values have several element types")
     return Written(
@@ -308,13 +309,23 @@ def _is_scores(value: ir.Value) -> bool:
     return node is not None and node.op_type in _PRODUCTS
 
 
+def _leads_to_scores(value: ir.Value) -> bool:
+    try:
+        _scores(value)
+    except NotAttention:
+        return False
+    return True
+
+
 def _below(node: ir.Node, walk: _Walk) -> ir.Value:
     """The scores before `node`, which the walk takes note of."""
     if definition_of(node).same_elements:
         before = _first(node)
         narrows = is_float(dtype_of(before)) and dtype_of(before).itemsize > dtype_of(node.outputs[0]).itemsize
-        if not _keeps_matrices(node) or narrows:
+        if not _keeps_matrices(node):
             raise NotAttention
+        if narrows:
+            raise NotAttention(_OWN_TYPE if _leads_to_scores(before) else None)
         return before
     match node.op_type:
         case "Mul" | "Div":

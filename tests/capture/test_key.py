@@ -295,6 +295,25 @@ def test_nothing_else_is_noticed(name: str) -> None:
     assert tensors[4] is model.second.table
 
 
+class SameText:
+    def __repr__(self) -> str:
+        return "the same text"
+
+
+def test_objects_of_one_text_are_told_apart() -> None:
+    model = torch.nn.Linear(2, 2)
+    first, second = SameText(), SameText()
+    model.table, model.chosen = {first: 1, second: 2}, {first}
+    state = ModuleState.take(model, ["weight"])
+    assert state.matches(model)
+    model.table[second] = 3
+    assert not state.matches(model)
+    model.table[second] = 2
+    assert state.matches(model)
+    model.chosen.add(second)
+    assert not state.matches(model)
+
+
 def test_tensors_are_read_through_the_module() -> None:
     model = Model()
     state = take(model)

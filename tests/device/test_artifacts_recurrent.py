@@ -57,6 +57,33 @@ def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, t
         np.testing.assert_allclose(run.parameter(name), parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
 
 
+class LastStep(nn.Module):
+    """What a GRU says after the last step; its sequences lie along the first axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0][-1]
+
+
+def test_the_last_step_of_sequences_of_any_length(tmp_path: Path) -> None:
+    module = LastStep()
+    loss, example = LossType.CrossEntropyLoss, (torch.randn(5, 2, WIDTH),)
+    generate_artifacts(module, example_args=example, loss=loss, optimizer=SGD(), artifact_directory=tmp_path)
+    run, optimizer = Stock(tmp_path, lr=0.5), torch.optim.SGD(module.parameters(), lr=0.5)
+    for steps in (5, 9, 1):
+        x, labels = torch.randn(steps, 3, WIDTH), torch.randint(0, HIDDEN, (3,))
+        got = float(run.step(x.numpy(), labels.numpy())[0])
+        run.update()
+        optimizer.zero_grad()
+        expected = F.cross_entropy(module(x), labels)
+        expected.backward()
+        optimizer.step()
+        assert got == pytest.approx(expected.item(), rel=2e-6)
+
+
 def model_file(name: str, weights: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
     """Puts x, times `first`, and the lengths of its sequences through the layer."""
     inputs = [

@@ -16,9 +16,10 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from sklearn.datasets import load_digits
 from torch import nn
 
-from onnxtrain import cli
+from onnxtrain import ORTModule, cli
 from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, fake_quantize, generate_artifacts, quantize_trained
+from onnxtrain.device.onnx_module import OnnxModule
 from onnxtrain.errors import ArtifactError
 from tests.device.stock import Stock
 from tests.device.test_artifacts_imports import by_hand, node
@@ -310,6 +311,40 @@ def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: b
 
 
 # Refusals
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_quantized_file_trains_as_a_module(case: str, tmp_path: Path) -> None:
+    """Gradients go through rounding, in PyTorch and in the graph of an ORTModule."""
+    path = tmp_path / "m.onnx"
+    scale, zero = CASES[case]
+    onnx.save(small(scale, zero), path)
+    module = OnnxModule.load(path)
+    assert [name for name, _ in module.named_parameters()] == ["w"], "scales are frozen"
+    x = torch.randn(5, 6, requires_grad=True)
+    w = module.get_parameter("w").detach().clone().requires_grad_()
+    limits = (0, 255) if zero.dtype == np.uint8 else (-128, 127)
+    scales, zeros = torch.from_numpy(scale.reshape(-1)), torch.from_numpy(zero.reshape(-1).astype(np.int32))
+    if len(scales) > 1:
+        rounded = torch.fake_quantize_per_channel_affine(w, scales, zeros, 1, *limits)
+    else:
+        rounded = torch.fake_quantize_per_tensor_affine(w, scales, zeros, *limits)
+    expected = torch.fake_quantize_per_tensor_affine(x, 0.02, 100, 0, 255) @ rounded
+    dx, dw = torch.autograd.grad(expected.square().sum(), [x, w])
+    model = ORTModule(module)
+    for run in (module, model):
+        x.grad = module.get_parameter("w").grad = None
+        y = run(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(x.grad, dx)
+        torch.testing.assert_close(module.get_parameter("w").grad, dw)
+    assert not model.report().refused
+
+
+def test_artifacts_of_a_quantized_model_say_how_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="fake_quantize first"):
+        generate_artifacts(small(*CASES["tensor"]), requires_grad=["w"], loss=LossType.MSELoss)
 
 
 def refused(model: onnx.ModelProto | Path, says: str) -> None:

@@ -96,6 +96,7 @@ def test_reads_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--data", "digits"], cli.FAILED, "do not fit the graph's input"),
         (["--data", "nowhere.npz"], cli.FAILED, "can be neither 'digits' nor read"),
         (["--data", str(Path(__file__).parent)], cli.FAILED, "can be neither 'digits' nor read"),
+        (["--data", __file__], cli.FAILED, "a file of another kind"),
         (["--data", "digits", "--test-share", "1"], cli.USAGE, "--test-share is no share"),
         (["--data", "digits", "--learning-rate", "nan"], cli.USAGE, "must be positive"),
         (["--data", "digits", "--prefix", "other_"], cli.USAGE, "lacks artifacts"),

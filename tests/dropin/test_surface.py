@@ -62,6 +62,7 @@ NAMES = {
     "onnxblock.loss": "MSELoss CrossEntropyLoss BCEWithLogitsLoss L1Loss",
     "onnxblock.optim": "AdamW SGD ClipGradNorm",
     "experimental": "export_gradient_graph",
+    "experimental.exporter": "_export_jit_graph_to_onnx_model_proto",
     "torchdynamo.register_backend": "aot_ort dynamic_aot_ort ort DEFAULT_BACKEND make_aot_ort",
     "torchdynamo.ort_backend": "OrtBackend",
 }
@@ -256,6 +257,26 @@ def test_what_a_backend_of_torch_compile_cannot_choose_is_said(caplog: pytest.Lo
     found("torchdynamo.ort_backend.OrtBackend")("CUDAExecutionProvider", preallocate_output=True)
     assert "OrtBackend(ep='CUDAExecutionProvider') has no effect" in caplog.text
     assert "preallocate_output=True) has no effect" in caplog.text
+
+
+def test_a_traced_graph_becomes_a_model_of_onnx() -> None:
+    import torch
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(torch.relu(x @ y) + 1)
+
+    feeds = torch.randn(2, 3), torch.randn(3, 4)
+    graph = torch.jit.trace(function, feeds).graph
+    before = str(graph)
+    model = found("experimental.exporter._export_jit_graph_to_onnx_model_proto")(graph, 0)
+    assert str(graph) == before
+    session = onnxruntime.InferenceSession(model)
+    names = [value.name for value in session.get_inputs()]
+    (result,) = session.run(None, {name: feed.numpy() for name, feed in zip(names, feeds, strict=True)})
+    torch.testing.assert_close(torch.from_numpy(result), function(*feeds))
+    svd = torch.jit.trace(torch.linalg.svdvals, feeds[:1]).graph
+    with pytest.raises(torch.onnx.OnnxExporterError, match="linalg_svdvals"):
+        found("experimental.exporter._export_jit_graph_to_onnx_model_proto")(svd, 0)
 
 
 def test_onnxruntime_itself_stays_the_stock_package() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 from onnxtrain.cli import main
-from onnxtrain.observe.allocations import peak_bytes, record
+from onnxtrain.observe import allocations
+from onnxtrain.observe.allocations import peak_bytes, profiled, record
 from onnxtrain.observe.memory_timeline import BANDS, MemoryTimeline, Stretch, as_bytes, draw, held_by_band
 from onnxtrain.observe.step_memory import measure_step
 
@@ -57,6 +59,16 @@ def test_what_is_held_and_given_back_is_counted() -> None:
     assert left.made_by == "aten::empty"
     freed = record(found.clear)
     assert [(one.bytes, one.start) for one in freed.allocations] == [(4000, None)]
+
+
+def test_the_profilers_notes_of_itself_are_dropped_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with profiled():
+        os.write(2, b"USDT: by the user\n")
+    with allocations._without_notes():
+        os.write(2, b"USDT:2026 profiler_start\nan error\n")
+    assert capfd.readouterr().err == "USDT: by the user\nan error\n"
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_measured_step_is_split_into_bands() -> None:

@@ -360,8 +360,9 @@ LEVELS = Spec("b s h", low=-3, high=3)
 
 
 def fake_quant(x: Any, scale: Any, zero: Any) -> Any:
-    y = torch.fake_quantize_per_tensor_affine(x, float(scale), int(zero), 0, 15) if x.dtype == torch.float32 else None
-    if y is None:
+    if x.dtype == torch.float32 and scale.dim() == 0:
+        y = torch.fake_quantize_per_tensor_affine(x, float(scale), int(zero), 0, 15)
+    else:
         level = (x * (1 / scale)).round() + zero
         inside = (level >= 0) & (level <= 15)
         exact = (level.clamp(0, 15) - zero) * scale
@@ -377,6 +378,14 @@ def int8(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator)
 SCALE, ZERO = Spec("", value=0.25, grad=False), Spec("", value=7.0, grad=False)
 QUANTIZED = [
     OpCase(MICROSOFT, "FakeQuant", (LEVELS, SCALE, ZERO), fake_quant, {"quant_min": 0, "quant_max": 15}),
+    OpCase(
+        MICROSOFT,
+        "FakeQuant",
+        (LEVELS, Spec("s 1", low=0.2, high=1, grad=False), Spec("s 1", value=7.0, grad=False)),
+        fake_quant,
+        {"quant_min": 0, "quant_max": 15},
+        label="by channel",
+    ),
     OpCase(MICROSOFT, "FakeQuantGrad", (Spec("b s h"), Spec("b s h", "bool")), lambda dy, mask: dy * mask),
     OpCase(
         "",

@@ -184,6 +184,16 @@ def test_complex_parameters() -> None:
     assert is_traced(ours)
 
 
+def test_complex_numbers() -> None:
+    """A number is saved as a tensor, and conjugated in backward."""
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x, x * 2)
+        return torch.view_as_real(z * (1 + 2j) + 2j / (z + 4) - z / (1 - 3j))
+
+    assert is_traced(compare(Calls(scaled), [x.float() for x in rows(5, 3)]))
+
+
 @pytest.mark.parametrize("uses", [1, 2])
 def test_sparse_gradients_stay_sparse(uses: int) -> None:
     class Bags(nn.Module):

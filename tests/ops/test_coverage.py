@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from onnxtrain.ops import FROM_TORCH, NOT_DIFFERENTIABLE, OPS
-from onnxtrain.ops.left_out import ONNX_OPERATORS, PYTORCH_OPERATORS, PYTORCH_USES, TRAINING_OPERATORS
+from onnxtrain.ops.left_out import (
+    ONNX_OPERATORS,
+    PYTORCH_OPERATORS,
+    PYTORCH_USES,
+    TRAINING_OPERATORS,
+    TRAINING_SIGNATURES,
+)
 
 
 def words(text: str) -> list[str]:
@@ -72,6 +78,7 @@ def test_nothing_is_defined_and_left_out() -> None:
     both += [n for n in PYTORCH_OPERATORS if any(overload.startswith(f"aten.{n}.") for overload in FROM_TORCH)]
     both += [n for n in PYTORCH_USES if not any(overload.startswith(f"aten.{n}.") for overload in FROM_TORCH)]
     both += [n for n in TRAINING_OPERATORS if ("com.microsoft", n) in OPS]
+    both += [n for n in TRAINING_SIGNATURES if ("com.microsoft", n) not in OPS]
     assert not both, both
 
 

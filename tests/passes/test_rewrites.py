@@ -15,6 +15,7 @@ from onnxtrain import ORTModule
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.reshape.join import concatenated, split
 from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
@@ -179,6 +180,57 @@ def test_casts_stay_where_the_wide_value_is_read_or_computed_with() -> None:
         assert sum(node.op_type == "Cast" for node in graph) == 2
 
 
+def moved_in_parts(op: Any, wide: ir.Value) -> ir.Value:
+    """What models do to queries, keys and values: cut, turn, join."""
+    first, second = split(op, wide, [1, 3], 1)
+    turned: ir.Value = op.Transpose(second, perm=[1, 0])
+    return concatenated(op, [turned, op.Transpose(first, perm=[1, 0])], 0)
+
+
+def test_casts_around_splits_and_joins_go() -> None:
+    op, x = graph_of(("b", 4), ir.DataType.BFLOAT16)
+    moved = moved_in_parts(op, op.Cast(x, to=ir.DataType.FLOAT))
+    graph = closed(op, op.Cast(moved, to=ir.DataType.BFLOAT16))
+    cancel_casts(graph, Changes("cancel_casts"))
+    assert not any(node.op_type == "Cast" for node in graph)
+    assert {v.dtype for node in graph for v in node.outputs if v.dtype != ir.DataType.INT64} == {ir.DataType.BFLOAT16}
+
+
+@pytest.mark.parametrize("spoiled", ["a reader", "another type", "a sum"])
+def test_casts_around_splits_stay(spoiled: str) -> None:
+    op, x = graph_of(("b", 4), ir.DataType.BFLOAT16)
+    wide = op.Cast(x, to=ir.DataType.FLOAT)
+    first, second = split(op, wide, [2, 2], 1)
+    if spoiled == "a sum":
+        second = op.Add(second, second)
+    outer = ir.DataType.FLOAT16 if spoiled == "another type" else ir.DataType.BFLOAT16
+    parts = [op.Cast(first, to=outer), op.Cast(second, to=ir.DataType.BFLOAT16)]
+    if spoiled == "a reader":
+        parts.append(op.Cast(op.Exp(second), to=ir.DataType.BFLOAT16))
+    graph = closed(op, op.Cast(parts[0], to=ir.DataType.FLOAT))
+    graph.outputs.extend(op.Exp(part) for part in parts[1:])
+    before = sum(node.op_type == "Cast" for node in graph)
+    cancel_casts(graph, Changes("cancel_casts"))
+    assert sum(node.op_type == "Cast" for node in graph) == before
+
+
+@pytest.mark.parametrize("narrows", [True, False])
+def test_the_narrow_type_is_copied(narrows: bool) -> None:
+    inner, outer = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+    if not narrows:
+        inner, outer = outer, inner
+    op, x = graph_of(("b", 4), inner)
+    parts = [op.Exp(x), x, x] if narrows else [op.Cast(op.Exp(x), to=outer), op.Cast(x, to=outer)]
+    joined = concatenated(op, parts, 1)
+    graph = closed(op, op.Cast(joined, to=outer) if narrows else joined)
+    cancel_casts(graph, Changes("cancel_casts"))
+    (concat,) = (node for node in graph if node.op_type == "Concat")
+    assert concat.outputs[0].dtype == ir.DataType.BFLOAT16
+    casts = [node for node in graph if node.op_type == "Cast"]
+    assert len(casts) == (len(parts) if narrows else 1), "no two gradients are joined"
+    assert graph.outputs[0].dtype == outer
+
+
 def test_under_autocast_the_result_is_bit_for_bit_the_same() -> None:
     class Moves(nn.Module):
         def __init__(self) -> None:
@@ -186,7 +238,8 @@ def test_under_autocast_the_result_is_bit_for_bit_the_same() -> None:
             self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x).float().unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2))
+            a, b = self.first(x).float().unflatten(1, (2, 2)).transpose(1, 2).chunk(2, 1)
+            return self.second(torch.cat([b, a, x.unflatten(1, (2, 2))[:, :1]], 1).flatten(1, 2))
 
     module, x = Moves(), torch.randn(3, 4, 8)
     model = ORTModule(module, rng="torch")
@@ -197,7 +250,7 @@ def test_under_autocast_the_result_is_bit_for_bit_the_same() -> None:
             y = run(x)
         y.float().square().sum().backward()
         found.append([y.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
-    assert made(model, "cancel_casts")
+    assert len(made(model, "cancel_casts")) == 2, "two casts cancel, and the narrow type is joined"
     assert torch.equal(found[0][0], found[1][0])
     for got, eager in zip(*found, strict=True):
         assert_no_worse_than_eager("gradient", got.bfloat16(), eager.bfloat16(), eager.double(), 1.0)

@@ -7,7 +7,7 @@ import { mkdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import { parseArgs } from "node:util";
 
-import { launch } from "./browser.js";
+import { open } from "./browser.js";
 
 // Digits, and two triangles that it shall read as fives, which it cannot know. Points from 0 to 100.
 const DRAWINGS = [
@@ -33,9 +33,8 @@ const { values: options, positionals } = parseArgs({
     chromium: { type: "string", default: "/usr/bin/chromium" },
   },
 });
-const browser = await launch(options.chromium, options.backend);
 const size = options.phone ? { width: 390, height: 844 } : { width: 1280, height: 860 };
-const page = await browser.newPage({
+const { browser, page } = await open(options.chromium, options.backend, {
   viewport: size,
   deviceScaleFactor: options.phone ? 3 : 1,
   hasTouch: options.phone,
@@ -62,17 +61,34 @@ const memory = async () => {
 };
 const text = (id) => page.locator(`#${id}`).textContent();
 
+const press = (locator) => (options.phone ? locator.tap() : locator.click());
+
+/** Moves the mouse along a line, or on a phone a finger. */
+async function stroke([first, ...rest]) {
+  if (options.phone) {
+    await touch("touchStart", first);
+    for (const point of rest) await touch("touchMove", point);
+    await touch("touchEnd");
+    return;
+  }
+  await page.mouse.move(...first);
+  await page.mouse.down();
+  for (const point of rest) await page.mouse.move(...point, { steps: 6 });
+  await page.mouse.up();
+}
+
+const fingers = await page.context().newCDPSession(page);
+function touch(type, point) {
+  const touchPoints = point ? [{ x: point[0], y: point[1] }] : [];
+  return fingers.send("Input.dispatchTouchEvent", { type, touchPoints });
+}
+
 async function draw(strokes) {
   const pad = page.locator("#pad");
   await pad.scrollIntoViewIfNeeded();
   const box = await pad.boundingBox();
   const at = ([x, y]) => [box.x + (x / 100) * box.width, box.y + (y / 100) * box.height];
-  for (const [first, ...rest] of strokes) {
-    await page.mouse.move(...at(first));
-    await page.mouse.down();
-    for (const point of rest) await page.mouse.move(...at(point), { steps: 6 });
-    await page.mouse.up();
-  }
+  for (const points of strokes) await stroke(points.map(at));
 }
 
 /** With the keyboard alone: a straight line downwards, which is a one. */
@@ -86,7 +102,7 @@ async function drawByKeyboard() {
 
 try {
   await page.goto(`${positionals[0]}#${options.backend}`);
-  await page.waitForSelector(`body[data-ready=${options.backend}]`, { timeout: 120_000 });
+  await page.waitForSelector(`body[data-ready=${options.backend}]`);
   await screen("1-ready");
   const testBefore = await text("test");
 
@@ -94,27 +110,29 @@ try {
     await draw(strokes);
     await page.waitForFunction(() => document.getElementById("reading").textContent.includes("sure"));
     if (label === 3) await screen("2-drawing");
-    await page.locator("#keys button").nth(label).click();
+    await press(page.locator("#keys button").nth(label));
   }
   await drawByKeyboard();
   const judged = (count) => document.querySelectorAll("#gallery li[class]").length === count;
   await page.waitForFunction(judged, DRAWINGS.length + 1);
   const ownBefore = await text("own");
 
-  await page.locator("#train").click();
+  await press(page.locator("#train"));
   const trained = (steps) => Number(document.getElementById("steps").textContent) >= steps;
-  const megabytes = [];
-  for (let steps = 100; steps <= Number(options.steps); steps += 100) {
-    await page.waitForFunction(trained, steps, { timeout: 280_000 });
-    megabytes.push(await memory());
+  const megabytes = []; // after each 100 steps
+  const last = Number(options.steps);
+  for (let steps = 0; steps < last; ) {
+    steps = Math.min(steps + 10, last);
+    await page.waitForFunction(trained, steps);
+    if (steps === 20) await screen("3-training");
+    if (steps % 100 === 0) megabytes.push(await memory());
   }
-  await page.waitForFunction(trained, Number(options.steps), { timeout: 280_000 });
-  await page.locator("#train").click();
+  await press(page.locator("#train"));
   await page.waitForFunction(() => document.getElementById("train").textContent === "Train");
-  await screen("3-trained");
+  await screen("4-trained");
 
   const download = page.waitForEvent("download");
-  await page.locator("#download").click();
+  await press(page.locator("#download"));
   if (options.out) await (await download).saveAs(options.out);
   const seen = {
     backend: await page.locator("body").getAttribute("data-ready"),
@@ -123,7 +141,7 @@ try {
     own: [ownBefore, await text("own")],
     test: [testBefore, await text("test")],
     speed: await text("speed"),
-    megabytes, // after each 100 steps
+    megabytes,
     overflow: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
     problem: (await page.locator("#problem").isVisible()) ? await text("problem") : null,
     problems,

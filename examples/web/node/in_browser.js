@@ -4,7 +4,7 @@
 
 import { parseArgs } from "node:util";
 
-import { launch } from "./browser.js";
+import { open, within } from "./browser.js";
 
 const { values: options, positionals } = parseArgs({
   allowPositionals: true,
@@ -15,11 +15,10 @@ const { values: options, positionals } = parseArgs({
     chromium: { type: "string", default: "/usr/bin/chromium" },
   },
 });
-const browser = await launch(options.chromium, options.backend);
+const { browser, page } = await open(options.chromium, options.backend);
 try {
-  const page = await browser.newPage();
   await page.goto(new URL("style.css", positionals[0]).href); // the same origin, and no script of the page's own
-  const losses = await page.evaluate(async ({ backend, steps, artifacts }) => {
+  const opened = page.evaluate(async ({ backend, artifacts }) => {
     const ort = await import(`/ort/ort.${backend}.min.mjs`);
     const { Training } = await import("/training.js");
     const { readDigits } = await import("/digits.js");
@@ -35,8 +34,14 @@ try {
     };
     const training = await Training.open(ort, files, backend);
     const digits = readDigits((await read("digits.bin")).buffer);
-    return trainInOrder(training, digits.training, Number(steps));
+    globalThis.steps = trainInOrder(training, digits.training);
   }, options);
+  await within(opened, "opening the graphs");
+  const losses = [];
+  while (losses.length < Number(options.steps)) {
+    const step = page.evaluate(async () => (await globalThis.steps.next()).value);
+    losses.push(await within(step, `step ${losses.length + 1}`));
+  }
   console.log(JSON.stringify({ losses }));
 } finally {
   await browser.close();

@@ -35,10 +35,13 @@ const files = {
 const training = await Training.open(ort, files, options.runtime === "web" ? "wasm" : "cpu");
 const digits = readDigits((await read("digits.bin")).buffer);
 
-const memory = [];
-const losses = await trainInOrder(training, digits.training, Number(options.steps), (step) => {
-  if (step % 100 === 99) memory.push(Math.round(process.memoryUsage().rss / 1e6));
-});
+const losses = [];
+const memory = []; // megabytes after each 100 steps
+for await (const loss of trainInOrder(training, digits.training)) {
+  losses.push(loss);
+  if (losses.length % 100 === 0) memory.push(Math.round(process.memoryUsage().rss / 1e6));
+  if (losses.length >= Number(options.steps)) break;
+}
 if (options.out) await writeFile(options.out, await training.exportModel(["logits"]));
 if (options.checkpoint) await writeFile(options.checkpoint, await training.checkpoint());
 console.log(JSON.stringify({ losses, accuracy: await accuracy(training, digits.test), memory }));

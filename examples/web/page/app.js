@@ -6,7 +6,7 @@ import { Pad } from "./pad.js";
 
 const find = (id) => document.getElementById(id);
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-const chart = new LossChart(find("chart"));
+const chart = new LossChart(find("chart"), find("scale"));
 const pad = new Pad(find("pad"), drawn);
 const percent = (share) => `${(100 * share).toFixed(share === 1 ? 0 : 1)} %`;
 
@@ -59,7 +59,9 @@ function keep(label) {
 
 function remove(example) {
   examples = examples.filter((other) => other !== example);
+  const next = example.item.nextElementSibling ?? example.item.previousElementSibling;
   example.item.remove();
+  (next?.querySelector("button") ?? find("pad")).focus({ preventScroll: true });
   changed();
 }
 

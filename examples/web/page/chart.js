@@ -6,9 +6,13 @@ const MEMORY = 0.9; // of the running mean
 const POINTS = 300; // drawn at most
 
 export class LossChart {
-  /** @param {SVGElement} svg - with the paths .each, .mean and .area, and the texts .top, .last. */
-  constructor(svg) {
+  /**
+   * @param {SVGElement} svg - with the paths .each, .mean and .area.
+   * @param {HTMLElement} scale - says what the height stands for.
+   */
+  constructor(svg, scale) {
     this.svg = svg;
+    this.scale = scale;
     this.part = (name) => svg.querySelector(`.${name}`);
     svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
     this.clear();
@@ -43,6 +47,7 @@ export class LossChart {
     const last = this.mean.at(-1);
     const text = last === undefined ? "No step yet." : `Loss ${last.toFixed(3)} after ${this.each.length} steps.`;
     this.svg.setAttribute("aria-label", text);
+    this.scale.textContent = last === undefined ? "" : `loss, 0 to ${top.toFixed(1)}`;
   }
 
   /** The running mean after the last step. */

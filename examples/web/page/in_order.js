@@ -5,20 +5,18 @@ import { asBatch } from "./digits.js";
 const BATCH = 50;
 
 /**
+ * Trains without end; each turn is one step.
+ *
  * @param {import("./training.js").Training} training
  * @param {Example[]} examples
- * @param {number} steps
- * @param {(step: number) => void} [afterStep]
- * @returns {Promise<number[]>} the loss of each step.
+ * @yields {number} the loss of the step.
  */
-export async function trainInOrder(training, examples, steps, afterStep = () => {}) {
-  const losses = [];
-  for (let step = 0; step < steps; step++) {
+export async function* trainInOrder(training, examples) {
+  for (let step = 0; ; step++) {
     const start = (step * BATCH) % examples.length;
-    losses.push(await training.trainStep(asBatch(training, examples.slice(start, start + BATCH))));
+    const loss = await training.trainStep(asBatch(training, examples.slice(start, start + BATCH)));
     await training.optimizerStep();
     training.lazyResetGrad();
-    afterStep(step);
+    yield loss;
   }
-  return losses;
 }

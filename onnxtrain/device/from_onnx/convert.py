@@ -194,8 +194,9 @@ class _Walk:
             if new is None:
                 continue
             self._values[old] = new
-            if new.producer() in added and old.name:
-                new.name = old.name
+            if new.producer() in added:
+                _declare_sizes(new, old)
+                new.name = old.name or new.name
         for number, made in enumerate(added):
             made.name = str(node.name) if len(added) == 1 else f"{node.name}/{made.op_type}_{number}"
 
@@ -238,6 +239,15 @@ class _Walk:
             self.visit(inner)
         for old, new in zip(node.outputs, branch.outputs, strict=True):
             self._values[old] = self.value(new)
+
+
+def _declare_sizes(value: ir.Value, imported: ir.Value) -> None:
+    """Takes the numbers that the model declares where only an expression follows: x[-1] has one row if it has any."""
+    if value.shape is None or imported.shape is None or len(value.shape) != len(imported.shape):
+        return
+    pairs = zip(sizes.of(value), imported.shape, strict=True)
+    found = tuple(told if isinstance(size, str) and isinstance(told, int) else size for size, told in pairs)
+    set_type(value, TensorType(dtype_of(value), found))
 
 
 def _held_type(value: ir.Value) -> TensorType:

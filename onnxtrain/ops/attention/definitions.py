@@ -11,7 +11,7 @@ from typing import Any
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of
-from onnxtrain.ops.attention.parts import accumulated
+from onnxtrain.ops.attention.parts import accumulated, scores_factor
 from onnxtrain.ops.constructors import TORCH_DTYPES, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Body, Effects, Gradient, GradientRule, Kernel, NodeView, OpDef
 from onnxtrain.ops.native import may_compile
@@ -70,6 +70,7 @@ def define_attention(
             flops=_flops(2, columns),
             host=None,
             detached=frozenset({kept}),
+            factor=scores_factor,
         )
     )
 

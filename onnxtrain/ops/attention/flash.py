@@ -33,6 +33,7 @@ from onnxtrain.ops.attention.parts import (
     repeated,
     scale_number,
     scale_of,
+    scores_factor,
     summed_heads,
 )
 from onnxtrain.ops.attention.scores import Scores
@@ -289,6 +290,7 @@ FLASH_ATTENTION = define(
         flops=lambda n: _products_flops(n, 2),
         host=None,
         detached=frozenset({"logsumexp"}),
+        factor=scores_factor,
     )
 )
 

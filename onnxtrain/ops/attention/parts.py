@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -12,11 +13,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import constant_of, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.constructors import cast, with_attributes
+from onnxtrain.ops.definition import Factor, NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.index.fill import filled
-from onnxtrain.ops.matmul import constant_axes, is_exact_attribute
+from onnxtrain.ops.matmul import constant_axes, is_exact_attribute, takes_factor
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -109,12 +110,32 @@ def additive(op: Builder, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 def with_attribute(op: Builder, q: ir.Value, scale: float | None) -> tuple[ir.Value, float | None]:
     """A scale that is neither the default nor exact as an attribute moves into q."""
-    width = sizes.of(q)[-1]
-    if scale is None or (isinstance(width, int) and width and math.isclose(scale, 1 / math.sqrt(width), rel_tol=1e-15)):
+    if scale is None or _is_default(scale, sizes.of(q)[-1]):
         return q, None
     if is_exact_attribute(scale):
         return q, float(scale)
     return op.Mul(q, op.scalar(scale, like=q)), 1.0
+
+
+def _is_default(scale: float, width: Size) -> bool:
+    return isinstance(width, int) and width > 0 and math.isclose(scale, 1 / math.sqrt(width), rel_tol=1e-15)
+
+
+def scores_factor(n: NodeView) -> Factor:
+    """A number that multiplies queries or keys multiplies the scores."""
+    return Factor(frozenset({"q", "k"}), False, _scores_scaled)
+
+
+def _scores_scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:
+    width, scale = sizes.of(n.q)[-1], n.scale
+    if scale is None:
+        if not isinstance(width, int) or not width:
+            return None
+        scale = 1 / math.sqrt(width)
+    scale *= number
+    if _is_default(scale, width):
+        return with_attributes(op, n, scale=None)
+    return with_attributes(op, n, scale=scale) if takes_factor(dtype_of(n.q), scale) else None
 
 
 def scale_of(op: Builder, q: ir.Value, scale: float | None, power: float = 1.0) -> ir.Value:

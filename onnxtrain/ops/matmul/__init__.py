@@ -9,6 +9,12 @@ A product y = a @ b has the gradients dy @ bᵀ and aᵀ @ dy; in each form the 
 """
 
 from onnxtrain.ops.matmul.affine import linear
-from onnxtrain.ops.matmul.product import constant_axes, is_exact_attribute, of_product_types, rows_times_matrix
+from onnxtrain.ops.matmul.product import (
+    constant_axes,
+    is_exact_attribute,
+    of_product_types,
+    rows_times_matrix,
+    takes_factor,
+)
 
-__all__ = ["constant_axes", "is_exact_attribute", "linear", "of_product_types", "rows_times_matrix"]
+__all__ = ["constant_axes", "is_exact_attribute", "linear", "of_product_types", "rows_times_matrix", "takes_factor"]

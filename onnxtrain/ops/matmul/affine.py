@@ -15,6 +15,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import (
     Call,
     Effects,
+    Factor,
     Gradient,
     NodeView,
     OpDef,
@@ -114,5 +115,6 @@ LINEAR = define(
         aliases={},
         flops=lambda n: product_flops(n.y, sizes.of(n.x)[-1]),
         host=None,
+        factor=lambda n: Factor(frozenset({"x"}), True, None) if n.b is None else None,
     )
 )

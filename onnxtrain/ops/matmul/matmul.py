@@ -15,6 +15,7 @@ from onnxtrain.ops.definition import (
     STANDARD,
     Call,
     Effects,
+    Factor,
     FromTorch,
     Gradient,
     NodeView,
@@ -35,6 +36,7 @@ from onnxtrain.ops.matmul.product import (
     product_of,
     product_shape,
     sum_with,
+    takes_factor,
 )
 from onnxtrain.ops.registry import define
 
@@ -139,6 +141,17 @@ _MATMUL_CAPTURES: Mapping[str, FromTorch] = {
     "aten.addr.default": _capture_addr,
 }
 
+
+def _factor(n: NodeView) -> Factor | None:
+    if rank_of(n.a) < 2 or rank_of(n.b) < 2:
+        return None
+    return Factor(frozenset({"a", "b"}), True, _scaled)
+
+
+def _scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:
+    return (product_of(op, n.a, n.b, 0, 0, number),) if takes_factor(dtype_of(n.a), number) else None
+
+
 MATMUL = define(
     OpDef(
         domain=ONNX,
@@ -159,5 +172,6 @@ MATMUL = define(
         aliases={},
         flops=lambda n: product_flops(n.y, sizes.of(n.a)[-1]),
         host=None,
+        factor=_factor,
     )
 )

@@ -169,6 +169,11 @@ def scaled(op: Builder, value: ir.Value, factor: Any) -> ir.Value:
     return result
 
 
+def takes_factor(dtype: ir.DataType, number: float) -> bool:
+    """Whether a number may become an attribute: it is held in float32, exact enough but for float64."""
+    return dtype != ir.DataType.DOUBLE or is_exact_attribute(number)
+
+
 def sum_with(op: Builder, base: ir.Value, beta: Any, product: ir.Value, alpha: Any) -> Any:
     """The sum beta * base + alpha * product; where beta is 0 PyTorch does not read base."""
     product = scaled(op, product, alpha)

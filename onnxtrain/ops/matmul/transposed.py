@@ -14,9 +14,11 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.composite import composite
+from onnxtrain.ops.constructors import with_attributes
 from onnxtrain.ops.definition import (
     Call,
     Effects,
+    Factor,
     Gradient,
     NodeView,
     OpDef,
@@ -32,6 +34,7 @@ from onnxtrain.ops.matmul.product import (
     product_shape,
     scaled,
     seen,
+    takes_factor,
 )
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import inverse, transposed
@@ -121,6 +124,11 @@ def _fused_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]
     return da, db
 
 
+def _scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:
+    alpha = n.alpha * number
+    return with_attributes(op, n, alpha=alpha) if takes_factor(dtype_of(n.a), alpha) else None
+
+
 FUSED_MATMUL = define(
     OpDef(
         domain=MICROSOFT,
@@ -142,6 +150,7 @@ FUSED_MATMUL = define(
         aliases={},
         flops=lambda n: product_flops(n.y, _fused_shapes(n)[0][-1]),
         host=None,
+        factor=lambda n: Factor(frozenset({"a", "b"}), True, _scaled),
     )
 )
 

@@ -130,6 +130,7 @@ TRANSPOSE = movement(
     },
     axes=lambda n: axis_map([names("a", rank_of(n.x))], [f"a{p}" for p in perm_of(n)]),
     view=True,
+    moves=frozenset({"x"}),
 )
 
 
@@ -195,6 +196,7 @@ SQUEEZE = movement(
     view=True,
     host=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _squeezed(n) else x,
     stops=frozenset({"axes"}),
+    moves=frozenset({"x"}),
 )
 
 
@@ -254,6 +256,7 @@ UNSQUEEZE = movement(
     view=True,
     host=lambda n, x, axes: x if isinstance(x, tuple) else (x,),
     stops=frozenset({"axes"}),
+    moves=frozenset({"x"}),
 )
 
 

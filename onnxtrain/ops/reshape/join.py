@@ -115,6 +115,7 @@ CONCAT = movement(
     },
     axes=_concat_axes,
     host=lambda n, *parts: tuple(itertools.chain.from_iterable(parts)),
+    moves=frozenset({"xs"}),
 )
 
 
@@ -249,4 +250,5 @@ SPLIT = movement(
     view=True,
     stops=frozenset({"split"}),
     outputs_of=split_count,
+    moves=frozenset({"x"}),
 )

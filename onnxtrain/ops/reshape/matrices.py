@@ -163,6 +163,7 @@ DIAGONAL = movement(
     body=_diagonal_body,
     axes=_diagonal_axes,
     view=True,
+    moves=frozenset({"x"}),
 )
 
 

@@ -52,6 +52,7 @@ def movement(
     shape_only: frozenset[str] = frozenset(),
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
     same_elements: bool = False,
+    moves: frozenset[str] = NO_STOPS,
 ) -> OpDef:
     """Defines an op that moves elements.
 
@@ -84,6 +85,7 @@ def movement(
             outputs_of=outputs_of,
             shape_only=shape_only,
             same_elements=same_elements,
+            moves=moves,
         )
     )
 

@@ -225,4 +225,5 @@ RESHAPE = movement(
     host=_reshape_on_host,
     stops=frozenset({"shape"}),
     same_elements=True,
+    moves=frozenset({"x"}),
 )

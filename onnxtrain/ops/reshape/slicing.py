@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import torch
@@ -202,7 +202,25 @@ SLICE = movement(
     view=True,
     host=_slice_on_host,
     stops=frozenset({"starts", "ends", "axes", "steps"}),
+    moves=frozenset({"x"}),
 )
+
+
+class Piece(NamedTuple):
+    """Neighbouring rows of a tensor: `length` of them from `start` on, along `axis`."""
+
+    axis: int
+    start: Size
+    length: Size
+
+
+def piece_of(n: NodeView) -> Piece | None:
+    """What a Slice takes, where that is neighbours along one axis."""
+    bounds = _bounds(n, rank_of(n.x))
+    if len(bounds) != 1 or bounds[0][3] != 1:
+        return None
+    axis, start, *_ = bounds[0]
+    return Piece(axis, _position(start, sizes.of(n.x)[axis]), sizes.of(n.node.outputs[0])[axis])
 
 
 # SliceGrad and SliceScatter: `updates` written into the part of a tensor that a slice reads.
@@ -401,6 +419,7 @@ FLIP = movement(
     },
     body=_flip_body,
     axes=_flip_axes,
+    moves=frozenset({"x"}),
 )
 
 

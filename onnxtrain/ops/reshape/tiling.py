@@ -130,4 +130,5 @@ ROLL = movement(
     from_torch={"aten.roll.default": _capture_roll},
     body=_roll_body,
     axes=_roll_axes,
+    moves=frozenset({"x"}),
 )

@@ -1,0 +1,78 @@
+"""The first step of a program that ran before: eager PyTorch against onnxtrain with its captures on disk.
+
+    a process, not counted, trains until nothing is compiled any more ─▶ processes in turn: eager, onnxtrain ─▶ medians
+
+Usage: python -m benchmarks.warm_start [--only NAME] [--repeats N] [--caches FOLDER]
+
+Each time is that of a fresh process, from before the wrap to the end of the first step: for onnxtrain its import too,
+for both without those of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import processes
+from benchmarks.contenders import EAGER, ONNXTRAIN
+from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM
+from benchmarks.machine import describe_machine
+from benchmarks.processes import Tell
+
+
+def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, list[float]]:
+    """The seconds of first steps, a list for each contender; `folder` is filled first where it has no captures."""
+    captures = folder.resolve() / "captures"
+    caches = {"ONNXTRAIN_CACHE_DIR": str(folder.resolve() / "kernels"), "ORTMODULE_CACHE_DIR": str(captures)}
+    if not captures.exists():
+        processes.run("benchmarks.steady", [workload, "1", "warm", ONNXTRAIN], caches, tell)
+    times: dict[str, list[float]] = {EAGER: [], ONNXTRAIN: []}
+    for repeat in range(repeats):
+        for contender, own in times.items():
+            tell(f"{contender}, process {repeat + 1} of {repeats}")
+            own.append(processes.run("benchmarks.first_step", [workload, contender], caches, tell)["first_s"])
+    return times
+
+
+def table(title: str, times: dict[str, list[float]]) -> Table:
+    """The medians, and by how much each is after eager's."""
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
+    for header in ("median first step", "after eager's", "fastest to slowest"):
+        shown.add_column(header, justify="right")
+    eager = statistics.median(times[EAGER])
+    for name, own in times.items():
+        median = statistics.median(own)
+        later = "" if name == EAGER else f"{median - eager:+.2f} s"
+        shown.add_row(name, f"{median:.2f} s", later, f"{min(own):.2f} – {max(own):.2f} s")
+    return shown
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures and prints."""
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=about)
+    parser.add_argument("--only", choices=CPU_WORKLOADS, default=MINILM.name, help="what to measure (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="processes of each (default: 5)")
+    parser.add_argument("--caches", type=Path, help="folder that keeps the caches for a further run (default: none)")
+    given = parser.parse_args(arguments)
+    if given.repeats < 1:
+        parser.error(f"--repeats: expected 1 or more, got {given.repeats}")
+    console = Console()
+    for line in describe_machine().lines():
+        console.print(*line, highlight=False)
+    with tempfile.TemporaryDirectory() as scratch, console.status("") as status:
+        times = measure(given.only, given.repeats, given.caches or Path(scratch), status.update)
+    console.print(table(CPU_WORKLOADS[given.only].title, times))
+
+
+if __name__ == "__main__":
+    processes.end_on_termination()
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""`torch.vmap` and `torch.func` in forward: a graph where PyTorch exports them, else PyTorch's own result."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C import _functorch
+
+from onnxtrain import ORTModule
+
+Call = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.linear, x)
+
+
+def each(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: linear(row).tanh().sum())(x)
+
+
+def directional(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    change: torch.Tensor = torch.func.jvp(lambda v: linear(v).sin(), (x,), (x * 2,))[1]
+    return change
+
+
+def gradient(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda v: linear(v).tanh().sum())(x)
+
+
+def each_gradient(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(torch.func.grad(lambda row: linear(row).tanh().sum()))(x)
+
+
+def step(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    leaf = x.clone().requires_grad_()
+    result = module(leaf)
+    module.zero_grad()
+    (result * torch.linspace(0.5, 1.5, result.numel()).view_as(result)).sum().backward()
+    gradients: list[Any] = [leaf.grad, *(p.grad for p in module.parameters())]
+    return tuple(g for g in (result, *gradients) if g is not None)
+
+
+@pytest.mark.parametrize("call", [each, directional, gradient, each_gradient])
+def test_equals_eager(call: Call) -> None:
+    eager = Calls(call)
+    ours = ORTModule(copy.deepcopy(eager))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it runs in PyTorch
+        for count in (4, 3, 1):
+            x = torch.randn(count, 6)
+            found, expected = step(ours, x), step(eager, x)
+            assert not any(_functorch.is_functorch_wrapped_tensor(t) for t in found)
+            torch.testing.assert_close(found, expected)
+    assert _functorch.get_dynamic_layer_stack_depth() == 0
+
+
+@pytest.mark.parametrize("call", [each, directional])
+def test_what_pytorch_exports_is_a_graph(call: Call) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ORTModule(Calls(call))(torch.randn(4, 6))
