@@ -223,6 +223,28 @@ def test_steps_in_flight_do_not_share_memory() -> None:
         assert_same([loss, *got], expected[: len(got) + 1])
 
 
+class ReadLater(nn.Module):
+    """Values that are read just after an op that could be written over them, once through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        a, b = self.one(x), self.two(x)
+        first = torch.relu(a) + a
+        view = b.unsqueeze(0)
+        second = torch.relu(b)
+        return {"loss": (first + second + view.cos()).square().mean()}
+
+
+def test_what_is_read_a_step_later_is_not_written_over() -> None:
+    torch.manual_seed(3)
+    module = ReadLater()
+    found = gradients(ORTModule(module, rng="torch"), module, BATCH)
+    torch.testing.assert_close(found, gradients(module, module, BATCH), rtol=1e-4, atol=1e-6)
+
+
 def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
     """With the bytes that eager holds for one batch as the budget, counted by the allocator's events."""
     module, make = made("minilm")
