@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.randomness import DROPOUT, MASKS, draws_fast, trains
-from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
@@ -34,4 +34,4 @@ def pack_masks(graph: ir.Graph, changes: Changes) -> None:
         substitute(graph, node.outputs[0], y, [node])
         done += 1
     if done:
-        changes.made.append(f"{done} Dropouts keep their masks in bits")
+        changes.made.append(f"keeps the mask of {counted(done, 'Dropout')} in bits")
