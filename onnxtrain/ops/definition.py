@@ -317,6 +317,7 @@ class OpDef:
         shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
         objects: outputs that are Python objects in a running program, and no tensors.
         replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
+        repeats: whether a node gives the same again and does nothing else, although the op has effects.
         layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
         fuses: see Fuses; None where a library's kernel computes it, or where it moves elements.
         commutative: whether its two inputs may stand in either order.
@@ -352,6 +353,7 @@ class OpDef:
     detached: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
     replay: Replay | None = None
+    repeats: Callable[[ir.Node], bool] = lambda node: False
     layout: Layout | None = None
     fuses: Fuses | None = None
     commutative: bool = False

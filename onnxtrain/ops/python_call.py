@@ -130,6 +130,11 @@ class PythonCall:
         return qualified_name(self.function)
 
     @property
+    def repeats(self) -> bool:
+        """Whether forward may run again in backward: the function's author says so, and it changes no argument."""
+        return bool(getattr(self.function, "recomputable", False)) and not self.copied
+
+    @property
     def results(self) -> int:
         """How many results the function returns, tensors or not."""
         return len(self.result) if isinstance(self.result, tuple) else 1
@@ -274,7 +279,7 @@ class PythonCall:
         Raises:
             GradientsChangedError: the program was made for other inputs' gradients. It has to be made again.
         """
-        gradients = self._known_gradients(context, cotangents)
+        gradients = self._known_gradients(learned, context, cotangents)
         _learn(learned, wanted, free, gradients)
         found: list[torch.Tensor | None] = []
         for index, may_lack in zip(wanted, free, strict=True):
@@ -285,14 +290,19 @@ class PythonCall:
             found.append(gradient)
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _known_gradients(self, context: Context, cotangents: Sequence[torch.Tensor | None]) -> Sequence[Any]:
-        """The gradients of all tensor inputs; computed once for all attempts at one backward."""
+    def _known_gradients(
+        self, place: Learned, context: Context, cotangents: Sequence[torch.Tensor | None]
+    ) -> Sequence[Any]:
+        """The gradients of all tensor inputs; computed once for all attempts at one backward.
+
+        Known by their place in the graph: a context that was made again in backward is another one at each attempt.
+        """
         done = BACKWARD.gradients
         if done is None:
             return self._gradients(context, cotangents)
-        if id(context) not in done:
-            done[id(context)] = self._gradients(context, cotangents)
-        return done[id(context)]
+        if place not in done:
+            done[place] = self._gradients(context, cotangents)
+        return done[place]
 
     def _gradients(self, context: Context, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         node = context.node

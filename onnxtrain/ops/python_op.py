@@ -248,6 +248,7 @@ define(
         host=None,
         outputs_of=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
         objects=frozenset({"context"}),
+        repeats=lambda node: call_of(node).repeats,
     )
 )
 

@@ -89,7 +89,7 @@ class GradientsChangedError(Exception):
 
 
 class _Backward(threading.local):
-    gradients: dict[int, Sequence[torch.Tensor | None]] | None = None
+    gradients: dict[object, Sequence[torch.Tensor | None]] | None = None  # by the place in the graph
     autocast: Autocast | None = None
 
 

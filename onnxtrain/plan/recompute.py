@@ -5,7 +5,8 @@
              a ─Gelu─> b'    just before the first node that reads it
 
 A node is computed again exactly as it was: it has no effects, or its definition says how it is replayed from what it
-drew. What is chosen stands in a `Choice`; `applied` writes it into a joint graph.
+drew, or that it repeats (a custom autograd function that its author declares `recomputable`). What is chosen stands in
+a `Choice`; `applied` writes it into a joint graph.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ NOTHING = Choice()
 def recomputable(node: ir.Node) -> bool:
     """Whether a node can be computed again with the same result, bit for bit."""
     definition = definition_of(node)
+    if definition.repeats(node):
+        return True
     if definition.objects:
         return False
     return definition.effects == Effects.NONE or bool(drawn(node))
