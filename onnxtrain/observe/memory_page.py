@@ -19,7 +19,7 @@ body {
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
 }
 main { max-width: 1080px; margin: 0 auto; padding: 36px 20px 64px; }
-h1 { font-size: 28px; line-height: 1.2; margin: 0 0 8px; }
+h1 { font-size: 28px; line-height: 1.2; margin: 0 0 8px; overflow-wrap: anywhere; }
 h2 { font-size: 20px; margin: 36px 0 6px; }
 p { margin: 6px 0 12px; max-width: 75ch; }
 .quiet, figcaption { color: var(--quiet); }
