@@ -11,7 +11,9 @@ where that is smaller, as behind LoRA's low-rank branch. A product with 1 goes. 
 before, and powers of two are exact. `Factor` of a definition says what an op lets through.
 
 Refuses where the tensor before or behind the number is read elsewhere too; float16, whose range is so small that models
-choose where to scale; numbers beyond 2**±20, for the same reason in float32.
+choose where to scale; numbers beyond 2**±20, for the same reason in float32; a graph that draws eager PyTorch's random
+numbers (`rng="torch"`): who asks for these gets eager's order of operations. A result of the module does not become a
+view of something larger.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class _Place(NamedTuple):
 def fold_scales(graph: ir.Graph, changes: Changes) -> None:
     """Moves numbers of `graph` to where they cost nothing, or less."""
     op = builder(graph)
+    draws_as_eager = any(node.metadata_props.get("draws") == "eager's" for node in graph)
     waiting = deque(graph)
     joined = moved = 0
     while waiting:
@@ -69,6 +72,9 @@ def fold_scales(graph: ir.Graph, changes: Changes) -> None:
         scale = _scale(node) if node.graph is graph else None
         if scale is None:
             continue
+        if draws_as_eager:
+            changes.refuse(node, "its graph draws eager PyTorch's numbers, and so keeps its order of operations")
+            return
         before = _joined(op, scale)
         if before is not None:
             waiting.append(before)
@@ -144,7 +150,8 @@ def _above(scale: _Scale) -> _Place | None:
             return None
         factor = _factor(node)
         if factor is not None:
-            return _Place(node, factor, value) if factor.of_output and value.index() == 0 else None
+            fits = factor.of_output and value.index() == 0 and (value is scale.x or not leaves(scale.y))
+            return _Place(node, factor, value) if fits else None
         source = _moved(node)
         if source is None:
             return None

@@ -115,9 +115,9 @@ def _tokens(dtype=torch.float32, masked=False):
 EXACT = {
     "flash": ("FlashAttention", {}),
     "flash-causal": ("FlashAttention", {"is_causal": True}),
-    "dropout": ("Dropout", {"dropout_p": 0.3}),
-    "dropout-causal": ("Dropout", {"dropout_p": 0.3, "is_causal": True}),
-    "dropout-scale": ("Dropout", {"dropout_p": 0.3, "scale": -0.3}),
+    "dropout": ("BitmaskDropout", {"dropout_p": 0.3}),
+    "dropout-causal": ("BitmaskDropout", {"dropout_p": 0.3, "is_causal": True}),
+    "dropout-scale": ("BitmaskDropout", {"dropout_p": 0.3, "scale": -0.3}),
 }
 
 

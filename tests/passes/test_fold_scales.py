@@ -129,3 +129,13 @@ def test_powers_of_two_are_folded_in_float64() -> None:
     assert node is not None
     assert node.op_type == "FusedMatMul"
     assert node.attributes["alpha"].as_float() == 1 / 16
+
+
+def test_who_draws_eagers_numbers_gets_eagers_order(tmp_path: Path) -> None:
+    def dropped(m: Scaled, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout((y @ y.transpose(-2, -1)) * 0.3, 0.5)
+
+    model = wrap(Scaled(dropped), tmp_path, rng="torch")
+    model(*rows(Draw(0), 3, 9).args).sum().backward()
+    assert not made(model, "fold_scales")
+    assert [r for r in refusals(model, "fold_scales") if "order of operations" in str(r)]
