@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import dynamo
+from tests.test_dynamo import Keeps
 
 WIDTH = 8
 
@@ -23,21 +24,6 @@ def fresh_cache() -> Iterator[None]:
     dynamo._ENGINES.clear()
     yield
     torch.compiler.reset()
-
-
-class Scales(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return gradient * ctx.factor + 0.1 * x, None
 
 
 class Program(nn.Module):
@@ -63,7 +49,7 @@ class BreaksInALoop(Program):
 
 class TwoFunctions(Program):
     def forward(self, x: torch.Tensor) -> Any:
-        return Scales.apply(self.first(x), 3.0) + Scales.apply(self.second(x), 3.0)
+        return Keeps.apply(self.first(x), 3.0) + Keeps.apply(self.second(x), 3.0)
 
 
 class Checkpointed(Program):
