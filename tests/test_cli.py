@@ -165,3 +165,10 @@ assert "torch" not in sys.modules
 def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ops", "--write", "/dev/full"]) == cli.USAGE
     assert "No space left" in capsys.readouterr().err
+
+
+def test_commands_about_modules_need_no_extra() -> None:
+    """flatbuffers and onnxruntime come with the extra `ort`."""
+    names = "explain, memory, ops, options, report, verify"
+    blocked = "sys.modules.update(flatbuffers=None, onnxruntime=None)"
+    subprocess.run([sys.executable, "-c", f"import sys; {blocked}; from onnxtrain.cli import {names}"], check=True)

@@ -9,7 +9,6 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.device.from_onnx import convert, prepare, statistics
-from onnxtrain.device.qat import fake_quantize
 from onnxtrain.errors import ArtifactError
 from onnxtrain.execute.program import Program
 from onnxtrain.graph.values import dtype_of
@@ -104,6 +103,8 @@ def _with_gradients(model: ir.Model) -> tuple[ir.Model, frozenset[str]]:
     """The model with FakeQuant in place of pairs that round, and the names of its scales; any other as it is."""
     if not any(node.op_type == "DequantizeLinear" for node in model.graph.all_nodes()):
         return model, frozenset()
+    from onnxtrain.device.qat import fake_quantize  # noqa: PLC0415  needs the extra `ort`
+
     found = fake_quantize(ir.to_proto(model))
     model = ir.from_proto(found.model)
     floating = {n for n, v in model.graph.initializers.items() if v.dtype is not None and v.dtype.is_floating_point()}
