@@ -168,7 +168,16 @@ def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_commands_about_modules_need_no_extra() -> None:
-    """flatbuffers and onnxruntime come with the extra `ort`."""
+    """Flatbuffers and onnxruntime come with the extra `ort`."""
     names = "explain, memory, ops, options, report, verify"
     blocked = "sys.modules.update(flatbuffers=None, onnxruntime=None)"
     subprocess.run([sys.executable, "-c", f"import sys; {blocked}; from onnxtrain.cli import {names}"], check=True)
+
+
+def test_a_command_that_needs_an_extra_names_it() -> None:
+    blocked = "sys.modules.update(flatbuffers=None, onnxruntime=None)"
+    program = f"import sys; {blocked}; from onnxtrain import cli; sys.exit(cli.main(['train', '--help']))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "pip install 'onnxtrain[ort]'" in ran.stderr
+    assert "Traceback" not in ran.stderr

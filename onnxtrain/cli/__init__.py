@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = {
 
 FAILED = 1
 USAGE = 2  # as argparse: the command line itself, or what it names, is wrong
+_OF_ORT = ("flatbuffers", "onnxruntime")  # what the extra `ort` installs
 
 
 class Command(Protocol):
@@ -76,7 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return USAGE
     name = parser.parse_args(given[:1]).command
-    command: Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    try:
+        command: Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_ORT:
+            raise
+        text = f"onnxtrain {name} needs {error.name}.\n  to do:    pip install 'onnxtrain[ort]'"
+        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True)
+        return FAILED
     own = argparse.ArgumentParser(
         prog=f"onnxtrain {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
     )
