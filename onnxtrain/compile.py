@@ -20,10 +20,12 @@ from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
+from onnxtrain.execute.cuda_recorder import recorder_for
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Joined, Program
+from onnxtrain.execute.recorded import Recordings
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.execute.work_counter import WorkCounter
@@ -34,6 +36,7 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
 from onnxtrain.ops.randomness import MASKS
 from onnxtrain.options import Options
+from onnxtrain.options.notices import say_once
 from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan import channels_last
@@ -46,7 +49,7 @@ from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
-from onnxtrain.report import CompileReport, SubgraphReport, Work
+from onnxtrain.report import CompileReport, Refusal, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
 
 _LOG = logging.getLogger(__name__)
@@ -174,7 +177,8 @@ def compile_module(
     views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
     layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
-    build = _Build(captured, model, wrt, views, device, options, layout)
+    recordings = _recordings(captured, inputs, options, device)
+    build = _Build(captured, model, wrt, views, device, options, layout, recordings)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
         changes = optimize(joint.model, joint_passes(options))
@@ -185,10 +189,11 @@ def compile_module(
             return _within_budget(build, joint, inputs, random, rerun, stages, before)
         joint, choice, subgraphs = _steered(build, joint, inputs)
         unit = build.training_unit(joint, random, rerun, choice)
-        stages.done("plan", joint.model, [str(choice)] if choice.values else (), subgraphs)
+        made = [str(choice)] if choice.values else ()
+        stages.done("plan", joint.model, made, subgraphs, build.not_recorded(unit))
     else:
         unit = build.inference_unit(random, rerun)
-        stages.done("plan", model)
+        stages.done("plan", model, refused=build.not_recorded(unit))
     known = known_sizes(captured.model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known, layout=layout)
 
@@ -222,7 +227,7 @@ def _within_budget(
     def made(choice: Choice) -> Unit:
         planned = applied(joint.copy(), choice)
         unit = build.training_unit(planned, random, rerun, choice)
-        stages.done("plan", planned.model, [str(choice)])
+        stages.done("plan", planned.model, [str(choice)], refused=build.not_recorded(unit))
         return unit
 
     known = known_sizes(joint.model.graph.inputs, inputs)
@@ -305,6 +310,24 @@ def _may_compile_behind(options: Options) -> bool:
     return options.native and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()
 
 
+def _recordings(
+    captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device
+) -> Recordings | None:
+    """What programs are recorded with under the option cuda_graphs; None where it is off, or on a CPU."""
+    recorder = recorder_for(device) if options.cuda_graphs else None
+    if recorder is None:
+        if options.cuda_graphs:
+            say_once(f"The option cuda_graphs has no effect on the device {device.type}.")
+        return None
+    values = captured.model.graph.inputs
+    fixed = frozenset(v.name or "" for v, s in zip(values, captured.sources, strict=True) if s.kind != "input")
+    elsewhere = [v.name for v, tensor in zip(values, inputs, strict=True) if tensor.device != device]
+    why_not = f"the input {elsewhere[0]} does not lie on {device}" if elsewhere else ""
+    if options.memory_budget_bytes is not None:
+        why_not = "recordings hold memory for themselves, which memory_budget_bytes does not count"
+    return Recordings(recorder, device, fixed, why_not)
+
+
 def _views(captured: Captured, model: ir.Model) -> tuple[str, ...]:
     """For each result, "view" where it may lie in an input's memory, "detached" if without gradient, else ""."""
     sets = AliasSets(model.graph, definition_of)
@@ -350,8 +373,9 @@ class _Build:
         device: torch.device,
         options: Options,
         layout: ChannelsLast | None,
+        recordings: Recordings | None,
     ) -> None:
-        self.captured, self.device, self.options = captured, device, options
+        self.captured, self.device, self.options, self._recordings = captured, device, options, recordings
         self._model, self._wrt, self._views, self.layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
@@ -378,7 +402,18 @@ class _Build:
             if self.layout is None:  # a region's kernel reads and writes in the usual order only
                 regions.watch(program, self.options, partial(self._fused, title))
             one_call.watch(program)
+        if self._recordings is not None:
+            self._recordings.watch(program)
         return program
+
+    def not_recorded(self, unit: Unit) -> list[Refusal]:
+        """The programs of a unit that the option cuda_graphs cannot serve, with reasons."""
+        if self._recordings is None:
+            return []
+        source = unit.backward_source
+        return self._recordings.refusals(
+            [unit.forward.part, *([source.parts.backward] if isinstance(source, _Backwards) else [])]
+        )
 
     def _fused(self, title: str, part: Part, joined: Joined) -> Program:
         return make_program(part, f"{self._name} {title}, fused", self.device, self.options, joined=joined)

@@ -93,6 +93,13 @@ class Options:
         "ONNXTRAIN_REGIONS_DUMP",
         OldName("ORTMODULE_TRITON_DEBUG", triton_folder),
     )
+    cuda_graphs: bool = _knob(
+        False,
+        BOOL,
+        "on a GPU, record forward and backward as CUDA graphs, one for each of up to eight sets of sizes, and replay "
+        "them. Programs that draw random numbers, or whose sizes depend on data, run as before",
+        "ONNXTRAIN_CUDA_GRAPHS",
+    )
     keep_outputs: tuple[str, ...] | None = _knob(
         None,
         optional(NAMES),
