@@ -61,9 +61,8 @@ class Recorder(Protocol):
     def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
         """Runs the function, maybe several times, and records it; in a turn.
 
-        Returns:
-            Its results, and what computes them again, into the same memory, from what then lies at the addresses that
-            the function read. Before that was called once, the results may not be there yet.
+        Returns its results, and what computes them again, into the same memory, from what then lies at the addresses
+        that the function read. Until that is called the results need not be there.
         """
 
     def settle(self) -> None:
@@ -135,7 +134,7 @@ class RecordedProgram:
     """
 
     def __init__(self, program: Program, recordings: Recordings) -> None:
-        self._program, self._recorder, self._device = program, recordings.recorder, recordings.device
+        self._program, self._recordings = program, recordings
         self._ordinary = program.run
         self._fixed = tuple(i for i, v in enumerate(program.part.inputs) if v.name in recordings.fixed)
         self._moves = 0
@@ -144,8 +143,9 @@ class RecordedProgram:
 
     def run(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
         tensors = list(tensors)
-        if not (_profiling() or self._recorder.is_busy()):
-            with self._recorder.turn():
+        recorder = self._recordings.recorder
+        if not (_profiling() or recorder.is_busy()):
+            with recorder.turn():
                 recording = self._recording(tensors, given)
                 if recording is not None:
                     return recording.run(tensors)
@@ -174,9 +174,7 @@ class RecordedProgram:
     def _recorded(self, tensors: Sequence[torch.Tensor], given: Sequence[int]) -> Recording | None:
         """A new recording. Where that fails, the program is not recorded any more."""
         try:
-            return Recording(
-                self._program.part, self._ordinary, self._device, tensors, given, self._fixed, self._recorder
-            )
+            return Recording(self._program.part, self._ordinary, self._recordings, tensors, given, self._fixed)
         except RuntimeError as error:  # CUDA's are, and that of the memory that is not there
             reason = str(error).partition("\n")[0]
             say_once(f"Not recorded by {_NAME}: {self._program.filename}: {reason}")
@@ -195,7 +193,7 @@ class RecordedProgram:
 
     def _drop(self, key: Any) -> None:
         if isinstance(self.known.pop(key), Recording):
-            self._recorder.settle()
+            self._recordings.recorder.settle()
 
 
 class Recording:
@@ -210,38 +208,28 @@ class Recording:
         self,
         part: Part,
         run: Run,
-        device: torch.device,
+        by: Recordings,
         tensors: Sequence[torch.Tensor],
         given: Sequence[int],
         fixed: Sequence[int],
-        recorder: Recorder,
     ) -> None:
-        """Records.
-
-        Args:
-            part: what is run.
-            run: runs it.
-            device: where.
-            tensors: its arguments.
-            given: its sizes.
-            fixed: positions of the arguments that are read where they lie.
-            recorder: records it.
+        """Records `run` of `part` on such tensors and sizes. Those at the positions `fixed` are read where they lie.
 
         Raises:
-            NotRecordedError: an argument or a result does not lie on the device, or results lie in unexpected memory.
+            NotRecordedError: a tensor does not lie on the device, or results share memory as different types.
             RuntimeError: the recorder's, or the program's.
         """
-        _check_device(tensors, device, "an argument")
+        _check_device(tensors, by.device, "an argument")
         arguments = [t.detach() if i in fixed else torch.empty_like(t) for i, t in enumerate(tensors)]
         self.addresses = [tensors[i].data_ptr() for i in fixed]
         self._copied = [i for i in range(len(tensors)) if i not in fixed]
         self._inputs = [arguments[i] for i in self._copied]
         self._copy_in(tensors)
-        (found, self._sizes), self._play = recorder.record(lambda: run(iter(arguments), given))
-        _check_device([t for t in found if t is not None], device, "a result")
+        (found, self._sizes), self._play = by.recorder.record(lambda: run(iter(arguments), given))
+        _check_device([t for t in found if t is not None], by.device, "a result")
         layout = _Layout(part, tensors, arguments, found)
         self._outputs, self._copied_out, self._passed = layout.outputs, layout.copied, sorted(layout.passed)
-        self.buffers = (*self._inputs, *self._copied_out)
+        self.buffers = *self._inputs, *self._copied_out
 
     def run(self, tensors: list[torch.Tensor]) -> Results:
         """Plays it on these arguments. The list is emptied: nothing here keeps alive what is read no more."""
@@ -279,22 +267,15 @@ class _Layout:
         arguments: Sequence[torch.Tensor],
         found: Sequence[torch.Tensor | None],
     ) -> None:
-        """Looks where they lie.
-
-        Args:
-            part: the program.
-            given: the caller's arguments.
-            arguments: those of the recorded run.
-            found: its results.
-        """
+        """Looks where the results `found` lie, of a run on `arguments`, which stand for the caller's, `given`."""
         self.copied: list[torch.Tensor] = []
         self.passed: set[int] = set()
-        self._copies: dict[int, int] = {}  # the copy of a storage
-        sets, places = AliasSets(part.nodes, definition_of), {v: i for i, v in enumerate(part.inputs)}
-        self._sharing: dict[int, list[torch.Tensor]] = {}
+        self._copies: dict[int, int] = {}  # by storage, the place in `copied`
+        self._sharing: dict[int, list[torch.Tensor]] = {}  # by storage
         for tensor in found:
             if tensor is not None:
                 self._sharing.setdefault(_storage(tensor), []).append(tensor)
+        sets, places = AliasSets(part.nodes, definition_of), {v: i for i, v in enumerate(part.inputs)}
         self.outputs: list[Output] = []
         for value, tensor in zip(part.outputs, found, strict=True):
             if value is None or tensor is None:
@@ -322,27 +303,25 @@ class _Layout:
         """A result that is copied. Those that share memory share that of the copy: changes of one show in the other."""
         storage = _storage(tensor)
         sharing = self._sharing[storage]
-        if all(other is tensor for other in sharing):
-            number = self._copies.setdefault(storage, len(self.copied))
-            if number == len(self.copied):
-                self.copied.append(tensor)
-            return lambda passed, copies: copies[number]
+        alone = all(other is tensor for other in sharing)
         if any(other.dtype != tensor.dtype for other in sharing):
             raise NotRecordedError("two results share memory as different types")
-        number = self._copies.setdefault(storage, len(self.copied))
-        if number == len(self.copied):
-            self.copied.append(_whole(tensor))
-        size, stride, offset, is_view = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._is_view()
-
-        def view(passed: Mapping[int, torch.Tensor], copies: Sequence[torch.Tensor]) -> torch.Tensor:
-            result = copies[number].as_strided(size, stride, offset)
-            return result if is_view else result.detach()  # of the same memory and version, and no view to autograd
-
-        return view
+        if storage not in self._copies:
+            self._copies[storage] = len(self.copied)
+            self.copied.append(tensor if alone else _whole(tensor))
+        number = self._copies[storage]
+        if alone:
+            return lambda passed, copies: copies[number]
+        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        if tensor._is_view():
+            return lambda passed, copies: copies[number].as_strided(size, stride, offset)
+        # detach() gives a tensor of the same memory and version that is no view to autograd.
+        return lambda passed, copies: copies[number].as_strided(size, stride, offset).detach()
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,12 @@ from onnxtrain.execute.recorded import (
     CALLS,
     MOST_MOVES,
     MOST_SIZES,
+    NotRecordedError,
     Play,
     RecordedProgram,
     Recorder,
     Recording,
+    Recordings,
     Results,
 )
 from onnxtrain.plan.cut import whole
@@ -76,8 +78,10 @@ class CpuRecorder:
     def turn(self) -> Iterator[None]:
         with self._lock:
             self._log.in_turn = True
-            yield
-            self._log.in_turn = False
+            try:
+                yield
+            finally:
+                self._log.in_turn = False
 
     def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
         assert self._log.in_turn
@@ -251,10 +255,11 @@ def test_results_that_share_memory_still_do(network: Trained, log: Recorders) ->
     def change(model: nn.Module) -> list[torch.Tensor]:
         for _ in range(CALLS + 1):
             y, flat, turned, _, x = forward(model)
+        views = torch.tensor([y._is_view(), flat._is_view(), turned._is_view()])  # autograd treats them otherwise
         with torch.no_grad():
             y[0, 0, 0] = 9
             turned[0, 0, 0] = 8
-        return [y, flat, turned, x]
+        return [y, flat, turned, x, views]
 
     network.both(change)
     assert log.since() == (1, 1)
@@ -358,6 +363,35 @@ def test_sizes_of_zero_and_one(log: Recorders) -> None:
     assert log.since() == (6, 12)
 
 
+class Summed(nn.Module):
+    """Its backward takes a size that no argument tells, and one of its gradients is a view of a cotangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.exp().sum(0), (x + self.bias).flatten()
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_sizes_and_views_of_backward(log: Recorders, result: int) -> None:
+    trained = Trained(ORTModule(Summed().double(), rng="torch", cuda_graphs=True), log)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for number in range(2 * CALLS + 4):
+            x = torch.full((3 + number % 2, 4), 0.1 * number, dtype=torch.float64, requires_grad=True)
+            y = model(x)[result]
+            for cotangent in (torch.full_like(y, number), torch.tensor(float(number)).double().expand_as(y)):
+                found += torch.autograd.grad(y, x, cotangent, retain_graph=True)
+                log.poison()
+        return found
+
+    trained.both(gradients)
+    assert log.since()[0] == 2 + 4  # forward of two sizes; backward of two, from cotangents that lie in two ways
+
+
 def test_gradients_that_are_handed_over_early(log: Recorders) -> None:
     trained = small(log, early_gradients=True)
     trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
@@ -367,17 +401,10 @@ def test_gradients_that_are_handed_over_early(log: Recorders) -> None:
 
 
 def test_blocks_of_one_graph_have_recordings_of_their_own(log: Recorders) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.layer(x))
-
     torch.manual_seed(1)
-    blocks = nn.Sequential(*(Block() for _ in range(3))).double()
-    trained = Trained(prepare(blocks, regional=True, rng="torch", cuda_graphs=True), log)
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    module = nn.Sequential(nn.Sequential(*blocks)).double()
+    trained = Trained(prepare(module, regional=True, rng="torch", cuda_graphs=True), log)
     trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
     assert log.since() == (6, 12)
 
@@ -494,8 +521,9 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
     log.busy = False
     program = model.__dict__["_engine"].newest().unit.forward
     tensors = [torch.ones(4, 4), torch.ones(4)]
+    elsewhere = Recordings(CpuRecorder(log), torch.device("meta"), frozenset())
     with pytest.raises(NotRecordedError, match="an argument lies on cpu, and not on meta"):
-        Recording(program.part, program.run, torch.device("meta"), tensors, (), (), CpuRecorder(log))
+        Recording(program.part, program.run, elsewhere, tensors, (), ())
 
 
 def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
