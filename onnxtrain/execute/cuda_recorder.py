@@ -56,18 +56,20 @@ class CudaRecorder:
     def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
         stream, side = torch.cuda.current_stream(), self._side
         side.wait_stream(stream)
-        with _CAPTURE, torch.cuda.stream(side):  # which a capture that fails does not leave by itself
-            if self._keeper is None:  # a pool can be used again only as long as it has a graph
-                self._keeper = torch.cuda.CUDAGraph()
-                with warnings.catch_warnings(action="ignore"), self._capture(self._keeper):  # it says that it is empty
-                    pass
-            for _ in range(_WARM_UPS):
-                function()
-            graph = torch.cuda.CUDAGraph()
-            with self._capture(graph):
-                results = function()
-        stream.wait_stream(side)
-        return results, graph.replay
+        try:
+            with _CAPTURE, torch.cuda.stream(side):  # which a capture that fails does not leave by itself
+                if self._keeper is None:  # a pool can be used again only as long as it has a graph
+                    self._keeper = torch.cuda.CUDAGraph()
+                    with warnings.catch_warnings(action="ignore"), self._capture(self._keeper):
+                        pass  # nothing is recorded, of which PyTorch warns
+                for _ in range(_WARM_UPS):
+                    function()
+                graph = torch.cuda.CUDAGraph()
+                with self._capture(graph):
+                    results = function()
+                return results, graph.replay
+        finally:
+            stream.wait_stream(side)
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         # "thread_local": what other threads do meanwhile, as those of a data loader, is allowed.

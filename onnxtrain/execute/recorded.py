@@ -154,46 +154,37 @@ class RecordedProgram:
     def _recording(self, tensors: Sequence[torch.Tensor], given: Sequence[int]) -> Recording | None:
         """The recording for a call, made where it is time to; None where the call goes the ordinary way."""
         key = tuple([(t.shape, t.stride()) for t in tensors]), tuple(given)
-        found = self.known.pop(key, 0)
+        found = self.known[key] = self.known.pop(key, 0)
         if isinstance(found, Recording):
-            if found.addresses != [tensors[i].data_ptr() for i in self._fixed]:
-                self._moved()
-                return None
-        elif found < CALLS:
-            found += 1
-        else:
-            made = self._recorded(tensors, given)
-            if made is None:
-                return None
-            found = made
-        self.known[key] = found
-        if len(self.known) > MOST_SIZES:
-            self._drop(next(iter(self.known)))
-        return found if isinstance(found, Recording) else None
-
-    def _recorded(self, tensors: Sequence[torch.Tensor], given: Sequence[int]) -> Recording | None:
-        """A new recording. Where that fails, the program is not recorded any more."""
+            if found.addresses == [tensors[i].data_ptr() for i in self._fixed]:
+                return found
+            self._forget()
+            self._moves += 1
+            if self._moves > MOST_MOVES:
+                self._fixed = ()
+            return None
+        self._forget(MOST_SIZES)
+        if found < CALLS:
+            self.known[key] = found + 1
+            return None
         try:
-            return Recording(self._program.part, self._ordinary, self._recordings, tensors, given, self._fixed)
+            made = Recording(self._program.part, self._ordinary, self._recordings, tensors, given, self._fixed)
         except RuntimeError as error:  # CUDA's are, and that of the memory that is not there
             reason = str(error).partition("\n")[0]
             say_once(f"Not recorded by {_NAME}: {self._program.filename}: {reason}")
-        self._program.run = self._ordinary
-        for key in list(self.known):
-            self._drop(key)
-        return None
+            self._program.run = self._ordinary
+            self._forget()
+            return None
+        self.known[key] = made
+        return made
 
-    def _moved(self) -> None:
-        """A tensor of the module lies elsewhere than it did. One that moves again and again is copied."""
-        for key in list(self.known):
-            self._drop(key)
-        self._moves += 1
-        if self._moves > MOST_MOVES:
-            self._fixed = ()
-
-    def _drop(self, key: Any) -> None:
-        if isinstance(self.known.pop(key), Recording):
-            self._recordings.recorder.settle()
+    def _forget(self, most: int = 0) -> None:
+        """Forgets all sizes but the `most` that were used last."""
+        while len(self.known) > most:
+            oldest = next(iter(self.known))
+            if isinstance(self.known[oldest], Recording):
+                self._recordings.recorder.settle()
+            del self.known[oldest]
 
 
 class Recording:
@@ -303,7 +294,8 @@ class _Layout:
         """A result that is copied. Those that share memory share that of the copy: changes of one show in the other."""
         storage = _storage(tensor)
         sharing = self._sharing[storage]
-        alone = all(other is tensor for other in sharing)
+        as_it_is = torch.empty_like(tensor).stride() == tensor.stride()  # a clone has the same strides then
+        alone = as_it_is and all(other is tensor for other in sharing)
         if any(other.dtype != tensor.dtype for other in sharing):
             raise NotRecordedError("two results share memory as different types")
         if storage not in self._copies:

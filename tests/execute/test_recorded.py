@@ -154,7 +154,7 @@ class Trained:
 
     def __init__(self, model: nn.Module, log: Recorders) -> None:
         self.model, self.log = model, log
-        self._start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def both(self, scenario: Callable[[nn.Module], Sequence[torch.Tensor]]) -> None:
         """Runs a scenario by the ordinary programs, and from the same state with recordings: not a bit may differ."""
@@ -162,7 +162,7 @@ class Trained:
         for busy in (True, False):
             with torch.no_grad():
                 for name, tensor in self.model.state_dict().items():
-                    tensor.copy_(self._start[name])
+                    tensor.copy_(self.start[name])
             self.model.zero_grad()
             self.log.busy = busy
             results = list(scenario(self.model))
@@ -310,7 +310,7 @@ def test_other_strides_at_the_same_address_are_another_recording(log: Recorders)
         small_step(trained.model)
     weight = trained.model.get_parameter("2.weight")
     weight.data = weight.data.t()
-    trained._start = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    trained.start = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
     assert log.since()[0] == 4
 
@@ -364,17 +364,17 @@ def test_sizes_of_zero_and_one(log: Recorders) -> None:
 
 
 class Summed(nn.Module):
-    """Its backward takes a size that no argument tells, and one of its gradients is a view of a cotangent."""
+    """Its backward takes a size that no argument tells; a gradient is a view of a cotangent; a result lies in gaps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.exp().sum(0), (x + self.bias).flatten()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * 2).sum(0), (x + self.bias).flatten(), (x * 3)[:, 1:]
 
 
-@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("result", [0, 1, 2])
 def test_sizes_and_views_of_backward(log: Recorders, result: int) -> None:
     trained = Trained(ORTModule(Summed().double(), rng="torch", cuda_graphs=True), log)
 
@@ -383,6 +383,7 @@ def test_sizes_and_views_of_backward(log: Recorders, result: int) -> None:
         for number in range(2 * CALLS + 4):
             x = torch.full((3 + number % 2, 4), 0.1 * number, dtype=torch.float64, requires_grad=True)
             y = model(x)[result]
+            found += [y, torch.tensor(y.stride())]
             for cotangent in (torch.full_like(y, number), torch.tensor(float(number)).double().expand_as(y)):
                 found += torch.autograd.grad(y, x, cotangent, retain_graph=True)
                 log.poison()
