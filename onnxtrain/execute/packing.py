@@ -88,6 +88,8 @@ class Question:
                 found[:, slice(*reader.steps)] = True
             elif reader.kind == "rows":
                 found.view(-1)[next(values)] = True
+            elif reader.kind == "places":
+                found[next(values), next(values)] = True
             else:
                 read = (next(values) != 0) ^ reader.negated
                 read = read.reshape(*[1] * (reader.rank - read.dim()), *read.shape)

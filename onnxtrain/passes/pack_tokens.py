@@ -36,6 +36,7 @@ from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import MUL
 from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
+from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
 from onnxtrain.ops.reshape.dims import expanded, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import counting
@@ -60,16 +61,17 @@ class Reader:
 
     Attributes:
         node, index: the node, and which of its inputs, of so many axes (`rank`).
-        kind: "slice" of steps, "rows" picked, or "mask": those where `value` is not 0, or is 0 if `negated`.
-        value: the rows or the mask.
+        kind: "slice" of steps, "rows" picked by their numbers, "places" picked by numbers of sequences and of steps,
+            or "mask": those where it is not 0, or is 0 if `negated`.
+        values: the rows, the two numbers, or the mask.
         steps: start, end and step of a slice.
     """
 
     node: ir.Node
     index: int
-    kind: Literal["slice", "rows", "mask"]
+    kind: Literal["slice", "rows", "places", "mask"]
     rank: int
-    value: ir.Value | None = None
+    values: tuple[ir.Value, ...] = ()
     steps: tuple[int, ...] = ()
     negated: bool = False
 
@@ -98,8 +100,8 @@ class PackingPlan:
 
     def questions(self) -> ir.Graph:
         """A graph that gives the values of all masks, then of the readers that have one."""
-        asked = [*(m.value for m in self.masks), *(r.value for r in self.readers)]
-        return traversal.giving(self.graph, [value for value in asked if value is not None])
+        masks = [m.value for m in self.masks if m.value is not None]
+        return traversal.giving(self.graph, [*masks, *(value for r in self.readers for value in r.values)])
 
     def apply(self, causal: bool) -> None:
         """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin."""
@@ -137,8 +139,8 @@ def type_of_input(node: ir.Node, index: int) -> TensorType:
 def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
     """Finds what can run on packed tokens; None where that is nothing. `graph` is not changed."""
     attentions = [node for node in graph if _hides_tokens(node)]
-    embeddings = [node for node in graph if _embeds_tokens(node)]
-    tokens = _tokens(attentions, embeddings)
+    embeddings = sorted(filter(_embeds_tokens, graph), key=lambda node: getattr(view(node), "padding_idx", -1) < 0)
+    tokens = _tokens(graph, attentions, embeddings)
     if tokens is None:
         _refuse_draws(graph, changes)
         return None
@@ -179,19 +181,21 @@ def _embeds_tokens(node: ir.Node) -> bool:
     return of_rows and rank_of(node.outputs[0]) == 3 and is_float(dtype_of(node.outputs[0]))
 
 
-def _tokens(attentions: Sequence[ir.Node], embeddings: list[ir.Node]) -> tuple[Size, Size] | None:
+def _tokens(
+    graph: ir.Graph, attentions: Sequence[ir.Node], embeddings: Sequence[ir.Node]
+) -> tuple[Size, Size] | None:
     """(batch, steps) of what may be padded: the keys of the first attention, or what is looked up first.
 
-    Embeddings that say what their padding is come first, also in `embeddings`.
+    None where rows were picked already: one of each sequence, or as many as only the run can tell.
     """
     if attentions:
-        keys = sizes.of(view(attentions[0]).k)
-        return keys[0], keys[2]
-    embeddings.sort(key=lambda node: getattr(view(node), "padding_idx", -1) < 0)
-    if not embeddings:
+        batch, _, steps, _ = sizes.of(view(attentions[0]).k)
+    elif embeddings:
+        batch, steps, _ = sizes.of(embeddings[0].outputs[0])
+    known = frozenset[str]().union(*(sizes.symbols(size) for v in graph.inputs for size in sizes.of(v)))
+    if not (attentions or embeddings) or not sizes.symbols(batch) | sizes.symbols(steps) <= known:
         return None
-    batch, steps, _ = sizes.of(embeddings[0].outputs[0])
-    return batch, steps
+    return None if embeddings and not attentions and 1 in (batch, steps) else (batch, steps)
 
 
 def _pays(region: Region, embeddings: Sequence[ir.Node]) -> bool:
@@ -282,7 +286,7 @@ class _Finder:
             for node, index in value.uses():
                 if (node, index) in self.rows.uses:
                     continue
-                behind = [v for v in node.outputs if self._holds_tokens(v)]
+                behind = [v for v in node.outputs if self._holds_tokens(v) and (v.uses() or v.is_graph_output())]
                 if not behind:
                     return f"{node.op_type} {node.name!r} needs all rows of {value.name}"
                 waiting += [v for v in behind if v not in seen]
@@ -316,7 +320,10 @@ class _Finder:
         if n.definition is SLICE and self._is_tokens(n.x):
             return _slice(n)
         if n.definition is FLATTEN_AND_UNPAD and self._is_tokens(n.x):
-            return Reader(node, 0, "rows", rank_of(n.x), n.rows) if is_made_of_data(n.rows) else None
+            return Reader(node, 0, "rows", rank_of(n.x), (n.rows,)) if is_made_of_data(n.rows) else None
+        if n.definition is INDEX and n.at == (0, 1) and self._is_tokens(n.x):
+            places = tuple(n.indices)
+            return Reader(node, 0, "places", rank_of(n.x), places) if all(map(is_made_of_data, places)) else None
         if n.definition is MUL:
             return self._masked(node, 0, node.inputs[1]) or self._masked(node, 1, node.inputs[0])
         if n.definition is WHERE:
@@ -331,12 +338,13 @@ class _Finder:
             return None
         if rank_of(mask) < 2 or not is_made_of_data(mask):
             return None
-        return Reader(node, index, "mask", rank_of(x), mask, negated=negated)
+        return Reader(node, index, "mask", rank_of(x), (mask,), negated=negated)
 
     def _is_tokens(self, value: ir.Value | None) -> bool:
-        if value is None or value.producer() is None or rank_of(value) < 3 or not is_float(dtype_of(value)):
+        if value is None or value.producer() is None or not is_float(dtype_of(value)):
             return False
-        return sizes.of(value)[:2] == (self.batch, self.steps)
+        # Of a number for each token only what a model computes: a mask is one too.
+        return sizes.of(value)[:2] == (self.batch, self.steps) and (rank_of(value) > 2 or not is_made_of_data(value))
 
 
 def _slice(n: NodeView) -> Reader | None:
