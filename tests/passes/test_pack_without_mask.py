@@ -198,6 +198,17 @@ def test_without_padding_idx_the_number_means_nothing(kept: list[int | None]) ->
     assert kept == [10]
 
 
+def test_a_gradient_by_frequency_counts_words_that_nobody_reads(kept: list[int | None]) -> None:
+    torch.manual_seed(0)
+    module = Tokens("earlier", "labels")
+    module.words.scale_grad_by_freq = True
+    wrapped = ORTModule(module, skip_padding="always")
+    batch = batch_of([[1] * 30] * 3)
+    batch[1][:, 10:] = IGNORED
+    check(wrapped, module, *batch)
+    assert kept == [expected(module, *batch)]
+
+
 def test_a_batch_without_padding_runs_as_it_is(kept: list[int | None]) -> None:
     torch.manual_seed(0)
     module = Tokens("nothing", "mean")
