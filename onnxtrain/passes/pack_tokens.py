@@ -279,6 +279,7 @@ class _Finder:
 
     def _reader_of_all(self, value: ir.Value) -> str:
         waiting, seen = [value], {value}
+        stop = f"nothing reads {value.name}"
         while waiting:
             value = waiting.pop(0)
             if value.is_graph_output():
@@ -286,12 +287,13 @@ class _Finder:
             for node, index in value.uses():
                 if (node, index) in self.rows.uses:
                     continue
+                stop = self.ends.get(node, stop)
                 behind = [v for v in node.outputs if self._holds_tokens(v) and (v.uses() or v.is_graph_output())]
                 if not behind:
                     return f"{node.op_type} {node.name!r} needs all rows of {value.name}"
                 waiting += [v for v in behind if v not in seen]
                 seen.update(behind)
-        return f"nothing reads {value.name}"
+        return stop
 
     def _holds_tokens(self, value: ir.Value) -> bool:
         shape = sizes.of(value)
