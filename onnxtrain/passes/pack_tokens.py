@@ -158,9 +158,7 @@ def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
     if attentions and (finder.refused or not finder.packed):
         return None
     masks = list(dict.fromkeys(mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
-    changes.made.append(
-        f"{len(region.nodes)} nodes can run without padding, of them {len(finder.packed)} of attention"
-    )
+    changes.made.append(f"{len(region.nodes)} nodes can run without padding, of them {len(finder.packed)} of attention")
     inside = {v for node in region.nodes for v in node.outputs}
     readers = [r for r in finder.readers if r.node.inputs[r.index] in inside]
     return PackingPlan(graph, finder.batch, finder.steps, region, finder.packed, finder.few, masks, readers)
@@ -181,9 +179,7 @@ def _embeds_tokens(node: ir.Node) -> bool:
     return of_rows and rank_of(node.outputs[0]) == 3 and is_float(dtype_of(node.outputs[0]))
 
 
-def _tokens(
-    graph: ir.Graph, attentions: Sequence[ir.Node], embeddings: Sequence[ir.Node]
-) -> tuple[Size, Size] | None:
+def _tokens(graph: ir.Graph, attentions: Sequence[ir.Node], embeddings: Sequence[ir.Node]) -> tuple[Size, Size] | None:
     """(batch, steps) of what may be padded: the keys of the first attention, or what is looked up first.
 
     None where rows were picked already: one of each sequence, or as many as only the run can tell.

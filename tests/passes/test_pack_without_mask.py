@@ -238,7 +238,9 @@ def test_a_batch_without_padding_runs_as_it_is(kept: list[int | None]) -> None:
         pytest.param("batch statistics", "mean", "BatchNormInternal", marks=pytest.mark.slow),
     ],
 )
-def test_what_reads_padding_is_named(mixes: str, head: str, reason: str, kept: list[int | None], tmp_path: Path) -> None:
+def test_what_reads_padding_is_named(
+    mixes: str, head: str, reason: str, kept: list[int | None], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     module = Tokens(mixes, head)
     wrapped = wrap(module, tmp_path, skip_padding="always")
