@@ -70,7 +70,8 @@ class Question:
         if len(seen) < len(visible):
             return None
         keeps = self._kept(seen, self._read(values, batch, steps))
-        if not self.always and keeps.float().mean().item() > DENSE:
+        share = keeps.float().mean().item()
+        if not share or (not self.always and share > DENSE):  # a mean over nothing is NaN, and so are its gradients
             return None
         causal = self._is_causal(given, seen, keeps)
         if causal is None:

@@ -88,6 +88,9 @@ class Tokens(nn.Module):
             return self.score(x[torch.arange(x.size(0)), (mask.sum(1) - 1).clamp(min=0)]).square().mean()
         if self.head == "labels":
             return F.cross_entropy(self.score(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        if self.head == "a loss for each":  # of padding too, which has the label 0
+            losses = F.cross_entropy(self.score(x).flatten(0, 1), words.flatten(), reduction="none")
+            return (losses.view(words.shape) * mask).sum() / mask.sum()
         if self.head == "mean of all":
             return self.score(x.mean(1)).square().mean()
         if self.head == "mean, and all":
@@ -140,6 +143,7 @@ def expected(module: Tokens, words: torch.Tensor, labels: torch.Tensor) -> int:
         pytest.param("nothing", "largest", marks=pytest.mark.slow),
         ("nothing", "picked"),
         pytest.param("earlier", "mean", marks=pytest.mark.slow),
+        ("nothing", "a loss for each"),
         ("earlier", "labels"),
         ("earlier", "last"),
     ],
@@ -152,7 +156,7 @@ def test_only_tokens_that_are_read_are_computed(mixes: str, head: str, kept: lis
         for seed, form in enumerate(FORMS.values()):
             batch = batch_of(form, seed)
             check(wrapped, module, *batch)
-            assert kept.pop() == expected(module, *batch), form
+            assert kept.pop() == (expected(module, *batch) or None), form
     assert not kept
 
 
@@ -256,10 +260,13 @@ def test_dropout_of_eager_is_refused(kept: list[int | None], tmp_path: Path) -> 
     assert any('rng="torch"' in text for text in refusals(wrapped, "pack_tokens"))
 
 
-def test_rows_that_were_picked_already_are_no_padding(tmp_path: Path, kept: list[int | None]) -> None:
-    """Labels alone read the tokens: they were picked where words are looked up."""
-    wrapped = wrap(Tokens("nothing", "labels"), tmp_path, skip_padding="always")
+@pytest.mark.parametrize(("head", "by"), [("labels", "skip_ignored_labels"), ("last", "move_gathers")])
+def test_rows_that_were_picked_already_are_no_padding(
+    head: str, by: str, tmp_path: Path, kept: list[int | None]
+) -> None:
+    """Where no token learns of another, those that are read are picked where words are looked up."""
+    wrapped = wrap(Tokens("nothing", head), tmp_path, skip_padding="always")
     wrapped(*batch_of(FORMS["right"]))
-    assert made(wrapped, "skip_ignored_labels")
+    assert made(wrapped, by)
     assert not kept
     assert not refusals(wrapped, "pack_tokens")
