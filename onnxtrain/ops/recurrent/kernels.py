@@ -1,4 +1,4 @@
-"""What runs a recurrent layer in torch: `steps`, an LSTM's chain compiled where it may be; else oneDNN's kernels for it.
+"""What runs a recurrent layer in torch: `steps`, an LSTM's chain compiled where it may be; else oneDNN's for an LSTM.
 
 Forward and backward against eager (256 wide, 64 steps, 16 samples, float32, 2 cores of an AMD EPYC): GRU 1.25 times as
 fast, RNN 1.31; a whole training step of an LSTM 1.11 times (2 cores of a Xeon, `python -m benchmarks --only lstm`).
