@@ -188,10 +188,12 @@ def _tokens(graph: ir.Graph, attentions: Sequence[ir.Node], embeddings: Sequence
         batch, _, steps, _ = sizes.of(view(attentions[0]).k)
     elif embeddings:
         batch, steps, _ = sizes.of(embeddings[0].outputs[0])
-    known = frozenset[str]().union(*(sizes.symbols(size) for v in graph.inputs for size in sizes.of(v)))
-    if not (attentions or embeddings) or not sizes.symbols(batch) | sizes.symbols(steps) <= known:
+        if 1 in (batch, steps):
+            return None
+    else:
         return None
-    return None if embeddings and not attentions and 1 in (batch, steps) else (batch, steps)
+    known = frozenset[str]().union(*(sizes.symbols(size) for v in graph.inputs for size in sizes.of(v)))
+    return (batch, steps) if sizes.symbols(batch) | sizes.symbols(steps) <= known else None
 
 
 def _pays(region: Region, embeddings: Sequence[ir.Node]) -> bool:

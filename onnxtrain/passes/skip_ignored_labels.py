@@ -96,15 +96,16 @@ def _is_of_steps(cut: NodeView, scores: ir.Value) -> bool:
     starts = held_sizes(cut.starts)
     if rank_of(cut.x) != 3 or axes is None or axes.tolist() != [1] or starts is None:
         return False
-    batch, steps, classes = sizes.of(cut.node.outputs[0])
+    batch, kept, classes = sizes.of(cut.node.outputs[0])
     in_order = cut.steps is None or (by is not None and by.tolist() == [1])
+    if not in_order or sizes.of(scores) != (sizes.multiply(batch, kept), classes):
+        return False
     start = starts[0]
-    return (
-        in_order
-        and isinstance(start, int)
-        and start >= 0
-        and (sizes.of(scores) == (sizes.multiply(batch, steps), classes))
-    )
+    if start == 0:
+        return True
+    after = sizes.subtract(sizes.of(cut.x)[1], sizes.add(start, kept))
+    # Else a start behind the last step could leave less than nothing.
+    return isinstance(start, int) and start > 0 and isinstance(after, int) and after >= 0
 
 
 def _ignore_instead(op: Builder, n: NodeView, cut: NodeView) -> None:
