@@ -98,7 +98,8 @@ class Compiled:
             raise ValueError("a graph without gradients has no plan")
         nodes = (*parts.forward.nodes, *parts.backward.nodes)
         storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
-        return timeline(parts, storages), storages
+        boundary = self.unit.differentiably
+        return timeline(parts, storages, boundary.groups if isinstance(boundary, StagedBoundary) else ()), storages
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -215,9 +216,12 @@ def _within_budget(
     assert options.memory_budget_bytes is not None
     allowed = bytes_allowed(options.memory_budget_bytes, inputs)
     changed, parts = build.changed(joint), cut(joint)
+    # Gradients leave early where the option says so, or where nothing else fits; not where backward cannot be split.
+    early = False if _why_whole(parts, build.views) else options.early_gradients or None
 
     def chosen(known: Mapping[str, int]) -> Choice:
-        return choose(parts, Storages(joint.model.graph, known, build.device.type, build.layout), allowed, changed)
+        storages = Storages(joint.model.graph, known, build.device.type, build.layout)
+        return choose(parts, storages, allowed, changed, early)
 
     def made(choice: Choice) -> Unit:
         planned = applied(joint.copy(), choice)
@@ -352,7 +356,7 @@ class _Build:
         layout: ChannelsLast | None,
     ) -> None:
         self.captured, self.device, self.options = captured, device, options
-        self._model, self._wrt, self._views, self.layout = model, wrt, views, layout
+        self._model, self._wrt, self.views, self.layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
@@ -403,16 +407,15 @@ class _Build:
         full = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
-        groups = self._groups(full, contexts)
+        groups = self._groups(full, choice.early or self.options.early_gradients)
         make = _Backwards(self, joint, full, differentiable, choice, groups)
         return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
 
-    def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
+    def _groups(self, full: Cut, early: bool) -> Groups:
         """The gradients that each stage of backward hands over; () where all leave at its end."""
-        if not self.options.early_gradients:
+        if not early:
             return ()
-        if contexts or any(self._views):
-            why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
+        if why := _why_whole(full, self.views):
             _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
             return ()
         groups = group_gradients(full)
@@ -434,7 +437,7 @@ class _Build:
             results=self.captured.results,
             mutations=[m.target for m in self.captured.mutations],
             differentiable=differentiable,
-            views=self._views,
+            views=self.views,
             random=random,
             device_type=self.device.type,
             backward=make,
@@ -453,6 +456,13 @@ def _is_object(value: ir.Value) -> bool:
         return False
     definition = definition_of(producer)
     return definition.output_name(value.index() or 0) in definition.objects
+
+
+def _why_whole(parts: Cut, views: Sequence[str]) -> str | None:
+    """Why backward cannot run in stages; None where it can."""
+    if any(map(_is_object, parts.kept)):
+        return "a custom autograd function runs in it"
+    return "an output may be a view of an input" if any(views) else None
 
 
 class _Backwards:

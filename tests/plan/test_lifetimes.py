@@ -65,9 +65,14 @@ def test_the_peak_of_pictures_that_are_put_in_order_is_predicted() -> None:
     assert_predicted(Features(module), make)
 
 
-def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch]) -> None:
+@pytest.mark.parametrize("name", ["minilm", "cnn"])
+def test_the_peak_of_gradients_that_are_handed_over_early_is_predicted(name: str) -> None:
+    assert_predicted(*made(name), early_gradients=True)
+
+
+def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch], **options: bool) -> None:
     """Within a twentieth of what the allocator gives out, in a step whose gradients are there and outputs are held."""
-    model = ORTModule(module, rng="torch")
+    model = ORTModule(module, rng="torch", **options)
     for size in SIZES:
         batch = make(*size)
         step(model, batch)
