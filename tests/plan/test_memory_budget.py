@@ -259,7 +259,10 @@ def test_checkpointed_regions_are_computed_again(reentrant: bool) -> None:
 
 
 def test_steps_in_flight_do_not_share_memory() -> None:
-    """What one step holds stays as it is while others run in memory that is filled with NaN when it is given out."""
+    """What one step holds stays as it is while others run in memory that is filled with NaN when it is given out.
+
+    Also for a second backward: what forward kept is not written over in the first.
+    """
     module, model = stack_with(memory_budget_bytes=0.6)
     alone = [gradients(model, module, {"x": BATCH["x"] * i}) for i in (1, 2)]
     for factor, found in zip((1, 2), alone, strict=True):  # a plan that is wrong may be so each time
@@ -274,11 +277,12 @@ def test_steps_in_flight_do_not_share_memory() -> None:
         torch.manual_seed(1)
         second = model(BATCH["x"] * 2)["loss"]
         losses = first.detach().clone(), second.detach().clone()
-        both = [torch.autograd.grad(loss, list(module.parameters())) for loss in (first, second)]
+        steps = (first, second, first, second)
+        both = [torch.autograd.grad(loss, list(module.parameters()), retain_graph=True) for loss in steps]
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = filled
-    for loss, got, expected in zip(losses, both, alone, strict=True):
+    for loss, got, expected in zip(losses * 2, both, alone * 2, strict=True):
         assert_same([loss, *got], expected[: len(got) + 1])
 
 
