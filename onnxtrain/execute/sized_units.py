@@ -68,6 +68,8 @@ class SizedUnits:
         try:
             choice = self._choose(most)
         except MemoryBudgetError:
+            if most == known:
+                raise
             most = known
             choice = self._choose(known)
         key = choice.values, choice.early
