@@ -1,7 +1,7 @@
 """Compiles a captured module twice where that pays: as it is, and for tokens without padding.
 
-    batch ─mask─▶ Question ─▶ few tokens are real:  packed unit (inputs, rows, cu)
-                             most are, or not sure: the unit as it is
+    batch ─masks, labels─▶ Question ─▶ few tokens are read:  packed unit (inputs, rows, cu)
+                                       most are, or not sure: the unit as it is
 
 The packed unit is compiled when the first such batch comes. Which one runs never changes a result beyond rounding and
 the choice of dropout masks.
@@ -34,6 +34,8 @@ from onnxtrain.report import CompileReport, PassReport, StageReport
 
 _LOG = logging.getLogger(__name__)
 
+_OF_TOKENS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
+
 
 def compile_for_batches(
     module: torch.nn.Module, captured: Captured, inputs: Sequence[torch.Tensor], options: Options, rerun: Rerun
@@ -56,9 +58,9 @@ def compile_for_batches(
 
 
 def _may_pay(captured: Captured, options: Options) -> bool:
-    """Whether there is anything to ask: a product of two values that no constant is, as attention has."""
+    """Whether there may be padding: tokens and masks are integers or booleans."""
     wanted = options.compute_optimizer and options.skip_padding != "never"
-    return wanted and any(v.dtype == ir.DataType.INT64 for v in captured.model.graph.inputs)
+    return wanted and any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs)
 
 
 class _Packing:

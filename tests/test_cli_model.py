@@ -111,6 +111,35 @@ def test_a_file_of_onnx(tmp_path: Path) -> None:
             assert_no_worse_than_eager(f"value {place} of {rows} rows", ours, eager, wanted)
 
 
+class Residual(torch.nn.Module):
+    """A sum that could be written over what tanh's backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = torch.nn.Linear(256, 256), torch.nn.Linear(256, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.wide(x)
+        result: torch.Tensor = self.out(torch.tanh(hidden) + hidden)
+        return result
+
+
+def test_a_module_of_a_file_runs_under_autograd(tmp_path: Path) -> None:
+    """As `verify` and `memory` run it, and copied as they do."""
+    torch.manual_seed(0)
+    net = Residual().eval()
+    path, x = tmp_path / "net.onnx", torch.randn(300, 256)  # large enough for other libraries than PyTorch's own
+    torch.onnx.export(net, (x,), str(path), dynamo=True, verbose=False)
+    twin, exact = copy.deepcopy(load_model(str(path)).module), copy.deepcopy(net).double()
+    results = []
+    for model in (twin, net, exact):
+        output = model(x.to(next(model.parameters()).dtype))
+        output.square().mean().backward()
+        results.append([output.detach(), *(p.grad for p in model.parameters())])
+    for place, (ours, eager, wanted) in enumerate(zip(*results, strict=True)):
+        assert_no_worse_than_eager(f"value {place}", ours, eager, wanted)
+
+
 def test_what_cannot_be_loaded(file: Path, tmp_path: Path) -> None:
     def refused(text: str, word: str) -> None:
         with pytest.raises(OptionError, match=word):

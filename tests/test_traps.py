@@ -730,6 +730,27 @@ def test_kinds_of_embedding(options: dict[str, Any]) -> None:
         assert torch.equal(parameter, compare.eager.module.get_parameter(name)), f"max_norm changes {name} in forward"
 
 
+class Scored(Embeds):
+    """Few of its words have a label, or one of each sequence is read: a gradient by frequency counts the others too."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__(scale_grad_by_freq=True)
+        self.read = read
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(indices)
+        if self.read == "one":
+            return scores[:, 0].square().mean()
+        labels = torch.where(torch.arange(indices.size(1)) < 2, indices % 3, -100)
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("read", ["one", "labels"])
+def test_a_gradient_by_frequency_counts_words_that_nobody_reads(read: str) -> None:
+    with compared(model(lambda: Scored(read), words)) as compare:
+        compare.train(*SIZES)
+
+
 def test_a_sparse_gradient_stays_sparse() -> None:
     compare = Comparison(model(lambda: Embeds(sparse=True), words))
     got, eager, _ = (side.train(*SIZES).gradients["embed.weight"] for side in compare.sides())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from onnxtrain.device.from_onnx import convert, prepare, statistics
 from onnxtrain.errors import ArtifactError
 from onnxtrain.execute.program import Program
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.ops import definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.definition import Kernel
 from onnxtrain.plan.cut import whole
 
 
@@ -59,7 +62,7 @@ class OnnxModule(torch.nn.Module):
                 else:
                     self.register_parameter(names[-1], torch.nn.Parameter(tensor))
         self._held = names
-        self._program = Program(whole(converted), str(converted.graph.name), torch.device("cpu"))
+        self._program = Program(whole(converted), str(converted.graph.name), torch.device("cpu"), _differentiable)
 
     @classmethod
     def load(cls, path: Path) -> OnnxModule:
@@ -97,6 +100,11 @@ class OnnxModule(torch.nn.Module):
             else:
                 found.append(torch.full(shape, int("mask" in str(value.name)), dtype=dtype))
         return tuple(found)
+
+
+def _differentiable(node: ir.Node, device: str) -> Kernel:
+    """PyTorch's own kernel, which autograd knows, and which writes over no input that autograd keeps."""
+    return replace(definition_of(node).candidates(node, device)[0], in_place=None)
 
 
 def _with_gradients(model: ir.Model) -> tuple[ir.Model, frozenset[str]]:

@@ -1,10 +1,10 @@
 """Decides for each batch whether it runs without padding, and which tokens are kept.
 
 The graph of a plan's questions is run on the batch: it gives the masks of attention, and what is read of the rows
-behind it. The kept tokens are the columns that the masks show. Packed is right where
+behind the packed nodes. The kept tokens are the rows that are read, and the columns that attention shows to these: what
+a loss, a pool or a choice reads says it where there is no attention. Packed is right where
 
 * each mask hides just the tokens that are not kept, from all rows that are: nothing else than a causal triangle,
-* each row that is read behind the packed nodes is kept,
 * no row that is read sees nothing at all, unless that gives 0,
 * where a table of biases is added to scores, padding stands on the right only: then places in it are as they were.
 
@@ -13,7 +13,7 @@ On a GPU this waits for the device at the start of the step: the masks are looke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,26 +63,53 @@ class Question:
         if not batch * steps or (batch * steps < FEWEST_TOKENS and not self.always):
             return None
         device = tensors[0].device
-        values = [value.cpu() for value in self.program.run(tensors, ())[0]]
-        visible = [_visible(m, v) for m, v in zip(self.masks, values, strict=False)]
-        if any(v is None for v in visible):
-            return None
+        values = iter([value.cpu() for value in self.program.run(tensors, ())[0]])
+        given = [next(values) if mask.value is not None else None for mask in self.masks]
+        visible = [_visible(*each, steps) for each in zip(self.masks, given, strict=True)]
         seen = [v for v in visible if v is not None]
-        keeps = seen[0].any(2).any(1).expand(batch, steps)
-        if not self.always and keeps.float().mean().item() > DENSE:
+        if len(seen) < len(visible):
             return None
-        causal = self._is_causal(values, seen, keeps)
-        if causal is None or not self._readers_hold(values[len(seen) :], keeps, batch, steps):
+        keeps = self._kept(seen, self._read(values, batch, steps))
+        share = keeps.float().mean().item()
+        if not share or (not self.always and share > DENSE):  # a mean over nothing is NaN, and so are its gradients
+            return None
+        causal = self._is_causal(given, seen, keeps)
+        if causal is None:
             return None
         counts = keeps.sum(1)
         cu = torch.zeros(batch + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=cu[1:])
         return Kept(keeps.flatten().nonzero().flatten().to(device), cu.to(device), causal)
 
-    def _is_causal(self, values: Sequence[Tensor], seen: Sequence[Tensor], keeps: Tensor) -> bool | None:
+    def _read(self, values: Iterator[Tensor], batch: int, steps: int) -> Tensor:
+        """The rows that are read behind the packed nodes, bool [batch, steps]."""
+        found = torch.zeros(batch, steps, dtype=torch.bool)
+        for reader in self.readers:
+            if reader.kind == "slice":
+                found[:, slice(*reader.steps)] = True
+            elif reader.kind == "rows":
+                found.view(-1)[next(values)] = True
+            elif reader.kind == "places":
+                found[next(values), next(values)] = True
+            else:
+                read = (next(values) != 0) ^ reader.negated
+                read = read.reshape(*[1] * (reader.rank - read.dim()), *read.shape)
+                found |= read.flatten(2).any(2) if reader.rank > 2 else read
+        return found
+
+    def _kept(self, seen: Sequence[Tensor], read: Tensor) -> Tensor:
+        """The rows that are read, and the columns that masks show to them or to the few queries of a sequence."""
+        keeps = read
+        for mask, visible in zip(self.masks, seen, strict=True):
+            rows = read[:, None, :, None] if visible.size(2) > 1 else read.any(1)[:, None, None, None]
+            shown = visible & rows if mask.packed else visible
+            keeps = keeps | shown.any(2).any(1)
+        return keeps
+
+    def _is_causal(self, values: Sequence[Tensor | None], seen: Sequence[Tensor], keeps: Tensor) -> bool | None:
         """Whether rows see earlier columns only; None where the masks are of another kind, or of several."""
         kinds: set[bool] = set()
-        for mask, value, visible in zip(self.masks, values, seen, strict=False):
+        for mask, value, visible in zip(self.masks, values, seen, strict=True):
             found = _kinds(mask, value, visible, keeps)
             if not found:
                 return None
@@ -90,38 +117,29 @@ class Question:
                 kinds = kinds & found if kinds else found
                 if not kinds:
                     return None
-        return False not in kinds  # a batch of one token each is of both kinds
-
-    def _readers_hold(self, values: Sequence[Tensor], keeps: Tensor, batch: int, steps: int) -> bool:
-        """Whether all rows that are read behind the packed nodes are kept."""
-        given = iter(values)
-        for reader in self.readers:
-            if reader.kind == "slice":
-                holds = keeps[:, slice(*reader.steps)].all()
-            elif reader.kind == "rows":
-                holds = keeps.flatten()[next(given)].all()
-            else:
-                read = (next(given) != 0) ^ reader.negated
-                read = read.reshape(*[1] * (reader.rank - read.dim()), *read.shape)
-                read = read.flatten(2).any(2) if reader.rank > 2 else read
-                holds = (keeps | ~read.expand(batch, steps)).all()
-            if not holds:
-                return False
-        return True
+        return kinds == {True}  # a batch of one token each is of both kinds
 
 
-def _visible(mask: Mask, value: Tensor) -> Tensor | None:
+def _visible(mask: Mask, value: Tensor | None, steps: int) -> Tensor | None:
     """True where a row sees a column, [b, h, l, s]; None where scores are changed otherwise."""
-    value = value.reshape(*[1] * (4 - value.dim()), *value.shape)
-    if value.dtype == torch.bool:
-        return value if mask.fill <= mask.lowest else None
-    visible = value == 0
-    return visible if (visible | (value <= mask.lowest)).all() else None
+    if value is None:
+        visible = torch.ones(1, 1, 1, steps, dtype=torch.bool)
+    else:
+        value = value.reshape(*[1] * (4 - value.dim()), *value.shape)
+        visible = value if value.dtype == torch.bool else value == 0
+        hides = mask.fill <= mask.lowest if value.dtype == torch.bool else (visible | (value <= mask.lowest)).all()
+        if not hides:
+            return None
+    return visible & _triangle(steps) if mask.causal else visible
 
 
-def _kinds(mask: Mask, value: Tensor, visible: Tensor, keeps: Tensor) -> set[bool]:
+def _triangle(steps: int) -> Tensor:
+    """True up to the diagonal, [steps, steps]."""
+    return torch.ones(steps, steps, dtype=torch.bool).tril_()
+
+
+def _kinds(mask: Mask, value: Tensor | None, visible: Tensor, keeps: Tensor) -> set[bool]:
     """Which of False (all kept columns) and True (those up to its own) a mask shows to each row that is read."""
-    steps = keeps.size(1)
     if mask.placed and (keeps[:, 1:] > keeps[:, :-1]).any():
         return set()
     columns = keeps[:, None, None, :]
@@ -129,16 +147,16 @@ def _kinds(mask: Mask, value: Tensor, visible: Tensor, keeps: Tensor) -> set[boo
     if not mask.packed and not keeps.any(1).all() and not _nothing_gives_zero(mask, value):
         return set()
     found = set()
-    if not ((visible != columns) & rows).any():
+    if not mask.causal and not ((visible != columns) & rows).any():
         found.add(False)
-    if mask.packed:
-        triangle = torch.ones(steps, steps, dtype=torch.bool).tril_()
-        if not ((visible != (columns & triangle)) & rows).any():
-            found.add(True)
+    if mask.packed and not ((visible != (columns & _triangle(keeps.size(1)))) & rows).any():
+        found.add(True)
     return found
 
 
-def _nothing_gives_zero(mask: Mask, value: Tensor) -> bool:
+def _nothing_gives_zero(mask: Mask, value: Tensor | None) -> bool:
     """Whether a row that sees nothing gives 0, and not NaN or the mean of all columns."""
+    if value is None:
+        return True  # all columns are shown
     infinite = mask.fill == -torch.inf if value.dtype == torch.bool else bool((value.isneginf() | (value == 0)).all())
     return mask.safe and infinite

@@ -96,6 +96,10 @@ class Program:
         self.run = self._load(self.source, self.filename, writer.namespace)
         self._ranged: Run | None = None
 
+    def __deepcopy__(self, memo: object) -> Program:
+        """Itself: a module that runs a program can be copied, and its copies run the same code."""
+        return self
+
     def _profiled(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:

@@ -31,7 +31,8 @@ class Mask:
     """The mask of an attention.
 
     Attributes:
-        value: bool, true where a row sees a column; or a number that is added.
+        value: bool, true where a row sees a column; or a number that is added; None where there is neither.
+        causal: whether a row sees no column after its own, whatever the value is.
         packed: whether the rows are tokens too, packed as the columns are.
         safe: whether a row gives 0 that sees nothing because -inf hides all of its columns.
         fill: what hidden scores become where the mask is bool.
@@ -40,7 +41,8 @@ class Mask:
             on the right only.
     """
 
-    value: ir.Value
+    value: ir.Value | None
+    causal: bool
     packed: bool
     safe: bool
     fill: float
@@ -53,18 +55,18 @@ class Added:
     """What is added to scores.
 
     Attributes:
-        mask: bool, or a number, made of data.
+        mask: bool, or a number, made of data; None where there is none.
         fill: what hidden scores become where the mask is bool; None where that is not known.
         table: biases that broadcast to [1, heads, rows, columns].
     """
 
-    mask: ir.Value
+    mask: ir.Value | None
     fill: float | None
     table: ir.Value | None
 
 
 def added_to_scores(node: ir.Node) -> Added:
-    """What the attention `node`, which has a mask, adds to its scores.
+    """What the attention `node` adds to its scores.
 
     Raises:
         NotRowwise: it is no mask and no table.
@@ -112,7 +114,8 @@ def mask_of(node: ir.Node, packed: bool) -> Mask:
     # A number that is not known hides nothing for sure.
     fill = 0.0 if added.fill is None else added.fill
     safe = n.definition is FLASH_ATTENTION or bool(n.safe)
-    return Mask(added.mask, packed, safe, fill, lowest, added.table is not None)
+    causal = bool(getattr(n, "is_causal", 0))
+    return Mask(added.mask, causal, packed, safe, fill, lowest, added.table is not None)
 
 
 def is_made_of_data(value: ir.Value | None) -> bool:

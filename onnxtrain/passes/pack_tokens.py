@@ -3,21 +3,23 @@
     before   attention(q[b, h, s, e], k, v, mask)  between ops that work on each token by itself
     after    VarlenAttention(q[t, h, e], k, v, cu) between the same ops on [1, t, ..]
 
-The mask of attention says which tokens are keys; only these are kept. Values of a token that is no key may be dropped
-where nobody reads them: nothing but attention mixes tokens in between, so that is all that has to be shown.
+Tokens come from an embedding of numbers [batch, steps] and are kept where somebody reads them: a loss with a label, a
+product with a mask that is not 0, attention that a mask or its causal triangle shows them to. Nothing but attention
+mixes tokens in between, so that is all that has to be shown; which number stands for padding does not matter.
 
     plan = plan_packing(graph, changes)       static: which nodes run packed, who reads what behind them; refusals
     plan.questions                            the values that show whether a batch is as assumed
     plan.apply(causal)                        the graph takes `rows` and `cu` as two further inputs
 
 Who reads rows behind the packed nodes is a `Reader`: a slice of the sequence, rows that are picked, a product with a
-mask that is 0 elsewhere, a choice. For each batch the rows that it reads must be among those that are kept, and masks
-must hide just the tokens that are not (`execute.packing` asks); a batch where that is not so runs unpacked.
+mask that is 0 elsewhere, a choice. The rows that it reads are kept in each batch, and the columns that attention shows
+to them; masks must hide just the tokens that are not (`execute.packing` asks). A batch where that is not so runs
+unpacked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +35,8 @@ from onnxtrain.ops.attention.flash import FLASH_ATTENTION
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import MUL
 from onnxtrain.ops.elementwise.selection import WHERE
+from onnxtrain.ops.index.gather import EMBEDDING, GATHER
+from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
 from onnxtrain.ops.reshape.dims import expanded, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import counting
@@ -57,16 +61,17 @@ class Reader:
 
     Attributes:
         node, index: the node, and which of its inputs, of so many axes (`rank`).
-        kind: "slice" of steps, "rows" picked, or "mask": those where `value` is not 0, or is 0 if `negated`.
-        value: the rows or the mask.
+        kind: "slice" of steps, "rows" picked by their numbers, "places" picked by numbers of sequences and of steps,
+            or "mask": those where it is not 0, or is 0 if `negated`.
+        values: the rows, the two numbers, or the mask.
         steps: start, end and step of a slice.
     """
 
     node: ir.Node
     index: int
-    kind: Literal["slice", "rows", "mask"]
+    kind: Literal["slice", "rows", "places", "mask"]
     rank: int
-    value: ir.Value | None = None
+    values: tuple[ir.Value, ...] = ()
     steps: tuple[int, ...] = ()
     negated: bool = False
 
@@ -79,7 +84,8 @@ class PackingPlan:
         graph: the forward graph.
         batch, steps: the sizes of what is padded.
         region: the nodes that run packed, attention among them.
-        attentions: those whose queries are packed, then those with few queries for each sequence.
+        attentions: those whose queries are packed.
+        few_queries: attentions with few queries for each sequence.
         masks, readers: what must hold of a batch.
     """
 
@@ -94,8 +100,8 @@ class PackingPlan:
 
     def questions(self) -> ir.Graph:
         """A graph that gives the values of all masks, then of the readers that have one."""
-        asked = [*(m.value for m in self.masks), *(r.value for r in self.readers if r.value is not None)]
-        return traversal.giving(self.graph, asked)
+        masks = [m.value for m in self.masks if m.value is not None]
+        return traversal.giving(self.graph, [*masks, *(value for r in self.readers for value in r.values)])
 
     def apply(self, causal: bool) -> None:
         """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin."""
@@ -132,29 +138,73 @@ def type_of_input(node: ir.Node, index: int) -> TensorType:
 
 def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
     """Finds what can run on packed tokens; None where that is nothing. `graph` is not changed."""
-    attentions = [node for node in graph if definition_of(node) in _ATTENTIONS]
-    masked = [node for node in attentions if view(node).mask is not None]
-    if not masked:
-        drawn = next((node for node in graph if node.metadata_props.get("draws") == "eager's"), None)
-        if drawn is not None:
-            changes.refuse(drawn, 'it draws the random numbers that eager PyTorch draws (rng="torch")')
+    attentions = [node for node in graph if _hides_tokens(node)]
+    embeddings = sorted(filter(_embeds_tokens, graph), key=lambda node: getattr(view(node), "padding_idx", -1) < 0)
+    tokens = _tokens(graph, attentions, embeddings)
+    if tokens is None:
+        _refuse_draws(graph, changes)
         return None
-    n = view(masked[0])
-    finder = _Finder(graph, sizes.of(n.k)[0], sizes.of(n.k)[2], masked)
+    finder = _Finder(graph, *tokens, attentions)
     finder.walk()
     for at, reason in finder.ends.items():
         if any(is_float(dtype_of(v)) for v in at.outputs):
             changes.refuse(at, reason)
-    if finder.refused or not finder.packed:
+    region = finder.rows.region(graph)
+    if not attentions and not _pays(region, embeddings):
+        if not finder.ends:
+            changes.refuse(embeddings[0], finder.why_read(embeddings[0].outputs[0]))
+        _refuse_draws(graph, changes)
+        return None
+    if attentions and (finder.refused or not finder.packed):
         return None
     masks = list(dict.fromkeys(mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
-    changes.made.append(
-        f"{len(finder.rows.inside)} nodes can run without padding, of them {len(finder.packed)} of attention"
-    )
-    region = finder.rows.region(graph)
-    inside = {v for node in finder.rows.inside for v in node.outputs}
+    changes.made.append(f"{len(region.nodes)} nodes can run without padding, of them {len(finder.packed)} of attention")
+    inside = {v for node in region.nodes for v in node.outputs}
     readers = [r for r in finder.readers if r.node.inputs[r.index] in inside]
     return PackingPlan(graph, finder.batch, finder.steps, region, finder.packed, finder.few, masks, readers)
+
+
+def _hides_tokens(node: ir.Node) -> bool:
+    """Whether it is attention that need not read all tokens: a mask hides some, or those that come later."""
+    n = view(node)
+    return n.definition in _ATTENTIONS and (n.mask is not None or bool(getattr(n, "is_causal", 0)))
+
+
+def _embeds_tokens(node: ir.Node) -> bool:
+    """Whether it looks up a vector for each of the numbers [batch, steps]."""
+    n = view(node)
+    if n.definition not in (GATHER, EMBEDDING) or rank_of(n.rows) != 2 or not is_made_of_data(n.rows):
+        return False
+    of_rows = n.definition is EMBEDDING or n.axis == 0
+    return of_rows and rank_of(node.outputs[0]) == 3 and is_float(dtype_of(node.outputs[0]))
+
+
+def _tokens(graph: ir.Graph, attentions: Sequence[ir.Node], embeddings: Sequence[ir.Node]) -> tuple[Size, Size] | None:
+    """(batch, steps) of what may be padded: the keys of the first attention, or what is looked up first.
+
+    None where rows were picked already: one of each sequence, or as many as only the run can tell.
+    """
+    if attentions:
+        batch, _, steps, _ = sizes.of(view(attentions[0]).k)
+    elif embeddings:
+        batch, steps, _ = sizes.of(embeddings[0].outputs[0])
+        if 1 in (batch, steps):
+            return None
+    else:
+        return None
+    known = frozenset[str]().union(*(sizes.symbols(size) for v in graph.inputs for size in sizes.of(v)))
+    return (batch, steps) if sizes.symbols(batch) | sizes.symbols(steps) <= known else None
+
+
+def _pays(region: Region, embeddings: Sequence[ir.Node]) -> bool:
+    """Whether tokens are packed from where they are looked up, and multiplied with matrices on their way."""
+    return region.has_products() and not set(region.nodes).isdisjoint(embeddings)
+
+
+def _refuse_draws(graph: ir.Graph, changes: Changes) -> None:
+    drawn = next((node for node in graph if node.metadata_props.get("draws") == "eager's"), None)
+    if drawn is not None:
+        changes.refuse(drawn, 'it draws the random numbers that eager PyTorch draws (rng="torch")')
 
 
 @dataclass
@@ -164,7 +214,7 @@ class _Finder:
     graph: ir.Graph
     batch: Size
     steps: Size
-    masked: list[ir.Node]
+    attentions: list[ir.Node]
     rows: Walk = field(default_factory=lambda: Walk({}, set(), set()))
     packed: list[ir.Node] = field(default_factory=list)
     few: list[ir.Node] = field(default_factory=list)
@@ -175,15 +225,17 @@ class _Finder:
     def walk(self) -> None:
         for node in reversed(self.graph):
             try:
-                if node in self.masked:
+                if node in self.attentions:
                     self._attention(node)
                     continue
                 wanted = {v: self.rows.axes[v] for v in node.outputs if v in self.rows.axes}
+                if wanted and definition_of(node) in _ATTENTIONS:
+                    raise NotRowwise("it reads padding too: it has no mask, and is not causal")
                 if wanted:
                     self.rows.visit(node, wanted)
             except NotRowwise as end:
                 self.ends[node] = end.reason
-                self.refused = self.refused or (node in self.masked and self._is_of_these(node))
+                self.refused = self.refused or (node in self.attentions and self._is_of_these(node))
             if node not in self.rows.inside:
                 self._reader(node)
         self.packed.reverse()
@@ -205,9 +257,11 @@ class _Finder:
             self.rows.inside.add(node)
             self.packed.append(node)
         elif rows == self.steps:
-            raise NotRowwise(f"padding is read too: {self._reader_of_all(y)}")
+            raise NotRowwise(self.why_read(y))
         elif table is not None:
             raise NotRowwise(f"a bias {table.name} is added to the scores of other tokens than its keys")
+        elif getattr(n, "is_causal", 0):
+            raise NotRowwise("it is causal, and its queries are other tokens than its keys")
         else:
             self._reads(node, (1, 2))
             self.few.append(node)
@@ -217,9 +271,13 @@ class _Finder:
         shape = sizes.of(view(node).k)
         return (shape[0], shape[2]) == (self.batch, self.steps)
 
+    def why_read(self, value: ir.Value) -> str:
+        """That padding is read, and who reads all rows behind a value, in words."""
+        return f"padding is read too: {self._reader_of_all(value)}"
+
     def _reader_of_all(self, value: ir.Value) -> str:
-        """Who reads all rows behind a value, in words."""
         waiting, seen = [value], {value}
+        stop = f"nothing reads {value.name}"
         while waiting:
             value = waiting.pop(0)
             if value.is_graph_output():
@@ -227,12 +285,13 @@ class _Finder:
             for node, index in value.uses():
                 if (node, index) in self.rows.uses:
                     continue
-                behind = [v for v in node.outputs if self._holds_tokens(v)]
+                stop = self.ends.get(node, stop)
+                behind = [v for v in node.outputs if self._holds_tokens(v) and (v.uses() or v.is_graph_output())]
                 if not behind:
                     return f"{node.op_type} {node.name!r} needs all rows of {value.name}"
                 waiting += [v for v in behind if v not in seen]
                 seen.update(behind)
-        return f"nothing reads {value.name}"
+        return stop
 
     def _holds_tokens(self, value: ir.Value) -> bool:
         shape = sizes.of(value)
@@ -261,7 +320,10 @@ class _Finder:
         if n.definition is SLICE and self._is_tokens(n.x):
             return _slice(n)
         if n.definition is FLATTEN_AND_UNPAD and self._is_tokens(n.x):
-            return Reader(node, 0, "rows", rank_of(n.x), n.rows) if is_made_of_data(n.rows) else None
+            return Reader(node, 0, "rows", rank_of(n.x), (n.rows,)) if is_made_of_data(n.rows) else None
+        if n.definition is INDEX and n.at == (0, 1) and self._is_tokens(n.x):
+            places = tuple(n.indices)
+            return Reader(node, 0, "places", rank_of(n.x), places) if all(map(is_made_of_data, places)) else None
         if n.definition is MUL:
             return self._masked(node, 0, node.inputs[1]) or self._masked(node, 1, node.inputs[0])
         if n.definition is WHERE:
@@ -276,12 +338,13 @@ class _Finder:
             return None
         if rank_of(mask) < 2 or not is_made_of_data(mask):
             return None
-        return Reader(node, index, "mask", rank_of(x), mask, negated=negated)
+        return Reader(node, index, "mask", rank_of(x), (mask,), negated=negated)
 
     def _is_tokens(self, value: ir.Value | None) -> bool:
-        if value is None or value.producer() is None or rank_of(value) < 3 or not is_float(dtype_of(value)):
+        if value is None or value.producer() is None or not is_float(dtype_of(value)):
             return False
-        return sizes.of(value)[:2] == (self.batch, self.steps)
+        # Of a number for each token only what a model computes: a mask is one too.
+        return sizes.of(value)[:2] == (self.batch, self.steps) and (rank_of(value) > 2 or not is_made_of_data(value))
 
 
 def _slice(n: NodeView) -> Reader | None:

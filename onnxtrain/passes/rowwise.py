@@ -58,7 +58,7 @@ def needed_rows(node: ir.Node, wanted: dict[ir.Value, Axes]) -> list[Rows | None
     _check_effects(node)
     axis_map = definition_of(node).axis_map(node)
     if axis_map is None:
-        raise NotRowwise(f"{node.op_type} does not say which rows of its inputs it needs")
+        raise NotRowwise(f"{node.op_type} gives no rows that can be computed by themselves")
     places = dict(zip(node.outputs, axis_map.outputs, strict=False))
     if any(is_used(v) and (v not in wanted or places.get(v) is None) for v in node.outputs):
         raise NotRowwise(f"another result of {node.op_type} is read whole")

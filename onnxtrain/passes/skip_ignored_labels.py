@@ -8,6 +8,9 @@ runs on their rows: the scores of the vocabulary above all. Sum and mean, class 
 over these rows: an ignored one adds 0 to the loss and to what the mean divides by. With no label at all the mean is NaN
 as before.
 
+Scores that are shifted by hand, `scores[:, :-1]`, stay whole, and what was cut off gets a label that is ignored: so
+their rows are those of the tokens before them.
+
 Refuses where scores or log probabilities are read by others (an output of the module is), and where nothing is saved.
 """
 
@@ -22,12 +25,17 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, rank_of, set_type
 from onnxtrain.ops import builder, view
+from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.subscript import true_places
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
+from onnxtrain.ops.reshape.dims import expanded
+from onnxtrain.ops.reshape.join import concatenated
 from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.reshape.slicing import SLICE
+from onnxtrain.ops.symbolic import held_sizes
 from onnxtrain.passes.changes import Changes, stopped
-from onnxtrain.passes.rewriting import nodes_before
+from onnxtrain.passes.rewriting import nodes_before, only_user
 from onnxtrain.passes.rowwise import Axes
 from onnxtrain.passes.selected_rows import Selection, Use, compute_selected, region_before
 
@@ -42,8 +50,12 @@ def skip_ignored_labels(graph: ir.Graph, changes: Changes) -> None:
         reason = _why_not(n)
         if reason:
             changes.refuse(node, reason)
-        else:
-            _skip(op, n, changes)
+            continue
+        cut = _cut_steps(n)
+        if cut is not None and region_before(graph, {cut.x: (0, 1)}, [(cut.node, 0)], (n.labels,)).has_products():
+            _ignore_instead(op, n, cut)
+            changes.made.append(f"{node.name} ignores the steps that {cut.node.name} cuts off")
+        _skip(op, n, changes)
 
 
 def _why_not(n: NodeView) -> str:
@@ -54,6 +66,73 @@ def _why_not(n: NodeView) -> str:
     if n.definition is CROSS_ENTROPY and traversal.is_used(n.log_prob):
         return f"its log probabilities {n.log_prob.name} are read"
     return ""
+
+
+def _cut_steps(n: NodeView) -> NodeView | None:
+    """The slice of steps that gives the scores, which nobody else reads and which are rows of tokens then."""
+    scores = value = n.node.inputs[0]
+    reader = n.node
+    assert scores is not None
+    if rank_of(scores) != 2 or rank_of(n.labels) != 1:
+        return None
+    while value is not None and only_user(value) is reader:
+        producer = value.producer()
+        if producer is None:
+            return None
+        at = view(producer)
+        if at.definition is SLICE:
+            return at if _is_of_steps(at, scores) else None
+        source = producer.inputs[0]
+        widens = source is not None and dtype_of(source).itemsize <= dtype_of(value).itemsize
+        if not at.definition.same_elements or not widens:
+            return None
+        value, reader = source, producer
+    return None
+
+
+def _is_of_steps(cut: NodeView, scores: ir.Value) -> bool:
+    """Whether the scores are the rows of a slice of neighbouring steps of [batch, steps, classes]."""
+    axes, by = constant_of(cut.axes), None if cut.steps is None else constant_of(cut.steps)
+    starts = held_sizes(cut.starts)
+    if rank_of(cut.x) != 3 or axes is None or axes.tolist() != [1] or starts is None:
+        return False
+    batch, kept, classes = sizes.of(cut.node.outputs[0])
+    in_order = cut.steps is None or (by is not None and by.tolist() == [1])
+    if not in_order or sizes.of(scores) != (sizes.multiply(batch, kept), classes):
+        return False
+    start = starts[0]
+    if start == 0:
+        return True
+    after = sizes.subtract(sizes.of(cut.x)[1], sizes.add(start, kept))
+    # Else a start behind the last step could leave less than nothing.
+    return isinstance(start, int) and start > 0 and isinstance(after, int) and after >= 0
+
+
+def _ignore_instead(op: Builder, n: NodeView, cut: NodeView) -> None:
+    """Gives the loss the scores before the cut, and ignored labels for what was cut off."""
+    scores, labels, x = n.node.inputs[0], n.labels, cut.x
+    assert scores is not None
+    batch, steps, classes = sizes.of(x)
+    kept = sizes.of(cut.node.outputs[0])[1]
+    (start,) = held_sizes(cut.starts) or ()
+    after = sizes.subtract(steps, sizes.add(start, kept))
+    with nodes_before(op, n.node):
+        whole = reshaped(op, cast(op, x, dtype_of(scores)), (sizes.multiply(batch, steps), classes))
+        ignored = reshaped(op, cast(op, n.ignore_index, dtype_of(labels)), (1, 1))
+        as_scores = TensorType(dtype_of(labels), sizes.of(scores)[:1])
+        given = op.node("", "Identity", (labels,), {}, types=[as_scores]).outputs[0]
+        before, behind = (expanded(op, ignored, (batch, size)) for size in (start, after))
+        joined = concatenated(op, [before, reshaped(op, given, (batch, kept)), behind], 1)
+        joined = reshaped(op, joined, (sizes.multiply(batch, steps),))
+    n.node.replace_input_with(0, whole)
+    n.node.replace_input_with(1, joined)
+    unread = scores.producer()
+    while unread is not None and unread.outputs[0] is not x:  # who reads no more must not be counted
+        read = unread.inputs[0]
+        op.graph.remove(unread, safe=True)
+        unread = None if read is None else read.producer()
+    for output, type_ in zip(n.node.outputs, n.definition.output_types(n.node), strict=True):
+        set_type(output, type_)
 
 
 @dataclass

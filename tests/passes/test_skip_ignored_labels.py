@@ -57,6 +57,11 @@ class Words(nn.Module):
             loss = F.cross_entropy(logits.transpose(1, 2), labels, **options)
         elif self.layout == "log probabilities":
             loss = F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), labels.flatten(), **options)
+        elif self.layout == "shifted by hand":
+            logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
+            loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), **options)
+        elif self.layout == "of inner steps":
+            loss = F.cross_entropy(logits[:, 1:-2].flatten(0, 1), labels[:, 1:-2].flatten(), **options)
         else:
             assert self.layout == "shifted"
             following = F.pad(labels, (0, 1), value=options.get("ignore_index", IGNORED))[..., 1:]
@@ -82,11 +87,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "classes second": {"layout": "classes second"},
     "classes second, smoothing": {"layout": "classes second", "label_smoothing": 0.2},
     "shifted": {"layout": "shifted"},
+    "shifted by hand": {"layout": "shifted by hand"},
+    "shifted by hand, sum with weights": {"layout": "shifted by hand", "reduction": "sum", "weighted": True},
+    "of inner steps": {"layout": "of inner steps"},
     "log probabilities": {"layout": "log probabilities"},
 }
 
 
-FEW = ("mean", "smoothing with weights", "another index", "classes second, smoothing", "shifted")
+FEW = ("mean", "smoothing with weights", "another index", "classes second, smoothing", "shifted", "shifted by hand")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,19 @@ def test_training_without_any_pass_equals_eager(entry: ZooModel) -> None:
     Comparison(entry, torch.float32, wrap=without).train(*entry.sizes[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", MODELS, ids=str)
+def test_training_packed_equals_eager(entry: ZooModel) -> None:
+    """Batches of any size and density run without the tokens that nobody reads, where that is possible at all."""
+
+    def packed(module: torch.nn.Module) -> torch.nn.Module:
+        return ORTModule(module, rng="torch", skip_padding="always")
+
+    compare = Comparison(entry, torch.float32, wrap=packed)
+    for sizes in entry.sizes:
+        compare.train(*sizes)
+
+
 def test_a_disabled_pass_is_one_that_there_is() -> None:
     with pytest.raises(OptionError, match=r"expected: .*dedupe.*\n.*got: +fuse_everything"):
         ORTModule(torch.nn.Linear(1, 1), disabled_passes="fuse_everything")(torch.ones(1, 1))

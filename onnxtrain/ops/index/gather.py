@@ -239,6 +239,8 @@ def _embedding_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Valu
 
 def _embedding_axes(n: NodeView) -> str:
     picked = names("i", rank_of(n.rows))
+    if n.scale_grad_by_freq:  # its gradient counts all rows
+        picked = [f"[{name}]" for name in picked]
     return axis_map([["v", "h"], picked], [*picked, "h"])
 
 
