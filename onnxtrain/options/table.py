@@ -104,8 +104,8 @@ class Options:
         optional(BUDGET),
         "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward "
         "computes again what does not fit, and hands gradients over early where that is not enough. Bytes hold at all "
-        "sizes; a share is of what they would take, at the sizes of the first call; 'auto' is nine tenths of the memory "
-        "that is free when the module is compiled",
+        "sizes; a share is of what they would take, at the sizes of the first call; 'auto' is nine tenths of the "
+        "memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
     recompute_cheap: bool = _knob(
