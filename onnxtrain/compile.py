@@ -46,7 +46,7 @@ from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
-from onnxtrain.report import CompileReport, SubgraphReport, Work
+from onnxtrain.report import CompileReport, PassReport, Refusal, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
 
 _LOG = logging.getLogger(__name__)
@@ -99,6 +99,22 @@ class Compiled:
         nodes = (*parts.forward.nodes, *parts.backward.nodes)
         storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
         return timeline(parts, storages), storages
+
+    def regions(self) -> tuple[PassReport, ...]:
+        """What the option regions compiles of each program, at the sizes of the first call, and what stays out."""
+        named = {"inference": self.unit.forward.part}
+        if self.parts is not None:
+            named = {"forward": self.parts.forward, "backward": self.parts.backward}
+        found = []
+        for name, part in named.items():
+            title = f"fused regions ({name})"
+            if self.layout is not None:
+                why = Refusal("regions", name, "its pictures lie channels-last, which no region's kernel reads")
+                found.append(PassReport(title, 0.0, refused=(why,)))
+            else:
+                storages = Storages(part.nodes, self.known, self.unit.device_type)
+                found.append(regions.described(title, part, storages))
+        return tuple(found)
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -374,9 +390,11 @@ class _Build:
 
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self.layout)
-        if _may_compile_behind(self.options) and self.device.type == "cpu":
-            if self.layout is None:  # a region's kernel reads and writes in the usual order only
-                regions.watch(program, self.options, partial(self._fused, title))
+        if not _may_compile_behind(self.options):
+            return program
+        if self.layout is None:  # a region's kernel reads and writes in the usual order only
+            regions.watch(program, self.options, self.device, partial(self._fused, title))
+        if self.device.type == "cpu":
             one_call.watch(program)
         return program
 
