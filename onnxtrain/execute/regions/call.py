@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _LOG = logging.getLogger(__name__)
 _TRIALS = 10  # timed calls of each way
 _CHECKED_SIZE = 3  # of open sizes, in the check of a new kernel: odd, so that loops have a rest
-# Triton's kernels count elements in 32 bits, and read as many bytes at once as the tensors allow that they are made for.
+# Triton's kernels count elements in 32 bits, and read so many bytes at once as an allocator's new memory allows.
 _MOST_ON_GPU = 2**31 - 1
 _ALIGNED_BYTES = 16
 
@@ -36,6 +36,7 @@ def load(path: Path, device: torch.device) -> Kernel:
     Raises:
         BuildError: this PyTorch cannot load it.
     """
+    runner: Any
     try:
         if device.type == "cpu":
             runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
@@ -154,6 +155,6 @@ class RegionCall:
         for got, own, wide in zip(found, expected, exact, strict=True):
             if got.shape != own.shape or got.dtype != own.dtype:
                 raise BuildError(f"the kernel gives {got.dtype} {list(got.shape)}, not {own.dtype} {list(own.shape)}")
-            error, allowed, _ = compared(got, own, wide)
-            if error > allowed:
-                raise BuildError(f"the kernel is off by {error:.2g}, where {allowed:.2g} is allowed")
+            off, allowed, _ = compared(got, own, wide)
+            if off > allowed:
+                raise BuildError(f"the kernel is off by {off:.2g}, where {allowed:.2g} is allowed")

@@ -154,12 +154,12 @@ class FusedProgram:
 
 
 def described(title: str, part: Part, storages: Storages) -> PassReport:
-    """Which regions a part has at these sizes, which of them `regions` compiles, and what is in none, with the reason."""
+    """Which regions a part has at these sizes and which are compiled; what is in none, with the reason."""
     started = time.perf_counter()
     try:
         _, regions, refused = find(part, storages)
     except (GraphError, NameError) as reason:
-        return PassReport(title, (time.perf_counter() - started) * 1e3, refused=(Refusal("regions", title, str(reason)),))
+        regions, refused = (), [(node, str(reason)) for node in part.nodes[:1]]
     made = []
     for region in regions:
         large = storages.number(region.elements) >= LEAST
