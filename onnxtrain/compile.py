@@ -102,19 +102,16 @@ class Compiled:
 
     def regions(self) -> tuple[PassReport, ...]:
         """What the option regions compiles of each program, at the sizes of the first call, and what stays out."""
-        named = {"inference": self.unit.forward.part}
+        parts = {"inference": self.unit.forward.part}
         if self.parts is not None:
-            named = {"forward": self.parts.forward, "backward": self.parts.backward}
-        found = []
-        for name, part in named.items():
-            title = f"fused regions ({name})"
-            if self.layout is not None:
-                why = Refusal("regions", name, "its pictures lie channels-last, which no region's kernel reads")
-                found.append(PassReport(title, 0.0, refused=(why,)))
-            else:
-                storages = Storages(part.nodes, self.known, self.unit.device_type)
-                found.append(regions.described(title, part, storages))
-        return tuple(found)
+            parts = {"forward": self.parts.forward, "backward": self.parts.backward}
+        titles = {name: f"fused regions ({name})" for name in parts}
+        if self.layout is not None:
+            why = "its pictures lie channels-last, which no region's kernel reads"
+            return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, why),)) for name, t in titles.items())
+        nodes = [node for part in parts.values() for node in part.nodes]
+        storages = Storages(nodes, self.known, self.unit.device_type)  # of both: backward reads sizes of forward's
+        return tuple(regions.described(titles[name], part, storages) for name, part in parts.items())
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""

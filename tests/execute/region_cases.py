@@ -155,6 +155,13 @@ def fused_programs(monkeypatch: pytest.MonkeyPatch) -> list[FusedProgram]:
     return programs
 
 
+def wait_for(programs: Sequence[FusedProgram]) -> None:
+    """Until all that is under way is compiled."""
+    for program in programs:
+        if program._work is not None:
+            program._work.join()
+
+
 class Trained:
     """A module of two blocks and a layer, with its fused programs, and eager's."""
 
@@ -182,6 +189,5 @@ class Trained:
         """Steps until the compiler, which is made up, has done its work."""
         for _ in range(4):
             self.check(3, 5)
-        for program in self.programs:
-            assert program._work is not None
-            program._work.join()
+        assert all(program._work is not None for program in self.programs)
+        wait_for(self.programs)

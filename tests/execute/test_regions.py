@@ -15,7 +15,9 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from torch import nn
 
+from onnxtrain import ORTModule
 from onnxtrain.execute.regions import build as building
 from onnxtrain.execute.regions import call as calling
 from onnxtrain.execute.regions import child, request
@@ -35,13 +37,18 @@ from tests.execute.region_cases import (
     SIZES,
     Trained,
     a_request,
+    fused_programs,
     gated,
     names,
     nodes_as_kernel,
     part_of,
     regions_of,
+    wait_for,
     written,
 )
+from tests.zoo.checks import Comparison
+from tests.zoo.entry import ZooModel
+from tests.zoo.models import ZOO
 
 pytestmark = [
     pytest.mark.usefixtures("regions_cache"),
@@ -279,6 +286,28 @@ def test_a_model_trains_as_before_at_all_sizes(
         assert forward.settled
         assert backward.settled
         assert {call.chosen for call in (*forward.calls, *backward.calls)} == {"kernel"}
+
+
+MODELS = [
+    pytest.param(entry, dtype, id=f"{entry}-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.slow)
+    for entry in ZOO
+    if entry.falls_back is None
+    for dtype in (torch.float32, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("entry", "dtype"), MODELS)
+def test_models_of_the_zoo_train_as_before(
+    entry: ZooModel, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = fused_programs(monkeypatch)
+    compare = Comparison(entry, dtype, wrap=lambda m: ORTModule(m, rng="fast", native=True, regions="on"))
+    compare.change(nn.Module.eval)
+    for _ in range(4):
+        compare.train(*entry.sizes[0])
+    wait_for(programs)
+    for shape in entry.sizes:
+        compare.train(*shape)
 
 
 def test_in_trial_both_ways_run_until_it_is_settled(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.native.compiler import find as find_compiler
 from onnxtrain.plan.cut import Part
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.execute.region_cases import CPU, KINDS, SIZES, Trained, fused_programs, part_of, regions_of
+from tests.execute.region_cases import CPU, KINDS, SIZES, Trained, fused_programs, part_of, regions_of, wait_for
 from tests.zoo.checks import Comparison
 from tests.zoo.models import ZOO
 
@@ -63,11 +63,7 @@ def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> Non
 
 def test_a_model_trains_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained(monkeypatch, regions="on")
-    for _ in range(4):
-        trained.check(3, 5)
-    for program in trained.programs:
-        assert program._work is not None
-        program._work.join()
+    trained.prepared()
     assert all(program.settled for program in trained.programs)
     for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (7, 9), (33, 2)):
         trained.check(*shape)
@@ -124,9 +120,7 @@ def test_a_model_of_the_zoo_trains_with_what_was_compiled(name: str, monkeypatch
     compare.change(nn.Module.eval)
     for _ in range(4):
         compare.train(*entry.sizes[0])
-    for program in programs:
-        if program._work is not None:
-            program._work.join()
+    wait_for(programs)
     assert sum(len(program.calls) for program in programs) > 4
     assert not building._refused
     for shape in entry.sizes:
