@@ -7,7 +7,8 @@
 // Backward computes p again from q and k. The last axis of q, k, v, y and their gradients is dense; all other strides
 // are free. Sequences of one length lie in a batch; those of several lengths one after another, with offsets.
 
-constexpr int BLOCK = 32;  // rows of q that are worked on together
+constexpr int BLOCK = 32;       // rows of q that are worked on together
+constexpr double HIDES = -1e30;  // what is added to a score, or put in its place, to hide it: this or less
 
 // Products: c[m, n] (+)= a[m, k] @ b[k, n]. n is a multiple of the lanes; element [i, l] of a lies at i * am + l * ak.
 
@@ -205,9 +206,56 @@ template <class T> static T softmax(T *row, int64_t n, bool safe) {
     return most + std::log(sum);
 }
 
-// The columns that a block of rows sees.
-static inline int64_t seen_by(const Problem &p, const Head &at, int64_t first, int64_t count) {
-    return p.causal ? std::min(at.columns, first + count) : at.columns;
+// Whether masks hide a column from all rows [first, first + count), for LANES columns from `column` on.
+template <class S, class T>
+static bool are_hidden(const Problem &p, const Head &at, int64_t first, int64_t count, int64_t column, const S *added, const uint8_t *shown) {
+    typename Lanes<T>::ivec hidden = ~typename Lanes<T>::ivec{};
+    for (int64_t r = first; r < first + count; r++) {
+        if (added != nullptr) {
+            const S *a = place(added, p.added, at.b, at.h, r) + column;
+            T lanes[LANES<T>];
+            for (int i = 0; i < LANES<T>; i++) lanes[i] = widened<S, T>(a[i]);
+            hidden &= load<T>(lanes) <= T(HIDES);
+            if (p.added[2] == 0) break;  // all rows have the same
+        } else {
+            const uint8_t *a = place(shown, p.shown, at.b, at.h, r) + column;
+            typename Lanes<T>::ivec lanes;
+            for (int i = 0; i < LANES<T>; i++) lanes[i] = a[i];
+            hidden &= lanes == 0;
+            if (p.shown[2] == 0) break;
+        }
+    }
+    bool all = true;
+    for (int i = 0; i < LANES<T>; i++) all &= hidden[i] != 0;
+    return all;
+}
+
+// Whether each row of a block sees one of the first columns: else a softmax of nothing but hidden scores needs them all.
+template <class S, class T>
+static bool each_sees(const Problem &p, const Head &at, int64_t first, int64_t count, int64_t seen, const S *added, const uint8_t *shown) {
+    for (int64_t r = first; r < first + count; r++) {
+        const int64_t end = p.causal ? std::min(seen, r + 1) : seen;
+        int64_t j = 0;
+        if (added != nullptr)
+            for (const S *a = place(added, p.added, at.b, at.h, r); j < end && widened<S, T>(a[j]) <= T(HIDES);) j++;
+        else
+            for (const uint8_t *a = place(shown, p.shown, at.b, at.h, r); j < end && !a[j];) j++;
+        if (j == end) return false;
+    }
+    return true;
+}
+
+// The columns that a block of rows sees: those behind them are later ones, or masked. What is masked has the probability
+// 0, as exp(-1e30) has, however the scores are.
+template <class S, class T>
+static int64_t seen_by(const Problem &p, const Head &at, int64_t first, int64_t count, const S *added, const uint8_t *shown) {
+    const int64_t all = p.causal ? std::min(at.columns, first + count) : at.columns;
+    const bool by_added = added != nullptr && shown == nullptr && p.added[3] == 1;
+    const bool by_shown = shown != nullptr && added == nullptr && p.shown[3] == 1 && p.fill <= HIDES;
+    if (!by_added && !by_shown) return all;
+    int64_t seen = all;
+    while (seen > LANES<T> && are_hidden<S, T>(p, at, first, count, seen - LANES<T>, added, shown)) seen -= LANES<T>;
+    return seen == all || each_sees<S, T>(p, at, first, count, seen, added, shown) ? seen : all;
 }
 
 // The draws of a row of scores, which count on from row to row and head to head.
@@ -230,7 +278,7 @@ static void forward_of_head(const Problem &p, const Head &at, const S *q, const 
         copy_rows<S, T>(place(v, p.v, at.b, group, at.first_column), p.v[2], at.columns, p.width_v, T(1), values, width);
     }
     for (int64_t first = 0; first < at.rows; first += BLOCK) {
-        const int64_t count = std::min<int64_t>(BLOCK, at.rows - first), seen = seen_by(p, at, first, count);
+        const int64_t count = std::min<int64_t>(BLOCK, at.rows - first), seen = seen_by<S, T>(p, at, first, count, added, shown);
         copy_rows<S, T>(place(q, p.q, at.b, at.h, at.first_row + first), p.q[2], count, p.width, T(p.scale), rows, p.width);
         masked_scores<S, T>(p, at, first, count, seen, rows, p.width, keys, stride, added, shown, s);
         for (int64_t r = 0; r < count; r++) {
@@ -310,7 +358,7 @@ static void backward_of_group(const Problem &p, int64_t b, int64_t g, const S *d
     for (int64_t h = g * each; h < (g + 1) * each; h++) {
         at = head_of(p, b, h);
         for (int64_t first = 0; first < at.rows; first += BLOCK) {
-            const int64_t count = std::min<int64_t>(BLOCK, at.rows - first), seen = seen_by(p, at, first, count), row = at.first_row + first;
+            const int64_t count = std::min<int64_t>(BLOCK, at.rows - first), seen = seen_by<S, T>(p, at, first, count, added, shown), row = at.first_row + first;
             copy_rows<S, T>(place(q, p.q, at.b, h, row), p.q[2], count, p.width, T(p.scale), rows, wide);
             copy_rows<S, T>(place(dy, p.dy, at.b, h, row), p.dy[2], count, p.width_v, T(1), d_rows, wide_v);
             masked_scores<S, T>(p, at, first, count, seen, rows, wide, keys_t, stride, added, shown, s);

@@ -25,8 +25,9 @@ from onnxtrain.ops.attention.parts import causal_mask, hides_later
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.loss import rows
 from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.norm import rms_kernels
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
-from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout, cases_loss
+from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout, cases_loss, cases_norm
 from tests.ops.captures import OfTensors
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -151,6 +152,82 @@ def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.Monke
         assert found == calls
 
 
+def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPT-2 writes it: a pass makes FastGelu of it, and hands on that it may run compiled."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(gelu_compiled.LIBRARY, "functions", counting(gelu_compiled.LIBRARY, found))
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(64, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return gelu(self.up(x)).square().sum()
+
+    ORTModule(Block(), recompute_cheap=False)(torch.randn(64, 64)).backward()
+    assert found == {"forward_float": 1, "backward_float": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [c for c in cases_norm.CASES if c.name.startswith("Simplified")], ids=str)
+def test_rms_norm_of_few_elements_matches_autograd(
+    case: OpCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, calls: Counter[str]
+) -> None:
+    monkeypatch.setattr(rms_kernels, "_LEAST", 1)
+    monkeypatch.setattr(rms_kernels.LIBRARY, "functions", counting(rms_kernels.LIBRARY, calls))
+    check = CaseCheck(case, dtype)
+    ran = [check.check_sizes(known) for known in case.size_sets()]
+    assert ran[0]
+    assert bool(calls) == (dtype != torch.bfloat16 and "mixed" not in str(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((128, 128), 1), ((5, 7, 471), 2), ((33, 8, 80), 1), ((3, 17, 1001), 2)], ids=str
+)
+@pytest.mark.parametrize("scaled", [True, False], ids=("scaled", "plain"))
+def test_rms_norm_matches_autograd(
+    shape: tuple[int, ...], axis: int, scaled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(rms_kernels.LIBRARY, "functions", counting(rms_kernels.LIBRARY, found))
+    epsilon = 1e-6
+
+    def eager(x: torch.Tensor, scale: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (x, scale) if t is not None]
+        y = torch.nn.functional.rms_norm(leaves[0], shape[axis:], *leaves[1:], eps=epsilon)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    x, dy = torch.randn(shape, dtype=dtype) * 3, torch.randn(shape, dtype=dtype)
+    scale = torch.randn(shape[axis:], dtype=dtype) if scaled else None
+    x.view(-1, x[(0,) * axis].numel())[1] = 0  # epsilon alone
+    y, inv_std = rms_kernels.rms_norm(x, axis, scale, epsilon)
+    dx, dscale = rms_kernels.rms_norm_backward(dy, x, axis, scale, inv_std, [True, True])
+    assert len(found) == 2
+    assert (dscale is None) == (scale is None)
+    exact = eager(x.double(), None if scale is None else scale.double(), dy.double())
+    for what, ours, theirs, right in zip(
+        ("y", "dx", "dscale"), (y, dx, dscale), eager(x, scale, dy), exact, strict=False
+    ):
+        assert_no_worse_than_eager(what, ours, theirs, right)
+    for mask in ([True, False], [False, True]):
+        one = rms_kernels.rms_norm_backward(dy, x, axis, scale, inv_std, mask)
+        assert [g is None for g in one] == [not mask[0], not mask[1] or scale is None]
+        assert all(g is None or torch.equal(g, both) for g, both in zip(one, (dx, dscale), strict=True))
+
+
+def test_rms_norm_of_infinite_and_missing_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rms_kernels.LIBRARY.wait()
+    x = torch.randn(64, 257)
+    x[1, 3], x[2, 256], x[5, 0] = torch.inf, torch.nan, -torch.inf
+    y, _ = rms_kernels.rms_norm(x, 1, None, 1e-5)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (257,), eps=1e-5), equal_nan=True)
+
+
 def test_cross_entropy_refuses_a_label_that_is_no_class(calls: Counter[str]) -> None:
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):
         rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, 7, -100]), None, 1, -100)
@@ -225,6 +302,81 @@ def test_dropout_is_that_of_the_same_mask(
         ("y", "dq", "dk", "dv", "dbias"), found, formula(dtype), formula(torch.float64), strict=True
     ):
         assert_no_worse_than_eager(name, got, eager.detach(), exact.detach())
+
+
+def _masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """What is added to scores [3, 4, rows, columns], by name."""
+    later = torch.ones(rows, columns, dtype=torch.bool).triu(1)
+    least = torch.finfo(torch.float32).min
+    padding = torch.zeros(3, 1, 1, columns)
+    padding[0, ..., 20:], padding[1, ..., 1:] = least, -math.inf
+    left = torch.zeros(3, 1, rows, columns).masked_fill_(later, least)
+    left[1, ..., :40] = least  # rows before the 40th see nothing at all
+    bias = torch.randn(1, 4, rows, columns)
+    nothing = padding.clone()
+    nothing[2] = least
+    return {
+        "later": torch.zeros(rows, columns).masked_fill_(later, -math.inf).expand(3, 1, rows, columns),
+        "padding": padding,
+        "left": left,
+        "nothing": nothing,
+        "bias": bias + padding,
+        "random": torch.randn(3, 4, rows, columns).masked_fill_(torch.rand(3, 4, rows, columns) < 0.5, -math.inf),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["later", "padding", "left", "nothing", "bias", "random", "bool", "bool-finite"])
+def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
+    """Columns hidden from a block of rows are left out; rows that see nothing weigh all columns, as eager's do."""
+    assert compiled.LIBRARY.wait()
+    rows, columns, width = 70, 101, 24
+    q, dy = heads(3, 4, rows, width, dtype), heads(3, 4, rows, width, dtype)
+    k, v = heads(3, 4, columns, width, dtype), heads(3, 4, columns, width, dtype)
+    fill = -1e4 if name == "bool-finite" else None
+    if name.startswith("bool"):
+        added = None
+        mask = _masks(rows, columns)["later"].clone() == 0
+        mask[:, :, :, 90:] = False
+    else:
+        added = _masks(rows, columns)[name].to(dtype)
+        mask = None
+
+    def formula(wide: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        scores = leaves[0] @ leaves[1].mT / math.sqrt(width)
+        if added is not None:
+            scores = scores + added.to(wide)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf if fill is None else fill)
+        y = torch.softmax(scores, -1) @ leaves[2]
+        return [y, *torch.autograd.grad(y, leaves, dy.to(wide))]
+
+    scores = Scores(None, added, mask, fill)
+    y, _ = compiled.forward(q, k, v, scores) or pytest.fail("not compiled")
+    found = [y, *(compiled.backward(dy, q, k, v, scores) or ())]
+    for what, got, eager, exact in zip(
+        ("y", "dq", "dk", "dv"), found, formula(dtype), formula(torch.float64), strict=True
+    ):
+        assert_no_worse_than_eager(what, got, eager.detach(), exact.detach())
+
+
+@pytest.mark.parametrize("name", ["added", "shown"])
+def test_hidden_columns_are_not_read(name: str) -> None:
+    """NaN there would get everywhere: 0 * NaN is NaN."""
+    assert compiled.LIBRARY.wait()
+    q, k, v = (heads(2, 2, 96, 16) for _ in range(3))
+    shown = torch.ones(2, 1, 1, 96, dtype=torch.bool)
+    shown[0, ..., 32:] = False
+    v[0, :, 32:] = math.nan
+    k[0, :, 32:] = math.nan
+    added = torch.zeros(2, 1, 1, 96).masked_fill_(~shown, torch.finfo().min)
+    scores = Scores(None, added) if name == "added" else Scores(None, None, shown)
+    y, _ = compiled.forward(q, k, v, scores) or pytest.fail("not compiled")
+    dq, dk, dv = compiled.backward(y, q, k, v, scores) or pytest.fail("not compiled")
+    assert all(g.isfinite().all() for g in (y, dq, dk, dv))
+    assert not dk[0, :, 32:].any()
+    assert not dv[0, :, 32:].any()
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -328,13 +480,16 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
-    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY):
+    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, gelu_compiled.LIBRARY, rms_kernels.LIBRARY):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not
         monkeypatch.setattr(library, "functions", narrow.functions)
     for dtype in (torch.float32, torch.float64):
         test_dropout_is_that_of_the_same_mask((33, 70), (64, 48), 2, True, dtype)
+        test_masks_of_long_rows("left", dtype)
+        test_tanh_gelu_matches_autograd((5, 7, 471), dtype, monkeypatch)
+        test_rms_norm_matches_autograd((3, 17, 1001), 2, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):
         test_both_ways_draw_the_same(count)
     test_nan_and_infinity_go_through()

@@ -10,7 +10,7 @@ bias is a vector over the last axis. Backward keeps x, and adds the bias again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -20,9 +20,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
+from onnxtrain.ops.activation import gelu_compiled
 from onnxtrain.ops.composite import elementwise_axes
-from onnxtrain.ops.definition import Call, Gradient, Infix, NodeView, numel
+from onnxtrain.ops.definition import Call, Gradient, Infix, Kernel, NodeView, numel
 from onnxtrain.ops.fused import fused
+from onnxtrain.ops.native import may_compile
 
 _EXACT, _TANH = "none", "tanh"
 
@@ -35,26 +37,38 @@ def _same_as_x(n: NodeView) -> Sequence[TensorType]:
     return (type_of(n.x),)
 
 
+def _bias(n: NodeView) -> ir.Value | None:
+    return getattr(n, "bias", None)  # Gelu has no such input
+
+
 def _shifted(op: Builder, n: NodeView) -> ir.Value:
-    bias = getattr(n, "bias", None)
-    result: ir.Value = n.x if bias is None else op.Add(n.x, bias)
+    result: ir.Value = n.x if (bias := _bias(n)) is None else op.Add(n.x, bias)
     return result
+
+
+def _shifted_call(n: NodeView, x: Any, bias: Any) -> Any:
+    return x if _bias(n) is None else Infix("+", torch.add, x, bias)
+
+
+def _is_compiled(approximate: str) -> Callable[[NodeView, str], bool]:
+    return lambda n, device: approximate == _TANH and may_compile(n, device)
 
 
 def _gelu(name: str, grad_name: str, inputs: tuple[str, ...], approximate: str) -> None:
     """Defines a gelu of x + bias, whose gradient op is `grad_name`, or `Bias…Grad_dX` where there is a bias."""
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value]:
-        if len(n.node.inputs) < 2 or n.bias is None:
+        if _bias(n) is None:
             dx = op.ms.GeluGrad(dy, n.x) if name == "Gelu" else op.ms.FastGeluGrad(dy, n.x)
             return [dx, None][: len(n.node.inputs)]
         dx = op.op(MICROSOFT, grad_name)(dy, n.x, n.bias)
         return dx, dx  # the second is summed to the bias
 
+    def compiled(n: NodeView, x: Any, bias: Any = None) -> Call:
+        return gelu_compiled.lowered(_shifted_call(n, x, bias))
+
     def lower(n: NodeView, x: Any, bias: Any = None) -> Call:
-        given = len(n.node.inputs) > 1 and n.bias is not None
-        shifted = Infix("+", torch.add, x, bias) if given else x
-        return Call(torch.nn.functional.gelu, shifted, approximate=approximate)
+        return Call(torch.nn.functional.gelu, _shifted_call(n, x, bias), approximate=approximate)
 
     fused(
         MICROSOFT,
@@ -63,6 +77,7 @@ def _gelu(name: str, grad_name: str, inputs: tuple[str, ...], approximate: str) 
         ("y",),
         shapes=_same_as_x,
         body=lambda op, n: op.Gelu(_shifted(op, n), approximate=approximate),
+        kernels=(Kernel(lower=compiled, applies=_is_compiled(approximate)),),
         lower=lower,
         axes=elementwise_axes,
         flops=_flops,
@@ -71,9 +86,11 @@ def _gelu(name: str, grad_name: str, inputs: tuple[str, ...], approximate: str) 
 
 
 def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
+    def compiled(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
+        return gelu_compiled.lowered_backward(dy, _shifted_call(n, x, bias))
+
     def lower(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
-        shifted = x if bias is None else Infix("+", torch.add, x, bias)
-        return Call(torch.ops.aten.gelu_backward.default, dy, shifted, approximate=approximate)
+        return Call(torch.ops.aten.gelu_backward.default, dy, _shifted_call(n, x, bias), approximate=approximate)
 
     fused(
         MICROSOFT,
@@ -82,6 +99,7 @@ def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
         ("dx",),
         shapes=_same_as_x,
         body=lambda op, n: op.ms.GeluGrad(n.dy, _shifted(op, n), approximate=approximate),
+        kernels=(Kernel(lower=compiled, applies=_is_compiled(approximate)),),
         lower=lower,
         axes=elementwise_axes,
         flops=_flops,

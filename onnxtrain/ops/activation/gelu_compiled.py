@@ -7,10 +7,13 @@ exact gelu and silu are as fast in PyTorch as compiled: they stay there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from onnxtrain.native import Library, text
 from onnxtrain.ops import large_memory
+from onnxtrain.ops.definition import Call
 
 Tensor = torch.Tensor
 
@@ -45,6 +48,18 @@ def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[x.dtype]}")
     run(dy.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(), torch.get_num_threads())
     return dx
+
+
+def lowered(x: Any) -> Call:
+    """A call of `tanh_gelu`, for a node that may run compiled."""
+    LIBRARY.request()
+    return Call(tanh_gelu, x)
+
+
+def lowered_backward(dy: Any, x: Any) -> Call:
+    """A call of `tanh_gelu_backward`, for a node that may run compiled."""
+    LIBRARY.request()
+    return Call(tanh_gelu_backward, dy, x)
 
 
 def _is_plain(x: Tensor) -> bool:

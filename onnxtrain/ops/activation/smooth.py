@@ -20,7 +20,7 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
-from onnxtrain.ops.activation.gelu_compiled import LIBRARY, tanh_gelu, tanh_gelu_backward
+from onnxtrain.ops.activation import gelu_compiled
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView
@@ -113,16 +113,6 @@ def _capture_gelu(op: Builder, x: ir.Value, *, approximate: str = "none") -> Any
     return op.Gelu(x, approximate=approximate)
 
 
-def _compiled_gelu(n: NodeView, x: Any) -> Call:
-    LIBRARY.request()
-    return Call(tanh_gelu, x)
-
-
-def _compiled_gelu_backward(n: NodeView, dy: Any, x: Any) -> Call:
-    LIBRARY.request()
-    return Call(tanh_gelu_backward, dy, x)
-
-
 def _is_compiled(n: NodeView, device: str) -> bool:
     return n.approximate == "tanh" and may_compile(n, device)
 
@@ -139,8 +129,8 @@ GELU, GELU_GRAD = activation(
     since=20,
     flops=10,
     first=(
-        Kernel(lower=_compiled_gelu, applies=_is_compiled),
-        Kernel(lower=_compiled_gelu_backward, applies=_is_compiled),
+        Kernel(lower=lambda n, x: gelu_compiled.lowered(x), applies=_is_compiled),
+        Kernel(lower=lambda n, dy, x: gelu_compiled.lowered_backward(dy, x), applies=_is_compiled),
     ),
 )
 

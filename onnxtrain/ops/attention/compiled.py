@@ -12,6 +12,9 @@ Milliseconds for forward and backward, 2 threads of a Xeon at 2.8 GHz, float32; 
     [8, 4, 512, 64], causal                        177.2    85.4     30.8                     19.1        18.0
     [2, 8, 1024, 64]                               320.1   160.1     58.3                     62.5        59.7
     [1, 4, 2048, 128]                              358.8   201.5    101.0                    136.7       133.6
+
+Columns that a mask hides from a whole block of rows are left out (a Xeon at 2.3 GHz): a causal mask in a tensor,
+[8, 8, 128, 32] flash 3.40, compiled 2.92; [4, 8, 512, 64] flash 39.7, compiled 21.0.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, n
 from onnxtrain.ops.constructors import FUSES, TORCH_DTYPES, cast
 from onnxtrain.ops.definition import STANDARD, Call, Fuses, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import average, flags, fused, masked, only_first, plus, statistics_type, total, wanted
+from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.norm import rms_kernels
 
 aten = torch.ops.aten
 Grads = list[ir.Value | None]
@@ -303,23 +305,6 @@ def _rms_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -
     return masked(grads, mask, n)
 
 
-def rms_norm(
-    x: torch.Tensor, axis: int, scale: torch.Tensor | None, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What PyTorch composes where it has no fused kernel."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    inv_std = wide.square().mean(tuple(range(axis, x.ndim)), keepdim=True).add_(epsilon).rsqrt_()
-    y = wide * inv_std
-    if scale is not None:
-        y = y * scale
-    return y.to(x.dtype), inv_std
-
-
-def fused_rms_norm(x: Any, axis: int, scale: Any, epsilon: float) -> Any:
-    """PyTorch's CUDA kernel where the normalized sizes are not known in advance."""
-    return torch._fused_rms_norm(x, x.shape[axis:], scale, epsilon)
-
-
 def _wide_bytes(n: NodeView, tensors: int) -> Size:
     """What so many tensors of x's shape take in the type in which norms compute."""
     return sizes.multiply(tensors, numel(n.x), int(statistics_type(dtype_of(n.x)).itemsize))
@@ -341,11 +326,16 @@ fused(
     gradient=(Gradient(_rms_norm_gradient, reads=("x", "scale", "inv_std")),),
     kernels=(
         Kernel(
-            lower=lambda n, x, scale: Call(fused_rms_norm, x, _axis(n), scale, n.epsilon),
+            lower=lambda n, x, scale: Call(rms_kernels.on_cuda, x, _axis(n), scale, n.epsilon),
             applies=_one_type_on_cuda,
         ),
+        Kernel(
+            lower=lambda n, x, scale: rms_kernels.lowered(x, _axis(n), scale, n.epsilon),
+            applies=may_compile,
+            workspace=lambda n: _wide_bytes(n, 1),  # of the operators that serve at first
+        ),
     ),
-    lower=lambda n, x, scale: Call(rms_norm, x, _axis(n), scale, n.epsilon),
+    lower=lambda n, x, scale: Call(rms_kernels.composed, x, _axis(n), scale, n.epsilon),
     workspace=lambda n: _wide_bytes(n, 1),
     axes=_norm_axes("X, H -> X, S"),
     flops=_flops(4),
@@ -372,33 +362,6 @@ def _rms_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return cast(op, dx, dtype_of(n.x)), cast(op, dscale, _parameter(n).dtype)
 
 
-def rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, axis: int, scale: torch.Tensor | None, inv_std: torch.Tensor, mask: list[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradient of `rms_norm`, in fewer passes over memory than autograd's own."""
-    wide = inv_std.dtype
-    z = x.to(wide) * inv_std
-    dy = dy.to(wide)
-    weighted = dy * z
-    dx, dscale = None, None
-    if mask[1] and scale is not None:
-        rows = tuple(range(axis))
-        dscale = (weighted.sum(rows) if rows else weighted).to(scale.dtype)
-    if mask[0]:
-        rest = tuple(range(axis, x.ndim))
-        g = dy if scale is None else dy * scale
-        if scale is not None:
-            weighted = weighted.mul_(scale) if dscale is not weighted else weighted * scale
-        slope = g.addcmul(z, weighted.mean(rest, keepdim=True), value=-1)
-        dx = slope.mul_(inv_std).to(x.dtype)
-    return dx, dscale
-
-
-def fused_rms_norm_backward(dy: Any, x: Any, axis: int, scale: Any, inv_std: Any, mask: list[bool]) -> Any:
-    """PyTorch's CUDA kernel."""
-    return aten._fused_rms_norm_backward.default(dy, x, x.shape[axis:], inv_std, scale, mask)
-
-
 fused(
     MICROSOFT,
     "SimplifiedLayerNormalizationGrad",
@@ -410,13 +373,20 @@ fused(
     kernels=(
         Kernel(
             lower=lambda n, dy, x, scale, inv_std: Call(
-                fused_rms_norm_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
+                rms_kernels.on_cuda_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
             ),
             applies=_one_type_on_cuda,
         ),
+        Kernel(
+            lower=lambda n, dy, x, scale, inv_std: rms_kernels.lowered_backward(
+                dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
+            ),
+            applies=may_compile,
+            workspace=lambda n: _wide_bytes(n, 3),  # of the operators that serve at first
+        ),
     ),
     lower=lambda n, dy, x, scale, inv_std: Call(
-        rms_norm_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
+        rms_kernels.composed_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
     ),
     workspace=lambda n: _wide_bytes(n, 3),
     axes=_norm_axes("X, X, H, S -> X, H"),

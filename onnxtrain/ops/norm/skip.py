@@ -22,7 +22,7 @@ from onnxtrain.ops.composite import composite
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, NodeView, numel
 from onnxtrain.ops.fused import fused, reshaped, statistics_type
-from onnxtrain.ops.norm.layer import rms_norm
+from onnxtrain.ops.norm import rms_kernels
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -69,7 +69,7 @@ def _rms_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def skip_rms_norm(x: Tensor, skip: Tensor, scale: Tensor, bias: Any, epsilon: float, outputs: int) -> Any:
     total = x + skip if bias is None else x + skip + bias
-    y, inv_std = rms_norm(total, x.ndim - 1, scale, epsilon)
+    y, inv_std = rms_kernels.composed(total, x.ndim - 1, scale, epsilon)
     return (y, torch.zeros_like(inv_std), inv_std, total)[:outputs] if outputs > 1 else y
 
 
