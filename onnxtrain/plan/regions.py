@@ -25,7 +25,7 @@ from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import last_uses, overwritten
 from onnxtrain.plan.storage import Storages
 
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MOST_NODES = 32  # more take a compiler minutes
 
 

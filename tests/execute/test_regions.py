@@ -69,6 +69,11 @@ def test_each_kind_is_one_region(kind: str) -> None:
     assert region.saved > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_all_floating_types_join(dtype: torch.dtype) -> None:
+    assert names(regions_of(part_of(*KINDS["silu * up"], dtype))[1]) == ["QuickGelu + Mul"]
+
+
 def test_only_measured_kinds_gain() -> None:
     assert {kind for kind, made in KINDS.items() if regions_of(part_of(*made))[1][0].gains} == {
         "silu * up",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -35,8 +36,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *itertools.product(KINDS, (torch.float32, torch.float64)),
+        *itertools.product(("silu * up, backward", "scaled softmax", "add + layer norm"), (torch.bfloat16,)),
+    ],
+    ids=str,
+)
 def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dtype) -> None:
     made, dims = KINDS[kind]
     part = regions_of(part_of(made, dims, dtype))[1][0].part
