@@ -90,7 +90,8 @@ def find(part: Part, storages: Storages) -> Found:
             groups.add(node, _frame(node))
     order, memory = _Order(part), _Memory(part, storages)
     regions = []
-    for group, frame in groups:
+    for members, frame in groups:
+        group = sorted(members, key=order.position.__getitem__)  # as they will stand side by side
         region = _region(part, group, frame, storages)
         moved = order.moved(set(group)) if region.saved else None
         more = memory.peak(moved) - memory.peak(order) if moved is not None else 0
@@ -188,9 +189,9 @@ class _Groups:
         self._frames: dict[ir.Node, Sizes] = {}
 
     def __iter__(self) -> Iterator[tuple[list[ir.Node], Sizes]]:
-        """Each group, its nodes in order, with its frame."""
+        """Each group with its frame."""
         for group in {id(group): group for group in self._groups.values()}.values():
-            yield sorted(group, key=self._order.position.__getitem__), self._frames[group[0]]
+            yield group, self._frames[group[0]]
 
     def add(self, node: ir.Node, frame: Sizes) -> None:
         """Lets a node join the groups around it, where that makes no cycle."""

@@ -44,7 +44,14 @@ def load(path: Path, device: torch.device) -> Kernel:
             runner = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device))
     except (RuntimeError, AttributeError) as error:
         raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
-    return cast(Kernel, runner.run)  # it takes any sequence
+    if device.type == "cpu":
+        return cast(Kernel, runner.run)  # it takes any sequence
+
+    def on_gpu(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with torch.cuda.device(device):  # whose stream it asks for
+            return cast(Sequence[torch.Tensor], runner.run(tensors))
+
+    return on_gpu
 
 
 class RegionCall:

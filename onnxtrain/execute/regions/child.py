@@ -1,7 +1,7 @@
 """The process that compiles regions: python -m onnxtrain.execute.regions.child FOLDER.
 
-A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace, and the C++
-compiler a library. FOLDER holds a request and gets the library, as `library.so`.
+A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace (and, for a
+GPU, Triton's kernels), and the C++ compiler a library. FOLDER holds a request and gets the library, as `library.so`.
 """
 
 from __future__ import annotations
