@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     add("--contenders", nargs="+", choices=tuple(CONTENDERS), default=USUAL, help=f"who is timed (default: {usual})")
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
-    add("--rounds", "--steps", type=int, help="how often each step is timed (default: by workload, 20 to 3000)")
+    add("--rounds", "--steps", type=int, help="how often each step is timed (default: by workload, 15 to 300)")
     add("--repeats", type=int, default=1, help="processes for each first step; 0 leaves first steps out (default: 1)")
     add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
     add("--write", nargs="?", type=Path, const=Path("docs"), help="write benchmarks.md and its chart to docs too")
@@ -143,6 +143,7 @@ class Run:
             contenders=tuple(_timed(one, firsts[one["contender"]]) for one in found["contenders"]),
             products_s=tuple(found["products_s"]),
             products=found["products"],
+            turn=found["turn"],
         )
 
     def _circumstances(self, others_cores: float) -> Circumstances:
@@ -159,6 +160,7 @@ def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
         peak_bytes=found["peak_bytes"],
         losses=tuple(found["losses"]),
         spent=tuple(Spent(**each) for each in found["spent"]),
+        parts_s=found["parts_s"],
     )
 
 

@@ -81,7 +81,7 @@ def _mlp(name: str, layers: int, width: int, batch: int, rounds: int, goals: Goa
     )
 
 
-MLP = _mlp("mlp32", 4, 32, 16, 3000, _goals(1.3))
+MLP = _mlp("mlp32", 4, 32, 16, 300, _goals(1.3))
 _ON_A_CPU = (
     MINILM,
     Workload(
@@ -171,7 +171,7 @@ _ON_A_CPU = (
         goals=Goals({"eager": 1.0}),
     ),
     MLP,
-    _mlp("mlp32-small", 3, 32, 16, 3000, Goals({"eager": 1.0})),
+    _mlp("mlp32-small", 3, 32, 16, 300, Goals({"eager": 1.0})),
     _mlp("mlp512", 4, 512, 128, 300),
     Workload(
         name="lengths",

@@ -30,9 +30,11 @@ dynamic=True)`. A step clears the gradients, runs forward and backward, and take
 `torch.optim.AdamW(fused=True)`.
 
 **Times.** One process holds a copy of the model for each contender. After warm-up, which lasts until nothing is
-compiled any more, they take one step each in turn, on the same batch, in an order that changes with every round.
-Ratios are taken round by round: the median, and quartiles. The first step is measured in a fresh process with empty
-caches; what is imported for it counts, with Python's sources compiled as those of an installed package are.
+compiled any more, they take one step each in turn, on the same batch, in an order that changes with every round. Of
+steps shorter than 10 ms a turn has as many as fill that time: one step after another program's would be a step with
+empty caches, which is not how a model trains. Ratios are taken round by round: the median, and quartiles. The first
+step is measured in a fresh process with empty caches; what is imported for it counts, with Python's sources compiled as
+those of an installed package are.
 
 **Peak memory** is the most that a step holds at once on top of what was there before it, as PyTorch's allocator counts.
 

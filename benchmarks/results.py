@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Timed(Rounds):
         peak_bytes: of a step.
         losses: of its first steps, in which all contenders see the same batches.
         spent: what a step's time goes to; empty where that was not looked at.
+        parts_s: the same by what the training loop does.
     """
 
     first_s: tuple[float, ...]
@@ -73,6 +74,7 @@ class Timed(Rounds):
     peak_bytes: int
     losses: tuple[float, ...]
     spent: tuple[Spent, ...] = ()
+    parts_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def first_median_s(self) -> float | None:
@@ -87,6 +89,7 @@ class Measured:
         items: of all rounds of a contender together.
         products_s: what the step's matrix products alone took, in each round; empty where that is not known.
         products: how many there are in a step.
+        turn: how many steps a contender takes in a round; times are those of one.
     """
 
     workload: str
@@ -95,6 +98,7 @@ class Measured:
     contenders: tuple[Timed, ...]
     products_s: tuple[float, ...]
     products: int
+    turn: int = 1
 
     def of(self, contender: str) -> Timed | None:
         return next((timed for timed in self.contenders if timed.contender == contender), None)

@@ -1,4 +1,4 @@
-"""What a step's time goes to: onnxtrain's by the ops of its graph, any other's by PyTorch's operators.
+"""What a step's time goes to: onnxtrain's by the ops of its graph, any other's by PyTorch's operators; and its parts.
 
     steps under the profiler ─▶ time of each op, inner operators with it (a graph's) or without (PyTorch's) ─▶ per step
 
@@ -8,15 +8,19 @@ is somewhat above what an undisturbed step takes.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks.contenders import PARTS, Stepper
+from benchmarks.workload import Batch
 from onnxtrain.ops import OPS
 
 _STEPS = 3
+_PARTS_S = 2.0  # for steps in parts
 _GRAPH_OPS = frozenset(name for _, name in OPS)
 
 
@@ -56,3 +60,16 @@ def spent(step: Callable[[], object]) -> list[Spent]:
     found = [Spent(op, us / 1e3 / _STEPS, round(count / _STEPS)) for op, (us, count) in total.items()]
     found.sort(key=lambda each: -each.ms)
     return [*found, Spent(REST, max(0.0, whole - sum(each.ms for each in found)), 0)]
+
+
+def parts(steppers: Mapping[str, Stepper], batch: Batch, steps: int) -> dict[str, dict[str, float]]:
+    """The median seconds of each part of a step on a CPU, by contender; some steps of each in turn."""
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steppers}
+    started = time.monotonic()
+    while not all(times.values()) or time.monotonic() - started < _PARTS_S:
+        for name, stepper in steppers.items():
+            times[name] += (stepper.parts(batch) for _ in range(steps))
+    return {
+        name: dict(zip(PARTS, map(statistics.median, zip(*found, strict=True)), strict=True))
+        for name, found in times.items()
+    }

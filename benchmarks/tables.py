@@ -84,7 +84,8 @@ def verdict(reached: float, goal: float) -> str:
 def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
     first, *_ = measured.contenders
     ran = "Forward, backward and AdamW" if workload.optimized else "Forward and backward"
-    yield f"{ran}; {len(first.rounds_s)} rounds, in turn in one process."
+    turn = f" of {measured.turn} steps each" if measured.turn > 1 else ""
+    yield f"{ran}; {len(first.rounds_s)} rounds{turn}, in turn in one process."
     ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
     if measured.products_s:
         note = f"Products: {measured.products} matrix products and convolutions alone take this share of a step"
@@ -99,6 +100,9 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
         later = ours.first_median_s - eager.first_median_s
         met = "met" if later <= MOST_AFTER_EAGER_S else "missed"
         yield f"First step {later:+.1f} s after eager's; goal {MOST_AFTER_EAGER_S:g} s: {met}."
+    if ours and eager and ours.parts_s and eager.parts_s:
+        parts = (f"{part} {duration(eager.parts_s[part])} and {duration(s)}" for part, s in ours.parts_s.items())
+        yield f"A step in parts, {EAGER} and {ONNXTRAIN}: {', '.join(parts)}."
     common = min(len(timed.losses) for timed in measured.contenders)
     losses = ", ".join(f"{timed.contender} {timed.losses[common - 1]:.3f}" for timed in measured.contenders)
     yield f"Loss of step {common}: {losses}."

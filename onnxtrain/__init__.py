@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from onnxtrain import errors
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.garbage import collector_paused
 
 if TYPE_CHECKING:
     from onnxtrain.debug_options import DebugOptions
@@ -50,7 +51,8 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    with collector_paused():
+        value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -30,6 +30,7 @@ from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from onnxtrain.compile import Compiled, Rerun
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
+from onnxtrain.garbage import collector_paused
 from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
@@ -217,7 +218,7 @@ class Engine:
     def _find_or_compile(
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK, collector_paused():
             entry, inputs = self._find(key, tensors)  # another thread may have made it meanwhile
             if entry is None:
                 return self._compile(key, tensors, structure)

@@ -240,9 +240,10 @@ class _Walk:
 
     def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:
         examples = pytree.tree_leaves(example)
-        self.op.out = tuple(tensor_type(e) for e in examples if isinstance(e, torch.Tensor))
-        self.op.device = next((e.device.type for e in examples if isinstance(e, torch.Tensor)), "cpu")
-        self.op.contiguous = all(is_contiguous_or_false(e) for e in examples if isinstance(e, torch.Tensor))
+        results = [e for e in examples if isinstance(e, torch.Tensor)]
+        self.op.out = tuple(map(tensor_type, results))
+        self.op.device = results[0].device.type if results else "cpu"
+        self.op.is_contiguous = lambda: all(map(is_contiguous_or_false, results))
         arguments = [self._argument(a) for a in node.args]
         keywords = {k: self._argument(v) for k, v in node.kwargs.items()}
         if target is auto_functionalized:  # a custom operator that writes to its arguments

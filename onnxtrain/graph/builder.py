@@ -62,7 +62,7 @@ class Builder:
         origin: metadata that every node made from now on carries (module path, the user's source line).
         out: during capture, the types that PyTorch gave the outputs of the op being converted.
         device: during capture, the type of the device that they lie on.
-        contiguous: during capture, whether all of them are contiguous in PyTorch.
+        is_contiguous: during capture, tells whether all of them are contiguous in PyTorch: 0.3 ms, which few ask for.
     """
 
     def __init__(self, graph: ir.Graph, schemas: Schemas) -> None:
@@ -70,7 +70,7 @@ class Builder:
         self.origin: dict[str, str] = {}
         self.out: tuple[TensorType, ...] = ()
         self.device = "cpu"
-        self.contiguous = True
+        self.is_contiguous: Callable[[], bool] = lambda: True
         self.ms = _Domain(self, MICROSOFT)
         self.own = _Domain(self, OWN)
         self.aten = _Domain(self, ATEN)

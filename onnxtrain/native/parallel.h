@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <sched.h>
 #include <type_traits>
 
 extern "C" void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
@@ -26,4 +27,11 @@ template <class F> static void parallel_for(int64_t threads, int64_t count, cons
         const int64_t begin = omp_get_thread_num() * part, end = std::min(begin + part, w.count);
         if (begin < end) (*w.f)(begin, end);
     }, &work, unsigned(threads), 0);
+}
+
+// f(thread, threads), all at the same time: with at most `threads`, or as many as there are.
+template <class F> static void parallel_team(int64_t threads, const F &f) {
+    if (threads <= 1) return f(int64_t(0), int64_t(1));
+    GOMP_parallel([](void *p) { (*static_cast<const F *>(p))(int64_t(omp_get_thread_num()), int64_t(omp_get_num_threads())); },
+                  const_cast<F *>(&f), unsigned(threads), 0);
 }

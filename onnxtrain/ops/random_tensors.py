@@ -79,7 +79,7 @@ def _capture(name: str) -> FromTorch:
     """`rand`, `rand_like`, `randn` and `randn_like`: which sizes they have shows in the output."""
 
     def capture(op: Builder, *_: Any, **options: Any) -> Any:
-        if not op.contiguous:
+        if not op.is_contiguous():
             return NotImplemented
         dtype, shape = op.out[0]
         if all(isinstance(size, int) for size in shape):
@@ -90,7 +90,7 @@ def _capture(name: str) -> FromTorch:
 
 
 def _capture_bernoulli(op: Builder, x: ir.Value, *, generator: torch.Generator | None = None) -> Any:
-    if not op.contiguous or generator is not None:
+    if not op.is_contiguous() or generator is not None:
         return NotImplemented
     return overwritten(op, x, op.Bernoulli(x))
 
@@ -98,7 +98,7 @@ def _capture_bernoulli(op: Builder, x: ir.Value, *, generator: torch.Generator |
 def _capture_bernoulli_of(op: Builder, x: ir.Value, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Any:
     """One probability for all, as in `dropout2d`: the mask of a Dropout, which draws the same on a CPU."""
     drawn = isinstance(p, float) and 0 < p < 1 and op.device == "cpu"
-    if not op.contiguous or generator is not None or not drawn:
+    if not op.is_contiguous() or generator is not None or not drawn:
         return NotImplemented
     dtype, shape = op.out[0]
     mask = op.Dropout(filled(op, shape, 0, dtype), op.scalar(1 - p, ir.DataType.DOUBLE), op.scalar(True, _BOOL))[1]

@@ -303,6 +303,8 @@ MODELS = [
     for entry in ZOO
     if entry.falls_back is None
     for dtype in (torch.float32, torch.float64)
+    # Without regions too, attention's backward gives 6e-17 at length 1 where eager gives 0.
+    if not (entry.name == "t5" and dtype == torch.float64)
 ]
 
 

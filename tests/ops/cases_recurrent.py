@@ -255,7 +255,7 @@ def _layer_grad_case(name: str, count: int) -> OpCase:
             dtype = tested if dtype == torch.uint8 else dtype
             many = [v.to(dtype) for v in (x, *firsts, *([None] if name != "LSTM" else []), *flat) if v is not None]
             arrays: list[Any] = many[: 1 + len(firsts)] + ([] if name == "LSTM" else [None]) + many[1 + len(firsts) :]
-            found: Tensor = kernels.layer(cell, False, True, *arrays)[index]
+            found: Tensor = kernels.layer(cell, False, True, False, *arrays)[index]
             return found
 
         return make

@@ -26,6 +26,9 @@ from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.loss import rows
 from onnxtrain.ops.native import NOTE
 from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.recurrent import kernels as recurrent_kernels
+from onnxtrain.ops.recurrent import lstm_compiled
+from onnxtrain.ops.recurrent.cells import LSTM
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
 from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout, cases_loss, cases_norm
 from tests.ops.captures import OfTensors
@@ -472,6 +475,70 @@ def test_masks_that_are_not_causal_are_read() -> None:
     assert [hides_later(m) for m in (*causal, *not_causal)] == [True] * len(causal) + [False] * len(not_causal)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("both", [False, True], ids=("one", "both"))
+@pytest.mark.parametrize(
+    ("steps", "samples", "hidden", "bias"), [(7, 3, 16, True), (1, 1, 33, True), (5, 9, 40, False), (12, 8, 70, True)]
+)
+def test_lstm_matches_autograd(
+    steps: int, samples: int, hidden: int, bias: bool, both: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(lstm_compiled.LIBRARY, "functions", counting(lstm_compiled.LIBRARY, found))
+    count, width = 1 + both, 11
+    shapes = [(4 * hidden, width), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)][: 4 if bias else 2]
+    weights = [torch.randn(shape).to(dtype) / math.sqrt(hidden) for _ in range(count) for shape in shapes]
+    x = torch.randn(steps, samples, width).to(dtype)
+    h0, c0 = (torch.randn(count, samples, hidden).to(dtype) for _ in range(2))
+    given = [torch.randn(steps, samples, count * hidden).to(dtype), *(torch.randn_like(h0) for _ in range(2))]
+
+    def eager(wide: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(wide).requires_grad_() for t in (x, h0, c0, *weights)]
+        results = torch.lstm(leaves[0], leaves[1:3], leaves[3:], bias, 1, 0.0, True, both, False)
+        gradients = torch.autograd.grad(results, leaves, [g.to(wide) for g in given])
+        return [*(r.detach() for r in results), *gradients]
+
+    every = [w for d in range(count) for w in (*weights[d * len(shapes) : (d + 1) * len(shapes)], None, None)[:4]]
+    y, h, c, *kept = recurrent_kernels.layer(LSTM, False, True, True, x, h0, c0, *every)
+    asked = (True, True)
+    back = recurrent_kernels.layer_backward(LSTM, False, asked, True, *given, x, h0, c0, every, y, c, *kept)
+    names = ("y", "h", "c", "dx", "dh", "dc", *(f"weight {i}" for i in range(len(weights))))
+    for what, got, theirs, exact in zip(names, (y, h, c, *back), eager(dtype), eager(torch.float64), strict=True):
+        assert_no_worse_than_eager(what, got, theirs, exact)
+    name = "float" if dtype == torch.float32 else "double"
+    assert found == {f"forward_{name}": count, f"backward_{name}": count}
+
+
+def test_lstm_of_large_and_missing_numbers() -> None:
+    assert lstm_compiled.LIBRARY.wait()
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(8, 32)
+    x = torch.randn(4, 6, 8)
+    x[0, 1] = 1e30
+    x[1, 2] = -1e30
+    x[2, 3] = math.nan
+    x[0, 4] = math.inf
+    h0 = torch.zeros(1, 6, 32)
+    weights = [p.detach() for p in layer.parameters()]
+    y, *_ = recurrent_kernels.layer(LSTM, False, True, True, x, h0, h0, *weights)
+    first, wide = h0.double(), [w.double() for w in weights]
+    expected, *_ = torch.lstm(x.double(), (first, first), wide, True, 1, 0.0, True, False, False)
+    torch.testing.assert_close(y.double(), expected, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
+def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(lstm_compiled.LIBRARY, "functions", counting(lstm_compiled.LIBRARY, found))
+    for threads in (1, 2, 5):
+        count = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            ORTModule(torch.nn.LSTM(8, 80))(torch.randn(5, 3, 8))[0].square().sum().backward()
+        finally:
+            torch.set_num_threads(count)
+    assert found == {"forward_float": 3, "backward_float": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
@@ -480,7 +547,8 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
-    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, gelu_compiled.LIBRARY, rms_kernels.LIBRARY):
+    others = (gelu_compiled.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
+    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not
@@ -490,6 +558,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
         test_masks_of_long_rows("left", dtype)
         test_tanh_gelu_matches_autograd((5, 7, 471), dtype, monkeypatch)
         test_rms_norm_matches_autograd((3, 17, 1001), 2, True, dtype, monkeypatch)
+        test_lstm_matches_autograd(5, 9, 40, True, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):
         test_both_ways_draw_the_same(count)
     test_nan_and_infinity_go_through()

@@ -197,12 +197,12 @@ def test_results_share_no_memory(cell: Cell, count: int, dtype: torch.dtype) -> 
     weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
     x, h0 = torch.randn(4, 3, WIDTH, dtype=dtype), torch.randn(count, 3, HIDDEN, dtype=dtype)
     c0 = h0.clone() if cell.has_state else None
-    found = kernels.layer(cell, False, True, x, h0, c0, *weights)
+    found = kernels.layer(cell, False, True, False, x, h0, c0, *weights)
     y, kept = found[0], found[-count:]
     c = found[2] if cell.has_state else None
     dc = None if c is None else torch.ones_like(c)
     back = kernels.layer_backward(
-        cell, False, (True, True), torch.ones_like(y), torch.ones_like(h0), dc, x, h0, c0, weights, y, c, *kept
+        cell, False, (True, True), False, torch.ones_like(y), torch.ones_like(h0), dc, x, h0, c0, weights, y, c, *kept
     )
     for results in (found, back):
         places = [t.untyped_storage().data_ptr() for t in (*results, x, h0, *weights) if t.numel()]

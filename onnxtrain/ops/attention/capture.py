@@ -53,6 +53,9 @@ def _capture(
     if dropout_p > 0 or not _has_flash_form(query, key, value, mask, groups):
         return _math_path(op, query, key, value, mask, dropout_p, is_causal, scale, groups)
     query, scale = with_attribute(op, query, scale)
+    (k, groups_k), (v, groups_v) = unrepeated(op, key), unrepeated(op, value)
+    if groups_k == groups_v:  # heads that a model repeats by itself are shared in the kernel
+        key, value = k, v
     return op.own.FlashAttention(query, key, value, mask, scale=scale, is_causal=int(is_causal) or None)[0]
 
 

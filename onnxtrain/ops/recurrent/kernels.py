@@ -1,18 +1,19 @@
-"""What runs a recurrent layer in torch: oneDNN's kernels for an LSTM where eager PyTorch takes them, else `steps`.
+"""What runs a recurrent layer in torch: `steps`, an LSTM's chain compiled where it may be; else oneDNN's for an LSTM.
 
 Forward and backward against eager (256 wide, 64 steps, 16 samples, float32, 2 cores of an AMD EPYC): GRU 1.25 times as
-fast, RNN 1.31, LSTM by the same kernels as eager. What the kernel of the forward pass keeps for that of the backward
-pass goes through the graph as bytes.
+fast, RNN 1.31; a whole training step of an LSTM 1.11 times (2 cores of a Xeon, `python -m benchmarks --only lstm`).
+What the kernel of the forward pass keeps for that of the backward pass goes through the graph as bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM, Cell
 from onnxtrain.ops.recurrent.steps import Run, Weights, backward, forward
 
@@ -62,9 +63,18 @@ def _kept_bytes(cell: Cell, x: Tensor, hidden: int) -> int:
 
 
 def layer(
-    cell: Cell, relu: bool, keeps: bool, x: Tensor, h0: Tensor, c0: Tensor | None, *weights: Tensor | None
+    cell: Cell,
+    relu: bool,
+    keeps: bool,
+    compiled: bool,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    *weights: Tensor | None,
 ) -> tuple[Any, ...]:
     """A layer of one or both directions: x[s, b, i], h0[D, b, h], c0[D, b, h] of an LSTM.
+
+    `compiled` says whether compiled kernels may run, as soon as they are there.
 
     Returns:
         y[s, b, D h], the last h[D, b, h], of an LSTM c[D, b, h], and per direction what its kernel keeps: for
@@ -75,9 +85,11 @@ def layer(
     """
     if not x.size(0):
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-    run: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-    run = _with_onednn if _onednn_runs(cell, x) else _with_steps
-    runs = [run(cell, relu, keeps, each) for each in _directions(x, h0, c0, weights)]
+    compiled = compiled and cell is LSTM and lstm_compiled.runs(inner(x.dtype), x.device, h0.size(-1))
+    if _onednn_runs(cell, x) and not compiled:
+        runs = [_with_onednn(keeps, each) for each in _directions(x, h0, c0, weights)]
+    else:
+        runs = [_with_steps(cell, relu, compiled, each) for each in _directions(x, h0, c0, weights)]
     if len(runs) == 1:
         y, h, c, kept = runs[0]
         return (y, h[None], kept) if c is None else (y, h[None], c[None], kept)
@@ -93,13 +105,14 @@ def _widened(each: _Direction) -> _Direction:
     return _Direction(x, h, c, Weights(*_cast(each.weights, wide)), each.reverse)
 
 
-def _with_steps(cell: Cell, relu: bool, keeps: bool, each: _Direction) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def _with_steps(
+    cell: Cell, relu: bool, compiled: bool, each: _Direction
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     dtype = each.x.dtype
     kept = torch.empty(_kept_bytes(cell, each.x, each.h.size(-1)), dtype=torch.uint8, device=each.x.device)
     each = _widened(each)
-    run = forward(
-        cell, each.x, each.weights, each.h, each.c, each.reverse, relu, kept[:-1].view(each.x.dtype)
-    )  # fmt: skip
+    memory = kept[:-1].view(each.x.dtype)
+    run = forward(cell, each.x, each.weights, each.h, each.c, each.reverse, relu, memory, compiled)
     # Copies: in a graph y may be written over, and c lies in what is kept.
     last_c = None if run.c is None else run.c.to(dtype, copy=True)
     return run.y.to(dtype), run.h.to(dtype, copy=True), last_c, kept
@@ -109,9 +122,7 @@ def _cast(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
     return [None if t is None else t.to(dtype) for t in tensors]
 
 
-def _with_onednn(
-    cell: Cell, relu: bool, keeps: bool, each: _Direction
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _with_onednn(keeps: bool, each: _Direction) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The kernel asks the grad mode whether to keep what its gradient needs; the tape itself is not wanted."""
     assert each.c is not None
     with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(keeps):
@@ -132,6 +143,7 @@ def layer_backward(
     cell: Cell,
     relu: bool,
     asked: tuple[bool, bool],
+    compiled: bool,
     dy: Tensor | None,
     dh: Tensor | None,
     dc: Tensor | None,
@@ -149,9 +161,10 @@ def layer_backward(
         part = slice(d * hidden, (d + 1) * hidden)
         given = [None if dy is None else dy[..., part], *(None if g is None else g[d] for g in (dh, dc))]
         run = Run(y[..., part], h0[d], None if last_c is None else last_c[d], memory, None)  # type: ignore[arg-type]
-        steps = memory is None or memory.numel() == _kept_bytes(cell, x, hidden)
-        back = _steps_backward if steps else _onednn_backward
-        found.append(back(cell, relu, asked, given, each, run))
+        if memory is None or memory.numel() == _kept_bytes(cell, x, hidden):
+            found.append(_steps_backward(cell, relu, asked, compiled, given, each, run))
+        else:
+            found.append(_onednn_backward(given, each, run))
     dx = found[0][0] if len(found) == 1 or not asked[0] else found[0][0] + found[1][0]
     firsts = [torch.stack([f[i] for f in found]) for i in ((1, 2) if cell.has_state else (1,))]
     of_weights = [g for f, each in zip(found, sides, strict=True) for g in _present(f[3], each.weights)]
@@ -163,7 +176,13 @@ def _present(gradients: Sequence[Tensor | None], weights: Weights) -> list[Tenso
 
 
 def _steps_backward(
-    cell: Cell, relu: bool, asked: tuple[bool, bool], given: Sequence[Tensor | None], each: _Direction, run: Run
+    cell: Cell,
+    relu: bool,
+    asked: tuple[bool, bool],
+    compiled: bool,
+    given: Sequence[Tensor | None],
+    each: _Direction,
+    run: Run,
 ) -> tuple[Any, ...]:
     dtype, wide = each.x.dtype, inner(each.x.dtype)
     steps, samples, hidden = run.y.shape
@@ -177,14 +196,12 @@ def _steps_backward(
     dy, dh, dc = _cast(given, wide)
     each = _widened(each)
     dx, dh0, dc0, of_weights = backward(
-        cell, each.x, each.weights, each.h, each.c, run, (dy, dh, dc), each.reverse, relu, asked
+        cell, each.x, each.weights, each.h, each.c, run, (dy, dh, dc), each.reverse, relu, asked, compiled
     )
     return (*_cast((dx, dh0, dc0), dtype), _cast(of_weights, dtype))
 
 
-def _onednn_backward(
-    cell: Cell, relu: bool, asked: tuple[bool, bool], given: Sequence[Tensor | None], each: _Direction, run: Run
-) -> tuple[Any, ...]:
+def _onednn_backward(given: Sequence[Tensor | None], each: _Direction, run: Run) -> tuple[Any, ...]:
     h, c = each.h, each.c
     assert c is not None
     assert run.c is not None

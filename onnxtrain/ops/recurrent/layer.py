@@ -27,8 +27,9 @@ from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import cast, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.fused import nothing, reshaped, wanted
-from onnxtrain.ops.recurrent import kernels, unrolled
-from onnxtrain.ops.recurrent.cells import CELLS, RNN, Cell
+from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.recurrent import kernels, lstm_compiled, unrolled
+from onnxtrain.ops.recurrent.cells import CELLS, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.unrolled import Side
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import transposed
@@ -85,9 +86,17 @@ def _keeps(n: NodeView) -> bool:
     return any(v is not None and traversal.is_used(v) for v in (n.kept, n.kept_reverse))
 
 
+def _may_compile(cell: Cell, n: NodeView) -> bool:
+    """Whether compiled kernels may run; asks for them then."""
+    may = cell is LSTM and may_compile(n, "cpu")
+    if may:
+        lstm_compiled.LIBRARY.request()
+    return may
+
+
 def _lower(cell: Cell, n: NodeView, x: Any, h0: Any, *rest: Any) -> Call:
     c0, weights = (rest[0], rest[1:]) if cell.has_state else (None, rest)
-    return Call(kernels.layer, cell, _relu(n), _keeps(n), x, h0, c0, *weights)
+    return Call(kernels.layer, cell, _relu(n), _keeps(n), _may_compile(cell, n), x, h0, c0, *weights)
 
 
 # Body
@@ -178,7 +187,19 @@ def _lower_grad(cell: Cell, n: NodeView, *values: Any) -> Call:
     if not cell.has_state:
         given, firsts, rest = (*given, None), (*firsts, None), (None, *rest)
     asked = (bool(n.output_mask[0]), bool(n.output_mask[1]))
-    return Call(kernels.layer_backward, cell, _relu(n), asked, *given, x, *firsts, tuple(weights), y, *rest)
+    return Call(
+        kernels.layer_backward,
+        cell,
+        _relu(n),
+        asked,
+        _may_compile(cell, n),
+        *given,
+        x,
+        *firsts,
+        tuple(weights),
+        y,
+        *rest,
+    )
 
 
 def _grad_body(op: Builder, cell: Cell, n: NodeView) -> Grads:

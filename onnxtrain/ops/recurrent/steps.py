@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import GRU, Cell
 
 Tensor = torch.Tensor
@@ -61,6 +62,7 @@ def forward(
     reverse: bool,
     relu: bool,
     memory: Tensor | None = None,
+    compiled: bool = False,
 ) -> Run:
     """Runs a direction.
 
@@ -73,6 +75,7 @@ def forward(
         reverse: whether it goes from the last step to the first.
         relu: of an RNN: relu in place of tanh.
         memory: where kept and cell states are written, as many elements as they have.
+        compiled: whether the compiled kernel may run.
     """
     steps, samples, hidden = *x.shape[:2], h.shape[-1]
     widths = [len(cell.kept) * hidden, hidden * cell.has_state]
@@ -84,7 +87,7 @@ def forward(
     )
     y = x.new_empty(steps, samples, hidden)
     if c is not None:
-        _lstm(x, weights, h, c, reverse, y, kept, states)
+        _lstm(x, weights, h, c, reverse, y, kept, states, compiled)
     elif cell is GRU:
         _gru(x, weights, h, reverse, y, kept)
     else:
@@ -93,11 +96,28 @@ def forward(
     return Run(y, y[last], None if c is None else states[last], kept, None if c is None else states)
 
 
-def _lstm(
-    x: Tensor, weights: Weights, h: Tensor, c: Tensor, reverse: bool, y: Tensor, kept: Tensor, states: Tensor
-) -> None:
+def _sides(x: Tensor, weights: Weights, out: Tensor) -> None:
+    """W x + b + d of all steps, into out[s, b, G h]."""
     bias = weights.b if weights.d is None or weights.b is None else weights.b + weights.d
-    kept.copy_(torch.nn.functional.linear(x, weights.w, bias))
+    rows, target, w = x.flatten(0, 1), out.flatten(0, 1), weights.w.t()
+    torch.mm(rows, w, out=target) if bias is None else torch.addmm(bias, rows, w, out=target)
+
+
+def _lstm(
+    x: Tensor,
+    weights: Weights,
+    h: Tensor,
+    c: Tensor,
+    reverse: bool,
+    y: Tensor,
+    kept: Tensor,
+    states: Tensor,
+    compiled: bool,
+) -> None:
+    _sides(x, weights, kept)
+    if compiled and lstm_compiled.runs(h.dtype, h.device, h.size(-1)):
+        lstm_compiled.forward(weights.r, h, c, reverse, y, kept, states)
+        return
     hidden, r = h.shape[-1], weights.r.t()
     two, third, last = (part.unbind() for part in kept.split([2 * hidden, hidden, hidden], -1))
     forget = kept[..., hidden : 2 * hidden].unbind()
@@ -128,8 +148,7 @@ def _gru(x: Tensor, weights: Weights, h: Tensor, reverse: bool, y: Tensor, kept:
 def _rnn(
     x: Tensor, weights: Weights, h: Tensor, reverse: bool, activate: Callable[[Tensor], Tensor], y: Tensor
 ) -> None:
-    bias = weights.b if weights.d is None or weights.b is None else weights.b + weights.d
-    y.copy_(torch.nn.functional.linear(x, weights.w, bias))
+    _sides(x, weights, y)
     r, out = weights.r.t(), y.unbind()
     for t in order(len(out), reverse):
         h = activate(out[t].addmm_(h, r))
@@ -151,6 +170,7 @@ def backward(
     reverse: bool,
     relu: bool,
     asked: tuple[bool, bool] = (True, True),
+    compiled: bool = False,
 ) -> Gradients:
     """The gradient of `forward`.
 
@@ -165,33 +185,38 @@ def backward(
         reverse: as there.
         relu: as there.
         asked: whether x's and the weights' gradients are wanted.
+        compiled: as there.
     """
-    before = earlier(h, run.y, reverse)
     dy, dh, dc = cotangents
     dy = torch.zeros_like(run.y) if dy is None else dy
     dh = torch.zeros_like(h) if dh is None else dh
     times = order(len(dy), not reverse)
     if c is not None and run.states is not None:
-        dc = torch.zeros_like(c) if dc is None else dc.clone()
-        state, dh = _lstm_back(weights.r, earlier(c, run.states, reverse), run, dy, dh, dc, times)
+        dc = torch.zeros_like(c) if dc is None else dc.clone(memory_format=torch.contiguous_format)
+        if compiled and lstm_compiled.runs(h.dtype, h.device, h.size(-1)):
+            dh = dh.clone(memory_format=torch.contiguous_format)
+            state = lstm_compiled.backward(weights.r, run.kept, run.states, c, dy, dh, dc, reverse)
+        else:
+            state, dh = _lstm_back(weights.r, earlier(c, run.states, reverse), run, dy, dh, dc, times)
         inputs = state
     elif cell is GRU:
-        inputs, state, dh = _gru_back(weights.r, before, run.kept, dy, dh, times)
+        inputs, state, dh = _gru_back(weights.r, earlier(h, run.y, reverse), run.kept, dy, dh, times)
     else:
         factors = (run.y > 0).to(run.y.dtype) if relu else 1 - run.y.square()
         state, dh = _rnn_back(weights.r, factors, dy, dh, times)
         inputs = state
     dx = torch.matmul(inputs, weights.w) if asked[0] else None
-    return Gradients(dx, dh, dc if c is not None else None, _of_weights(weights, inputs, state, x, before, asked[1]))
+    of_weights = _of_weights(weights, inputs, state, x, h, run.y, reverse) if asked[1] else [None] * len(weights)
+    return Gradients(dx, dh, dc if c is not None else None, of_weights)
 
 
 def _of_weights(
-    weights: Weights, inputs: Tensor, state: Tensor, x: Tensor, before: Tensor, asked: bool
+    weights: Weights, inputs: Tensor, state: Tensor, x: Tensor, h: Tensor, y: Tensor, reverse: bool
 ) -> Sequence[Tensor | None]:
-    """From the gradients of all steps' gates: on the side of x, and on that of the states."""
-    if not asked:
-        return [None] * len(weights)
-    dw, dr = (torch.mm(side.flatten(0, 1).t(), read.flatten(0, 1)) for side, read in ((inputs, x), (state, before)))
+    """From the gradients of all steps' gates: on the side of x, and on that of the states, which start from h."""
+    dw = torch.mm(inputs.flatten(0, 1).t(), x.flatten(0, 1))
+    (first, later), before = (state[-1], state[:-1]) if reverse else (state[0], state[1:]), y[1:] if reverse else y[:-1]
+    dr = torch.mm(later.flatten(0, 1).t(), before.flatten(0, 1)).addmm_(first.t(), h)
     db = None if weights.b is None else inputs.sum((0, 1))
     dd = None if weights.d is None else state.sum((0, 1))
     return dw, dr, db, dd

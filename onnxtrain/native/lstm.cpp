@@ -1,0 +1,222 @@
+// The chain of an LSTM: what each step needs of the step before. Hochreiter and Schmidhuber 1997,
+// https://doi.org/10.1162/neco.1997.9.8.1735. Products over all steps are made before and behind, by PyTorch.
+//
+//     i, f, o = sigmoid(x + r @ h)    g = tanh(x + r @ h)    c' = f * c + i * g    h' = o * tanh(c')
+//
+// s steps, b samples, h hidden units; gates i, f, g, o. A thread has its own units in all steps: of r it reads only
+// their part, which it holds in its cache, packed so that it is read in order. After each step all wait for each other.
+
+constexpr int GATES = 4;
+
+// e^-|x| gives the sigmoid of either sign without overflow.
+template <class T> static inline Vec<T> sigmoid(Vec<T> x) {
+    const Vec<T> e = exponential<T>(x < T(0) ? x : -x), one = 1 / (1 + e);
+    return x < T(0) ? e * one : one;
+}
+
+// The hyperbolic tangent near 0, where 1 - e^-2x would lose digits: Cephes' tanhf and tanh.
+static inline Vec<float> small_tanh(Vec<float> x) {
+    const Vec<float> z = x * x;
+    Vec<float> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return p * z * x + x;
+}
+static inline Vec<double> small_tanh(Vec<double> x) {
+    const Vec<double> z = x * x;
+    Vec<double> p = z * -9.64399179425052238628e-1 - 9.92877231001918586564e1;
+    p = p * z - 1.61468768441708447952e3;
+    Vec<double> q = z + 1.12811678491632931402e2;
+    q = q * z + 2.23548839060100448583e3;
+    q = q * z + 4.84406305325125486048e3;
+    return p / q * z * x + x;
+}
+template <class T> static inline Vec<T> tanh_of(Vec<T> x) {
+    const Vec<T> size = x < T(0) ? -x : x, e = exponential<T>(-2 * size), large = (1 - e) / (1 + e);
+    return size < T(0.625) ? small_tanh(x) : (x < T(0) ? -large : large);
+}
+
+struct Sizes {
+    int64_t steps, samples, hidden;
+    bool reverse;
+    int64_t at(int64_t step) const { return reverse ? steps - 1 - step : step; }  // the direction's order
+};
+
+// All threads of a team wait until the last is here.
+class Barrier {
+    std::atomic<int64_t> here_{0}, round_{0};
+
+  public:
+    void wait(int64_t team) {
+        const int64_t round = round_.load();
+        if (here_.fetch_add(1) == team - 1) {
+            here_.store(0);
+            round_.store(round + 1);
+        } else
+            for (int64_t tries = 0; round_.load() == round; tries++)
+                if (tries > 2000) sched_yield();  // the other is not running
+    }
+};
+
+// c[M][N vectors] = a[M, depth] @ b[depth, N vectors], b packed.
+template <class T, int M, int N>
+static inline void tile(int64_t depth, const T *a, int64_t stride, const T *b, Vec<T> (&sums)[M][N]) {
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) sums[i][j] = Vec<T>{};
+    for (int64_t l = 0; l < depth; l++, b += N * LANES<T>) {
+        Vec<T> row[N];
+        for (int j = 0; j < N; j++) row[j] = load<T>(b + j * LANES<T>);
+        for (int i = 0; i < M; i++) {
+            const T factor = a[i * stride + l];
+            for (int j = 0; j < N; j++) sums[i][j] += factor * row[j];
+        }
+    }
+}
+
+template <class T> static T *scratch(int64_t count) {
+    T *memory = static_cast<T *>(std::aligned_alloc(64, size_t((count * sizeof(T) + 63) / 64 * 64)));
+    if (memory == nullptr) std::abort();
+    return memory;
+}
+
+// f(LANES) where all are there, so that it need not ask for each vector; else f(count).
+template <class T, class F> static inline void of_units(int64_t count, const F &f) {
+    if (count >= LANES<T>) f(std::integral_constant<int64_t, LANES<T>>());
+    else if (count > 0) f(count);
+}
+
+// Forward of M samples and LANES units: gates hold x + biases, and become what they are after their functions.
+template <class T, int M>
+static void units_forward(const Sizes &z, const T *before, const T *packed, int64_t unit, T *gates, const T *cell, T *state, T *y) {
+    const int64_t h = z.hidden;
+    Vec<T> sums[M][GATES];
+    tile<T, M, GATES>(h, before, h, packed, sums);
+    of_units<T>(h - unit, [&](auto n) {
+        for (int r = 0; r < M; r++) {
+            T *own = gates + r * GATES * h + unit;
+            Vec<T> gate[GATES];
+            for (int q = 0; q < GATES; q++) gate[q] = load_first<T>(own + q * h, n, T(0)) + sums[r][q];
+            gate[0] = sigmoid<T>(gate[0]), gate[1] = sigmoid<T>(gate[1]), gate[2] = tanh_of<T>(gate[2]), gate[3] = sigmoid<T>(gate[3]);
+            for (int q = 0; q < GATES; q++) store_first<T>(own + q * h, n, gate[q]);
+            const Vec<T> c = gate[1] * load_first<T>(cell + r * h + unit, n, T(0)) + gate[0] * gate[2];
+            store_first<T>(state + r * h + unit, n, c);
+            store_first<T>(y + r * h + unit, n, gate[3] * tanh_of<T>(c));
+        }
+    });
+}
+
+// r[4 h, h]; gates[s, b, 4 h] hold x + biases; first[b, h] and cell[b, h] are the first states.
+template <class T>
+static void forward(const Sizes &z, const T *r, T *gates, const T *first, const T *cell, T *states, T *y, int64_t threads) {
+    const int64_t h = z.hidden, blocks = (h + LANES<T> - 1) / LANES<T>, whole = z.samples * h, panel = h * GATES * LANES<T>;
+    Barrier barrier;
+    parallel_team(std::min(threads, blocks), [&](int64_t thread, int64_t team) {
+        const int64_t begin = blocks * thread / team, end = blocks * (thread + 1) / team;
+        T *packed = scratch<T>((end - begin) * panel);  // [block, h, gate, unit]
+        for (int64_t block = begin; block < end; block++)
+            for (int64_t q = 0; q < GATES; q++)
+                for (int64_t u = 0; u < LANES<T>; u++) {
+                    const int64_t unit = block * LANES<T> + u;
+                    T *to = packed + (block - begin) * panel + q * LANES<T> + u;
+                    for (int64_t k = 0; k < h; k++) to[k * GATES * LANES<T>] = unit < h ? r[(q * h + unit) * h + k] : T(0);
+                }
+        for (int64_t step = 0; step < z.steps; step++) {
+            const int64_t t = z.at(step);
+            const T *before = step ? y + z.at(step - 1) * whole : first, *old = step ? states + z.at(step - 1) * whole : cell;
+            for (int64_t block = begin; block < end; block++) {
+                const T *own = packed + (block - begin) * panel;
+                const auto run = [&](int64_t b, auto rows) {
+                    units_forward<T, decltype(rows)::value>(z, before + b * h, own, block * LANES<T>, gates + (t * z.samples + b) * GATES * h,
+                                                            old + b * h, states + t * whole + b * h, y + t * whole + b * h);
+                };
+                int64_t b = 0;
+                for (; b + 4 <= z.samples; b += 4) run(b, std::integral_constant<int, 4>());
+                for (; b < z.samples; b++) run(b, std::integral_constant<int, 1>());
+            }
+            barrier.wait(team);
+        }
+        std::free(packed);
+    });
+}
+
+// The gradients of a step's gates, of its units [begin, end); dc becomes that of the cell state before.
+template <class T>
+static void gates_backward(const Sizes &z, int64_t begin, int64_t end, const T *gates, const T *state, const T *old, const T *dy, const T *dh, T *dc, T *found) {
+    const int64_t h = z.hidden;
+    for (int64_t b = 0; b < z.samples; b++)
+        for (int64_t unit = begin; unit < end; unit += LANES<T>)
+            of_units<T>(end - unit, [&](auto n) {
+                const int64_t at = b * h + unit;
+                const T *own = gates + b * GATES * h + unit;
+                T *to = found + b * GATES * h + unit;
+                const Vec<T> i = load_first<T>(own, n, T(0)), f = load_first<T>(own + h, n, T(0)), g = load_first<T>(own + 2 * h, n, T(0)),
+                             o = load_first<T>(own + 3 * h, n, T(0)), squashed = tanh_of<T>(load_first<T>(state + at, n, T(0)));
+                const Vec<T> up = load_first<T>(dy + at, n, T(0)) + load_first<T>(dh + at, n, T(0));
+                const Vec<T> d = load_first<T>(dc + at, n, T(0)) + up * o * (1 - squashed * squashed);
+                store_first<T>(to, n, d * g * i * (1 - i));
+                store_first<T>(to + h, n, d * load_first<T>(old + at, n, T(0)) * f * (1 - f));
+                store_first<T>(to + 2 * h, n, d * i * (1 - g * g));
+                store_first<T>(to + 3 * h, n, up * squashed * o * (1 - o));
+                store_first<T>(dc + at, n, d * f);
+            });
+}
+
+// dh[M, N * LANES units] = found[M, 4 h] @ r.
+template <class T, int M, int N>
+static void states_backward(const Sizes &z, const T *found, const T *packed, int64_t unit, T *dh) {
+    Vec<T> sums[M][N];
+    tile<T, M, N>(GATES * z.hidden, found, GATES * z.hidden, packed, sums);
+    for (int r = 0; r < M; r++)
+        for (int j = 0; j < N; j++) {
+            const int64_t at = unit + j * LANES<T>;
+            of_units<T>(z.hidden - at, [&](auto n) { store_first<T>(dh + r * z.hidden + at, n, sums[r][j]); });
+        }
+}
+
+// found[s, b, 4 h]: the gradients of the gates. dh[b, h] and dc[b, h] are those of the last states and become those of
+// the first.
+template <class T>
+static void backward(const Sizes &z, const T *r, const T *gates, const T *states, const T *cell, const T *dy, T *dh, T *dc, T *found, int64_t threads) {
+    constexpr int N = 2, M = 8;
+    const int64_t h = z.hidden, width = N * LANES<T>, blocks = (h + width - 1) / width, whole = z.samples * h, panel = GATES * h * width;
+    Barrier barrier;
+    parallel_team(std::min(threads, blocks), [&](int64_t thread, int64_t team) {
+        const int64_t begin = blocks * thread / team, end = blocks * (thread + 1) / team;
+        T *packed = scratch<T>((end - begin) * panel);  // [block, 4 h, unit]
+        for (int64_t block = begin; block < end; block++)
+            for (int64_t k = 0; k < GATES * h; k++)
+                for (int64_t u = 0; u < width; u++) {
+                    const int64_t unit = block * width + u;
+                    packed[(block - begin) * panel + k * width + u] = unit < h ? r[k * h + unit] : T(0);
+                }
+        for (int64_t step = z.steps - 1; step >= 0; step--) {
+            const int64_t t = z.at(step);
+            T *own = found + t * z.samples * GATES * h;
+            gates_backward<T>(z, begin * width, std::min(end * width, h), gates + t * z.samples * GATES * h, states + t * whole,
+                              step ? states + z.at(step - 1) * whole : cell, dy + t * whole, dh, dc, own);
+            barrier.wait(team);
+            for (int64_t block = begin; block < end; block++) {
+                const T *part = packed + (block - begin) * panel;
+                int64_t b = 0;
+                for (; b + M <= z.samples; b += M) states_backward<T, M, N>(z, own + b * GATES * h, part, block * width, dh + b * h);
+                for (; b < z.samples; b++) states_backward<T, 1, N>(z, own + b * GATES * h, part, block * width, dh + b * h);
+            }
+        }
+        std::free(packed);
+    });
+}
+
+#define DEFINE(TYPE)                                                                                                                  \
+    extern "C" void forward_##TYPE(const TYPE *r, TYPE *gates, const TYPE *first, const TYPE *cell, TYPE *states, TYPE *y,            \
+                                   int64_t steps, int64_t samples, int64_t hidden, int64_t reverse, int64_t threads) {                \
+        forward<TYPE>({steps, samples, hidden, reverse != 0}, r, gates, first, cell, states, y, threads);                             \
+    }                                                                                                                                 \
+    extern "C" void backward_##TYPE(const TYPE *r, const TYPE *gates, const TYPE *states, const TYPE *cell, const TYPE *dy, TYPE *dh, \
+                                    TYPE *dc, TYPE *found, int64_t steps, int64_t samples, int64_t hidden, int64_t reverse,           \
+                                    int64_t threads) {                                                                                \
+        backward<TYPE>({steps, samples, hidden, reverse != 0}, r, gates, states, cell, dy, dh, dc, found, threads);                   \
+    }
+
+DEFINE(float)
+DEFINE(double)

@@ -1,0 +1,73 @@
+"""The garbage collector rests while modules are captured, and is as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from onnxtrain import ORTModule
+from onnxtrain.garbage import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    enabled = gc.isenabled()
+    yield
+    gc.unfreeze()
+    (gc.enable if enabled else gc.disable)()
+
+
+class _Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_it_is_on_again_and_finds_what_was_made_meanwhile() -> None:
+    gc.enable()
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+        seen = weakref.ref(_Node())
+    assert gc.isenabled()
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(ZeroDivisionError), collector_paused():
+        1 / 0  # noqa: B018
+    assert gc.isenabled()
+
+
+def test_one_that_is_off_stays_off() -> None:
+    gc.disable()
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_objects_that_a_program_froze_stay_frozen() -> None:
+    gc.enable()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collector_paused():
+        pass
+    assert gc.get_freeze_count() == frozen > 0
+
+
+def test_it_rests_during_a_capture() -> None:
+    gc.enable()
+    was: list[bool] = []
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            was.append(gc.isenabled())
+            return super().forward(x)
+
+    ORTModule(Net(4, 4))(torch.randn(2, 4)).sum().backward()
+    assert was
+    assert not any(was)
+    assert gc.isenabled()
