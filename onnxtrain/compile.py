@@ -46,7 +46,7 @@ from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
-from onnxtrain.report import CompileReport, SubgraphReport, Work
+from onnxtrain.report import CompileReport, PassReport, Refusal, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
 
 _LOG = logging.getLogger(__name__)
@@ -100,6 +100,19 @@ class Compiled:
         storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
         boundary = self.unit.differentiably
         return timeline(parts, storages, boundary.groups if isinstance(boundary, StagedBoundary) else ()), storages
+
+    def regions(self) -> tuple[PassReport, ...]:
+        """What the option regions compiles of each program, at the sizes of the first call, and what stays out."""
+        parts = {"inference": self.unit.forward.part}
+        if self.parts is not None:
+            parts = {"forward": self.parts.forward, "backward": self.parts.backward}
+        titles = {name: f"fused regions ({name})" for name in parts}
+        if self.layout is not None:
+            why = "its pictures lie channels-last, which no region's kernel reads"
+            return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, why),)) for name, t in titles.items())
+        nodes = [node for part in parts.values() for node in part.nodes]
+        storages = Storages(nodes, self.known, self.unit.device_type)  # of both: backward reads sizes of forward's
+        return tuple(regions.described(titles[name], part, storages) for name, part in parts.items())
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -378,9 +391,11 @@ class _Build:
 
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self.layout)
-        if _may_compile_behind(self.options) and self.device.type == "cpu":
-            if self.layout is None:  # a region's kernel reads and writes in the usual order only
-                regions.watch(program, self.options, partial(self._fused, title))
+        if not _may_compile_behind(self.options):
+            return program
+        if self.layout is None:  # a region's kernel reads and writes in the usual order only
+            regions.watch(program, self.options, self.device, partial(self._fused, title))
+        if self.device.type == "cpu":
             one_call.watch(program)
         return program
 

@@ -80,9 +80,9 @@ class Options:
     regions: str = _knob(
         "off",
         one_of("auto", "on", "off"),
-        "on a CPU with a C++ compiler, neighbouring elementwise operators, norms, softmax and sums run as one kernel "
-        "of PyTorch's Inductor, compiled while training goes on. 'auto': regions of kinds that were measured to gain, "
-        "where they do on this machine too; 'on': all. If `native` is off, so are regions",
+        "with a C++ compiler, and Triton on a GPU, neighbouring elementwise operators, norms, softmax and sums run as "
+        "one kernel of PyTorch's Inductor, compiled while training goes on. 'auto': regions of kinds that were "
+        "measured to gain, where they do on this machine too; 'on': all. If `native` is off, so are regions",
         "ONNXTRAIN_REGIONS",
         OldName("ORTMODULE_USE_TRITON", on_or_off),
     )
