@@ -49,7 +49,7 @@ from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
-from onnxtrain.report import CompileReport, Refusal, SubgraphReport, Work
+from onnxtrain.report import CompileReport, PassReport, Refusal, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
 
 _LOG = logging.getLogger(__name__)
@@ -101,7 +101,21 @@ class Compiled:
             raise ValueError("a graph without gradients has no plan")
         nodes = (*parts.forward.nodes, *parts.backward.nodes)
         storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
-        return timeline(parts, storages), storages
+        boundary = self.unit.differentiably
+        return timeline(parts, storages, boundary.groups if isinstance(boundary, StagedBoundary) else ()), storages
+
+    def regions(self) -> tuple[PassReport, ...]:
+        """What the option regions compiles of each program, at the sizes of the first call, and what stays out."""
+        parts = {"inference": self.unit.forward.part}
+        if self.parts is not None:
+            parts = {"forward": self.parts.forward, "backward": self.parts.backward}
+        titles = {name: f"fused regions ({name})" for name in parts}
+        if self.layout is not None:
+            why = "its pictures lie channels-last, which no region's kernel reads"
+            return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, why),)) for name, t in titles.items())
+        nodes = [node for part in parts.values() for node in part.nodes]
+        storages = Storages(nodes, self.known, self.unit.device_type)  # of both: backward reads sizes of forward's
+        return tuple(regions.described(titles[name], part, storages) for name, part in parts.items())
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -220,9 +234,12 @@ def _within_budget(
     assert options.memory_budget_bytes is not None
     allowed = bytes_allowed(options.memory_budget_bytes, inputs)
     changed, parts = build.changed(joint), cut(joint)
+    # Gradients leave early where the option says so, or where nothing else fits; not where backward cannot be split.
+    early = False if _why_whole(parts, build.views) else options.early_gradients or None
 
     def chosen(known: Mapping[str, int]) -> Choice:
-        return choose(parts, Storages(joint.model.graph, known, build.device.type, build.layout), allowed, changed)
+        storages = Storages(joint.model.graph, known, build.device.type, build.layout)
+        return choose(parts, storages, allowed, changed, early)
 
     def made(choice: Choice) -> Unit:
         planned = applied(joint.copy(), choice)
@@ -376,7 +393,7 @@ class _Build:
         recordings: Recordings | None,
     ) -> None:
         self.captured, self.device, self.options, self._recordings = captured, device, options, recordings
-        self._model, self._wrt, self._views, self.layout = model, wrt, views, layout
+        self._model, self._wrt, self.views, self.layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
@@ -398,12 +415,13 @@ class _Build:
 
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self.layout)
-        if _may_compile_behind(self.options) and self.device.type == "cpu":
-            if self.layout is None:  # a region's kernel reads and writes in the usual order only
-                regions.watch(program, self.options, partial(self._fused, title))
+        is_recorded = self._recordings is not None and self._recordings.watch(program) is not None
+        if is_recorded or not _may_compile_behind(self.options):
+            return program
+        if self.layout is None:  # a region's kernel reads and writes in the usual order only
+            regions.watch(program, self.options, self.device, partial(self._fused, title))
+        if self.device.type == "cpu":
             one_call.watch(program)
-        if self._recordings is not None:
-            self._recordings.watch(program)
         return program
 
     def not_recorded(self, unit: Unit) -> list[Refusal]:
@@ -438,16 +456,15 @@ class _Build:
         full = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
-        groups = self._groups(full, contexts)
+        groups = self._groups(full, choice.early or self.options.early_gradients)
         make = _Backwards(self, joint, full, differentiable, choice, groups)
         return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
 
-    def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
+    def _groups(self, full: Cut, early: bool) -> Groups:
         """The gradients that each stage of backward hands over; () where all leave at its end."""
-        if not self.options.early_gradients:
+        if not early:
             return ()
-        if contexts or any(self._views):
-            why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
+        if why := _why_whole(full, self.views):
             _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
             return ()
         groups = group_gradients(full)
@@ -469,7 +486,7 @@ class _Build:
             results=self.captured.results,
             mutations=[m.target for m in self.captured.mutations],
             differentiable=differentiable,
-            views=self._views,
+            views=self.views,
             random=random,
             device_type=self.device.type,
             backward=make,
@@ -488,6 +505,13 @@ def _is_object(value: ir.Value) -> bool:
         return False
     definition = definition_of(producer)
     return definition.output_name(value.index() or 0) in definition.objects
+
+
+def _why_whole(parts: Cut, views: Sequence[str]) -> str | None:
+    """Why backward cannot run in stages; None where it can."""
+    if any(map(_is_object, parts.kept)):
+        return "a custom autograd function runs in it"
+    return "an output may be a view of an input" if any(views) else None
 
 
 class _Backwards:
