@@ -85,7 +85,7 @@ def layer(
     """
     if not x.size(0):
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-    compiled = compiled and cell is LSTM and lstm_compiled.runs(inner(x.dtype), x.device, h0.size(-1))
+    compiled = compiled and cell is LSTM and lstm_compiled.runs(x.dtype, x.device, h0.size(-1))
     if _onednn_runs(cell, x) and not compiled:
         runs = [_with_onednn(keeps, each) for each in _directions(x, h0, c0, weights)]
     else:
