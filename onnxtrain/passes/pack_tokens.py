@@ -38,8 +38,8 @@ from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
 from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
-from onnxtrain.ops.reshape.dims import expanded, squeezed, swapped, transposed, unsqueezed
-from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
+from onnxtrain.ops.reshape.rows import counting, to_front
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.ops.symbolic import held_sizes
@@ -53,7 +53,6 @@ from onnxtrain.passes.skip_ignored_labels import TokenRows
 _ATTENTIONS = (ATTENTION, ATTENTION_DROPOUT, FLASH_ATTENTION)
 _OF_HEADS = (0, 2)  # batch and steps of q, k, v and y
 _OF_TOKENS = (0, 1)  # batch and steps of most else
-_STEPS_FIRST = (1, 0)  # and of what `batch_first=False` gives
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Reader:
         kind: "slice" of steps, "rows" picked by their numbers, "places" picked by numbers of sequences and of steps,
             or "mask": those where it is not 0, or is 0 if `negated`.
         values: the rows, the two numbers, or the mask.
-        axes: where it has batch and steps: (0, 1), or (1, 0) as [steps, batch, ..] has them.
+        axes: where it has batch and steps.
         steps: start, end and step of a slice.
     """
 
@@ -124,8 +123,10 @@ class PackingPlan:
             if selection.count not in sizes.of(value):
                 continue  # its producer does not run packed
             with nodes_before(op, node):
-                whole = op.ms.PadAndUnflatten(squeezed(op, value, axes[0]), selection.rows, op.sizes(dims))
-                whole = whole if axes == _OF_TOKENS else swapped(op, whole, *axes)
+                perm = to_front(rank_of(value), axes)
+                rows = squeezed(op, transposed(op, value, perm), 0)
+                whole = op.ms.PadAndUnflatten(rows, selection.rows, op.sizes(dims))
+                whole = transposed(op, whole, inverse(perm))
                 set_type(whole, wanted)
                 node.replace_input_with(index, whole)
         traversal.sort(self.graph)
@@ -342,13 +343,17 @@ class _Finder:
         return Reader(node, index, "mask", rank_of(x), axes, (mask,), negated=negated)
 
     def _axes_of_tokens(self, value: ir.Value | None) -> Axes | None:
-        """Where a value has batch and steps, which are its first axes; None where it holds no tokens."""
+        """Where a value has batch and steps; None where it holds no tokens."""
         if value is None or value.producer() is None or not is_float(dtype_of(value)):
             return None
         if rank_of(value) == 2 and is_made_of_data(value):
             return None  # of a number for each token only what a model computes: a mask is one too
-        orders = {(self.steps, self.batch): _STEPS_FIRST, (self.batch, self.steps): _OF_TOKENS}
-        return orders.get(sizes.of(value)[:2])
+        shape = sizes.of(value)
+        if shape[:2] == (self.batch, self.steps):
+            return _OF_TOKENS
+        if shape.count(self.batch) != 1 or shape.count(self.steps) != 1:
+            return None
+        return shape.index(self.batch), shape.index(self.steps)
 
 
 def _picked(n: NodeView, axes: Axes) -> Reader | None:
