@@ -48,16 +48,20 @@ class Sentences(nn.Module):
         return (loss, x) if self.head == "output" else loss
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("batch_first", "norm_first", "head"),
+    ("batch_first", "norm_first", "head", "dtype"),
     [
-        (True, False, "mean"),
-        (False, True, "largest"),
-        pytest.param(True, True, "first", marks=pytest.mark.slow),
-        pytest.param(False, False, "mean", marks=pytest.mark.slow),
-        pytest.param(False, False, "first", marks=pytest.mark.slow),
+        (True, False, "mean", torch.float32),
+        (False, True, "largest", torch.float64),
+        pytest.param(True, False, "mean", torch.float64, marks=SLOW),
+        pytest.param(False, True, "largest", torch.float32, marks=SLOW),
+        pytest.param(True, True, "first", torch.float32, marks=SLOW),
+        pytest.param(False, False, "first", torch.float64, marks=SLOW),
     ],
+    ids=str,
 )
 def test_an_encoder_equals_eager(
     batch_first: bool, norm_first: bool, head: str, dtype: torch.dtype, kept: list[int | None]
@@ -75,6 +79,7 @@ def test_an_encoder_equals_eager(
     assert not kept
 
 
+@SLOW
 def test_layers_by_themselves_and_attention_equal_eager(kept: list[int | None]) -> None:
     class Mixed(Sentences):
         def __init__(self) -> None:
@@ -96,6 +101,7 @@ def test_layers_by_themselves_and_attention_equal_eager(kept: list[int | None]) 
     assert kept == [12, 10]
 
 
+@SLOW
 def test_a_causal_encoder_equals_eager(kept: list[int | None]) -> None:
     class Causal(Sentences):
         def forward(self, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -135,8 +141,15 @@ def test_dropout_of_real_tokens_does_not_depend_on_padding(kept: list[int | None
     assert kept == [12] * 3
 
 
-@pytest.mark.parametrize(("head", "reason"), [("output", "keep_outputs"), ("all", "padding is read too: ReduceMean")])
-@pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("head", "reason", "batch_first"),
+    [
+        ("output", "keep_outputs", True),
+        pytest.param("output", "keep_outputs", False, marks=SLOW),
+        pytest.param("all", "padding is read too: ReduceMean", True, marks=SLOW),
+        pytest.param("all", "padding is read too: ReduceMean", False, marks=SLOW),
+    ],
+)
 def test_what_reads_padding_is_named(
     head: str, reason: str, batch_first: bool, kept: list[int | None], tmp_path: Path
 ) -> None:
