@@ -29,10 +29,10 @@ from onnxtrain.passes.rewriting import nodes_before, only_user
 
 
 class _Step(NamedTuple):
-    """A node that the merged axis passes: where it stands in the input that has it."""
+    """A node that the merged axis passes: the one of its inputs that has it, and where it stands there."""
 
     node: ir.Node
-    index: int
+    input: int
     axis: int
 
 
@@ -88,19 +88,20 @@ def _walk(last: ir.Node, value: ir.Value, axis: int, parts: Sizes) -> _Merged | 
         if node is None:
             return None
         if view(node).definition is RESHAPE:
-            apart = _had_apart(sizes.of(view(node).x), _with_parts(sizes.of(value), axis, parts), axis, len(parts))
-            return _Merged(node, axis, steps[::-1], last, parts) if apart else None
+            source, merged = sizes.of(view(node).x), sizes.of(value)
+            apart = _keeps(source, _with_parts(merged, axis, parts), axis, len(parts))
+            return _Merged(node, axis, steps[::-1], last, parts) if apart and not _keeps(source, merged, axis) else None
         step = _passed(node, axis)
         if step is None:
             return None
         steps.append(step)
-        source = node.inputs[step.index]
-        assert source is not None
-        reader, value, axis = node, source, step.axis
+        before = node.inputs[step.input]
+        assert before is not None
+        reader, value, axis = node, before, step.axis
     return None
 
 
-def _had_apart(source: Sizes, target: Sizes, axis: int, count: int) -> bool:
+def _keeps(source: Sizes, target: Sizes, axis: int, count: int = 1) -> bool:
     """Whether each of `count` axes of a Reshape's result is an axis of its input, or a part of one."""
     left, right = factored(source, target)
     known = {name for factor in left if factor != "1" for name in _names(factor)}
@@ -136,10 +137,10 @@ def _leave_apart(op: Builder, merged: _Merged) -> None:
     result = first.outputs[0]
     with nodes_before(op, first):
         value = reshaped(op, view(first).x, _with_parts(sizes.of(result), merged.axis, merged.parts))
-    for node, index, axis in merged.steps:
+    for node, at, axis in merged.steps:
         if view(node).definition is TRANSPOSE:
             node.attributes["perm"] = ir.AttrInt64s("perm", _widened(perm_of(view(node)), axis, count))
-        node.replace_input_with(index, value)
+        node.replace_input_with(at, value)
         value = node.outputs[0]
         for output, type_ in zip(node.outputs, definition_of(node).output_types(node), strict=True):
             set_type(output, type_)

@@ -46,6 +46,11 @@ def read_twice(op: Any, x: ir.Value) -> ir.Value:
     return op.Mul(reshaped(op, merged, ("s", "b", 8)), op.ReduceSum(merged, keepdims=0))
 
 
+def never_merged(op: Any, x: ir.Value) -> ir.Value:
+    whole = op.Tanh(reshaped(op, x, ("s", "b", 4, 2)))
+    return reshaped(op, whole, ("s", "b", 2, 2, 2))
+
+
 def mixed(op: Any, x: ir.Value) -> ir.Value:
     merged = op.Softmax(reshaped(op, x, (sizes.multiply("s", "b"), 8)), axis=0)
     return reshaped(op, merged, ("s", "b", 8))
@@ -64,6 +69,7 @@ def both_merged(op: Any, x: ir.Value) -> ir.Value:
         (views_only, [3, 4]),
         (split_otherwise, None),
         (read_twice, None),
+        (never_merged, None),
         (mixed, None),
         (both_merged, None),
     ],
