@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import behind, processes, results, tables
 from benchmarks.chart import speed_chart
-from benchmarks.contenders import COMPILING, CONTENDERS, ONNXTRAIN, can_compile, of_device
+from benchmarks.contenders import COMPILING, CONTENDERS, ONNXTRAIN, USUAL, can_compile, of_device
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, describe_machine
@@ -65,8 +65,8 @@ def parse(arguments: Sequence[str]) -> Plan:
         default=["cpu", "gpu"],
         help="what to measure (default: all; none: nothing)",
     )
-    everyone = tuple(CONTENDERS)
-    add("--contenders", nargs="+", choices=everyone, default=everyone, help="who is timed (default: all)")
+    usual = "those without the option regions"
+    add("--contenders", nargs="+", choices=tuple(CONTENDERS), default=USUAL, help=f"who is timed (default: {usual})")
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
     add("--rounds", "--steps", type=int, help="how often each step is timed (default: by workload, 15 to 300)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import shutil
@@ -21,6 +22,8 @@ Prepare = Callable[[nn.Module], Forward]
 EAGER = "eager"
 ONEDNN = "eager, oneDNN Linears"
 ONNXTRAIN = "onnxtrain"
+REGIONS = "onnxtrain, regions"
+ALL_REGIONS = "onnxtrain, all regions"
 COMPILE = "torch.compile"
 COMPILE_DYNAMIC = "torch.compile dynamic"
 
@@ -29,12 +32,12 @@ def _eager(model: nn.Module) -> Forward:
     return model
 
 
-def _onnxtrain(model: nn.Module) -> Forward:
+def _onnxtrain(model: nn.Module, **options: Any) -> Forward:
     # What this import costs is part of the first step's measurement.
     from onnxtrain import FallbackPolicy, ORTModule  # noqa: PLC0415
 
     # Falling back would time eager PyTorch against itself.
-    return ORTModule(model, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    return ORTModule(model, fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
 
 
 # Dynamo keeps what it compiled with the code object, and takes a graph of equal sizes from any model: each of these two
@@ -98,10 +101,14 @@ CONTENDERS: dict[str, Prepare] = {
     EAGER: _eager,
     ONEDNN: _with_onednn,
     ONNXTRAIN: _onnxtrain,
+    REGIONS: functools.partial(_onnxtrain, regions="auto"),
+    ALL_REGIONS: functools.partial(_onnxtrain, regions="on"),
     COMPILE: _compile,
     COMPILE_DYNAMIC: _compile_dynamic,
 }
 COMPILING = (COMPILE, COMPILE_DYNAMIC)
+OWN = (ONNXTRAIN, REGIONS, ALL_REGIONS)  # those that change while they run
+USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed unless others are named
 
 
 def of_device(device: str) -> tuple[str, ...]:

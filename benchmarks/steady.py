@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks import processes
-from benchmarks.contenders import EAGER, ONNXTRAIN, Stepper, make_batches, make_model
+from benchmarks.contenders import EAGER, ONNXTRAIN, OWN, Stepper, make_batches, make_model
 from benchmarks.memory import peak_bytes
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.processes import Tell
@@ -37,7 +37,8 @@ _LEAST_WARM_UP = 24
 _LEAST_WARM_UP_S = 4.0
 _WARM_UP_OF_OTHERS = 5  # steps of those that change nothing while they run
 _COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all contenders see the same batches
-_MOST_WARM_UP_S = 400.0  # a fused region takes some 15 s of a processor that training leaves a part of
+_MOST_WARM_UP_S = 900.0  # a fused region takes some 20 s of a processor, and a program may have ten
+_POLL_S = 0.2
 _SHOW_EVERY_S = 1.0
 _LEAST_TURN_S = 0.01
 
@@ -149,11 +150,14 @@ def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell)
     count = since_compiling = 0
     while (taken := time.monotonic() - started) < _MOST_WARM_UP_S:
         since_compiling = 0 if is_compiling() else since_compiling + 1
+        if since_compiling == 0 and count > _LEAST_WARM_UP:  # what is compiled is asked for by now
+            time.sleep(_POLL_S)
+            continue
         enough = count >= len(batches) and taken >= _LEAST_WARM_UP_S
         if enough and since_compiling > _LEAST_WARM_UP:
             return
         for contender, stepper in steppers.items():
-            if contender == ONNXTRAIN or count < _WARM_UP_OF_OTHERS:
+            if contender in OWN or count < _WARM_UP_OF_OTHERS:
                 stepper.step(batches[count % len(batches)])
         count += 1
 

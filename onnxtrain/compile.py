@@ -20,10 +20,12 @@ from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
+from onnxtrain.execute.cuda_recorder import recorder_for
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Joined, Program
+from onnxtrain.execute.recorded import Recordings
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.execute.work_counter import WorkCounter
@@ -34,6 +36,7 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
 from onnxtrain.ops.randomness import MASKS
 from onnxtrain.options import Options
+from onnxtrain.options.notices import say_once
 from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan import channels_last
@@ -46,7 +49,7 @@ from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
 from onnxtrain.plan.split import Groups, group_gradients, split
 from onnxtrain.plan.storage import Storages, known_sizes
 from onnxtrain.plan.subgraphs import steer
-from onnxtrain.report import CompileReport, SubgraphReport, Work
+from onnxtrain.report import CompileReport, PassReport, Refusal, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
 
 _LOG = logging.getLogger(__name__)
@@ -98,7 +101,21 @@ class Compiled:
             raise ValueError("a graph without gradients has no plan")
         nodes = (*parts.forward.nodes, *parts.backward.nodes)
         storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
-        return timeline(parts, storages), storages
+        boundary = self.unit.differentiably
+        return timeline(parts, storages, boundary.groups if isinstance(boundary, StagedBoundary) else ()), storages
+
+    def regions(self) -> tuple[PassReport, ...]:
+        """What the option regions compiles of each program, at the sizes of the first call, and what stays out."""
+        parts = {"inference": self.unit.forward.part}
+        if self.parts is not None:
+            parts = {"forward": self.parts.forward, "backward": self.parts.backward}
+        titles = {name: f"fused regions ({name})" for name in parts}
+        if self.layout is not None:
+            why = "its pictures lie channels-last, which no region's kernel reads"
+            return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, why),)) for name, t in titles.items())
+        nodes = [node for part in parts.values() for node in part.nodes]
+        storages = Storages(nodes, self.known, self.unit.device_type)  # of both: backward reads sizes of forward's
+        return tuple(regions.described(titles[name], part, storages) for name, part in parts.items())
 
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
@@ -174,7 +191,8 @@ def compile_module(
     views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
     layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
-    build = _Build(captured, model, wrt, views, device, options, layout)
+    recordings = _recordings(captured, inputs, options, device)
+    build = _Build(captured, model, wrt, views, device, options, layout, recordings)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
         changes = optimize(joint.model, joint_passes(options))
@@ -185,10 +203,11 @@ def compile_module(
             return _within_budget(build, joint, inputs, random, rerun, stages, before)
         joint, choice, subgraphs = _steered(build, joint, inputs)
         unit = build.training_unit(joint, random, rerun, choice)
-        stages.done("plan", joint.model, [str(choice)] if choice.values else (), subgraphs)
+        made = [str(choice)] if choice.values else ()
+        stages.done("plan", joint.model, made, subgraphs, build.not_recorded(unit))
     else:
         unit = build.inference_unit(random, rerun)
-        stages.done("plan", model)
+        stages.done("plan", model, refused=build.not_recorded(unit))
     known = known_sizes(captured.model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known, layout=layout)
 
@@ -215,14 +234,17 @@ def _within_budget(
     assert options.memory_budget_bytes is not None
     allowed = bytes_allowed(options.memory_budget_bytes, inputs)
     changed, parts = build.changed(joint), cut(joint)
+    # Gradients leave early where the option says so, or where nothing else fits; not where backward cannot be split.
+    early = False if _why_whole(parts, build.views) else options.early_gradients or None
 
     def chosen(known: Mapping[str, int]) -> Choice:
-        return choose(parts, Storages(joint.model.graph, known, build.device.type, build.layout), allowed, changed)
+        storages = Storages(joint.model.graph, known, build.device.type, build.layout)
+        return choose(parts, storages, allowed, changed, early)
 
     def made(choice: Choice) -> Unit:
         planned = applied(joint.copy(), choice)
         unit = build.training_unit(planned, random, rerun, choice)
-        stages.done("plan", planned.model, [str(choice)])
+        stages.done("plan", planned.model, [str(choice)], refused=build.not_recorded(unit))
         return unit
 
     known = known_sizes(joint.model.graph.inputs, inputs)
@@ -305,6 +327,24 @@ def _may_compile_behind(options: Options) -> bool:
     return options.native and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()
 
 
+def _recordings(
+    captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device
+) -> Recordings | None:
+    """What programs are recorded with under the option cuda_graphs; None where it is off, or on a CPU."""
+    recorder = recorder_for(device) if options.cuda_graphs else None
+    if recorder is None:
+        if options.cuda_graphs:
+            say_once(f"The option cuda_graphs has no effect on the device {device.type}.")
+        return None
+    values = captured.model.graph.inputs
+    fixed = frozenset(v.name or "" for v, s in zip(values, captured.sources, strict=True) if s.kind != "input")
+    elsewhere = [v.name for v, tensor in zip(values, inputs, strict=True) if tensor.device != device]
+    why_not = f"the input {elsewhere[0]} does not lie on {device}" if elsewhere else ""
+    if options.memory_budget_bytes is not None:
+        why_not = "recordings hold memory for themselves, which memory_budget_bytes does not count"
+    return Recordings(recorder, device, fixed, why_not)
+
+
 def _views(captured: Captured, model: ir.Model) -> tuple[str, ...]:
     """For each result, "view" where it may lie in an input's memory, "detached" if without gradient, else ""."""
     sets = AliasSets(model.graph, definition_of)
@@ -350,9 +390,10 @@ class _Build:
         device: torch.device,
         options: Options,
         layout: ChannelsLast | None,
+        recordings: Recordings | None,
     ) -> None:
-        self.captured, self.device, self.options = captured, device, options
-        self._model, self._wrt, self._views, self.layout = model, wrt, views, layout
+        self.captured, self.device, self.options, self._recordings = captured, device, options, recordings
+        self._model, self._wrt, self.views, self.layout = model, wrt, views, layout
         self._name = model.graph.name or "module"
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
@@ -374,11 +415,23 @@ class _Build:
 
     def program(self, part: Part, title: str) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, self.layout)
-        if _may_compile_behind(self.options) and self.device.type == "cpu":
-            if self.layout is None:  # a region's kernel reads and writes in the usual order only
-                regions.watch(program, self.options, partial(self._fused, title))
+        is_recorded = self._recordings is not None and self._recordings.watch(program) is not None
+        if is_recorded or not _may_compile_behind(self.options):
+            return program
+        if self.layout is None:  # a region's kernel reads and writes in the usual order only
+            regions.watch(program, self.options, self.device, partial(self._fused, title))
+        if self.device.type == "cpu":
             one_call.watch(program)
         return program
+
+    def not_recorded(self, unit: Unit) -> list[Refusal]:
+        """The programs of a unit that the option cuda_graphs cannot serve, with reasons."""
+        if self._recordings is None:
+            return []
+        source = unit.backward_source
+        return self._recordings.refusals(
+            [unit.forward.part, *([source.parts.backward] if isinstance(source, _Backwards) else [])]
+        )
 
     def _fused(self, title: str, part: Part, joined: Joined) -> Program:
         return make_program(part, f"{self._name} {title}, fused", self.device, self.options, joined=joined)
@@ -403,16 +456,15 @@ class _Build:
         full = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
-        groups = self._groups(full, contexts)
+        groups = self._groups(full, choice.early or self.options.early_gradients)
         make = _Backwards(self, joint, full, differentiable, choice, groups)
         return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
 
-    def _groups(self, full: Cut, contexts: Sequence[int]) -> Groups:
+    def _groups(self, full: Cut, early: bool) -> Groups:
         """The gradients that each stage of backward hands over; () where all leave at its end."""
-        if not self.options.early_gradients:
+        if not early:
             return ()
-        if contexts or any(self._views):
-            why = "a custom autograd function runs in it" if contexts else "an output may be a view of an input"
+        if why := _why_whole(full, self.views):
             _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
             return ()
         groups = group_gradients(full)
@@ -434,7 +486,7 @@ class _Build:
             results=self.captured.results,
             mutations=[m.target for m in self.captured.mutations],
             differentiable=differentiable,
-            views=self._views,
+            views=self.views,
             random=random,
             device_type=self.device.type,
             backward=make,
@@ -453,6 +505,13 @@ def _is_object(value: ir.Value) -> bool:
         return False
     definition = definition_of(producer)
     return definition.output_name(value.index() or 0) in definition.objects
+
+
+def _why_whole(parts: Cut, views: Sequence[str]) -> str | None:
+    """Why backward cannot run in stages; None where it can."""
+    if any(map(_is_object, parts.kept)):
+        return "a custom autograd function runs in it"
+    return "an output may be a view of an input" if any(views) else None
 
 
 class _Backwards:

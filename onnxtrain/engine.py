@@ -279,7 +279,8 @@ class Engine:
             compiled = twin.of(captured, rerun)
         else:
             compiled = compile_for_batches(module, captured, inputs, self._options, rerun)
-            twins.append(compiled)
+            if not self._options.cuda_graphs:  # a recording reads the tensors of one module
+                twins.append(compiled)
         entry = _Entry(state, compiled)
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled

@@ -128,7 +128,12 @@ class Stages:
         return joint
 
     def done(
-        self, name: str, model: ir.Model, made: Sequence[str] = (), subgraphs: Sequence[SubgraphReport] = ()
+        self,
+        name: str,
+        model: ir.Model,
+        made: Sequence[str] = (),
+        subgraphs: Sequence[SubgraphReport] = (),
+        refused: Sequence[Refusal] = (),
     ) -> None:
         """Ends a stage, with what it did, that is the last: `model` is verified again where it did something.
 
@@ -138,7 +143,8 @@ class Stages:
         took_ms = (time.perf_counter() - self._clock) * 1e3
         if made and self._options.verify:
             verify(model, lookup)
-        self._stages.append(StageReport(name, took_ms, len(model.graph), tuple(made), subgraphs=tuple(subgraphs)))
+        done = StageReport(name, took_ms, len(model.graph), tuple(made), tuple(refused), subgraphs=tuple(subgraphs))
+        self._stages.append(done)
         self._write(name, model)
         self._clock = time.perf_counter()
 

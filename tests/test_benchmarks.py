@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,19 @@ def test_steps_behind_a_compiler_are_told_from_those_after(monkeypatch: pytest.M
     found = behind.measure(MLP, lambda _: None)
     assert len(found["during_s"]) == 4
     assert len(found["after_s"]) == 20
+
+
+def test_what_is_not_compiled_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps beside a compiler would else be those that others are compared with."""
+    compiling, steps, waited = iter([True] * 6), [], []
+    monkeypatch.setattr(behind, "is_compiling", lambda: next(compiling, False))
+    monkeypatch.setattr(behind, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append))
+    step = Stepper.step
+    monkeypatch.setattr(Stepper, "step", lambda self, batch: (steps.append(len(waited)), step(self, batch))[1])
+    found = behind.measure(MLP, lambda _: None, most_s=0.0)
+    assert len(found["after_s"]) == 20
+    assert len(waited) == 6
+    assert steps == [0, *[6] * (24 + 20)]
 
 
 def test_a_process_that_fails_says_why() -> None:

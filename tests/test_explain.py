@@ -36,6 +36,21 @@ def words():
     labels[:, 0] = 1
     return Words(), (torch.arange(32).view(4, 8) % 20, labels)
 
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.head = (torch.nn.Linear(16, 64) for _ in range(3))
+
+    def forward(self, x):
+        return self.head.weight.sum() + (torch.nn.functional.silu(self.gate(x)) * self.up(x)).mean()
+
+def gated():
+    return Gated(), torch.ones(512, 16)
+
+def pictures():
+    layers = [layer for _ in range(4) for layer in (torch.nn.Conv2d(16, 16, 3), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers), torch.randn(4, 16, 12, 12)
+
 def asks():
     return Asks(), torch.ones(3, requires_grad=True)
 """
@@ -109,6 +124,15 @@ def test_a_folder_shows_the_graph_without_padding(tmp_path: Path, capsys: pytest
     text = explained(capsys, str(tmp_path), "--batch", "16", "--length", "64", "--keep-outputs", "loss")
     assert shares(text, "without padding")[0] < shares(text, "after all passes")[0]
     assert "BertForMaskedLM, without padding" in text
+
+
+def test_fused_regions_are_listed_with_what_stays_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward, backward = explained(capsys, f"{file}:gated").split("fused regions (forward)")[1].split("(backward)")
+    assert re.search(r"region +QuickGelu \+ Mul.* over \[s\d+, 64\]: by auto and on\n", forward)
+    assert re.search(r"refused +ReduceSum: no neighbour loops over the same shape", forward)
+    assert "QuickGeluGrad" in backward
+    text = explained(capsys, f"{file}:pictures")
+    assert text.count("its pictures lie channels-last, which no region's kernel reads") == 2
 
 
 def test_why_there_is_no_graph_is_the_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.passes import FORWARD, optimize
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.dedupe import dedupe
+from onnxtrain.passes.drop_identities import drop_identities
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
 from onnxtrain.plan.cut import whole
@@ -111,6 +112,26 @@ def test_a_dead_random_node_stays_and_a_dead_pure_node_goes(op: Builder) -> None
     drop_unused(graph, changes)
     assert ops_of(graph) == ["Dropout", "Tanh"]
     assert changes.made == ["dropped 2 unused nodes"]
+
+
+def test_what_names_a_value_again_goes(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    first = op.Identity(op.Identity(op.Exp(x)))
+    graph = finish(op, op.Neg(first), op.Reshape(first, op.constant([-1], ir.DataType.INT64)))
+    changes = Changes()
+    drop_identities(graph, changes)
+    assert ops_of(graph) == ["Exp", "Neg", "Reshape"]
+    assert changes.made == ["removed 2 nodes that named a value again"]
+    torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), -1.0))
+
+
+def test_the_names_of_inputs_and_results_stay(op: Builder) -> None:
+    """A result is a tensor of its own: its reader may change it."""
+    (x,) = op.graph.inputs
+    y = op.Exp(x)
+    graph = finish(op, op.Neg(op.Identity(x)), op.Identity(y), y, op.Tanh(op.Identity(y)))
+    drop_identities(graph, Changes())
+    assert ops_of(graph) == ["Exp", "Identity", "Neg", "Identity", "Identity", "Tanh"]
 
 
 def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:

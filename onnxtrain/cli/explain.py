@@ -1,4 +1,7 @@
-"""`onnxtrain explain MODEL`: what each pass did with a model, what it refused and why, and the work that is left."""
+"""`onnxtrain explain MODEL`: what each pass did with a model, what it refused and why, and the work that is left.
+
+So with fused regions: which there are, and which operators stay out of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnxtrain.cli.model import model_arguments, model_of
+from onnxtrain.engine import Engine
 from onnxtrain.module import ORTModule
 from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_timeline import as_bytes
@@ -56,10 +60,10 @@ def pass_lines(report: CompileReport) -> Iterator[str]:
         yield f"nothing to do: {', '.join(idle)}"
 
 
-def _of_pass(title: str, done: PassReport) -> Iterator[str]:
+def _of_pass(title: str, done: PassReport, did: str = "did") -> Iterator[str]:
     yield title
     for text, count in _counted(done.made):
-        yield f"  did      {text}{count}"
+        yield f"  {did:<9}{text}{count}"
     for text, count in _counted([f"{r.node}: {r.reason}{f'  [{r.where}]' if r.where else ''}" for r in done.refused]):
         yield f"  refused  {text}{count}"
 
@@ -97,6 +101,10 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"[bold]{escape(model.name)}[/bold]")
     for line in (*work_lines(report), *pass_lines(report)):
         console.print(line, markup=False)
+    engine: Engine = module.__dict__["_engine"]
+    for found in engine.newest().regions():
+        for line in _of_pass(found.name, found, did="region"):
+            console.print(line, markup=False)
     for name, variant in report.variants.items():
         console.print(f"[bold]{escape(model.name)}, {escape(name)}[/bold]")
         for line in pass_lines(variant):

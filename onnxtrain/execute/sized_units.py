@@ -44,7 +44,7 @@ class SizedUnits:
             if isinstance(size, str) and size.isidentifier()
         }
         self._planned: list[tuple[dict[str, int], Unit]] = []
-        self._units: dict[frozenset[str], Unit] = {}
+        self._units: dict[tuple[frozenset[str], bool], Unit] = {}
         self._known: dict[tuple[int, ...], Unit] = {}
         self._lock = threading.Lock()
 
@@ -68,11 +68,14 @@ class SizedUnits:
         try:
             choice = self._choose(most)
         except MemoryBudgetError:
+            if most == known:
+                raise
             most = known
             choice = self._choose(known)
-        if choice.values not in self._units:
-            self._units[choice.values] = self._make(choice)
-        unit = self._units[choice.values]
+        key = choice.values, choice.early
+        if key not in self._units:
+            self._units[key] = self._make(choice)
+        unit = self._units[key]
         self._planned.append((most, unit))
         return unit
 

@@ -103,16 +103,24 @@ def in_background(command: list[str], limit_s: float = _LIMIT_S) -> tuple[int, s
         said, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         _end(child)
+        child.wait()
         return -1, f"no end after {limit_s:g} s"
     finally:
         _running.discard(child)
     return child.returncode, said
 
 
+_GRACE_S = 1.0
+
+
 def _end(child: subprocess.Popen[str]) -> None:
-    """The driver and the compiler proper, which it starts."""
+    """The driver and the compiler proper, which it starts; one that does not end when it is asked to is killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
+        try:
+            child.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 @atexit.register

@@ -41,6 +41,8 @@ _WARM_UP = 2  # steps that compile, and make the optimizer's state
 def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str, int]) -> MemoryTimeline:
     """The timeline of a plan; arithmetic on sizes, which takes no memory, is left out.
 
+    Gradients are held until the end, also those that are handed over before it: then `.grad` holds them.
+
     Args:
         title: what it is of.
         plan: which memory is held at which node.
@@ -50,7 +52,8 @@ def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str
     changes = [dict.fromkeys(_BAND.values(), 0) for _ in range(len(plan.nodes) + 1)]
     for one in plan.allocations:
         changes[one.first][_BAND[one.kind]] += one.nbytes
-        changes[min(one.last, len(plan.nodes) - 1) + 1][_BAND[one.kind]] -= one.nbytes
+        last = len(plan.nodes) if one.kind is Kind.GRADIENT else one.last
+        changes[min(last, len(plan.nodes) - 1) + 1][_BAND[one.kind]] -= one.nbytes
     held = dict.fromkeys(_BAND.values(), 0)
     stretches: list[Stretch] = []
     backward = 0

@@ -80,9 +80,9 @@ class Options:
     regions: str = _knob(
         "off",
         one_of("auto", "on", "off"),
-        "on a CPU with a C++ compiler, neighbouring elementwise operators, norms, softmax and sums run as one kernel "
-        "of PyTorch's Inductor, compiled while training goes on. 'auto': regions of kinds that were measured to gain, "
-        "where they do on this machine too; 'on': all. If `native` is off, so are regions",
+        "with a C++ compiler, and Triton on a GPU, neighbouring elementwise operators, norms, softmax and sums run as "
+        "one kernel of PyTorch's Inductor, compiled while training goes on. 'auto': regions of kinds that were "
+        "measured to gain, where they do on this machine too; 'on': all. If `native` is off, so are regions",
         "ONNXTRAIN_REGIONS",
         OldName("ORTMODULE_USE_TRITON", on_or_off),
     )
@@ -92,6 +92,13 @@ class Options:
         "a folder to which each compiled region writes its graph and its library",
         "ONNXTRAIN_REGIONS_DUMP",
         OldName("ORTMODULE_TRITON_DEBUG", triton_folder),
+    )
+    cuda_graphs: bool = _knob(
+        False,
+        BOOL,
+        "on a GPU, record forward and backward as CUDA graphs, one for each of up to eight sets of sizes, and replay "
+        "them. Programs that draw random numbers, or whose sizes depend on data, run as before",
+        "ONNXTRAIN_CUDA_GRAPHS",
     )
     keep_outputs: tuple[str, ...] | None = _knob(
         None,
@@ -103,8 +110,9 @@ class Options:
         None,
         optional(BUDGET),
         "what the activations of a step may take, beside parameters, inputs and accumulated gradients: backward "
-        "computes again what does not fit. Bytes hold at all sizes; a share is of what they would take, at the sizes "
-        "of the first call; 'auto' is nine tenths of the memory that is free when the module is compiled",
+        "computes again what does not fit, and hands gradients over early where that is not enough. Bytes hold at all "
+        "sizes; a share is of what they would take, at the sizes of the first call; 'auto' is nine tenths of the "
+        "memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
     recompute_cheap: bool = _knob(

@@ -19,6 +19,7 @@ from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
+from onnxtrain.passes.drop_identities import drop_identities
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fold_scales import fold_scales
@@ -47,6 +48,7 @@ FORWARD: tuple[Pass, ...] = (
     multiply_convolutions,  # before transposes cancel: it leaves some that do
     cancel_transposes,  # after fusions, which know the transposes of attention
     cancel_casts,  # after fusions, which know the casts of norms
+    drop_identities,  # after fusions, which know them too; what they hide are neighbours
     drop_unused,  # what nobody reads any more must not hold up rows that move, or be counted as a reader
     fold_scales,  # after fusions, which know the numbers of attention and norms; after casts, which stand in between
     skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label

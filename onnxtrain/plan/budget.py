@@ -8,6 +8,8 @@ For a price per kept byte, the cheapest choice is a minimum cut of forward's dat
 What stands on the sink's side is computed again. The higher the price, the less is kept. The peak of each choice is
 predicted (`lifetimes`): where kept is too little, what is computed again is held for long and the peak rises, so the
 search also tries choices that keep all that crosses some places of forward, as a checkpoint per layer does.
+
+Where none of them fits, gradients are handed over while backward goes on (`split`), and do not pile up.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
 from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable, with_recomputed
+from onnxtrain.plan.split import group_gradients
 from onnxtrain.plan.storage import Storages
 
 _PRICES = (1e-10, 3e-10, 1e-9, 3e-9, 1e-8)  # seconds a byte
@@ -63,7 +66,13 @@ def _free_on_host() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose(parts: Cut, storages: Storages, budget: int | float, changed: Collection[ir.Value] = ()) -> Choice:
+def choose(
+    parts: Cut,
+    storages: Storages,
+    budget: int | float,
+    changed: Collection[ir.Value] = (),
+    early: bool | None = False,
+) -> Choice:
     """The choice that is expected to take the least time of those found whose peak is within the budget.
 
     Args:
@@ -71,24 +80,26 @@ def choose(parts: Cut, storages: Storages, budget: int | float, changed: Collect
         storages: the sizes for which it is to hold.
         budget: bytes, or a share of the peak without a budget.
         changed: inputs of the graph whose contents are others when backward runs.
+        early: whether gradients are handed over while backward goes on; None: where nothing else fits.
 
     Raises:
         MemoryBudgetError: none fits; it names the smallest budget that can be met.
     """
-    search = _Search(parts, storages, changed)
+    search = _Search(parts, storages, changed, bool(early))
     if isinstance(budget, float):
         budget = int(budget * search.nothing.peak)
-    if search.nothing.peak <= budget:
-        return search.nothing
-    fitting = [c for c in search.choices(budget) if c.peak <= budget]
-    if not fitting:
+    found = search.within(budget)
+    if found is None and early is None:
+        search = _Search(parts, storages, changed, early=True)
+        found = search.within(budget)
+    if found is None:
         raise MemoryBudgetError(
             "memory_budget_bytes cannot be met, whatever is computed again",
             expected=f"{search.least} bytes or more for these sizes",
             got=budget,
             todo="give that much, or smaller batches",
         )
-    return min(fitting, key=lambda choice: choice.seconds)
+    return found
 
 
 class _Prices(NamedTuple):
@@ -118,24 +129,34 @@ class _Search:
         least: the smallest peak of all choices.
     """
 
-    def __init__(self, parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> None:
-        self._parts, self._storages = parts, storages
+    def __init__(self, parts: Cut, storages: Storages, changed: Collection[ir.Value], early: bool) -> None:
+        self._parts, self._storages, self._early = parts, storages, early
         self._nodes = [n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)]
         self._seconds = {n: node_seconds(n, storages) for n in self._nodes}
         self._again = repeatable(self._nodes, changed)
         results = {v for v in parts.forward.outputs[: parts.forward.leaving] if v is not None}
         self._bytes = {v: self._to_keep(v, results) for n in self._nodes for v in n.outputs}
-        self.nothing = Choice(frozenset(), 0.0, timeline(parts, storages).peak)
+        self.nothing = Choice(frozenset(), 0.0, self._peak(parts), early)
         self.least = self.nothing.peak
+
+    def _peak(self, parts: Cut) -> int:
+        return timeline(parts, self._storages, group_gradients(parts) if self._early else ()).peak
 
     def _to_keep(self, value: ir.Value, results: set[ir.Value]) -> int:
         """What it takes to keep a value: the memory that it is a view of; nothing where that is there anyway."""
         root = self._storages.root(value)
         return 0 if root.producer() is None or root in results else self._storages.bytes_of(root)
 
-    def choices(self, budget: int) -> Iterator[Choice]:
+    def within(self, budget: int) -> Choice | None:
+        """The choice of the least time of those found whose peak is within the budget."""
+        if self.nothing.peak <= budget:
+            return self.nothing
+        fitting = (choice for choice in self._choices(budget) if choice.peak <= budget)
+        return min(fitting, key=lambda choice: choice.seconds, default=None)
+
+    def _choices(self, budget: int) -> Iterator[Choice]:
         """Choices among which is the best that is found for this budget."""
-        plain = [self.at(_Prices(price)) for price in _PRICES]
+        plain = [self._at(_Prices(price)) for price in _PRICES]
         yield from plain
         best = min(range(len(plain)), key=lambda i: plain[i].peak)
         if plain[best].peak <= budget:
@@ -147,7 +168,7 @@ class _Search:
             return
         crossing = self._crossing()
         borders = [self._at_borders(crossing, stages) for stages in _STAGES if stages <= len(self._nodes)]
-        deep = [(self.at(_Prices(_DEEP, kept=kept)), kept) for kept in borders]
+        deep = [(self._at(_Prices(_DEEP, kept=kept)), kept) for kept in borders]
         yield from (choice for choice, _ in deep)
         fitting = sorted((d for d in deep if d[0].peak <= budget), key=lambda d: d[0].seconds)
         for _, kept in fitting[:_TRIED]:
@@ -158,17 +179,17 @@ class _Search:
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            choice = self.at(prices(middle))
+            choice = self._at(prices(middle))
             yield choice
             low, high = (low, middle) if choice.peak <= budget else (middle, high)
 
-    def at(self, prices: _Prices) -> Choice:
+    def _at(self, prices: _Prices) -> Choice:
         """The choice at these prices."""
         again = self._cut(prices)
         values = {v for n in again for v in n.outputs if v not in drawn(n) and v not in prices.kept}
-        peak = timeline(with_recomputed(self._parts, values), self._storages).peak
+        peak = self._peak(with_recomputed(self._parts, values))
         self.least = min(self.least, peak)
-        return Choice(frozenset(str(v.name) for v in values), sum(self._seconds[n] for n in again), peak)
+        return Choice(frozenset(str(v.name) for v in values), sum(self._seconds[n] for n in again), peak, self._early)
 
     # The minimum cut
 

@@ -4,20 +4,22 @@
              └── allocation: first node ───────────── last node ──┘
 
 Counted is what the two programs allocate: parameters, inputs and accumulated gradients are there before. A result is
-held by the caller until backward ends, as is a gradient until autograd takes it.
+held by the caller until backward ends, as is a gradient until autograd takes it: all of them at the end, or each group
+of them when its stage of backward ends (`split`).
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import onnx_ir as ir
 
 from onnxtrain.plan.cut import Cut, Part
 from onnxtrain.plan.in_place import last_uses, overwritten
+from onnxtrain.plan.split import Groups, ends
 from onnxtrain.plan.storage import Storages
 
 
@@ -84,23 +86,34 @@ class Timeline:
         return sum(a.nbytes for a in self.allocations if a.first < self.forward <= a.last)
 
 
-def timeline(parts: Cut, storages: Storages) -> Timeline:
-    """The memory of forward and backward at the sizes of `storages`."""
+def timeline(parts: Cut, storages: Storages, groups: Groups = ()) -> Timeline:
+    """The memory of forward and backward at the sizes of `storages`.
+
+    Args:
+        parts: what runs.
+        storages: of all its nodes.
+        groups: the gradients that are handed over together while backward goes on; (): all at its end.
+    """
     forward, backward = parts.forward, parts.backward
-    first = _Program(forward, storages, 0, {})
+    bounds = ends(parts, groups) if groups else [len(backward.nodes)]
+    first = _Program(forward, storages, 0, {}, [len(forward.nodes)])
     # What the caller sees of the first part stays until the second ends.
     end = len(forward.nodes) + len(backward.nodes)
     crossing = {v: spot for v in (*parts.kept, *forward.outputs) if v is not None and (spot := first.spot(v))}
     for value in forward.outputs:
         if value is not None and value in crossing:
             crossing[value].last = len(forward.nodes)
-    second = _Program(backward, storages, len(forward.nodes), {v: crossing[v] for v in parts.kept if v in crossing})
+    given = {v: crossing[v] for v in parts.kept if v in crossing}
+    second = _Program(backward, storages, len(forward.nodes), given, bounds)
     for value in forward.outputs[: forward.leaving]:
-        if value is not None and (spot := first.result(value)):
+        if value is not None and (spot := first.result(value, len(forward.nodes))):
             spot.last, spot.kind = end, Kind.RESULT
-    for value in backward.outputs:
-        if value is not None and (spot := second.result(value)):
-            spot.last, spot.kind = end, Kind.GRADIENT if spot.kind is Kind.TEMPORARY else spot.kind
+    for group, bound in zip(groups or (range(len(backward.outputs)),), bounds, strict=True):
+        stage_end = len(forward.nodes) + bound
+        for value in (backward.outputs[index] for index in group):
+            if value is not None and (spot := second.result(value, stage_end)):
+                spot.last = max(spot.last, end if stage_end == end else stage_end - 1)
+                spot.kind = Kind.GRADIENT if spot.kind is Kind.TEMPORARY else spot.kind
     nodes = (*forward.nodes, *backward.nodes)
     made = sorted((*first.made, *second.made), key=lambda spot: spot.first)
     return Timeline(nodes, len(forward.nodes), tuple(map(_allocation, made)), tuple(map(storages.workspace, nodes)))
@@ -127,7 +140,9 @@ class _Program:
         made: what it allocates.
     """
 
-    def __init__(self, part: Part, storages: Storages, offset: int, given: dict[ir.Value, _Spot]) -> None:
+    def __init__(
+        self, part: Part, storages: Storages, offset: int, given: dict[ir.Value, _Spot], bounds: Sequence[int]
+    ) -> None:
         """Finds where the part's values lie.
 
         Args:
@@ -135,14 +150,14 @@ class _Program:
             storages: sizes, views and kernels.
             offset: the position of its first node.
             given: what of its inputs lies in memory of the step.
+            bounds: the ends of its stages: what one makes is not written over in the next.
         """
         self.made: list[_Spot] = []
         self._spots = dict(given)
-        self._storages, self._end = storages, offset + len(part.nodes)
+        self._storages = storages
         for spot in given.values():
             spot.kind = Kind.KEPT
-        tensors = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
-        reused = overwritten(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
+        reused = self._written_over(part, bounds)
         for position, node in enumerate(part.nodes, offset):
             for read in _spots_of(node.inputs, self._spots):
                 read.last = max(read.last, position)
@@ -158,14 +173,24 @@ class _Program:
                 elif source in self._spots:
                     self._spots[value] = self._spots[source]
 
+    def _written_over(self, part: Part, bounds: Sequence[int]) -> dict[ir.Node, int]:
+        """The nodes of each stage that write over an input that the stage made, with the input's index."""
+        found: dict[ir.Node, int] = {}
+        uses = last_uses(part)
+        for start, stop in pairwise([0, *bounds]):
+            nodes = part.nodes[start:stop]
+            kernels = {n: self._storages.kernel(n) for n in nodes if not part.host.issuperset(n.outputs)}
+            found |= overwritten(replace(part, nodes=nodes), {v: last - start for v, last in uses.items()}, kernels)
+        return found
+
     def spot(self, value: ir.Value) -> _Spot | None:
         return self._spots.get(value)
 
-    def result(self, value: ir.Value) -> _Spot | None:
-        """Where a value lies that leaves: in a copy, made at the end, where its order of memory is another."""
+    def result(self, value: ir.Value, end: int) -> _Spot | None:
+        """Where a value lies that leaves at `end`: in a copy, made there, where its order of memory is another."""
         spot = self.spot(value)
         if spot is not None and self._storages.copied_result(value):
-            spot = _Spot(value, self._storages.bytes_of(value), self._end - 1)
+            spot = _Spot(value, self._storages.bytes_of(value), end - 1)
             self.made.append(spot)
         return spot
 

@@ -36,11 +36,13 @@ class Choice:
         values: the names of forward's values that it does not get.
         seconds: what that is expected to take.
         peak: the bytes that a step is then predicted to hold at most.
+        early: whether gradients must be handed over while backward goes on (`split`), for that peak to hold.
     """
 
     values: frozenset[str] = frozenset()
     seconds: float = 0.0
     peak: int = 0
+    early: bool = False
 
     def __str__(self) -> str:
         facts = [f"recompute: {len(self.values)} values"]
@@ -48,6 +50,8 @@ class Choice:
             facts.append(f"in about {self.seconds * 1e3:.1f} ms")
         if self.peak:
             facts.append(f"peak {self.peak / 2**20:.1f} MiB")
+        if self.early:
+            facts.append("gradients handed over while backward goes on")
         return ", ".join(facts)
 
 

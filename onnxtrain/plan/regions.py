@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -24,7 +25,7 @@ from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import last_uses, overwritten
 from onnxtrain.plan.storage import Storages
 
-_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MOST_NODES = 32  # more take a compiler minutes
 
 
@@ -56,41 +57,83 @@ class Region:
         return " + ".join(node.op_type for node in self.part.nodes)
 
 
-def find(part: Part, storages: Storages) -> tuple[Part, tuple[Region, ...]]:
-    """The regions of a part, disjoint; and the part in an order in which the nodes of each stand side by side.
+class Found(NamedTuple):
+    """What `find` finds.
+
+    Attributes:
+        part: in an order in which the nodes of each region stand side by side.
+        regions: disjoint.
+        refused: the nodes that could be in a region and are in none, with the reason.
+    """
+
+    part: Part
+    regions: tuple[Region, ...]
+    refused: Sequence[tuple[ir.Node, str]]
+
+
+def find(part: Part, storages: Storages) -> Found:
+    """The regions of a part.
 
     Args:
         part: what is to run.
         storages: of its nodes, at sizes that it is called with.
     """
     groups = _Groups(part)
+    refused: dict[ir.Node, str] = {}
     for node in part.nodes:
-        frame = _frame(node, part)
-        if frame is not None:
-            groups.add(node, frame)
+        if definition_of(node).fuses is None or part.host.issuperset(node.outputs):
+            continue
+        reason = _obstacle(node, part)
+        if reason:
+            refused[node] = reason
+        else:
+            groups.add(node, _frame(node))
     order, memory = _Order(part), _Memory(part, storages)
     regions = []
-    for group, frame in groups:
+    for members, frame in groups:
+        group = sorted(members, key=order.position.__getitem__)  # as they will stand side by side
         region = _region(part, group, frame, storages)
         moved = order.moved(set(group)) if region.saved else None
-        if moved is not None and memory.peak(moved) <= memory.peak(order):
+        more = memory.peak(moved) - memory.peak(order) if moved is not None else 0
+        if moved is not None and more <= 0:
             order = moved
             regions.append(region)
-    return replace(part, nodes=order.nodes), tuple(regions)
+        elif moved is not None:
+            refused |= dict.fromkeys(group, f"{region} as one call would hold {more} bytes more at the peak")
+        elif region.saved:
+            refused |= dict.fromkeys(group, f"{region} cannot stand side by side beside the other regions")
+        else:
+            refused |= dict.fromkeys(group, "no neighbour loops over the same shape: there is nothing to save")
+    said = [(node, refused[node]) for node in part.nodes if node in refused]
+    return Found(replace(part, nodes=order.nodes), tuple(regions), said)
 
 
-def _frame(node: ir.Node, part: Part) -> Sizes | None:
-    """The shape that a node loops over; None where no region may hold it."""
+def _obstacle(node: ir.Node, part: Part) -> str:
+    """Why no region may hold a node whose op fuses; "" where one may."""
     definition = definition_of(node)
-    if definition.fuses is None or definition.effects != Effects.NONE or definition.aliases:
-        return None
-    read = [v for v in node.inputs if v is not None and v.const_value is None]
-    values = [*read, *node.outputs]
-    if not read or any(v in part.host or v.dtype not in _TYPES or v.shape is None for v in values):
-        return None
-    shapes = [sizes.of(v) for v in values]
-    frame = sizes.broadcast(*shapes)
-    return frame if frame in shapes else None
+    if definition.effects != Effects.NONE or definition.aliases:
+        return "it has effects, or gives a view"
+    values = _looped(node)
+    if len(values) == len(node.outputs):
+        return "it reads constants only"
+    if any(v in part.host for v in values):
+        return "it reads a size"
+    others = {str(v.dtype) for v in values if v.dtype not in _TYPES}
+    if others:
+        return f"its elements are {' and '.join(sorted(others))}"
+    if any(v.shape is None for v in values) or _frame(node) not in map(sizes.of, values):
+        return "none of its tensors has the shape that it loops over"
+    return ""
+
+
+def _looped(node: ir.Node) -> list[ir.Value]:
+    """The tensors that a node reads and writes."""
+    return [*(v for v in node.inputs if v is not None and v.const_value is None), *node.outputs]
+
+
+def _frame(node: ir.Node) -> Sizes:
+    """The shape that a node loops over."""
+    return sizes.broadcast(*map(sizes.of, _looped(node)))
 
 
 class _Order:
@@ -146,9 +189,9 @@ class _Groups:
         self._frames: dict[ir.Node, Sizes] = {}
 
     def __iter__(self) -> Iterator[tuple[list[ir.Node], Sizes]]:
-        """Each group, its nodes in order, with its frame."""
+        """Each group with its frame."""
         for group in {id(group): group for group in self._groups.values()}.values():
-            yield sorted(group, key=self._order.position.__getitem__), self._frames[group[0]]
+            yield group, self._frames[group[0]]
 
     def add(self, node: ir.Node, frame: Sizes) -> None:
         """Lets a node join the groups around it, where that makes no cycle."""

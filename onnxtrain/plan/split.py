@@ -42,6 +42,14 @@ def group_gradients(parts: Cut) -> Groups:
     return (*groups, tuple(group)) if group else ()
 
 
+def ends(parts: Cut, groups: Groups) -> list[int]:
+    """For each group, how many of backward's nodes have run when it is handed over."""
+    ready, found = _ready(parts), [0]
+    for group in groups[:-1]:
+        found.append(max([found[-1], *(ready[index] for index in group if index in ready)]))
+    return [*found[1:], len(parts.backward.nodes)]
+
+
 def split(parts: Cut, groups: Groups) -> tuple[Part, ...]:
     """The backward part as one part per group: its outputs are the group's gradients, then what later parts read of it.
 
@@ -49,15 +57,10 @@ def split(parts: Cut, groups: Groups) -> tuple[Part, ...]:
         parts: those that the groups are of, or those for fewer cotangents or gradients.
         groups: see `group_gradients`; each gradient is in one.
     """
-    part, ready = parts.backward, _ready(parts)
-    bounds = [0]
-    for group in groups[:-1]:
-        bounds.append(max([bounds[-1], *(ready[index] for index in group if index in ready)]))
-    bounds.append(len(part.nodes))
-
+    part = parts.backward
     stages: list[Part] = []
     later: dict[ir.Value, None] = {}  # what the stages behind read
-    for group, (start, end) in reversed(list(zip(groups, itertools.pairwise(bounds), strict=True))):
+    for group, (start, end) in reversed(list(zip(groups, itertools.pairwise([0, *ends(parts, groups)]), strict=True))):
         own = part.nodes[start:end]
         gradients = tuple(part.outputs[index] for index in group)
         made = [v for node in own for v in node.outputs if v in later]

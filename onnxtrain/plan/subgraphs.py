@@ -148,7 +148,7 @@ def steer(
     else:
         again = _by_layers(parts, _usable(parts, storages, changed))
         if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
-            again.update(v for subgraph in subgraphs for candidate in subgraph.candidates for v in candidate.again)
+            again.update(v for s in subgraphs for c in s.candidates if _is_outside(c) for v in c.again)
     rows = reports(subgraphs, again)
     _LOG.info("%s", _summary(options, rows))
     planned, own = with_recomputed(parts, again), set(parts.forward.nodes)
@@ -201,6 +201,12 @@ def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
     if not again:
         _LOG.warning("memory_opt_level: there is no layer: no submodule with a number in its name can run again")
     return again
+
+
+def _is_outside(candidate: Candidate) -> bool:
+    """Whether no layer makes it: what a layer hands to the next is kept, or all layers would be computed at once."""
+    producers = (v.producer() for v in candidate.again)
+    return all(_layer_of(node) is None for node in producers if node is not None)
 
 
 def _layer_of(node: ir.Node) -> str | None:

@@ -1,13 +1,13 @@
-"""Fused regions: which nodes join, that results stay, who swaps what when. Only slow tests compile in earnest."""
+"""Fused regions: which nodes join, that results stay, who swaps what when. No compiler runs."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import subprocess
 import sys
 import textwrap
 import threading
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,109 +18,45 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.execute.program import Program
 from onnxtrain.execute.regions import build as building
 from onnxtrain.execute.regions import call as calling
+from onnxtrain.execute.regions import child, request
 from onnxtrain.execute.regions import program as fused
-from onnxtrain.execute.regions import request
 from onnxtrain.execute.regions.call import RegionCall
 from onnxtrain.execute.regions.program import FusedProgram
 from onnxtrain.execute.regions.request import Request
-from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import TensorType, set_type
-from onnxtrain.native.build import BuildError, seal
-from onnxtrain.native.compiler import find as find_compiler
-from onnxtrain.ops import builder
-from onnxtrain.ops.constructors import ONNX_DTYPES
-from onnxtrain.ops.definition import OPSET
-from onnxtrain.plan.cut import Part, whole
-from onnxtrain.plan.regions import Region, find
+from onnxtrain.native import compiler
+from onnxtrain.native.build import BuildError, is_whole, seal
+from onnxtrain.plan.regions import find
 from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.execute.region_cases import (
+    CPU,
+    KINDS,
+    SIZES,
+    Trained,
+    a_request,
+    fused_programs,
+    gated,
+    names,
+    nodes_as_kernel,
+    part_of,
+    regions_of,
+    wait_for,
+    written,
+)
+from tests.zoo.checks import Comparison
+from tests.zoo.entry import ZooModel
+from tests.zoo.models import ZOO
 
 pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("regions_cache"),
+    pytest.mark.skipif(compiler.find() is None, reason="there is no C++ compiler"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled regions are for Linux"),
 ]
 
-Build = Callable[..., Any]
-SIZES = {"b": 5, "s": 7, "h": 11}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and no region that did not compile in another test."""
-    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(building, "_refused", {})
-    return tmp_path / "cache" / "regions"
-
-
-def part_of(build: Build, dims: Sequence[str], dtype: torch.dtype = torch.float32) -> Part:
-    """What `build` writes of inputs with these sizes (letters are open, numbers fixed), as one part."""
-    inputs = []
-    for index, words in enumerate(dims):
-        value = ir.Value(name=f"x{index}")
-        shape = tuple(int(w) if w.isdigit() else w for w in words.split())
-        set_type(value, TensorType(ONNX_DTYPES[dtype], shape))
-        inputs.append(value)
-    op = builder(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name="example"))
-    made = build(op, *inputs)
-    op.graph.outputs.extend(made if isinstance(made, tuple) else (made,))
-    return whole(ir.Model(op.graph, ir_version=10))
-
-
-def regions_of(part: Part) -> tuple[Part, tuple[Region, ...]]:
-    return find(part, Storages(part.nodes, SIZES, "cpu"))
-
-
-def names(regions: Sequence[Region]) -> list[str]:
-    return [str(region) for region in regions]
-
-
 # Which nodes join
-
-
-def gated(op: Builder, gate: ir.Value, up: ir.Value) -> ir.Value:
-    return op.Mul(op.ms.QuickGelu(gate, alpha=1.0), up)
-
-
-def gated_backward(op: Builder, dy: ir.Value, gate: ir.Value, up: ir.Value, silu: ir.Value) -> tuple[ir.Value, ...]:
-    return op.ms.QuickGeluGrad(op.Mul(dy, up), gate, alpha=1.0), op.Mul(dy, silu)
-
-
-def added_norm(op: Builder, x: ir.Value, residual: ir.Value, scale: ir.Value) -> tuple[ir.Value, ...]:
-    total = op.Add(x, residual)
-    y, inv_std = op.ms.SimplifiedLayerNormalization(total, scale, axis=-1, epsilon=1e-6)
-    return total, y, inv_std
-
-
-def norm_backward(op: Builder, dy: ir.Value, x: ir.Value, scale: ir.Value, inv_std: ir.Value, more: ir.Value) -> Any:
-    dx, dscale = op.ms.SimplifiedLayerNormalizationGrad(dy, x, scale, inv_std, axis=-1)
-    return op.Add(dx, more), dscale
-
-
-def softmax_of_scaled(op: Builder, x: ir.Value, mask: ir.Value) -> ir.Value:
-    return op.Softmax(op.Add(op.Mul(x, op.scalar(0.125, like=x)), mask), axis=-1)
-
-
-def layer_norm_of_sum(op: Builder, x: ir.Value, residual: ir.Value, scale: ir.Value, b: ir.Value) -> ir.Value:
-    return op.own.LayerNormalization(op.Add(x, residual), scale, b, axis=-1, epsilon=1e-5)[0]
-
-
-def summed(op: Builder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return op.ReduceSum(op.Exp(op.Sub(x, y)), op.constant([-1], ir.DataType.INT64), keepdims=1)
-
-
-KINDS: dict[str, tuple[Build, Sequence[str]]] = {
-    "silu * up": (gated, ["b s h", "b s h"]),
-    "silu * up, backward": (gated_backward, ["b s h"] * 4),
-    "add + RMS norm": (added_norm, ["b s 48", "b s 48", "48"]),
-    "RMS norm, backward": (norm_backward, ["b s 48", "b s 48", "48", "b s 1", "b s 48"]),
-    "scaled softmax": (softmax_of_scaled, ["b s h", "b 1 h"]),
-    "add + layer norm": (layer_norm_of_sum, ["b h 40", "b h 40", "40", "40"]),
-    "sum": (summed, ["b s h", "b s h"]),
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +67,11 @@ def test_each_kind_is_one_region(kind: str) -> None:
     assert list(region.part.nodes) == tensor_nodes
     assert set(region.part.outputs) == set(part.outputs)
     assert region.saved > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_all_floating_types_join(dtype: torch.dtype) -> None:
+    assert names(regions_of(part_of(*KINDS["silu * up"], dtype))[1]) == ["QuickGelu + Mul"]
 
 
 def test_only_measured_kinds_gain() -> None:
@@ -184,27 +125,28 @@ def test_other_shapes_are_other_regions() -> None:
     assert names(regions_of(part_of(two, ["b 8", "s 8"]))[1]) == ["Exp + Exp"] * 2
 
 
+def test_what_is_in_no_region_says_why() -> None:
+    def mixed(op: Builder, x: ir.Value, other: ir.Value) -> tuple[ir.Value, ...]:
+        rounded = op.Neg(op.Cast(x, to=ir.DataType.INT64))
+        return rounded, op.Exp(x), op.Exp(other), apart(op, x, other, op.Transpose(other, perm=[1, 0]))
+
+    part = part_of(mixed, ["b 8", "8 8"])
+    found = find(part, Storages(part.nodes, SIZES, "cpu"))
+    said = {node.op_type: reason for node, reason in found.refused}
+    assert set(said) == {"Neg", "Exp", "QuickGelu", "Mul"}
+    assert "INT64" in said["Neg"]
+    assert "nothing to save" in said["Exp"]
+    assert "bytes more at the peak" in said["QuickGelu"]
+    assert not found.regions
+
+
 # One region as a call
-
-
-def nodes_as_kernel(path: Path) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """What a made-up compiler gives: the region that was written down, run node by node."""
-    model, _ = request.read(path)
-    program = Program(whole(model), "written", torch.device("cpu"))
-    return lambda tensors: program.run(tensors, ())[0]
-
-
-def written(folder: Path, part: Part) -> Path:
-    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
-    folder.mkdir(parents=True, exist_ok=True)
-    Request(part, shapes).write(folder)
-    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_region_is_written_down_whole(kind: str, tmp_path: Path) -> None:
     region = regions_of(part_of(*KINDS[kind]))[1][0]
-    RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)), timed=False)  # checks the kernel
+    RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)), CPU, timed=False)  # checks the kernel
 
 
 def test_equal_regions_of_two_layers_are_compiled_once() -> None:
@@ -214,9 +156,9 @@ def test_equal_regions_of_two_layers_are_compiled_once() -> None:
     first, second = regions_of(part_of(layers, ["b 8", "8 8"]))[1]
     shapes = [[5, 8], [5, 8]]
     assert len(first.part.inputs) == 1
-    assert Request(first.part, shapes[:1]).key != Request(second.part, shapes).key
+    assert Request(first.part, shapes[:1], CPU).key != Request(second.part, shapes, CPU).key
     third = regions_of(part_of(gated, ["h 8", "h 8"]))[1][0]
-    assert Request(third.part, shapes).key == Request(second.part, [[9, 8], [9, 8]]).key
+    assert Request(third.part, shapes, CPU).key == Request(second.part, [[9, 8], [9, 8]], CPU).key
 
 
 def test_a_kernel_that_is_wrong_is_refused(tmp_path: Path) -> None:
@@ -229,14 +171,51 @@ def test_a_kernel_that_is_wrong_is_refused(tmp_path: Path) -> None:
     }
     for message, kernel in wrong.items():
         with pytest.raises(BuildError, match=message):
-            RegionCall(part, kernel, timed=False)
+            RegionCall(part, kernel, CPU, timed=False)
+
+
+def test_a_kernel_that_is_wrong_at_other_sizes_is_refused(tmp_path: Path) -> None:
+    """Loops over whole vectors may be wrong, where those over the rest are right. The process that compiles looks."""
+    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
+    good = nodes_as_kernel(written(tmp_path, part))
+    call = RegionCall(part, lambda tensors: [good(tensors)[0] * (1 + (tensors[0].numel() > 99))], CPU, timed=False)
+    with pytest.raises(BuildError, match="off by"):
+        call.compare([[16, 64], [16, 64]])
+
+
+def fails(tensors: Sequence[torch.Tensor]) -> Any:
+    raise RuntimeError("no more memory")
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_kernel_that_fails_later_is_left(timed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
+    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU, timed=timed)
+    call.kernel = fails
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        assert torch.equal(call(x, x)[0], torch.nn.functional.silu(x) * x)
+    assert call.chosen == "nodes"
+    assert sum("no more memory" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_gpus_kernel_takes_what_its_code_is_made_for(tmp_path: Path) -> None:
+    """Tensors that begin where those began that it was compiled with, and counts of 32 bits."""
+    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
+    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU, timed=False)
+    x = torch.randn(65)
+    call._device = torch.device("cuda")
+    assert call._takes((x[:64].view(8, 8), x[:64].view(8, 8)))
+    assert not call._takes((x[:64].view(8, 8), x[1:].view(8, 8)))
+    large = torch.empty(2, device="meta").as_strided((2**16, 2**15), (2**15, 1))
+    assert not call._takes((large, large))
 
 
 def test_small_sizes_and_strides_go_by_the_nodes(tmp_path: Path) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
     calls: list[int] = []
-    call = RegionCall(part, lambda tensors: (calls.append(1), kernel(tensors))[1], timed=False)
+    call = RegionCall(part, lambda tensors: (calls.append(1), kernel(tensors))[1], CPU, timed=False)
     calls.clear()
     for shape, taken in (((2, 2), 1), ((1, 4), 0), ((4, 1), 0), ((0, 3), 0), ((5, 3), 1)):
         x, y = torch.randn(shape), torch.randn(shape)
@@ -254,7 +233,7 @@ def test_the_faster_way_stays(kernel_s: float, chosen: str, tmp_path: Path, monk
     clock = [0.0]
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
-    call = RegionCall(part, kernel, timed=True)
+    call = RegionCall(part, kernel, CPU, timed=True)
     nodes = call._nodes
     monkeypatch.setattr(calling.time, "perf_counter", lambda: clock[0])
 
@@ -275,68 +254,6 @@ def test_the_faster_way_stays(kernel_s: float, chosen: str, tmp_path: Path, monk
 
 
 # In a module
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 8, inner: int = 12) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
-
-
-def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.mul(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    assert x.grad is not None
-    return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
-
-
-class Trained:
-    """A module of two blocks and a layer, with its fused programs, and eager's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        self.programs: list[FusedProgram] = []
-        watch = fused.watch
-
-        def watched(*arguments: Any) -> FusedProgram | None:
-            program = watch(*arguments)
-            if program is not None:
-                self.programs.append(program)
-            return program
-
-        monkeypatch.setattr(fused, "watch", watched)
-        monkeypatch.setattr(fused, "_CALLS", 3)
-        monkeypatch.setattr(fused, "LEAST", 1)
-        torch.manual_seed(0)
-        # What the last layer gives is large: the peak is there, and regions may hold a little more elsewhere.
-        self.eager = nn.Sequential(Block(), Block(), nn.Linear(8, 128), nn.Tanh()).to(dtype)
-        self.exact = copy.deepcopy(self.eager).double()
-        self.module = ORTModule(copy.deepcopy(self.eager), **{"native": True, "rng": "fast", **options})
-        self.dtype = dtype
-
-    def check(self, *shape: int) -> None:
-        x = torch.randn(*shape, 8, dtype=self.dtype)
-        got = results(self.module, x)
-        eager, exact = results(self.eager, x), results(self.exact, x.double())
-        largest = max((v.abs().max().item() for v in exact.values() if v.numel()), default=0.0)
-        for name, value in eager.items():
-            found = got[name] if name in got else got[f"_module.{name}"]
-            assert_no_worse_than_eager(name, found, value, exact[name], largest)
-
-    def prepared(self) -> None:
-        """Steps until the compiler, which is made up, has done its work."""
-        for _ in range(4):
-            self.check(3, 5)
-        for program in self.programs:
-            assert program._work is not None
-            program._work.join()
 
 
 @pytest.fixture
@@ -376,6 +293,35 @@ def test_a_model_trains_as_before_at_all_sizes(
         assert {call.chosen for call in (*forward.calls, *backward.calls)} == {"kernel"}
 
 
+OFTEN = {"no-grad-region"}  # its regions do not stand as they are found; the others under --slow
+MODELS = [
+    pytest.param(
+        *(entry, dtype),
+        id=f"{entry}-{str(dtype).removeprefix('torch.')}",
+        marks=[] if entry.name in OFTEN else [pytest.mark.slow],
+    )
+    for entry in ZOO
+    if entry.falls_back is None
+    for dtype in (torch.float32, torch.float64)
+    # Without regions too, attention's backward gives 6e-17 at length 1 where eager gives 0.
+    if not (entry.name == "t5" and dtype == torch.float64)
+]
+
+
+@pytest.mark.parametrize(("entry", "dtype"), MODELS)
+def test_models_of_the_zoo_train_as_before(
+    entry: ZooModel, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = fused_programs(monkeypatch)
+    compare = Comparison(entry, dtype, wrap=lambda m: ORTModule(m, rng="fast", native=True, regions="on"))
+    compare.change(nn.Module.eval)
+    for _ in range(4):
+        compare.train(*entry.sizes[0])
+    wait_for(programs)
+    for shape in entry.sizes:
+        compare.train(*shape)
+
+
 def test_in_trial_both_ways_run_until_it_is_settled(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calling, "_TRIALS", 2)
     trained = Trained(monkeypatch, regions="auto")
@@ -410,26 +356,157 @@ def test_variables_of_onnxruntime_training_switch_regions(monkeypatch: pytest.Mo
     assert all(program.settled for program in trained.programs)  # "on": without a trial
 
 
-def test_a_compiler_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(building, "in_background", lambda *_: (1, "first\nit broke"))
-    trained = Trained(monkeypatch, regions="on")
-    with caplog.at_level(logging.WARNING, "onnxtrain"):
+def said_by(module: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == module.__name__ and r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "message"),
+    [
+        ("find", lambda: None, "there is no C++ compiler"),
+        ("in_background", lambda *_: (1, "first\nit broke"), "ended with 1: first\nit broke"),
+    ],
+)
+def test_a_compiler_that_fails_is_said_once(
+    name: str, made: Any, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler if name == "find" else building, name, made)
+    for _ in range(2):  # modules, of two programs each
+        trained = Trained(monkeypatch, regions="on", native=True)
         trained.prepared()
-        again = Trained(monkeypatch, regions="on")
-        again.prepared()
-    said = [r.getMessage() for r in caplog.records if r.name == building.__name__]
-    assert said
-    assert len(said) == len(building._refused)
-    assert all("ended with 1" in text and "it broke" in text for text in said)
+        assert not any(program.calls for program in trained.programs)
+        trained.check(3, 5)
+    (said,) = said_by(building, caplog)
+    assert message in said
+
+
+def test_a_wrong_kernel_is_said_once_and_not_used(
+    made_up: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(path: Path, device: torch.device) -> Any:
+        good = nodes_as_kernel(path)
+        return lambda tensors: [t * 1.001 for t in good(tensors)]
+
+    monkeypatch.setattr(fused, "load", load)
+    trained = Trained(monkeypatch, regions="on")
+    trained.prepared()
     assert not any(program.calls for program in trained.programs)
     trained.check(3, 5)
+    said = said_by(building, caplog)
+    assert said
+    assert len(said) == len(set(said))
+    assert all("off by" in text for text in said)
+
+
+def test_several_threads_compile_once(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    prepare = FusedProgram._prepare
+    monkeypatch.setattr(FusedProgram, "_prepare", lambda self, *a: (started.append(self), prepare(self, *a)))
+    trained = Trained(monkeypatch, regions="on")
+    trained.check(3, 5)  # captured once
+    forward, backward = trained.programs
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        found.extend(trained.module(x).detach() for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trained.prepared()
+    assert started.count(forward) == 1
+    assert started.count(backward) == 1
+    assert len(found) == 20
+    expected, exact = trained.eager(x).detach(), trained.exact(x.double()).detach()
+    for each in found:
+        assert_no_worse_than_eager("y", each, expected, exact)
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "library.so").write_text("no library")
+    for device in (CPU, torch.device("cuda", 0)):
+        with pytest.raises(BuildError, match="when it was loaded"):
+            calling.load(tmp_path / "library.so", device)
+
+
+# The process that compiles
+
+
+@pytest.fixture
+def made_up_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a module in the place of the one that compiles."""
+
+    def put(source: str) -> None:
+        folder = tmp_path / "modules"
+        folder.mkdir()
+        folder.joinpath("made_up_child.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setattr(building, "_CHILD", "made_up_child")
+
+    return put
+
+
+CRASHES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+HANGS = """
+    import signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "limit_s", "message"),
+    [(CRASHES, 600, "ended with -11"), (HANGS, 1, "no end after 1 s"), ("1 / 0", 600, "ZeroDivisionError")],
+    ids=["crashes", "hangs", "raises"],
+)
+def test_a_process_that_ends_otherwise_gives_no_kernel(
+    source: str, limit_s: float, message: str, made_up_child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up_child(source)
+    monkeypatch.setattr(building, "_LIMIT_S", limit_s)
+    with pytest.raises(BuildError, match=message):
+        building.build(a_request())
+
+
+def test_it_imports_what_this_process_does(
+    made_up_child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what happens to lie in the folder in which training was started."""
+    made_up_child("""
+        import json, sys
+        from pathlib import Path
+        Path(sys.argv[1], "library.so").write_text(json.dumps(sys.path))
+    """)
+    (tmp_path / "json.py").write_text("raise ImportError('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BuildError) as refused:  # it is not sealed
+        building.build(a_request())
+    assert str(refused.value) == "the compiler of regions ended with 0: "
+
+
+def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs there first."""
+    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
+    written(tmp_path, part)
+
+    def compiled(traced: Any, package_path: str, inductor_configs: Any) -> None:
+        with zipfile.ZipFile(package_path, "w") as archive:
+            archive.writestr("data/model.so", b"a library")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    monkeypatch.setattr(child, "load", lambda path, device: lambda tensors: [tensors[0] * tensors[1]])
+    with pytest.raises(BuildError, match="off by"):
+        child.main(tmp_path)
+    assert not (tmp_path / request.LIBRARY).exists()
+    monkeypatch.setattr(child, "load", lambda path, device: nodes_as_kernel(tmp_path))
+    child.main(tmp_path)
+    assert is_whole(tmp_path / request.LIBRARY)
 
 
 # The cache
-
-
-def a_request() -> Request:
-    return Request(regions_of(part_of(gated, ["b h", "b h"]))[1][0].part, [[5, 11], [5, 11]])
 
 
 @pytest.fixture
@@ -478,12 +555,11 @@ def test_the_folder_of_debugging_gets_graph_and_library(
     assert [n.op_type for n in ir.load(folder / path.stem / "region.onnx").graph] == ["QuickGelu", "Mul"]
 
 
-def test_a_cache_that_cannot_be_written_is_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache.parent.mkdir()
-    cache.write_text("a file in the place of the folder")
+def test_a_cache_that_cannot_be_written_is_said(regions_cache: Path) -> None:
+    regions_cache.parent.mkdir()
+    regions_cache.write_text("a file in the place of the folder")
     with pytest.raises(BuildError, match="cannot be used"):
         building.build(a_request())
-    assert sum("cannot be used" in r.getMessage() for r in caplog.records) == 1
 
 
 TWO = """
@@ -517,48 +593,3 @@ def test_two_processes_compile_a_region_once() -> None:
     ]
     said = [line for child in both for line in child.communicate()[0].split()]
     assert sorted(said) == ["compiled", "region-same.so", "region-same.so"]
-
-
-# The real compiler
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dtype) -> None:
-    build, dims = KINDS[kind]
-    part = regions_of(part_of(build, dims, dtype))[1][0].part
-    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
-    call = RegionCall(part, calling.load(building.build(Request(part, shapes))), timed=False)
-    for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
-        known = {"b": b, "s": s, "h": h}
-        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], dtype=dtype) for v in part.inputs]
-        compare(call, part, inputs)
-    with_special = [t.clone() for t in inputs]
-    for tensor in with_special:
-        tensor.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=dtype)[: tensor.numel()]
-    compare(call, part, with_special)
-
-
-def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> None:
-    got = call(*inputs)
-    nodes = Program(part, "nodes", torch.device("cpu"))
-    own, exact = nodes.run(inputs, ())[0], nodes.run([t.double() for t in inputs], ())[0]
-    for value, a, b, c in zip(part.outputs, got, own, exact, strict=True):
-        assert value is not None
-        assert_no_worse_than_eager(str(value.name), a, b, c)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_a_model_trains_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained(monkeypatch, regions="on")
-    for _ in range(4):
-        trained.check(3, 5)
-    for program in trained.programs:
-        assert program._work is not None
-        program._work.join()
-    assert all(program.settled for program in trained.programs)
-    for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (7, 9), (33, 2)):
-        trained.check(*shape)

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from onnxtrain import ORTModule
 from onnxtrain.cli import main
 from onnxtrain.observe import allocations
 from onnxtrain.observe.allocations import peak_bytes, profiled, record
 from onnxtrain.observe.memory_timeline import BANDS, MemoryTimeline, Stretch, as_bytes, draw, held_by_band
-from onnxtrain.observe.step_memory import measure_step
+from onnxtrain.observe.step_memory import measure_step, predicted
 
 MODEL = """
 import torch
@@ -69,6 +70,18 @@ def test_the_profilers_notes_of_itself_are_dropped_and_nothing_else(capfd: pytes
         os.write(2, b"USDT:2026 profiler_start\nan error\n")
     assert capfd.readouterr().err == "USDT: by the user\nan error\n"
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_are_held_until_a_planned_step_ends(early: bool) -> None:
+    """Those that are handed over before, by .grad."""
+    module = nn.Sequential(*[nn.Linear(100, 100) for _ in range(4)])
+    model = ORTModule(module, early_gradients=early)
+    model(torch.ones(5, 100)).sum().backward()
+    drawn = predicted("", *model.__dict__["_engine"].newest().timeline(), {})
+    gradients = [dict(zip(BANDS, stretch.held, strict=True))["gradients"] for stretch in drawn.stretches]
+    assert gradients == sorted(gradients)
+    assert gradients[-1] == sum(p.nbytes for p in module.parameters())
 
 
 def test_a_measured_step_is_split_into_bands() -> None:

@@ -65,9 +65,26 @@ def test_the_peak_of_pictures_that_are_put_in_order_is_predicted() -> None:
     assert_predicted(Features(module), make)
 
 
-def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch]) -> None:
+class Wide(torch.nn.Module):
+    """A step's peak is its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(128, 128), torch.nn.Tanh())]
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_peak_of_gradients_is_predicted(early: bool) -> None:
+    assert_predicted(Wide(), lambda batch, length: {"x": torch.randn(batch, 128)}, early_gradients=early)
+
+
+def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch], **options: bool) -> None:
     """Within a twentieth of what the allocator gives out, in a step whose gradients are there and outputs are held."""
-    model = ORTModule(module, rng="torch")
+    model = ORTModule(module, rng="torch", **options)
     for size in SIZES:
         batch = make(*size)
         step(model, batch)

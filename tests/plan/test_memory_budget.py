@@ -115,14 +115,73 @@ def test_bytes_hold_at_all_sizes() -> None:
 
 
 def test_the_least_budget_of_the_error_can_be_met() -> None:
-    _, model = stack_with(memory_budget_bytes=1000)
+    least = least_budget(stack_with(memory_budget_bytes=1000)[1], BATCH)
+    _, model = stack_with(memory_budget_bytes=least)
+    step(model, BATCH)
+    assert peak_of(lambda: step(model, BATCH)) <= 1.02 * least
+
+
+def wide_with(module: type[nn.Module] = Stack, **options: Any) -> tuple[Any, ORTModule]:
+    """Gradients that outweigh activations."""
+    torch.manual_seed(3)
+    made = module(blocks=6, width=64)
+    return made, ORTModule(made, rng="torch", **options)
+
+
+WIDE = {"x": torch.randn(128, 64, generator=torch.Generator().manual_seed(0))}
+
+
+def least_budget(model: ORTModule, batch: dict[str, torch.Tensor]) -> int:
+    """What the error of an impossible budget names."""
     with pytest.raises(MemoryBudgetError) as caught:
-        step(model, BATCH)
+        step(model, batch)
     found = re.search(r"(\d+) bytes or more", str(caught.value))
     assert found is not None
-    _, model = stack_with(memory_budget_bytes=int(found[1]))
-    step(model, BATCH)
-    assert peak_of(lambda: step(model, BATCH)) <= 1.02 * int(found[1])
+    return int(found[1])
+
+
+def test_where_nothing_else_fits_gradients_are_handed_over_early() -> None:
+    module, plain = wide_with()
+    expected = gradients(plain, module, WIDE)
+    held = sum(p.nbytes for p in module.parameters())
+    least = least_budget(wide_with(memory_budget_bytes=1)[1], WIDE)
+    assert least < held  # all gradients together do not fit
+    module, model = wide_with(memory_budget_bytes=least)
+    assert_same(gradients(model, module, WIDE), expected)
+    assert peak_of(lambda: step(model, WIDE)) <= 1.02 * least
+    torch.manual_seed(1)
+    wanted = [module.blocks[3].first.weight]
+    (alone,) = torch.autograd.grad(model(**WIDE)["loss"], wanted)
+    module.zero_grad()
+    torch.manual_seed(1)
+    model(**WIDE)["loss"].backward(inputs=wanted)
+    assert [p.grad is not None for p in module.parameters()].count(True) == 1
+    assert torch.equal(alone, wanted[0].grad)
+    module, roomy = wide_with(memory_budget_bytes=2 * held)
+    assert_same(gradients(roomy, module, WIDE), expected)
+    assert "handed over" in str(model.report())
+    assert "handed over" not in str(roomy.report())
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class WithFunction(Stack):
+    def run(self, block: nn.Module, x: torch.Tensor) -> Any:
+        return Double.apply(block(x))
+
+
+def test_gradients_that_leave_together_count_together() -> None:
+    """Backward cannot be split where a custom autograd function runs."""
+    module, model = wide_with(WithFunction, memory_budget_bytes=1)
+    assert least_budget(model, WIDE) > sum(p.nbytes for p in module.parameters())
 
 
 def test_auto_keeps_everything_where_there_is_room() -> None:
@@ -200,7 +259,10 @@ def test_checkpointed_regions_are_computed_again(reentrant: bool) -> None:
 
 
 def test_steps_in_flight_do_not_share_memory() -> None:
-    """What one step holds stays as it is while others run in memory that is filled with NaN when it is given out."""
+    """What one step holds stays as it is while others run in memory that is filled with NaN when it is given out.
+
+    Also for a second backward: what forward kept is not written over in the first.
+    """
     module, model = stack_with(memory_budget_bytes=0.6)
     alone = [gradients(model, module, {"x": BATCH["x"] * i}) for i in (1, 2)]
     for factor, found in zip((1, 2), alone, strict=True):  # a plan that is wrong may be so each time
@@ -215,11 +277,12 @@ def test_steps_in_flight_do_not_share_memory() -> None:
         torch.manual_seed(1)
         second = model(BATCH["x"] * 2)["loss"]
         losses = first.detach().clone(), second.detach().clone()
-        both = [torch.autograd.grad(loss, list(module.parameters())) for loss in (first, second)]
+        steps = (first, second, first, second)
+        both = [torch.autograd.grad(loss, list(module.parameters()), retain_graph=True) for loss in steps]
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = filled
-    for loss, got, expected in zip(losses, both, alone, strict=True):
+    for loss, got, expected in zip(losses * 2, both, alone * 2, strict=True):
         assert_same([loss, *got], expected[: len(got) + 1])
 
 

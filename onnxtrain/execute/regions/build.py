@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _CHILD = "onnxtrain.execute.regions.child"
 _LIMIT_S = 1800  # about 20 s of a processor that the training leaves a tenth of
 _turn = threading.Lock()  # one compiler at a time
-_refused: dict[str, str] = {}  # what did not compile in this process
+_refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
 
 
 def build(request: Request, dump: Path | None = None) -> Path:
@@ -32,19 +32,21 @@ def build(request: Request, dump: Path | None = None) -> Path:
         dump: where its graph and its library are written too.
 
     Raises:
-        BuildError: it cannot be compiled; the first time, that is logged.
+        BuildError: it cannot be compiled, or `refuse` was called for it.
     """
     if request.key in _refused:
         raise BuildError(_refused[request.key])
     try:
         return _built(request, dump)
-    except OSError as error:
-        reason = f"the folder of compiled regions cannot be used: {error}"
-    except BuildError as error:
-        reason = str(error)
+    except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
+        raise BuildError(f"the folder of compiled regions cannot be used: {error}") from error
+
+
+def refuse(request: Request, reason: str) -> None:
+    """Leaves a region to its operators, in this process. Each reason is logged once."""
+    if reason not in _refused.values():
+        _LOG.warning("A fused region is not there, its operators run one by one instead: %s", reason)
     _refused[request.key] = reason
-    _LOG.warning("A fused region is not there, its operators run one by one instead: %s", reason)
-    raise BuildError(reason)
 
 
 def _built(request: Request, dump: Path | None) -> Path:
@@ -73,8 +75,10 @@ def _compile(request: Request, target: Path) -> None:
         command = [
             "env",
             "OMP_NUM_THREADS=1",
+            "TORCHINDUCTOR_COMPILE_THREADS=1",
             f"TORCHINDUCTOR_CACHE_DIR={target.parent / 'inductor'}",
-            *(sys.executable, "-m", _CHILD, scratch),
+            f"PYTHONPATH={os.pathsep.join(sys.path)}",  # what is imported there is what is imported here
+            *(sys.executable, "-P", "-m", _CHILD, scratch),
         ]
         code, said = in_background(command, _LIMIT_S)
         library = Path(scratch, LIBRARY)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -20,21 +22,36 @@ from onnxtrain.plan.cut import Part
 from onnxtrain.tolerance import compared
 
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+_LOG = logging.getLogger(__name__)
 _TRIALS = 10  # timed calls of each way
 _CHECKED_SIZE = 3  # of open sizes, in the check of a new kernel: odd, so that loops have a rest
+# Triton's kernels count elements in 32 bits, and read so many bytes at once as an allocator's new memory allows.
+_MOST_ON_GPU = 2**31 - 1
+_ALIGNED_BYTES = 16
 
 
-def load(path: Path) -> Kernel:
+def load(path: Path, device: torch.device) -> Kernel:
     """The function of a library that `build` gave: contiguous tensors -> tensors of its own.
 
     Raises:
         BuildError: this PyTorch cannot load it.
     """
+    runner: Any
     try:
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+        if device.type == "cpu":
+            runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+        else:
+            runner = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device))
     except (RuntimeError, AttributeError) as error:
         raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
-    return cast(Kernel, runner.run)  # it takes any sequence
+    if device.type == "cpu":
+        return cast(Kernel, runner.run)  # it takes any sequence
+
+    def on_gpu(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with torch.cuda.device(device):  # whose stream it asks for
+            return cast(Sequence[torch.Tensor], runner.run(tensors))
+
+    return on_gpu
 
 
 class RegionCall:
@@ -46,19 +63,20 @@ class RegionCall:
         chosen: by which way calls go; None while the two take turns and are timed.
     """
 
-    def __init__(self, part: Part, kernel: Kernel, *, timed: bool) -> None:
+    def __init__(self, part: Part, kernel: Kernel, device: torch.device, *, timed: bool) -> None:
         """Checks the kernel against the nodes.
 
         Args:
             part: the region.
             kernel: its compiled form.
+            device: where it runs.
             timed: whether the kernel stays only where it is the faster way.
 
         Raises:
             BuildError: the kernel does not compute what the nodes do, or gives an input out again.
         """
-        self.part, self.kernel = part, kernel
-        self._nodes = Program(part, "region", torch.device("cpu")).run
+        self.part, self.kernel, self._device = part, kernel, device
+        self._nodes = Program(part, "region", device).run
         self.chosen: str | None = None if timed else "kernel"
         self._seconds: dict[str, list[float]] = {"kernel": [], "nodes": []}
         places: dict[sizes.Size, tuple[int, int]] = {}
@@ -67,14 +85,17 @@ class RegionCall:
                 if isinstance(size, str):
                     places.setdefault(size, (index, axis))
         self._open = tuple(places.values())
-        self._check()
+        values = [*part.inputs, *(v for node in part.nodes for v in node.outputs)]
+        shapes = {sizes.of(v) for v in values}
+        if not {size for shape in shapes for size in shape if isinstance(size, str)} <= places.keys():
+            raise BuildError("a size in it is none of its inputs'")
+        self._shapes = [[s if isinstance(s, int) else places[s] for s in shape] for shape in shapes]
+        self.compare([[_CHECKED_SIZE if isinstance(n, str) else n for n in sizes.of(v)] for v in part.inputs])
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.chosen == "nodes" or not self._takes(tensors):
             return self._nodes(tensors, ())[0]
-        if self.chosen == "kernel":
-            return self.kernel(tensors)
-        return self._timed(tensors)
+        return self._by_kernel(tensors) if self.chosen == "kernel" else self._timed(tensors)
 
     def gain(self) -> float:
         """Seconds that the kernel saves in a call, by the median of the trial."""
@@ -84,26 +105,55 @@ class RegionCall:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 return False
-        return all(tensors[index].size(axis) >= LEAST_SIZE for index, axis in self._open)
+        for index, axis in self._open:
+            if tensors[index].size(axis) < LEAST_SIZE:
+                return False
+        return self._device.type == "cpu" or self._is_for_gpu(tensors)
+
+    def _is_for_gpu(self, tensors: Sequence[torch.Tensor]) -> bool:
+        for shape in self._shapes:
+            if math.prod(s if isinstance(s, int) else tensors[s[0]].size(s[1]) for s in shape) > _MOST_ON_GPU:
+                return False
+        return not any(tensor.data_ptr() % _ALIGNED_BYTES for tensor in tensors)
+
+    def _by_kernel(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        try:
+            return self.kernel(tensors)
+        except RuntimeError as error:  # it has written nothing but its own results
+            self.chosen = "nodes"
+            _LOG.warning("A fused region ended with an error, its operators run one by one instead: %s", error)
+            return self._nodes(tensors, ())[0]
 
     def _timed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         by_kernel, by_nodes = self._seconds.values()
         way = "kernel" if len(by_nodes) >= len(by_kernel) else "nodes"
-        start = time.perf_counter()
-        results = self.kernel(tensors) if way == "kernel" else self._nodes(tensors, ())[0]
-        self._seconds[way].append(time.perf_counter() - start)
-        if len(by_nodes) == _TRIALS and len(by_kernel) >= _TRIALS:
+        start = self._now()
+        results = self._by_kernel(tensors) if way == "kernel" else self._nodes(tensors, ())[0]
+        self._seconds[way].append(self._now() - start)
+        if self.chosen is None and len(by_nodes) >= _TRIALS and len(by_kernel) >= _TRIALS:
             self.chosen = "kernel" if self.gain() > 0 else "nodes"
         return results
 
-    def _check(self) -> None:
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def compare(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Runs the kernel and the nodes on inputs of these shapes.
+
+        Raises:
+            BuildError: the kernel does not compute what the nodes do, or gives an input out again.
+        """
         drawn = torch.Generator().manual_seed(0)
-        inputs = []
-        for value in self.part.inputs:
-            shape = [_CHECKED_SIZE if isinstance(size, str) else size for size in sizes.of(value)]
-            inputs.append(torch.randn(shape, generator=drawn, dtype=TORCH_DTYPES[dtype_of(value)]))
+        dtypes = [TORCH_DTYPES[dtype_of(value)] for value in self.part.inputs]
+        inputs = [torch.randn(s, generator=drawn, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        inputs = [t.to(self._device) for t in inputs]
         with torch.no_grad():
-            found = self.kernel(inputs)
+            try:
+                found = self.kernel(inputs)
+            except RuntimeError as error:
+                raise BuildError(f"the kernel ends with an error: {error}") from error
             expected = self._nodes(inputs, ())[0]
             exact = self._nodes([t.double() for t in inputs], ())[0]
         memory = [t.untyped_storage().data_ptr() for t in (*inputs, *found) if t.numel()]
@@ -112,6 +162,6 @@ class RegionCall:
         for got, own, wide in zip(found, expected, exact, strict=True):
             if got.shape != own.shape or got.dtype != own.dtype:
                 raise BuildError(f"the kernel gives {got.dtype} {list(got.shape)}, not {own.dtype} {list(own.shape)}")
-            error, allowed, _ = compared(got, own, wide)
-            if error > allowed:
-                raise BuildError(f"the kernel is off by {error:.2g}, where {allowed:.2g} is allowed")
+            off, allowed, _ = compared(got, own, wide)
+            if off > allowed:
+                raise BuildError(f"the kernel is off by {off:.2g}, where {allowed:.2g} is allowed")

@@ -1,7 +1,7 @@
 """The process that compiles regions: python -m onnxtrain.execute.regions.child FOLDER.
 
-A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace, and the C++
-compiler a library. FOLDER holds a request and gets the library, as `library.so`.
+A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace (and, for a
+GPU, Triton's kernels), and the C++ compiler a library. FOLDER holds a request and gets the library, as `library.so`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.regions import request
+from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native.build import seal
@@ -41,32 +42,39 @@ class _Region(torch.nn.Module):
 def main(folder: Path) -> None:
     """Compiles the request in `folder`."""
     model, beside = request.read(folder)
-    region = _Region(Program(whole(model), "region", torch.device("cpu")))
+    part, device = whole(model), torch.device(beside["device"])
+    shapes = [_usual(value, shape) for value, shape in zip(model.graph.inputs, beside["shapes"], strict=True)]
+    region = _Region(Program(part, "region", device))
     with torch.no_grad():
-        tensors, dims = _example(model, beside["shapes"])
+        tensors, dims = _example(model, shapes, device)
         traced = torch.export.export(region, tensors, dynamic_shapes=(dims,), strict=False)
     package = folder / "package.pt2"
-    torch._inductor.aoti_compile_and_package(
-        traced, package_path=str(package), inductor_configs={"cpp.threads": beside["threads"], "compile_threads": 1}
-    )
+    configs = {"cpp.threads": beside["threads"]}
+    if device.type == "cuda":
+        configs["aot_inductor.embed_kernel_binary"] = True  # one file, as on a CPU
+    torch._inductor.aoti_compile_and_package(traced, package_path=str(package), inductor_configs=configs)
     with zipfile.ZipFile(package) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".so")]
         library = folder / f"{request.LIBRARY}.partial"
         library.write_bytes(archive.read(name))
+    # A kernel that ends its process ends this one, and not the training.
+    RegionCall(part, load(library, device), device, timed=False).compare(shapes)
     seal(library)
     library.replace(folder / request.LIBRARY)
 
 
-def _example(model: ir.Model, shapes: list[list[int]]) -> Any:
-    """Tensors of a usual call, and which of their sizes are open."""
+def _usual(value: ir.Value, shape: list[int]) -> list[int]:
+    """The shape of an input in a usual call, or the next that a kernel takes."""
+    own = zip(sizes.of(value), shape, strict=True)
+    return [max(n, request.LEAST_SIZE) if isinstance(size, str) else n for size, n in own]
+
+
+def _example(model: ir.Model, shapes: list[list[int]], device: torch.device) -> Any:
+    """Tensors of these shapes, and which of their sizes are open."""
     open_size = functools.cache(lambda name: torch.export.Dim(name, min=request.LEAST_SIZE))
     tensors, dims = [], []
     for value, shape in zip(model.graph.inputs, shapes, strict=True):
-        own = [
-            max(n, request.LEAST_SIZE) if isinstance(size, str) else n
-            for size, n in zip(sizes.of(value), shape, strict=True)
-        ]
-        tensors.append(torch.zeros(own, dtype=TORCH_DTYPES[dtype_of(value)]))
+        tensors.append(torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(value)], device=device))
         dims.append({i: open_size(size) for i, size in enumerate(sizes.of(value)) if isinstance(size, str)})
     return tuple(tensors), tuple(dims)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ import torch
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.one_call.static_graph import known_numbers
 from onnxtrain.execute.program import Joined, Program, Run, drained
-from onnxtrain.execute.regions.build import build
+from onnxtrain.execute.regions.build import build, refuse
 from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.execute.regions.request import Request
+from onnxtrain.graph import traversal
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops import definition_of
 from onnxtrain.options import Options
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.regions import Region, find
 from onnxtrain.plan.storage import Storages
+from onnxtrain.report import PassReport, Refusal
 
 _LOG = logging.getLogger(__name__)
 _CALLS = 20  # before it is worth to compile: a region takes some 20 s of a processor
@@ -30,12 +33,13 @@ Results = tuple[tuple[Any, ...], tuple[int, ...]]
 Make = Callable[[Part, Joined], Program]
 
 
-def watch(program: Program, options: Options, make: Make) -> FusedProgram | None:
-    """Lets a program of a CPU run its regions by compiled kernels, where it has nodes of a kind that gains.
+def watch(program: Program, options: Options, device: torch.device, make: Make) -> FusedProgram | None:
+    """Lets a program run its regions by compiled kernels, where it has nodes of a kind that gains.
 
     Args:
         program: whose `run` is replaced.
         options: `regions` says which nodes.
+        device: where it runs, a CPU or a GPU.
         make: makes a program of the part, its nodes in another order, with some of them joined.
     """
     if options.regions == "off":
@@ -43,7 +47,7 @@ def watch(program: Program, options: Options, make: Make) -> FusedProgram | None
     fuses = [definition_of(node).fuses for node in program.part.nodes]
     if not any(f is not None and (f.gains or options.regions == "on") for f in fuses):
         return None
-    return FusedProgram(program, options, make)
+    return FusedProgram(program, options, device, make)
 
 
 class FusedProgram:
@@ -54,12 +58,13 @@ class FusedProgram:
         settled: whether it is decided what stays.
     """
 
-    def __init__(self, program: Program, options: Options, make: Make) -> None:
-        self._program, self._options, self._make = program, options, make
+    def __init__(self, program: Program, options: Options, device: torch.device, make: Make) -> None:
+        self._program, self._options, self._device, self._make = program, options, device, make
         self._ordinary = program.run
         self._run: Run = self._counting
         self._seen = 0
         self._work: threading.Thread | None = None
+        self._lock = threading.Lock()  # the module may be called by several threads
         self._part = program.part
         self.calls: list[RegionCall] = []
         self.settled = False
@@ -74,20 +79,24 @@ class FusedProgram:
         tensors = list(tensors)
         self._seen += any(t.numel() >= LEAST for t in tensors)
         if self._seen >= _CALLS:
-            self._run = self._ordinary
-            shapes = [tuple(t.shape) for t in tensors]
-            self._work = threading.Thread(target=self._prepare, args=(shapes, tuple(given)), daemon=True)
-            self._work.start()
+            self._start([tuple(t.shape) for t in tensors], tuple(given))
         return self._ordinary(drained(tensors), given)
 
     # 2
+
+    def _start(self, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> None:
+        with self._lock:
+            if self._work is None:
+                self._run = self._ordinary
+                self._work = threading.Thread(target=self._prepare, args=(shapes, given), daemon=True)
+                self._work.start()
 
     def _prepare(self, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> None:
         """Off the main thread: to find the regions takes some 100 ms, and to compile one minutes."""
         part = self._program.part
         try:
-            storages = Storages(part.nodes, known_numbers(part, shapes, given), "cpu")
-            self._part, regions = find(part, storages)
+            storages = Storages(part.nodes, known_numbers(part, shapes, given), self._device.type)
+            self._part, regions, _ = find(part, storages)
         except (GraphError, NameError) as reason:
             _LOG.debug("%s has no regions: %s", self._program.filename, reason)
             return
@@ -106,10 +115,15 @@ class FusedProgram:
 
     def _call(self, region: Region, storages: Storages) -> RegionCall | None:
         try:
-            request = Request(region.part, [storages.shape(v) for v in region.part.inputs])
-            kernel = load(build(request, self._options.regions_dump))
-            return RegionCall(region.part, kernel, timed=self._options.regions == "auto")
-        except (BuildError, GraphError) as reason:
+            request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
+        except GraphError as reason:
+            _LOG.info("The region %s stays as it is: %s", region, reason)
+            return None
+        try:
+            kernel = load(build(request, self._options.regions_dump), self._device)
+            return RegionCall(region.part, kernel, self._device, timed=self._options.regions == "auto")
+        except BuildError as reason:
+            refuse(request, str(reason))
             _LOG.info("The region %s stays as it is: %s", region, reason)
             return None
 
@@ -121,6 +135,11 @@ class FusedProgram:
 
     def settle(self) -> None:
         """Keeps the regions whose kernels were faster than their nodes."""
+        with self._lock:
+            if not self.settled:
+                self._settle()
+
+    def _settle(self) -> None:
         won = [call for call in self.calls if call.chosen == "kernel"]
         gained = sum(call.gain() for call in won)
         _LOG.info(
@@ -132,6 +151,22 @@ class FusedProgram:
         )
         self._run = self._fused(won).run if won else self._ordinary
         self.settled = True
+
+
+def described(title: str, part: Part, storages: Storages) -> PassReport:
+    """Which regions a part has at these sizes and which are compiled; what is in none, with the reason."""
+    started = time.perf_counter()
+    try:
+        _, regions, refused = find(part, storages)
+    except (GraphError, NameError) as reason:
+        regions, refused = (), [(node, str(reason)) for node in part.nodes[:1]]
+    made = []
+    for region in regions:
+        large = storages.number(region.elements) >= LEAST
+        when = "by auto and on" if region.gains else "by on"
+        made.append(f"{region} over [{', '.join(map(str, region.frame))}]: {when if large else 'too small to compile'}")
+    said = tuple(Refusal("regions", node.op_type, why, traversal.origin(node) or "") for node, why in refused)
+    return PassReport(title, (time.perf_counter() - started) * 1e3, tuple(made), said)
 
 
 class _Timing:

@@ -35,12 +35,13 @@ class Request:
         key: names the library: what decides the code is hashed.
     """
 
-    def __init__(self, part: Part, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, part: Part, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         """Writes the region down.
 
         Args:
             part: the region.
             shapes: of its inputs, in a usual call.
+            device: where it runs.
 
         Raises:
             GraphError: it holds what cannot be written.
@@ -51,14 +52,22 @@ class Request:
         except NotStorableError as error:
             raise GraphError("the region cannot be written to a file", got=error) from error
         threads = torch.get_num_threads()
-        self.beside = json.dumps({"known": known, "shapes": [list(s) for s in shapes], "threads": threads})
+        beside = {"known": known, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
+        self.beside = json.dumps(beside)
         # Without the shapes: sizes of another first call give the same library.
-        told = json.dumps([known, threads, compiler.processor(), *versions()])
+        told = json.dumps([known, threads, compiler.processor(), _kind(device), *versions()])
         self.key = hashlib.sha256(self.graph + b"\0" + told.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:
         folder.joinpath(GRAPH).write_bytes(self.graph)
         folder.joinpath(BESIDE).write_text(self.beside, encoding="utf-8")
+
+
+def _kind(device: torch.device) -> tuple[str, ...]:
+    """What a library for a device runs on: every one of this kind."""
+    if device.type == "cpu":
+        return ("cpu",)
+    return (device.type, torch.cuda.get_device_name(device), f"{torch.version.cuda} {torch.version.hip}")
 
 
 def read(folder: Path) -> tuple[ir.Model, dict[str, Any]]:

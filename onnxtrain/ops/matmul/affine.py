@@ -73,16 +73,14 @@ def _linear_dims(n: NodeView, shapes: Shapes) -> Dims:
 
 def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
     rows = as_rows(op, dy)
+    # The weight's first: x is freed before memory for its gradient is taken.
+    dw = op.ms.FusedMatMul(rows, as_rows(op, n.x), transA=1) if n.wants("w") else None
+    db = op.ReduceSum(rows, constant_axes(op, 0), keepdims=0) if n.b is not None and n.wants("b") else None
     dx = None
     if n.wants("x"):
         dx = op.MatMul(rows, n.w)
         dx = dx if rank_of(n.x) == 2 else op.Reshape(dx, op.shape_of(n.x), allowzero=1)
-    found = (
-        dx,
-        op.ms.FusedMatMul(rows, as_rows(op, n.x), transA=1) if n.wants("w") else None,
-        op.ReduceSum(rows, constant_axes(op, 0), keepdims=0) if n.b is not None and n.wants("b") else None,
-    )
-    return found[: len(n.node.inputs)]
+    return (dx, dw, db)[: len(n.node.inputs)]
 
 
 def _capture_linear(op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = None) -> Any:

@@ -146,18 +146,18 @@ def product_gradient(
 ) -> tuple[Grad, Grad]:
     """Of y = alpha * op(a) @ op(b), both of two dimensions or more; a gradient has the batch axes of y."""
     da = db = None
+    if n.wants("b"):  # a weight's first: `a` is freed before memory for its gradient is taken
+        # As rows: one product instead of a batch of them and their sum.
+        left, right = (as_rows(op, a), as_rows(op, dy)) if rank_of(b) == 2 and not trans_a else (a, dy)
+        if trans_b:
+            db = product_of(op, right, left, 1, trans_a, alpha)
+        else:
+            db = product_of(op, left, right, 1 - trans_a, 0, alpha)
     if n.wants("a"):
         if trans_a:
             da = product_of(op, b, dy, trans_b, 1, alpha)
         else:
             da = product_of(op, dy, b, 0, 1 - trans_b, alpha)
-    if n.wants("b"):
-        if rank_of(b) == 2 and not trans_a:
-            a, dy = as_rows(op, a), as_rows(op, dy)  # one product instead of a batch of them and their sum
-        if trans_b:
-            db = product_of(op, dy, a, 1, trans_a, alpha)
-        else:
-            db = product_of(op, a, dy, 1 - trans_a, 0, alpha)
     return da, db
 
 

@@ -1,0 +1,79 @@
+"""Recordings on a GPU: CUDA graphs.
+
+    caller's stream ──waits for the last turn──> copies in ─> replay ─> copies out ──event──> the next turn waits
+
+Written from PyTorch's documentation; it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from onnxtrain.execute.recorded import Play, Recorder, Results
+
+_WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
+_CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """The recorder for a unit on a device; None where nothing is recorded there."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class CudaRecorder:
+    """Records the programs of one unit into CUDA graphs of one memory pool.
+
+    The graphs of a pool may lie in each other's memory, but for what is kept of their results. So their replays take
+    turns: a turn begins when the one before has ended, on whatever stream, and has copied its results out.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._ended = torch.cuda.Event()
+        self._side = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._keeper: torch.cuda.CUDAGraph | None = None
+
+    def is_busy(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock, torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._ended)
+            try:
+                yield
+            finally:
+                self._ended.record(stream)
+
+    def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
+        stream, side = torch.cuda.current_stream(), self._side
+        side.wait_stream(stream)
+        try:
+            with _CAPTURE, torch.cuda.stream(side):  # which a capture that fails does not leave by itself
+                if self._keeper is None:  # a pool can be used again only as long as it has a graph
+                    self._keeper = torch.cuda.CUDAGraph()
+                    with warnings.catch_warnings(action="ignore"), self._capture(self._keeper):
+                        pass  # nothing is recorded, of which PyTorch warns
+                for _ in range(_WARM_UPS):
+                    function()
+                graph = torch.cuda.CUDAGraph()
+                with self._capture(graph):
+                    results = function()
+                return results, graph.replay
+        finally:
+            stream.wait_stream(side)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        # "thread_local": what other threads do meanwhile, as those of a data loader, is allowed.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
+
+    def settle(self) -> None:
+        self._ended.synchronize()

@@ -1,0 +1,591 @@
+"""Programs that are recorded and played again: what is so on a GPU, by a recorder that runs on a CPU.
+
+It computes into the memory of the recorded results, so that a tensor which left a recording without being copied shows
+as wrong numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from onnxtrain import ORTModule
+from onnxtrain.execute import recorded
+from onnxtrain.execute.cuda_recorder import recorder_for
+from onnxtrain.execute.recorded import (
+    CALLS,
+    MOST_MOVES,
+    MOST_SIZES,
+    NotRecordedError,
+    Play,
+    RecordedProgram,
+    Recorder,
+    Recording,
+    Recordings,
+    Results,
+)
+from onnxtrain.plan.cut import whole
+from onnxtrain.prepared import prepare
+from onnxtrain.report import CompileReport
+
+
+class Recorders:
+    """All recorders and watched programs of a test."""
+
+    def __init__(self) -> None:
+        self.programs: list[RecordedProgram] = []
+        self.busy = False
+        self.in_turn = False
+        self.records = 0
+        self.plays = 0
+        self.settled = 0
+        self.error: Exception | None = None
+
+    def poison(self) -> None:
+        """Fills all that recordings hold for themselves: NaN in floating-point numbers, -1 in integers."""
+        for program in self.programs:
+            for recording in program.known.values():
+                if isinstance(recording, Recording):
+                    for buffer in recording.buffers:
+                        buffer.untyped_storage().fill_(255)
+
+    def since(self) -> tuple[int, int]:
+        """What was recorded and played since this was asked last."""
+        found = self.records, self.plays
+        self.records = self.plays = 0
+        return found
+
+
+class CpuRecorder:
+    def __init__(self, log: Recorders) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+
+    def is_busy(self) -> bool:
+        return self._log.busy
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            self._log.in_turn = True
+            try:
+                yield
+            finally:
+                self._log.in_turn = False
+
+    def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
+        assert self._log.in_turn
+        self._log.records += 1
+        if self._log.error is not None:
+            raise self._log.error
+        results = function()
+
+        def play() -> None:
+            assert self._log.in_turn
+            self._log.plays += 1
+            for old, new in zip(results[0], function()[0], strict=True):
+                if old is not None:
+                    old.untyped_storage().copy_(new.untyped_storage())
+
+        return results, play
+
+    def settle(self) -> None:
+        self._log.settled += 1
+
+
+@pytest.fixture(scope="module")
+def everything() -> Iterator[Recorders]:
+    log = Recorders()
+
+    class Watched(RecordedProgram):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            log.programs.append(self)
+
+    def recorder_for(device: torch.device) -> Recorder:
+        return CpuRecorder(log)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onnxtrain.compile.recorder_for", recorder_for)
+        patch.setattr(recorded, "RecordedProgram", Watched)
+        yield log
+
+
+@pytest.fixture
+def log(everything: Recorders) -> Recorders:
+    """As if nothing had been called yet."""
+    for program in everything.programs:
+        program.known.clear()
+    everything.busy, everything.error, everything.settled = False, None, 0
+    everything.since()
+    return everything
+
+
+class Network(nn.Module):
+    """Results that share memory, one that is an input's, a buffer that forward writes, and sizes in the arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.qkv = nn.Linear(12, 36)
+        self.out = nn.Linear(12, 5)
+
+    def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.norm((self.table(tokens) + x).transpose(1, 2)).transpose(1, 2)
+        q, k, v = self.qkv(h).chunk(3, -1)
+        mixed = torch.softmax(q @ k.transpose(1, 2) / x.shape[1], -1) @ v
+        y = torch.tanh(self.out(mixed))
+        return y, y.reshape(-1, 5), x.transpose(0, 1), y.square().mean()
+
+
+class Trained:
+    """A module under test, with what its state was when the test began."""
+
+    def __init__(self, model: nn.Module, log: Recorders) -> None:
+        self.model, self.log = model, log
+        self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def both(self, scenario: Callable[[nn.Module], Sequence[torch.Tensor]]) -> None:
+        """Runs a scenario by the ordinary programs, and from the same state with recordings: not a bit may differ."""
+        ways = []
+        for busy in (True, False):
+            with torch.no_grad():
+                for name, tensor in self.model.state_dict().items():
+                    tensor.copy_(self.start[name])
+            self.model.zero_grad()
+            self.log.busy = busy
+            results = list(scenario(self.model))
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            state = [tensor.clone() for tensor in self.model.state_dict().values()]
+            self.log.poison()
+            ways.append([*results, *grads, *state])
+        for ordinary, played in zip(*ways, strict=True):
+            torch.testing.assert_close(played, ordinary, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def compiled(everything: Recorders) -> nn.Module:
+    torch.manual_seed(1)
+    return ORTModule(Network().double(), rng="torch", cuda_graphs=True)
+
+
+@pytest.fixture
+def network(compiled: nn.Module, log: Recorders) -> Trained:
+    return Trained(compiled.train(), log)
+
+
+def small(log: Recorders, **options: Any) -> Trained:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    return Trained(ORTModule(module, rng="torch", cuda_graphs=True, **options), log)
+
+
+def forward(model: nn.Module, seed: int = 0, rows: int = 3, length: int = 4) -> tuple[torch.Tensor, ...]:
+    """The results of the network, and its input."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(7, (rows, length), generator=generator)
+    x = torch.randn(rows, length, 12, generator=generator, dtype=torch.float64).requires_grad_()
+    return (*model(tokens, x), x)
+
+
+def step(model: nn.Module, seed: int = 0, rows: int = 3, length: int = 4) -> list[torch.Tensor]:
+    """Forward and backward; results and the gradient of the input. Those of the parameters add up."""
+    y, flat, turned, loss, x = forward(model, seed, rows, length)
+    ((y * flat.reshape(y.shape).detach() + turned.transpose(0, 1)[..., :5]).sum() + loss).backward()
+    assert x.grad is not None
+    return [y, flat, turned, loss, x.grad]
+
+
+def small_step(model: nn.Module, seed: int = 0, rows: int = 3) -> list[torch.Tensor]:
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+    y = model(x)
+    y.sum().backward()  # with a cotangent that is expanded
+    assert x.grad is not None
+    return [y, x.grad]
+
+
+def test_training_is_the_same(network: Trained, log: Recorders) -> None:
+    """New inputs, gradients that add up, parameters and buffers that change in place; kept results stay as they are."""
+
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        kept = []
+        for number in range(CALLS + 6):
+            kept += step(model, number)
+            log.poison()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return kept
+
+    network.both(train)
+    assert log.since() == (2, 12)
+
+
+def test_two_forwards_before_their_backwards(network: Trained, log: Recorders) -> None:
+    def interleaved(model: nn.Module) -> list[torch.Tensor]:
+        for _ in range(CALLS):
+            forward(model)[3].backward()
+        first, second = (forward(model, seed)[3] for seed in (5, 6))
+        log.poison()
+        third = forward(model, 7)[3]
+        (first * 2).backward(retain_graph=True)
+        log.poison()
+        second.backward()
+        first.backward()
+        third.backward()
+        return [first, second, third]
+
+    network.both(interleaved)
+    assert log.since() == (2, 7)
+
+
+def test_results_that_share_memory_still_do(network: Trained, log: Recorders) -> None:
+    def change(model: nn.Module) -> list[torch.Tensor]:
+        for _ in range(CALLS + 1):
+            y, flat, turned, _, x = forward(model)
+        with torch.no_grad():
+            y[0, 0, 0] = 9
+            turned[0, 0, 0] = 8
+        return [y, flat, turned, x]
+
+    network.both(change)
+    assert log.since() == (1, 1)
+
+
+class Shared(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.exp()
+        return y, y.view(-1)
+
+
+def test_what_was_no_view_is_none(log: Recorders) -> None:
+    """Autograd refuses in-place changes of views that a function made."""
+
+    def results(model: nn.Module) -> list[torch.Tensor]:
+        for _ in range(CALLS + 1):
+            found = model(torch.ones(2, 3, requires_grad=True))
+        found[0].mul_(2)
+        return [*(t.detach() for t in found), torch.tensor([t._is_view() for t in found])]
+
+    Trained(ORTModule(Shared(), rng="torch", cuda_graphs=True), log).both(results)
+    assert log.since() == (1, 1)
+
+
+def test_what_backward_reads_may_not_change_in_between(network: Trained, log: Recorders) -> None:
+    """Also where the change would not reach what the recording kept: as in eager."""
+    for _ in range(CALLS + 1):
+        step(network.model)
+    y, _, _, loss, _ = forward(network.model)
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?in-?place"):
+        loss.backward()
+    loss = forward(network.model)[3]
+    with torch.no_grad():
+        network.model.get_parameter("out.weight").add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert log.since() == (2, 4)
+
+
+def test_a_parameter_that_moves_is_read_where_it_lies_then(log: Recorders) -> None:
+    trained = small(log)
+    model = trained.model
+    for _ in range(CALLS + 1):
+        small_step(model)
+    log.since()
+    for moves in range(1, MOST_MOVES + 3):
+        weight = model.get_parameter("2.weight")
+        old = weight.data
+        weight.data = weight.data * 1.5
+        old.fill_(float("nan"))
+        for number in range(CALLS + 3):
+            found = small_step(model, number)
+            log.poison()
+            log.busy = True
+            torch.testing.assert_close(found, small_step(model, number), rtol=0, atol=0)
+            log.busy = False
+        records, plays = log.since()
+        # Once it has moved too often, it is copied at each call, and nothing is recorded any more when it moves.
+        assert (records, plays) == ((2, 4) if moves <= MOST_MOVES + 1 else (0, 2 * (CALLS + 3)))
+
+
+def test_other_strides_at_the_same_address_are_another_recording(log: Recorders) -> None:
+    trained = small(log)
+    for _ in range(CALLS + 2):
+        small_step(trained.model)
+    weight = trained.model.get_parameter("2.weight")
+    weight.data = weight.data.t()
+    trained.start = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
+    assert log.since()[0] == 4
+
+
+def test_each_set_of_sizes_has_its_recording(network: Trained, log: Recorders) -> None:
+    shapes = [(3, 4), (1, 4), (2, 5)] * (CALLS + 2)
+    network.both(lambda model: [t for i, (rows, length) in enumerate(shapes) for t in step(model, i, rows, length)])
+    assert log.since() == (6, 12)
+    assert log.settled == 0
+
+
+def test_the_least_recently_used_goes(log: Recorders) -> None:
+    model = small(log).model.eval()
+
+    def call(rows: int) -> None:
+        with torch.no_grad():
+            model(torch.randn(rows, 4, dtype=torch.float64))
+
+    for rows in range(2, 2 + MOST_SIZES):
+        for _ in range(CALLS + 1):
+            call(rows)
+    assert log.since() == (MOST_SIZES, MOST_SIZES)
+    for rows in (2, 20, 2, 3):  # 20 takes the place of 3, and 3 that of 4
+        call(rows)
+    assert log.since() == (0, 2)
+    assert log.settled == 2
+    assert len(log.programs[-1].known) == MOST_SIZES
+
+
+def test_evaluation(log: Recorders) -> None:
+    trained = small(log)
+    for context in (torch.no_grad, torch.inference_mode):
+
+        def evaluate(model: nn.Module, context: Callable[[], Any] = context) -> list[torch.Tensor]:
+            with context():
+                return [model(torch.full((3, 4), float(i), dtype=torch.float64)) for i in range(CALLS + 3)]
+
+        trained.model.eval()
+        trained.both(evaluate)
+        assert log.since() == (1, 3)
+        trained.model.train()
+        trained.both(lambda model: [t for i in range(CALLS + 2) for t in small_step(model, i)])
+        assert log.since()[1] >= 4
+
+
+def test_sizes_of_zero_and_one(log: Recorders) -> None:
+    trained = small(log)
+    shapes = [0, 1, 5] * (CALLS + 2)
+    trained.both(lambda model: [t for i, rows in enumerate(shapes) for t in small_step(model, i, rows)])
+    assert log.since() == (6, 12)
+
+
+class Summed(nn.Module):
+    """Its backward takes a size that no argument tells; a gradient is a view of a cotangent; a result lies in gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * 2).sum(0), (x + self.bias).flatten(), (x * 3)[:, 1:]
+
+
+@pytest.mark.parametrize("result", [0, 1, 2])
+def test_sizes_and_views_of_backward(log: Recorders, result: int) -> None:
+    trained = Trained(ORTModule(Summed().double(), rng="torch", cuda_graphs=True), log)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for number in range(2 * CALLS + 4):
+            x = torch.full((3 + number % 2, 4), 0.1 * number, dtype=torch.float64, requires_grad=True)
+            y = model(x)[result]
+            found += [y, torch.tensor(y.stride())]
+            for cotangent in (torch.full_like(y, number), torch.tensor(float(number)).double().expand_as(y)):
+                found += torch.autograd.grad(y, x, cotangent, retain_graph=True)
+                log.poison()
+        return found
+
+    trained.both(gradients)
+    assert log.since()[0] == 2 + 4  # forward of two sizes; backward of two, from cotangents that lie in two ways
+
+
+def test_gradients_that_are_handed_over_early(log: Recorders) -> None:
+    trained = small(log, early_gradients=True)
+    trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
+    records, plays = log.since()
+    assert records > 2
+    assert plays == 2 * records
+
+
+def test_blocks_of_one_graph_have_recordings_of_their_own(log: Recorders) -> None:
+    torch.manual_seed(1)
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    module = nn.Sequential(nn.Sequential(*blocks)).double()
+    trained = Trained(prepare(module, regional=True, rng="torch", cuda_graphs=True), log)
+    trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
+    assert log.since() == (6, 12)
+
+
+def test_threads_take_turns(log: Recorders) -> None:
+    model = small(log).model
+    batches = [torch.full((3, 4), float(seed), dtype=torch.float64) for seed in range(4)]
+    log.busy = True
+    expected = [model(x).detach() for x in batches]
+    log.busy = False
+
+    def equal(pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        return all(torch.equal(model(pair[0]), pair[1]) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(equal, zip(batches, expected, strict=True)))
+    assert log.since() == (1, 4 * 20 - CALLS)
+
+
+def test_nothing_is_played_where_the_caller_records_or_profiles(log: Recorders) -> None:
+    model = small(log).model
+    for _ in range(CALLS + 1):
+        small_step(model)
+    assert log.since() == (2, 2)
+    log.busy = True
+    small_step(model)
+    log.busy = False
+    with profile() as profiled:
+        small_step(model)
+    assert any(event.key.startswith("Linear") for event in profiled.key_averages())
+    assert log.since() == (0, 0)
+    small_step(model)
+    assert log.since() == (0, 2)
+
+
+def test_a_recorder_that_fails_leaves_the_ordinary_program(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:
+    trained = small(log)
+    log.error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    trained.both(lambda model: [t for number in range(2 * CALLS + 3) for t in small_step(model, number)])
+    assert log.since() == (2, 0)  # it is tried once for each program
+    assert "capturing" in caplog.text
+    assert "more" not in caplog.text
+
+
+class Dropped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * 2, 0.5)
+
+
+class Selected(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x)[x > 0].sum()
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor) -> torch.Tensor:
+        return dy[0] * 2
+
+
+class Called(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        custom: torch.Tensor = Custom.apply(x)
+        return custom.exp()
+
+
+def report_of(model: nn.Module) -> CompileReport:
+    report: CompileReport = model.__dict__["_engine"].newest().report
+    return report
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "reason"),
+    [
+        (Dropped(), {}, "it may draw random numbers"),
+        (Selected(), {}, "sizes depend on what it computes"),
+        (Called(), {}, "it runs the user's Python"),
+        (nn.Linear(3, 3), {"memory_budget_bytes": 10**6}, "which memory_budget_bytes does not count"),
+    ],
+)
+def test_refusals_are_reported_and_said(
+    log: Recorders, caplog: pytest.LogCaptureFixture, module: nn.Module, options: dict[str, Any], reason: str
+) -> None:
+    model = ORTModule(module, rng="torch", cuda_graphs=True, **options)
+    for _ in range(CALLS + 2):
+        x = torch.randn(4, 3, requires_grad=True)
+        model(x).sum().backward()
+    (refusal, *_) = [r for r in report_of(model).refused if r.pass_name == "cuda_graphs"]
+    assert reason in refusal.reason
+    (said,) = [r.getMessage() for r in caplog.records if str(refusal) in r.getMessage()] or [""]
+    assert reason in said
+
+
+def test_numbers_that_the_host_reads_are_refused(log: Recorders) -> None:
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        expand (float[N] x, int64[1] n) => (float[M] y) { m = Add(n, n) y = Expand(x, m) }"""
+    )
+    device = torch.device("cpu")
+    refusal = Recordings(CpuRecorder(log), device, frozenset()).refusal(whole(model))
+    assert refusal is not None
+    assert "the host reads a number" in refusal.reason
+
+
+def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
+    """Here the recorder's device is the other one: a recording would hold the number of a tensor on the CPU."""
+    model = small(log).model
+    log.busy = True
+    small_step(model)
+    log.busy = False
+    program = model.__dict__["_engine"].newest().unit.forward
+    tensors = [torch.ones(4, 4), torch.ones(4)]
+    elsewhere = Recordings(CpuRecorder(log), torch.device("meta"), frozenset())
+    with pytest.raises(NotRecordedError, match="an argument lies on cpu, and not on meta"):
+        Recording(program.part, program.run, elsewhere, tensors, (), ())
+
+
+def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("onnxtrain.compile.recorder_for", recorder_for)
+    ORTModule(nn.Linear(2, 2), cuda_graphs=True)(torch.ones(1, 2))
+    assert "cuda_graphs has no effect on the device cpu" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), (32,)),
+        (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), (7, 32)),
+    ],
+)
+def test_a_gpu_trains_as_eager_does(module: nn.Module, shape: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two streams, and at two sizes."""
+    play, plays = Recording.run, list[Recording]()
+
+    def counted(self: Recording, tensors: list[torch.Tensor]) -> Results:
+        plays.append(self)
+        return play(self, tensors)
+
+    monkeypatch.setattr(Recording, "run", counted)
+    eager = module.cuda().double()
+    model = ORTModule(copy.deepcopy(eager), rng="torch", cuda_graphs=True)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for number in range(2 * CALLS + 8):
+        x = torch.randn(3 + number % 2, *shape, device="cuda", dtype=torch.float64)
+        stream = streams[number // 2 % 2]
+        stream.wait_stream(streams[0])
+        with torch.cuda.stream(stream):
+            y = model(x)
+            y.square().mean().backward()
+        streams[0].wait_stream(stream)
+        expected = eager(x)
+        expected.square().mean().backward()
+        torch.testing.assert_close(y, expected)
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+            assert other.grad is not None
+            with torch.no_grad():
+                mine.sub_(other.grad, alpha=0.1)
+                other.sub_(other.grad, alpha=0.1)
+    assert len(plays) == 2 * 2 * 4

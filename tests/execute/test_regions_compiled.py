@@ -1,0 +1,156 @@
+"""Fused regions by the real compiler: parts, models, a second process, a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.execute.program import Program
+from onnxtrain.execute.regions import build as building
+from onnxtrain.execute.regions.build import build
+from onnxtrain.execute.regions.call import RegionCall, load
+from onnxtrain.execute.regions.request import Request
+from onnxtrain.graph import sizes
+from onnxtrain.native.compiler import find as find_compiler
+from onnxtrain.plan.cut import Part
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.execute.region_cases import CPU, KINDS, SIZES, Trained, fused_programs, part_of, regions_of, wait_for
+from tests.zoo.checks import Comparison
+from tests.zoo.models import ZOO
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.usefixtures("regions_cache"),
+    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled regions are for Linux"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *itertools.product(KINDS, (torch.float32, torch.float64)),
+        *itertools.product(("silu * up, backward", "scaled softmax", "add + layer norm"), (torch.bfloat16,)),
+    ],
+    ids=str,
+)
+def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dtype) -> None:
+    made, dims = KINDS[kind]
+    part = regions_of(part_of(made, dims, dtype))[1][0].part
+    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
+    call = RegionCall(part, load(build(Request(part, shapes, CPU)), CPU), CPU, timed=False)
+    for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
+        known = {"b": b, "s": s, "h": h}
+        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], dtype=dtype) for v in part.inputs]
+        compare(call, part, inputs)
+    with_special = [t.clone() for t in inputs]
+    for tensor in with_special:
+        tensor.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=dtype)[: tensor.numel()]
+    compare(call, part, with_special)
+
+
+def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> None:
+    got = call(*inputs)
+    nodes = Program(part, "nodes", inputs[0].device)
+    own, exact = nodes.run(inputs, ())[0], nodes.run([t.double() for t in inputs], ())[0]
+    for value, a, b, c in zip(part.outputs, got, own, exact, strict=True):
+        assert value is not None
+        assert_no_worse_than_eager(str(value.name), a, b, c)
+
+
+def test_a_model_trains_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained(monkeypatch, regions="on")
+    trained.prepared()
+    assert all(program.settled for program in trained.programs)
+    for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (7, 9), (33, 2)):
+        trained.check(*shape)
+
+
+def test_a_model_trains_with_what_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word of the compiler, in a second process."""
+    found = []
+    for _ in range(2):
+        child = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(TRAINS)], capture_output=True, text=True, check=False
+        )
+        assert child.returncode == 0, child.stderr
+        found.append(json.loads(child.stdout.splitlines()[-1]))
+    first, second = found
+    assert first["compiled"] > 0
+    assert second["compiled"] == 0
+    assert first["calls"] == second["calls"] > 0
+    assert first["gradient"] == second["gradient"]
+
+
+TRAINS = """
+    import json
+    import torch
+    from onnxtrain import ORTModule
+    from onnxtrain.execute.regions import build as building, program as fused
+
+    programs, compiled = [], []
+    watch, in_background = fused.watch, building.in_background
+    fused.watch = lambda *a: programs.append(watch(*a)) or programs[-1]
+    building.in_background = lambda *a: compiled.append(a) or in_background(*a)
+    fused._CALLS, fused.LEAST = 1, 1
+
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.RMSNorm(8), torch.nn.Linear(8, 256))
+    module = ORTModule(block, regions="on", rng="fast", native=True, tuning=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(3):
+        x.grad = None
+        module(x).square().sum().backward()
+        for program in programs:
+            if program._work is not None:
+                program._work.join()
+    calls = sum(len(program.calls) for program in programs)
+    print(json.dumps({"compiled": len(compiled), "calls": calls, "gradient": x.grad.tolist()}))
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_of_the_zoo_trains_with_what_was_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = fused_programs(monkeypatch)
+    entry = next(e for e in ZOO if e.name == name)
+    compare = Comparison(entry, torch.float32, wrap=lambda m: ORTModule(m, rng="fast", native=True, regions="on"))
+    compare.change(nn.Module.eval)
+    for _ in range(4):
+        compare.train(*entry.sizes[0])
+    wait_for(programs)
+    assert sum(len(program.calls) for program in programs) > 4
+    assert not building._refused
+    for shape in entry.sizes:
+        compare.train(*shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_of_a_gpu_computes_what_its_nodes_do(kind: str) -> None:
+    made, dims = KINDS[kind]
+    part, gpu = regions_of(part_of(made, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
+    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
+    call = RegionCall(part, load(build(Request(part, shapes, gpu)), gpu), gpu, timed=False)
+    for b, s, h in ((2, 3, 5), (33, 9, 130), (1, 3, 4), (3, 0, 2)):
+        known = {"b": b, "s": s, "h": h}
+        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], device=gpu) for v in part.inputs]
+        compare(call, part, inputs)
+
+
+@pytest.mark.gpu
+def test_a_model_trains_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained(monkeypatch, regions="on", device="cuda")
+    trained.prepared()
+    assert all(program.settled for program in trained.programs)
+    for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (33, 2)):
+        trained.check(*shape)
