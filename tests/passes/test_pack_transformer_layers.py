@@ -69,13 +69,12 @@ def test_an_encoder_equals_eager(
     torch.manual_seed(0)
     module = Sentences(batch_first, norm_first, head).to(dtype)
     wrapped = ORTModule(module, skip_padding="always", rng="torch")
-    for seed, form in enumerate(FORMS.values()):
+    for seed, form in enumerate(form for name, form in FORMS.items() if name != "one token"):
         words, labels = batch_of(form, seed)
         if head == "first":
             words[:, 0] = 1
         check(wrapped, module, words, labels)
-        if len(form) > 1:  # else there is one token in all, and no axis of steps to find
-            assert kept.pop() == (int((words != PADDING).sum()) or None), form
+        assert kept.pop() == (int((words != PADDING).sum()) or None), form
     assert not kept
 
 
@@ -117,6 +116,7 @@ def test_a_causal_encoder_equals_eager(kept: list[int | None]) -> None:
     assert kept == [12]
 
 
+@SLOW
 def test_a_batch_without_padding_runs_as_it_is(kept: list[int | None]) -> None:
     torch.manual_seed(0)
     module = Sentences(batch_first=False)
