@@ -24,6 +24,10 @@ from onnxtrain.execute.packing import Kept, Question
 from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.ops import view
+from onnxtrain.ops.attention.varlen_flash import flash_runs
+from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.options import Options
 from onnxtrain.passes import optimize, passes_before_keys
 from onnxtrain.passes.attention_masks import added_to_scores
@@ -79,19 +83,22 @@ class _Packing:
         self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes), device)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())
-            program = Program(whole(asked), f"{asked.graph.name} padding", device)
-            self._question = Question(program, self.plan.masks, self.plan.readers, options.skip_padding == "always")
+            program = Program(whole(asked), f"{asked.graph.name} padding", torch.device("cpu"))
+            reads = [index for index, value in enumerate(asked.graph.inputs) if value.uses()]
+            always = options.skip_padding == "always"
+            self._question = Question(program, reads, self.plan.masks, self.plan.readers, always)
             self._sources = _sources_of((self.plan.batch, self.plan.steps), captured)
 
     def _where_it_pays(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
-        """The plan; None where packed attention waits for a GPU at each layer, as it does with a table of biases."""
+        """The plan; None where packed attention waits for a GPU at each layer."""
         if plan is None or device.type == "cpu" or self._options.skip_padding == "always":
             return plan
-        placed = next((node for node in plan.attentions if added_to_scores(node).table is not None), None)
-        if placed is None:
+        waiting = waits_for_lengths(plan, device)
+        if waiting is None:
             return plan
         self._changes.made.clear()
-        self._changes.refuse(placed, "a bias is added to its scores, and no kernel of a GPU adds it without padding")
+        reason = "without padding it would wait for the GPU: flash attention is for float16 and bfloat16 without a bias"
+        self._changes.refuse(waiting, reason)
         return None
 
     def stage(self, took_ms: float) -> StageReport:
@@ -132,6 +139,17 @@ class _Packing:
         self.reports["without padding, causal" if kept.causal else "without padding"] = unit.report
         _LOG.info("%s: batches with padding run without it from now on", type(self._module).__name__)
         return unit
+
+
+def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None:
+    """The first attention of a plan that, packed, reads on the host of a GPU how long sequences are."""
+    for node in (*plan.attentions, *plan.few_queries):
+        n = view(node)
+        width = sizes.of(n.q)[3]
+        flash = sizes.of(n.v)[3] == width and flash_runs(device.type, TORCH_DTYPES[dtype_of(n.q)], width)
+        if not flash or added_to_scores(node).table is not None:
+            return node
+    return None
 
 
 def _sources_of(wanted: Sequence[sizes.Size], captured: Captured) -> list[tuple[str, int, int]]:

@@ -8,7 +8,8 @@ a loss, a pool or a choice reads says it where there is no attention. Packed is 
 * no row that is read sees nothing at all, unless that gives 0,
 * where a table of biases is added to scores, padding stands on the right only: then places in it are as they were.
 
-On a GPU this waits for the device at the start of the step: the masks are looked at on the host.
+All of this runs on the host. On a GPU the integers and booleans that it reads come over in one copy, and the step waits
+for nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from onnxtrain.execute.program import Program
+from onnxtrain.ops.reshape.rows import to_front
 from onnxtrain.passes.attention_masks import Mask
 from onnxtrain.passes.pack_tokens import Reader
 
@@ -48,12 +50,14 @@ class Question:
     """Asks of a batch which tokens are kept.
 
     Attributes:
-        program: gives the masks, then the values of the readers.
+        program: gives the masks, then the values of the readers; it runs on the CPU.
+        reads: the numbers of the tensors of a batch that it reads.
         masks, readers: what these are.
         always: whether a batch runs packed also where that saves little.
     """
 
     program: Program
+    reads: Sequence[int]
     masks: Sequence[Mask]
     readers: Sequence[Reader]
     always: bool = False
@@ -62,8 +66,10 @@ class Question:
         """The kept tokens; None where the batch is to run as it is."""
         if not batch * steps or (batch * steps < FEWEST_TOKENS and not self.always):
             return None
-        device = tensors[0].device
-        values = iter([value.cpu() for value in self.program.run(tensors, ())[0]])
+        here = list(tensors)
+        for index, copy in zip(self.reads, copied_to_host([tensors[i] for i in self.reads]), strict=True):
+            here[index] = copy
+        values = iter(self.program.run(here, ())[0])
         given = [next(values) if mask.value is not None else None for mask in self.masks]
         visible = [_visible(*each, steps) for each in zip(self.masks, given, strict=True)]
         seen = [v for v in visible if v is not None]
@@ -79,7 +85,10 @@ class Question:
         counts = keeps.sum(1)
         cu = torch.zeros(batch + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=cu[1:])
-        return Kept(keeps.flatten().nonzero().flatten().to(device), cu.to(device), causal)
+        rows = keeps.flatten().nonzero().flatten()
+        device = tensors[0].device
+        # Not blocking: CUDA has read what it copies from such memory when the call returns.
+        return Kept(rows.to(device, non_blocking=True), cu.to(device, non_blocking=True), causal)
 
     def _read(self, values: Iterator[Tensor], batch: int, steps: int) -> Tensor:
         """The rows that are read behind the packed nodes, bool [batch, steps]."""
@@ -94,6 +103,7 @@ class Question:
             else:
                 read = (next(values) != 0) ^ reader.negated
                 read = read.reshape(*[1] * (reader.rank - read.dim()), *read.shape)
+                read = read.permute(to_front(reader.rank, reader.axes))
                 found |= read.flatten(2).any(2) if reader.rank > 2 else read
         return found
 
@@ -118,6 +128,25 @@ class Question:
                 if not kinds:
                     return None
         return kinds == {True}  # a batch of one token each is of both kinds
+
+
+def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on the CPU with the same elements, by one transfer for all; those that are there are given as they are.
+
+    Of floating ones only the sizes are the same: no question reads their elements.
+    """
+    far = [t for t in tensors if t.device.type != "cpu" and not t.is_floating_point()]
+    far.sort(key=lambda t: -t.itemsize)  # so that each begins at a multiple of its size
+    copies: dict[int, Tensor] = {}
+    if far:
+        joined = torch.cat([t.reshape(-1).view(torch.uint8) for t in far]).cpu()
+        for t, part in zip(far, joined.split([t.numel() * t.itemsize for t in far]), strict=True):
+            copies[id(t)] = part.view(t.dtype).view(t.shape)
+    return [copies[id(t)] if id(t) in copies else _sized_as(t) if t.device.type != "cpu" else t for t in tensors]
+
+
+def _sized_as(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _visible(mask: Mask, value: Tensor | None, steps: int) -> Tensor | None:

@@ -34,6 +34,7 @@ from onnxtrain.passes.multiply_convolutions import multiply_convolutions
 from onnxtrain.passes.pack_masks import pack_masks
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
 from onnxtrain.passes.split_slices import split_slices
+from onnxtrain.passes.unmerge_axes import unmerge_axes
 from onnxtrain.report import PassReport
 
 Pass = Callable[[ir.Graph, Changes], None]
@@ -43,6 +44,7 @@ FORWARD: tuple[Pass, ...] = (
     dedupe,  # one value per expression, so that a match has one producer
     fuse_patterns,  # before differentiation, as the next: one gradient op instead of those of the parts
     fuse_attention,  # reads q and k behind their rotary embedding
+    unmerge_axes,  # after fusions, which know what is merged; before all that ask what becomes of an axis
     multiply_convolutions,  # before transposes cancel: it leaves some that do
     cancel_transposes,  # after fusions, which know the transposes of attention
     cancel_casts,  # after fusions, which know the casts of norms

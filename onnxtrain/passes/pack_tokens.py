@@ -38,21 +38,21 @@ from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
 from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
-from onnxtrain.ops.reshape.dims import expanded, squeezed, transposed, unsqueezed
-from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
+from onnxtrain.ops.reshape.rows import counting, to_front
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.ops.symbolic import held_sizes
 from onnxtrain.passes.attention_masks import Mask, added_to_scores, is_made_of_data, mask_of
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before
-from onnxtrain.passes.rowwise import NotRowwise, Rows
+from onnxtrain.passes.rowwise import Axes, NotRowwise, Rows
 from onnxtrain.passes.selected_rows import Plan, Region, Walk, compute_selected
 from onnxtrain.passes.skip_ignored_labels import TokenRows
 
 _ATTENTIONS = (ATTENTION, ATTENTION_DROPOUT, FLASH_ATTENTION)
 _OF_HEADS = (0, 2)  # batch and steps of q, k, v and y
-_OF_TOKENS = (0, 1)  # batch and steps of all else
+_OF_TOKENS = (0, 1)  # batch and steps of most else
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Reader:
         kind: "slice" of steps, "rows" picked by their numbers, "places" picked by numbers of sequences and of steps,
             or "mask": those where it is not 0, or is 0 if `negated`.
         values: the rows, the two numbers, or the mask.
+        axes: where it has batch and steps.
         steps: start, end and step of a slice.
     """
 
@@ -71,6 +72,7 @@ class Reader:
     index: int
     kind: Literal["slice", "rows", "places", "mask"]
     rank: int
+    axes: Axes
     values: tuple[ir.Value, ...] = ()
     steps: tuple[int, ...] = ()
     negated: bool = False
@@ -107,7 +109,7 @@ class PackingPlan:
         """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin."""
         op = builder(self.graph)
         selection = _with_inputs(self)
-        kept = {(r.node, r.index): type_of_input(r.node, r.index) for r in self.readers}
+        kept = {(r.node, r.index): (r.axes, type_of_input(r.node, r.index)) for r in self.readers}
         packed: dict[ir.Node, _Packed] = {
             node: _Packed(node, selection, self.steps, causal) for node in self.attentions
         }
@@ -115,13 +117,16 @@ class PackingPlan:
         for node in self.few_queries:
             _attend_with_few(op, node, selection, self.region)
         dims = (self.batch, self.steps)
-        for (node, index), wanted in kept.items():
+        for (node, index), (axes, wanted) in kept.items():
             value = node.inputs[index]
             assert value is not None
             if selection.count not in sizes.of(value):
                 continue  # its producer does not run packed
             with nodes_before(op, node):
-                whole = op.ms.PadAndUnflatten(squeezed(op, value, 0), selection.rows, op.sizes(dims))
+                perm = to_front(rank_of(value), axes)
+                rows = squeezed(op, transposed(op, value, perm), 0)
+                whole = op.ms.PadAndUnflatten(rows, selection.rows, op.sizes(dims))
+                whole = transposed(op, whole, inverse(perm))
                 set_type(whole, wanted)
                 node.replace_input_with(index, whole)
         traversal.sort(self.graph)
@@ -311,19 +316,15 @@ class _Finder:
             return
         value = node.inputs[reader.index]
         assert value is not None
-        if self.rows.axes.setdefault(value, _OF_TOKENS) == _OF_TOKENS:
+        if self.rows.axes.setdefault(value, reader.axes) == reader.axes:
             self.rows.uses.add((node, reader.index))
             self.readers.append(reader)
 
     def _found(self, node: ir.Node) -> Reader | None:
         n = view(node)
-        if n.definition is SLICE and self._is_tokens(n.x):
-            return _slice(n)
-        if n.definition is FLATTEN_AND_UNPAD and self._is_tokens(n.x):
-            return Reader(node, 0, "rows", rank_of(n.x), (n.rows,)) if is_made_of_data(n.rows) else None
-        if n.definition is INDEX and n.at == (0, 1) and self._is_tokens(n.x):
-            places = tuple(n.indices)
-            return Reader(node, 0, "places", rank_of(n.x), places) if all(map(is_made_of_data, places)) else None
+        if n.definition in (SLICE, FLATTEN_AND_UNPAD, INDEX):
+            axes = self._axes_of_tokens(n.x)
+            return None if axes is None else _picked(n, axes)
         if n.definition is MUL:
             return self._masked(node, 0, node.inputs[1]) or self._masked(node, 1, node.inputs[0])
         if n.definition is WHERE:
@@ -334,27 +335,46 @@ class _Finder:
 
     def _masked(self, node: ir.Node, index: int, mask: ir.Value | None, negated: bool = False) -> Reader | None:
         x = node.inputs[index]
-        if mask is None or x is None or not self._is_tokens(x) or sizes.of(node.outputs[0]) != sizes.of(x):
+        axes = self._axes_of_tokens(x)
+        if mask is None or x is None or axes is None or sizes.of(node.outputs[0]) != sizes.of(x):
             return None
         if rank_of(mask) < 2 or not is_made_of_data(mask):
             return None
-        return Reader(node, index, "mask", rank_of(x), (mask,), negated=negated)
+        return Reader(node, index, "mask", rank_of(x), axes, (mask,), negated=negated)
 
-    def _is_tokens(self, value: ir.Value | None) -> bool:
+    def _axes_of_tokens(self, value: ir.Value | None) -> Axes | None:
+        """Where a value has batch and steps; None where it holds no tokens."""
         if value is None or value.producer() is None or not is_float(dtype_of(value)):
-            return False
-        # Of a number for each token only what a model computes: a mask is one too.
-        return sizes.of(value)[:2] == (self.batch, self.steps) and (rank_of(value) > 2 or not is_made_of_data(value))
+            return None
+        if rank_of(value) == 2 and is_made_of_data(value):
+            return None  # of a number for each token only what a model computes: a mask is one too
+        shape = sizes.of(value)
+        if shape[:2] == (self.batch, self.steps):
+            return _OF_TOKENS
+        if shape.count(self.batch) != 1 or shape.count(self.steps) != 1:
+            return None
+        return shape.index(self.batch), shape.index(self.steps)
 
 
-def _slice(n: NodeView) -> Reader | None:
+def _picked(n: NodeView, axes: Axes) -> Reader | None:
+    """What picks steps by a slice, or tokens by their numbers."""
+    if n.definition is SLICE:
+        return _slice(n, axes)
+    values = (n.rows,) if n.definition is FLATTEN_AND_UNPAD else tuple(n.indices)
+    if axes != _OF_TOKENS or (n.definition is INDEX and n.at != (0, 1)) or not all(map(is_made_of_data, values)):
+        return None
+    return Reader(n.node, 0, "rows" if n.definition is FLATTEN_AND_UNPAD else "places", rank_of(n.x), axes, values)
+
+
+def _slice(n: NodeView, tokens: Axes) -> Reader | None:
     axes, steps = constant_of(n.axes), constant_of(n.steps) if n.steps is not None else None
     starts, ends = held_sizes(n.starts), held_sizes(n.ends)
-    if axes is None or axes.tolist() != [1] or starts is None or ends is None:
+    if axes is None or axes.tolist() != [tokens[1]] or starts is None or ends is None:
         return None
     if not isinstance(starts[0], int) or not isinstance(ends[0], int):
         return None
-    return Reader(n.node, 0, "slice", rank_of(n.x), steps=(starts[0], ends[0], 1 if steps is None else int(steps[0])))
+    by = 1 if steps is None else int(steps[0])
+    return Reader(n.node, 0, "slice", rank_of(n.x), tokens, steps=(starts[0], ends[0], by))
 
 
 # Packing

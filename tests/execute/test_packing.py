@@ -1,0 +1,151 @@
+"""What is asked of a batch comes over from its device in one copy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule, skip_padding
+from onnxtrain.execute.packing import Kept, Question, copied_to_host
+from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
+from tests.passes.less_work import WORDS
+from tests.passes.test_pack_tokens import FORMS, Biased, Encoder, batch_of, bool_mask
+
+_WAIT = {torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero,
+         torch.Tensor.__bool__, torch.Tensor.__int__, torch.nonzero}  # fmt: skip
+
+
+class Far(torch.Tensor):
+    """A tensor that says it is on another device; counts what would wait for it."""
+
+    waits: list[str] = []  # noqa: RUF012  # shared by all
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]  # a property of C
+            return torch.device("meta")
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func in _WAIT:
+            cls.waits.append(func.__name__)
+            return result.as_subclass(torch.Tensor) if isinstance(result, torch.Tensor) else result
+        return result
+
+
+@pytest.fixture
+def waits() -> list[str]:
+    Far.waits.clear()
+    return Far.waits
+
+
+def test_tensors_of_all_types_come_in_one_copy(waits: list[str]) -> None:
+    given = [
+        torch.tensor([[True, False, True]]),
+        torch.arange(6, dtype=torch.int32).view(2, 3).t(),
+        torch.tensor(-5),
+        torch.empty(0, 3, dtype=torch.int64),
+        torch.arange(5, dtype=torch.uint8),
+        torch.arange(-2, 2, dtype=torch.int64),
+        torch.arange(3, dtype=torch.int16)[None],
+    ]
+    found = copied_to_host([t.as_subclass(Far) for t in given])
+    assert waits == ["cpu"]
+    for copy, right in zip(found, given, strict=True):
+        assert type(copy) is torch.Tensor
+        assert copy.dtype == right.dtype
+        assert torch.equal(copy, right)
+
+
+def test_of_floating_tensors_only_sizes_come(waits: list[str]) -> None:
+    here = torch.ones(2)
+    far, same = copied_to_host([torch.ones(4, 5, dtype=torch.float16).as_subclass(Far), here])
+    assert (far.shape, far.dtype, far.device.type) == ((4, 5), torch.float16, "cpu")
+    assert same is here
+    assert not waits
+
+
+@pytest.mark.parametrize("head", ["mean", "labels"])
+def test_a_batch_is_asked_with_one_copy(head: str, waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[tuple[Kept | None, Kept | None]] = []
+    ask = Question.ask
+
+    def asked(self: Question, tensors: Sequence[torch.Tensor], batch: int, steps: int) -> Kept | None:
+        kept = ask(self, tensors, batch, steps)
+        answers.append((kept, ask(self, [t.as_subclass(Far) for t in tensors], batch, steps)))
+        return kept
+
+    monkeypatch.setattr(Question, "ask", asked)
+    torch.manual_seed(0)
+    ORTModule(Encoder(bool_mask, head=head), skip_padding="always")(*batch_of(FORMS["right"]))
+    ((kept, far),) = answers
+    assert kept is not None
+    assert far is not None
+    assert far.rows.shape == kept.rows.shape
+    assert far.causal == kept.causal
+    assert waits == ["cpu"]
+
+
+class OnGpu(nn.Module):
+    """Heads of 8 elements, which flash attention takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.score = nn.Embedding(WORDS, 32), nn.Linear(32, 3)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.words(words), src_key_padding_mask=words == 0)
+        return self.score(x.masked_fill((words == 0)[..., None], 0.0).sum(1)).square().mean()
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the one copy the step runs in a mode where waiting raises."""
+    torch.manual_seed(0)
+    words = (torch.randint(1, WORDS, (3, 6)) * torch.tensor(FORMS["right"])).cuda()
+    wrapped = ORTModule(OnGpu().cuda().bfloat16(), skip_padding="always")
+    wrapped(words).backward()  # compiles
+    waits: list[int | None] = []
+    ask = Question.ask
+
+    def asked(self: Question, *arguments: Any) -> Kept | None:
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            kept = ask(self, *arguments)
+        torch.cuda.set_sync_debug_mode("error")
+        waits.append(None if kept is None else sum("synchroniz" in str(w.message) for w in found))
+        return kept
+
+    monkeypatch.setattr(Question, "ask", asked)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrapped(words).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == [1]
+
+
+@pytest.mark.parametrize(("how", "flash", "waits"), [(None, True, False), (None, False, True), ("added", True, True)])
+def test_attention_that_asks_a_gpu_for_lengths_is_not_packed(
+    how: str | None, flash: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[PackingPlan | None] = []
+
+    def planned(*arguments: Any) -> PackingPlan | None:
+        plans.append(plan_packing(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(skip_padding, "plan_packing", planned)
+    monkeypatch.setattr(skip_padding, "flash_runs", lambda *arguments: flash)
+    ORTModule(Encoder(bool_mask) if how is None else Biased(how))(*batch_of(FORMS["right"]))
+    (plan,) = plans
+    assert plan is not None
+    assert (skip_padding.waits_for_lengths(plan, torch.device("cuda")) is not None) == waits
