@@ -53,7 +53,7 @@ class Joint:
         nodes = dict(zip(self.model.graph, graph, strict=True))
         return Joint(
             with_graph(self.model, graph),
-            frozenset(nodes[node] for node in self.forward_nodes),
+            frozenset(nodes[node] for node in self.forward_nodes if node in nodes),  # passes may have removed some
             self.outputs,
             self.active,
             tuple(None if c is None else values[c] for c in self.cotangents),

@@ -360,7 +360,7 @@ def assert_zoo_equal(entry: ZooModel, share: float) -> None:
                 assert torch.equal(value.nan_to_num(), other.nan_to_num()), f"{entry} output{path}"
 
 
-@pytest.mark.parametrize("name", ["mlp", "distilbert"])
+@pytest.mark.parametrize("name", ["mlp", "distilbert", "lstm", "transformer-encoder"])
 def test_a_model_of_the_zoo(name: str) -> None:
     assert_zoo_equal(next(m for m in ZOO if m.name == name), 0.7)
 

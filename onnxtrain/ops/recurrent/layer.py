@@ -82,8 +82,16 @@ def _flops(cell: Cell, n: NodeView, times: int) -> Size:
     return sizes.multiply(2 * times * both * cell.gates, *x[:2], h, sizes.add(x[2], h))
 
 
+_TRAINS = "trains"  # metadata of nodes through which a gradient flows
+
+
 def _keeps(n: NodeView) -> bool:
-    return any(v is not None and traversal.is_used(v) for v in (n.kept, n.kept_reverse))
+    """Whether the kernel that keeps what backward needs runs: also where backward runs forward again.
+
+    oneDNN's kernel that keeps nothing rounds otherwise, and both runs have to agree bit for bit.
+    """
+    used = any(v is not None and traversal.is_used(v) for v in (n.kept, n.kept_reverse))
+    return used or _TRAINS in n.node.metadata_props
 
 
 def _may_compile(cell: Cell, n: NodeView) -> bool:
@@ -146,6 +154,7 @@ def _body(op: Builder, cell: Cell, n: NodeView) -> Grads:
 
 
 def _gradient(op: Builder, cell: Cell, n: NodeView, *cotangents: ir.Value | None) -> Grads:
+    n.node.metadata_props[_TRAINS] = "yes"
     weights = _weights(n)
     firsts = [getattr(n, name) for name in _firsts(cell)]
     states = [n.c] if cell.has_state else []
