@@ -15,7 +15,8 @@ f float, d double; functions return nothing. The caller answers for sizes, strid
 way, and a call with four arguments costs 0.6 us.
 
     library.py    Library: asks for its code once, and gives its functions out
-    build.py      the cache on disk, and the child process
+    build.py      the cache on disk
+    background.py the child processes: at low priority, one after the other
     compiler.py   which compiler, which flags
 
 Libraries are kept under `cache_folder("native")`, by source, flags, compiler and processor. Where there is no compiler

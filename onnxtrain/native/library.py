@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, build
 
 _LOG = logging.getLogger(__name__)
@@ -48,12 +49,13 @@ class Library:
         self._work: threading.Thread | None = None
 
     def request(self) -> None:
-        """Starts the build, the first time. Returns at once."""
+        """Starts the build, the first time: behind those that were requested before. Returns at once."""
         if self._work is not None:
             return
         with self._lock:
             if self._work is None:
-                self._work = threading.Thread(target=self._build, name=f"onnxtrain builds {self.name}", daemon=True)
+                name, turn = f"onnxtrain builds {self.name}", background.turn()
+                self._work = threading.Thread(target=self._build, args=(turn,), name=name, daemon=True)
                 self._work.start()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -63,11 +65,11 @@ class Library:
         self._work.join(seconds)
         return self.functions is not None
 
-    def _build(self) -> None:
+    def _build(self, turn: background.Turn) -> None:
         try:
             if not sys.platform.startswith("linux"):
                 raise BuildError(f"compiled kernels are for Linux, this is {sys.platform}")
-            self.functions = self._load(build(self.name, text("parallel.h") + self.source))
+            self.functions = self._load(build(self.name, text("parallel.h") + self.source, turn))
         except BuildError as error:
             self.why_not = str(error)
             refused = " ended with " in self.why_not
@@ -77,6 +79,8 @@ class Library:
                 self.name,
                 error,
             )
+        finally:
+            turn.leave()
 
     def _load(self, path: Path) -> SimpleNamespace:
         try:
