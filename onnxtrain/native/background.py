@@ -31,6 +31,7 @@ class Turn:
     def __enter__(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue[0] is self)
+        _end_thread_of_ending_program()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -111,7 +112,7 @@ def _signal(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_thread_of_ending_program() -> None:
-    """No new compiler is started, and no compiler that was ended is called a failure."""
+    """Nothing new is begun, and no compiler that was ended is called a failure."""
     if _ending.is_set():
         raise SystemExit  # of this thread, without a word
 
