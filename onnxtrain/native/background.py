@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import IO
@@ -23,14 +24,15 @@ _ending = threading.Event()
 
 
 class Turn:
-    """A place in a queue. `with` waits until all who came before have left, and leaves."""
+    """A place in a queue. `with` waits until it is time and all who came before have left; then it leaves."""
 
-    def __init__(self, queue: list[Turn], changed: threading.Condition) -> None:
-        self._queue, self._changed = queue, changed
+    def __init__(self, queue: list[Turn], changed: threading.Condition, earliest: float) -> None:
+        self._queue, self._changed, self._earliest = queue, changed, earliest
 
     def __enter__(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue[0] is self)
+        time.sleep(max(self._earliest - time.monotonic(), 0.0))
         _end_thread_of_ending_program()
 
     def __exit__(
@@ -50,9 +52,13 @@ _queue: list[Turn] = []
 _changed = threading.Condition()
 
 
-def turn() -> Turn:
-    """The next place in the queue of all that this program compiles."""
-    made = Turn(_queue, _changed)
+def turn(after_s: float = 0.0) -> Turn:
+    """The next place in the queue of all that this program compiles.
+
+    Args:
+        after_s: seconds from now, before which it is not taken.
+    """
+    made = Turn(_queue, _changed, time.monotonic() + after_s)
     with _changed:
         _queue.append(made)
     return made

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,6 +189,21 @@ exit 1
     for library in libraries:
         assert not library.wait(60)
     assert notes.read_text().splitlines() == [f"{what} // {n}" for n in range(4) for what in ("begin", "end")]
+
+
+def test_the_step_that_asks_has_the_processor_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own."""
+    now = [5.0]
+    slept: list[tuple[int, float]] = []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: slept.append((threading.get_ident(), s)))
+    monkeypatch.setattr(background, "time", clock)
+    first, second = background.turn(1.0), background.turn(1.0)
+    now[0] += 0.25
+    with first:
+        now[0] += 2.0
+    with second:
+        pass
+    assert [seconds for thread, seconds in slept if thread == threading.get_ident()] == [0.75, 0.0]
 
 
 def test_what_is_there_waits_for_no_compiler() -> None:
