@@ -104,17 +104,19 @@ class FusedProgram:
             return
         requests, equal = self._requests(regions, storages)
         requests.sort(key=lambda request: _worth(equal[request.key], storages), reverse=True)
+        fused: Program | None = None
         for request, library in build(requests, self._options.regions_dump):
             calls = self._calls(request, library, equal[request.key])
             if calls:
                 self.calls += calls
-                self._run = self._fused(self.calls).run
-        if not self.calls:
+                fused = self._fused(self.calls)
+                self._run = fused.run
+        if fused is None:
             _LOG.debug("%s has no compiled regions, of %d", self._program.filename, len(regions))
         elif self._options.regions == "auto":
             for call in self.calls:
                 call.try_both()
-            self._run = _Timing(self, self._fused(self.calls)).run
+            self._run = _Timing(self, fused).run
         else:
             self.settled = True
 
