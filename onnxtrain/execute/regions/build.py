@@ -19,7 +19,7 @@ from onnxtrain.native import background, compiler
 from onnxtrain.native.build import BuildError, is_whole
 
 _LOG = logging.getLogger(__name__)
-_LIMIT_S = 1800  # for about 20 s of a processor that the training leaves a quarter of
+_LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
 _process = Process()
 _refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
 

@@ -28,7 +28,7 @@ from onnxtrain.plan.storage import Storages
 from onnxtrain.report import PassReport, Refusal
 
 _LOG = logging.getLogger(__name__)
-_CALLS = 20  # before it is worth to compile: a region takes some 20 s of a processor
+_CALLS = 20  # before it is worth to compile: a region takes some 6 s of a processor
 LEAST = 16384  # elements of a region's tensors: below it, a call costs more than is gained
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
