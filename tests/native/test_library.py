@@ -252,6 +252,20 @@ sleep 100
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python itself says nothing
+def test_a_program_that_ends_begins_no_compile(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_ending", ending := threading.Event())
+    ending.set()
+    library = counter()
+    assert not library.wait(60)
+    assert list(cache.iterdir()) == []
+    assert not caplog.records
+    ending.clear()
+    check(counter())
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
