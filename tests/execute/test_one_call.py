@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,14 +16,28 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.one_call.arrays import UnsupportedError
+from onnxtrain.execute.one_call.call import ENTRY, Call, compiled_call, python_call
 from onnxtrain.execute.one_call.source import NAME, Function, write
 from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
-from onnxtrain.execute.program import Program
+from onnxtrain.execute.program import Program, Run
 from onnxtrain.native import Library
-from onnxtrain.native.compiler import find
+from onnxtrain.native.compiler import find, has_torch_headers
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
 
 pytestmark = pytest.mark.skipif(find() is None, reason="there is no C++ compiler")
+
+Form = Callable[[Call, Run], Run]
+FORMS = [
+    pytest.param(compiled_call, marks=pytest.mark.skipif(not has_torch_headers(), reason="needs Python's headers")),
+    python_call,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entry() -> None:
+    """Compiled before any test waits for a call: it takes 10 s, once a machine."""
+    assert ENTRY.wait() == has_torch_headers(), ENTRY.why_not
+
 
 CASES: list[OpCase] = [
     case
@@ -39,7 +54,7 @@ class Written:
         self.static: StaticGraph = static_graph(program.part, shapes, given)
         self.function: Function = write(self.static.graph, self.static.given)
 
-    def use(self, library: Any, name: str) -> None:
+    def use(self, library: Any, name: str, form: Form) -> None:
         """Runs the function in the program's place; calls that it does not take, for their strides, are counted."""
         run = self.program.run
 
@@ -47,10 +62,8 @@ class Written:
             self.declined += 1
             return run(tensors, given)
 
-        functions = type("Functions", (), {NAME: staticmethod(getattr(library, name))})
-        self.program.run = one_call.call_of(
-            self.program.part, self.static, self.shapes, self.function, functions, ordinary
-        )
+        function = getattr(library, name)
+        self.program.run = form(Call.of(self.program.part, self.static, self.shapes, self.function, function), ordinary)
 
 
 def written(check: CaseCheck, known: Any) -> list[Written]:
@@ -83,7 +96,7 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
     return found
 
 
-def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
+def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
     """Runs every function of these cases in the place of its program; the number of functions that took the call."""
     runs: list[tuple[CaseCheck, Any, list[Written], int]] = []
     texts, signatures, count = [], {}, 0
@@ -94,8 +107,8 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
             runs.append((check, known, found, count))
             for one in found:
                 name = f"{NAME}_{count}"
-                texts.append(one.function.text.replace(f"void {NAME}(", f"void {name}("))
-                signatures[name] = "p" * (len(one.function.inputs) + len(one.function.outputs))
+                texts.append(re.sub(rf"\b{NAME}\(", f"{name}(", one.function.text))
+                signatures[name] = "p"
                 count += 1
     function = Function("\n".join(texts), (), ())
     library = Library("one-call-test", function.source, signatures, short=True)
@@ -103,22 +116,23 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
     for check, known, found, first in runs:
         before = [one.program.run for one in found]
         for number, one in enumerate(found, first):
-            one.use(library.functions, f"{NAME}_{number}")
+            one.use(library.functions, f"{NAME}_{number}", form)
         check.check_sizes(known)
         for one, run in zip(found, before, strict=True):
             one.program.run = run
     return sum(not one.declined for _, _, found, _ in runs for one in found)
 
 
-def test_a_sample_of_the_ops() -> None:
-    assert check_cases(CASES[::23], torch.float32) > 10
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sample_of_the_ops(form: Form) -> None:
+    assert check_cases(CASES[::23], torch.float32, form) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("part", range(8))
 def test_every_op_that_is_written(part: int, dtype: torch.dtype) -> None:
-    assert check_cases(CASES[part::8], dtype) > 20
+    assert check_cases(CASES[part::8], dtype, compiled_call) > 20
 
 
 # In a module
