@@ -1,10 +1,13 @@
 """Small programs as one compiled call: right for every op that is written, at every size, and only where it may be."""
 
 import copy
+import gc
 import importlib
 import pathlib
 import re
 import time
+import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -293,3 +296,139 @@ def test_a_broken_compiler_leaves_the_program(calls: list[one_call.OneCall], mon
         step(module, torch.randn(5, 6))
         assert time.monotonic() < end
     assert all(call._program.run is call._ordinary for call in calls)
+
+
+# What takes the place of a program
+
+
+def linear_call(form: Form, ordinary: Run) -> Run:
+    """2 * a + b of three floats each, beside a size that has to be 7; gives a as well, and nothing in between."""
+    source = """
+extern "C" void run(void* const* p) {
+    for (int i = 0; i < 3; ++i) ((float*)p[2])[i] = 2 * ((const float*)p[0])[i] + ((const float*)p[1])[i];
+}
+"""
+    library = Library("one-call-test", source, {NAME: "p"}, short=True)
+    assert library.wait(), library.why_not
+    kind = ((3,), torch.float32)
+    function = getattr(library.functions, NAME)
+    return form(
+        Call(
+            function, (kind, kind), frozenset({0, 1}), (0, 1), (kind,), (0, None, -1), sizes_in=(7,), sizes_out=(5, 6)
+        ),
+        ordinary,
+    )
+
+
+def refuse(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+    raise AssertionError("an ordinary call")
+
+
+def hand_on(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+    return "ordinary", list(tensors), list(given)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [tuple, list, iter])
+def test_tensors_in_any_iterable(form: Form, kind: Callable[[Any], Any]) -> None:
+    run = linear_call(form, refuse)
+    a, b = torch.randn(2, 3)
+    for given in ((7,), [7]):
+        (found, nothing, same), sizes = run(kind((a, b)), given)
+        torch.testing.assert_close(found, 2 * a + b)
+        assert nothing is None
+        assert same is a
+        assert sizes == (5, 6)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+OTHERS: dict[str, Callable[[], torch.Tensor]] = {
+    "shape": lambda: torch.ones(4),
+    "rank": lambda: torch.ones(3, 1),
+    "strides": lambda: torch.ones(6)[::2],
+    "negative": lambda: torch._neg_view(torch.ones(3)),
+}
+ONLY_COMPILED: dict[str, Callable[[], torch.Tensor]] = {
+    "dtype": lambda: torch.ones(3, dtype=torch.float64),
+    "device": lambda: torch.ones(3, device="meta"),
+    "layout": lambda: torch.ones(3).to_sparse(),
+    "subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "no tensor": lambda: None,  # type: ignore[dict-item, return-value]  # what the entry must not read as one
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [
+        *(pytest.param(form, other, id=f"{form}-{other}") for form in ("compiled", "python") for other in OTHERS),
+        *(pytest.param("compiled", other) for other in ONLY_COMPILED),
+    ],
+)
+def test_what_the_function_is_not_for_goes_the_ordinary_way(form: str, other: str) -> None:
+    if form == "compiled" and not has_torch_headers():
+        pytest.skip("needs Python's headers")
+    run = linear_call(compiled_call if form == "compiled" else python_call, hand_on)
+    tensor, plain = {**OTHERS, **ONLY_COMPILED}[other](), torch.ones(3)
+    for tensors in ((tensor, plain), (plain, tensor)):
+        name, found, given = run(iter(tensors), (7,))
+        assert name == "ordinary"
+        assert all(a is b for a, b in zip(found, tensors, strict=True))
+        assert given == [7]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_size_goes_the_ordinary_way(form: Form) -> None:
+    run = linear_call(form, hand_on)
+    assert run(iter(torch.ones(2, 3)), (8,))[0] == "ordinary"
+    assert run(iter(torch.ones(2, 3)), (7,))[0] != "ordinary"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_profiler_sees_the_nodes(form: Form) -> None:
+    run = linear_call(form, hand_on)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert run(iter(torch.ones(2, 3)), (7,))[0] == "ordinary"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_errors_of_the_ordinary_way_arrive(form: Form) -> None:
+    run = linear_call(form, refuse)
+    with pytest.raises(AssertionError, match="an ordinary call"):
+        run(iter(torch.ones(2, 3)), (8,))
+    with pytest.raises(TypeError):
+        run(None, (7,))  # type: ignore[arg-type]  # no tensors
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_keeps_nothing_alive_that_is_not_reachable(form: Form) -> None:
+    """The program and its call hold each other: the garbage collector has to see that."""
+
+    class Holder:
+        run: Any
+
+        def ordinary(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+            raise AssertionError
+
+    holder = Holder()
+    holder.run = linear_call(form, holder.ordinary)
+    (found, _, _), _ = holder.run(torch.ones(2, 3), (7,))
+    gone, result = weakref.ref(holder), weakref.ref(found)
+    del holder, found
+    gc.collect()
+    assert gone() is None
+    assert result() is None
+
+
+def test_without_the_entry_python_serves(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENTRY, "wait", lambda: False)
+    torch.manual_seed(0)
+    eager = mlp(nn.ReLU())
+    exact, module = copy.deepcopy(eager).double(), ORTModule(copy.deepcopy(eager))
+    settle(module, torch.randn(5, 6), calls, 2)
+    assert all(isinstance(call.call, types.FunctionType) for call in calls if call.settled)
+    x = torch.randn(5, 6)
+    for got, expected, true in zip(step(module, x), step(eager, x), step(exact, x.double()), strict=True):
+        assert_no_worse_than_eager("python", got, expected, true)

@@ -111,7 +111,7 @@ def python_call(call: Call, ordinary: Run) -> Run:
     made = [f"o{i}" for i in range(len(call.outputs))]
     results = ["None" if i is None else names[-1 - i] if i < 0 else made[i] for i in call.results]
     conditions = [f"{names[i]}.shape == shape_{i}" for i in sorted(call.free)]
-    conditions += [f"{names[i]}.is_contiguous()" for i in call.read]
+    conditions += [f"{names[i]}.is_contiguous() and not {names[i]}.is_neg()" for i in call.read]
     conditions += [f"(*sizes,) == {call.sizes_in!r}"] if call.sizes_in else []
     pointers = [f"{name}.data_ptr()" for name in (*(names[i] for i in call.read), *made)]
     arguments = f"({''.join(f'{name}, ' for name in names)})"
