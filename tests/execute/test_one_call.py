@@ -1,6 +1,7 @@
 """Small programs as one compiled call: right for every op that is written, at every size, and only where it may be."""
 
 import copy
+import ctypes
 import gc
 import importlib
 import pathlib
@@ -138,6 +139,29 @@ def test_every_op_that_is_written(part: int, dtype: torch.dtype) -> None:
     assert check_cases(CASES[part::8], dtype, compiled_call) > 20
 
 
+TRANSPOSED = {"float": torch.float32, "double": torch.float64, "int64_t": torch.int64}
+
+
+def test_transposed_matrices() -> None:
+    """By blocks and what is left of them, of any element type, out of longer rows too."""
+    sizes = [(1, 1), (3, 5), (16, 16), (17, 33), (40, 7), (8, 64), (63, 18)]
+    kinds = [(c_type, r, c, r + gap) for c_type in TRANSPOSED for r, c in sizes for gap in (0, 3)]
+    texts = [
+        f'extern "C" void {NAME}_{i}(void* const* p) '
+        f"{{ transposed<{c_type}, {r}, {c}, {stride}>((const {c_type}*)p[0], ({c_type}*)p[1]); }}"
+        for i, (c_type, r, c, stride) in enumerate(kinds)
+    ]
+    signatures = {f"{NAME}_{i}": "p" for i in range(len(kinds))}
+    library = Library("one-call-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
+    assert library.wait(), library.why_not
+    for i, (c_type, r, c, stride) in enumerate(kinds):
+        given = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
+        found = torch.full((r + 1, c), -1, dtype=given.dtype)
+        getattr(library.functions, f"{NAME}_{i}")((ctypes.c_void_p * 2)(given.data_ptr(), found.data_ptr()))
+        assert torch.equal(found[:r], given[:, :r].t()), kinds[i]
+        assert (found[r] == -1).all(), "written past the end"
+
+
 # In a module
 
 
@@ -156,6 +180,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tanh": lambda: mlp(nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()),
     "gelu": lambda: mlp(nn.GELU(approximate="tanh"), nn.Linear(8, 8), nn.SiLU()),
     "transposed weight": with_transposed_weight,
+    "wide": lambda: mlp(nn.ReLU(), nn.Linear(8, 40), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 8)),
 }
 
 

@@ -38,7 +38,7 @@ class Function:
     @property
     def source(self) -> str:
         header = Path(__file__).with_name("products.h").read_text(encoding="utf-8")
-        return f"#include <cmath>\n#include <cstdint>\n\n{header}\n{self.text}"
+        return f"#include <cmath>\n#include <cstdint>\n#include <cstring>\n#include <utility>\n\n{header}\n{self.text}"
 
 
 def write(graph: ir.Graph, given: Mapping[int, int]) -> Function:
