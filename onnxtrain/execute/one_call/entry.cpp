@@ -27,7 +27,7 @@ struct Call {
   std::vector<size_t> read;      // the inputs whose addresses `run` takes, before those of its outputs
   std::vector<Kind> outputs;     // that it writes
   std::vector<int64_t> results;  // an output, from 0; an input, from -1 down; or kNone
-  py::object none_or_sizes_in;   // a tuple; None where the program takes no sizes
+  py::object sizes_in;           // a tuple; None where the program takes no sizes
   py::object sizes_out;
 
   bool takes(PyObject* tensors, PyObject* sizes) const;
@@ -51,10 +51,10 @@ bool Call::takes(PyObject* tensors, PyObject* sizes) const {
     const at::Tensor& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(tensors, i));
     if (!tensor.is_contiguous() || tensor.is_neg()) return false;
   }
-  if (none_or_sizes_in.is_none()) return true;
+  if (sizes_in.is_none()) return true;
   const auto given = py::reinterpret_steal<py::object>(PySequence_Tuple(sizes));
   if (!given) throw python_error();
-  const int same = PyObject_RichCompareBool(given.ptr(), none_or_sizes_in.ptr(), Py_EQ);
+  const int same = PyObject_RichCompareBool(given.ptr(), sizes_in.ptr(), Py_EQ);
   if (same < 0) throw python_error();
   return same;
 }
@@ -122,7 +122,7 @@ extern "C" PyObject* make(
   call->outputs = kinds(outputs);
   for (py::handle place : py::handle(read)) call->read.push_back(place.cast<size_t>());
   for (py::handle place : py::handle(results)) call->results.push_back(place.is_none() ? kNone : place.cast<int64_t>());
-  call->none_or_sizes_in = py::reinterpret_borrow<py::object>(sizes_in);
+  call->sizes_in = py::reinterpret_borrow<py::object>(sizes_in);
   call->sizes_out = py::reinterpret_borrow<py::object>(sizes_out);
   const auto free = [](PyObject* capsule) { delete static_cast<Call*>(PyCapsule_GetPointer(capsule, nullptr)); };
   const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(call.get(), nullptr, free));
