@@ -143,6 +143,8 @@ class Run:
             contenders=tuple(_timed(one, firsts[one["contender"]]) for one in found["contenders"]),
             products_s=tuple(found["products_s"]),
             products=found["products"],
+            products_flops=found["products_flops"],
+            peak_flops=found["peak_flops"],
             turn=found["turn"],
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from onnxtrain.ops.matmul.candidates import in_float32, onednn_product, product_by_convolution
 
@@ -67,15 +68,22 @@ class _Operand:
 
 
 class Products:
-    """The products of `step`, ready to run alone; `count` is 0 where a step's products cannot be taken apart."""
+    """The products of `step`, ready to run alone.
+
+    Attributes:
+        count: how many; 0 where a step's products cannot be taken apart.
+        operations: floating-point operations of all of them.
+    """
 
     def __init__(self, step: Callable[[], object]) -> None:
         with _Record() as record:
             step()
         self._calls: list[Call] = []
+        self.operations = 0
         if not record.opaque:
             best = {key: _fastest(*key) for key in set(record.found)}
-            self._calls = [best[key] for key in record.found]
+            self._calls = [best[key][0] for key in record.found]
+            self.operations = sum(best[key][1] for key in record.found)
         self.count = len(self._calls)
 
     def run(self) -> float:
@@ -89,10 +97,13 @@ class Products:
         return time.perf_counter() - started
 
 
-def _fastest(func: Any, arguments: tuple[Any, ...]) -> Call:
+def _fastest(func: Any, arguments: tuple[Any, ...]) -> tuple[Call, int]:
+    """The fastest way, and the operations of the product."""
     given = [a.made() if isinstance(a, _Operand) else list(a) if isinstance(a, tuple) else a for a in arguments]
     calls = _PRODUCTS[func](func, given)
-    return calls[0] if len(calls) == 1 else min(calls, key=_seconds)
+    with FlopCounterMode(display=False) as counter:
+        func(*given)
+    return calls[0] if len(calls) == 1 else min(calls, key=_seconds), counter.get_total_flops()
 
 
 def _seconds(call: Call) -> float:

@@ -90,6 +90,8 @@ class Measured:
         products_s: what the step's matrix products alone took, in each round; empty where that is not known.
         products: how many there are in a step.
         turn: how many steps a contender takes in a round; times are those of one.
+        products_flops: floating-point operations of these products.
+        peak_flops: those that the processor makes in a second at most; None where that is not known.
     """
 
     workload: str
@@ -99,6 +101,8 @@ class Measured:
     products_s: tuple[float, ...]
     products: int
     turn: int = 1
+    products_flops: int = 0
+    peak_flops: float | None = None
 
     def of(self, contender: str) -> Timed | None:
         return next((timed for timed in self.contenders if timed.contender == contender), None)

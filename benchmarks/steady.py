@@ -25,6 +25,7 @@ from benchmarks import processes
 from benchmarks.contenders import EAGER, ONNXTRAIN, OWN, Stepper, make_batches, make_model
 from benchmarks.memory import peak_bytes
 from benchmarks.other_programs import OtherPrograms
+from benchmarks.peak import peak_flops
 from benchmarks.processes import Tell
 from benchmarks.products import Products
 from benchmarks.spent import parts, spent
@@ -89,6 +90,8 @@ def measure(
         ],
         "products_s": times[_PRODUCTS],
         "products": products.count if products else 0,
+        "products_flops": products.operations if products else 0,
+        "peak_flops": peak_flops() if products and workload.device == "cpu" else None,
         "others_cores": busy,
     }
 

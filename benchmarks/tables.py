@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,11 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
         goal = workload.goals.share
         reached = measured.share(ours) if ours else None
         yield f"{note}." if goal is None or reached is None else f"{note}; goal {goal:.0%}: {verdict(reached, goal)}."
+        if measured.products_flops:
+            rate = measured.products_flops / statistics.median(measured.products_s)
+            peak = measured.peak_flops
+            most = "" if peak is None else f", {rate / peak:.0%} of the processor's {peak / 1e9:.0f}"
+            yield f"They run at {rate / 1e9:.0f} GFLOP/s{most}."
         if (limit := measured.limit()) is not None:
             wanted = workload.goals.speed.get(EAGER)
             less = f": less than the goal of {wanted:g} ×" if wanted is not None and limit < wanted else ""

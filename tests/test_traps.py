@@ -820,3 +820,33 @@ def test_the_loss_changes_the_outputs_that_it_reads() -> None:
     with compared(model(TwoHeads, loss=loss)) as compare:
         for now.heads in (["left"], ["right"], ["left", "right"], ["left"]):
             compare.train(*SIZES)
+
+
+class GivesNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("results", [1, 2])
+def test_parameters_get_no_gradient_where_none_comes(results: int) -> None:
+    """Zeros would be a gradient: an optimizer moves by its momenta then, and by weight decay."""
+
+    class Linears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(results))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found = tuple(layer(x) for layer in self.layers)
+            return found[0] if results == 1 else found
+
+    for module in (Linears(), ORTModule(Linears())):
+        found = module(torch.randn(2, 3))
+        total = sum(GivesNothing.apply(y).sum() for y in (found if results > 1 else [found]))
+        total.backward()
+        assert all(p.grad is None for p in module.parameters())

@@ -257,8 +257,7 @@ class Arguments:
         """A leaf made in forward that requires a gradient lets backward run though no input needs one."""
         if not (tensor.requires_grad and tensor.is_leaf and isinstance(tensor, FakeTensor)):
             return
-        known = tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
-        if not any(fake is tensor for fake in known.values()):
+        if not _stands_for_real(tensor):
             raise CaptureError(
                 f"{qualified_name(self.function)} is given a tensor that forward itself made require a gradient",
                 where=source_line.of_caller(),
@@ -267,6 +266,14 @@ class Arguments:
 
 
 _DEPTH = 4  # objects inside each other that are searched for tensors
+
+
+def _stands_for_real(tensor: FakeTensor) -> bool:
+    """Whether a fake tensor was made for one of the user's, and not for an operator's result (of the device "meta")."""
+    converter = tensor.fake_mode.fake_tensor_converter.meta_converter
+    numbers = {number for number, fake in converter.tensor_memo.items() if fake is tensor}
+    sources = converter.describer.lookup_tensor.items()
+    return any(number in numbers and source.device.type != "meta" for source, number in sources)
 
 
 def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:

@@ -240,6 +240,7 @@ class _Boundary(torch.autograd.Function):
         if not unit.simple:
             return keep_and_run(ctx, unit, tensors)
         found, sizes = unit.forward.run(tensors, ())
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*found[1:])
         ctx.call = unit, tensors, [tensors[i]._version for i in unit.unsaved], sizes
         return (found[0].detach(),) if unit.lone_views else found[:1]
@@ -253,6 +254,8 @@ def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
     """Backward of `_Boundary`. Empties the list of cotangents."""
     unit: Unit = ctx.call[0]
     needed = ctx.needs_input_grad
+    if cotangents[0] is None and all(c is None for c in cotangents):  # as of a function that gave no gradient
+        return (None,) * len(needed)
     if torch.is_grad_enabled():
         return (None, *differentiable_backward(ctx, cotangents, needed[1:]))
     usual, program = unit.usual
@@ -274,8 +277,7 @@ def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
 
 def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Runs forward of any unit, and keeps in `ctx` what its backward needs; returns the results."""
-    if unit.results > 1:  # else a gradient comes for the one result, or backward does not run
-        ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)
     if unit.random:
         ctx.random_state = _random_state(tensors)
     found, sizes = unit.run(tensors)

@@ -10,9 +10,10 @@
         native.forward(x.data_ptr(), w.data_ptr(), y.data_ptr(), x.size(0))
 
 `source` defines its functions as `extern "C"`. Before it stands `parallel.h`: `parallel_for(threads, count, f)` runs
-f(begin, end) on the threads that PyTorch itself uses. A signature has a letter for each argument: p pointer, i int64_t,
-f float, d double; functions return nothing. The caller answers for sizes, strides and types: nothing is checked on the
-way, and a call with four arguments costs 0.6 us.
+f(begin, end) on the threads that PyTorch itself uses. A signature has a letter for each argument: p pointer, i
+int64_t, f float, d double, o Python object; functions return nothing, or an object (">o" at the end). The caller
+answers for sizes, strides and types: nothing is checked on the way, and a call with four arguments costs 0.6 us. With
+`torch_headers` the source may include those of PyTorch and Python.
 
     library.py    Library: asks for its code once, and gives its functions out
     build.py      the cache on disk

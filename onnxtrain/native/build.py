@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from onnxtrain.cache_folder import cache_folder
@@ -22,21 +23,26 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def build(name: str, source: str, turn: background.Turn) -> Path:
+def build(name: str, source: str, turn: background.Turn, *, torch_headers: bool = False) -> Path:
     """The file of the compiled source, from the cache or by the compiler. Called off the main thread: it may take long.
 
     Args:
         name: what the file's name begins with.
         source: C++.
         turn: when a compiler may run.
+        torch_headers: whether it includes PyTorch's headers and Python's.
 
     Raises:
-        BuildError: there is no compiler, it refuses the source, or the cache cannot be written.
+        BuildError: there is no compiler, there are no such headers, it refuses the source, or the cache cannot be
+            written.
     """
     found = compiler.find()
     if found is None:
         raise BuildError("there is no C++ compiler (looked for $CXX, c++, g++, clang++)")
-    parts = (source, " ".join((*found.command, *compiler.flags())), found.version, compiler.processor())
+    if torch_headers and not compiler.has_torch_headers():
+        raise BuildError("Python's headers are not there (Debian and Ubuntu: apt install python3-dev)")
+    flags = compiler.flags(torch_headers=torch_headers)
+    parts = (source, " ".join((*found.command, *flags)), found.version, compiler.processor())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     try:
         folder = cache_folder("native")
@@ -44,7 +50,7 @@ def build(name: str, source: str, turn: background.Turn) -> Path:
         target = folder / f"{name}-{key}.so"
         if not is_whole(target):
             with turn:
-                _compile(found, source, target)
+                _compile(found, flags, source, target)
     except OSError as error:
         raise BuildError(f"the folder of compiled kernels cannot be used: {error}") from error
     return target
@@ -60,11 +66,11 @@ def is_whole(path: Path) -> bool:
     return owner in (os.getuid(), 0) and hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 
 
-def _compile(found: compiler.Compiler, source: str, target: Path) -> None:
+def _compile(found: compiler.Compiler, flags: Sequence[str], source: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
         text, library = Path(scratch, "source.cpp"), Path(scratch, "library.so")
         text.write_text(source, encoding="utf-8")
-        code, said = background.run(found.call(text, library), _LIMIT_S)
+        code, said = background.run(found.call(flags, text, library), _LIMIT_S)
         if code:
             first = "\n".join(said.splitlines()[:5])
             raise BuildError(f"{found.command[0]} ended with {code}: {first}")

@@ -8,9 +8,13 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 _CANDIDATES = ("c++", "g++", "clang++")
 # No -ffast-math: infinities and NaN keep their meaning. Without errno and traps more loops become vectors.
@@ -29,13 +33,33 @@ class Compiler:
     command: tuple[str, ...]
     version: str
 
-    def call(self, source: Path, target: Path) -> list[str]:
-        return [*self.command, *flags(), "-x", "c++", str(source), "-o", str(target)]
+    def call(self, flags: Sequence[str], source: Path, target: Path) -> list[str]:
+        return [*self.command, *flags, "-x", "c++", str(source), "-o", str(target)]
 
 
-def flags() -> Sequence[str]:
+def flags(*, torch_headers: bool = False) -> Sequence[str]:
+    """How everything is compiled; with PyTorch's and Python's headers, for this version of each."""
     x86 = platform.machine() in ("x86_64", "AMD64")
-    return (*_FLAGS, "-march=native" if x86 else "-mcpu=native")
+    return (*_FLAGS, "-march=native" if x86 else "-mcpu=native", *(_for_torch() if torch_headers else ()))
+
+
+def _for_torch() -> Sequence[str]:
+    folder = Path(torch.__file__).parent
+    includes = (folder / "include", folder / "include/torch/csrc/api/include", sysconfig.get_path("include"))
+    return (
+        *(f"-I{include}" for include in includes),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f'-DCOMPILED_FOR="{torch.__version__} {sys.version}"',  # another version in the same folder is another library
+        f"-L{folder / 'lib'}",
+        "-Wl,--no-as-needed",  # the libraries come before the source, which needs them
+        *("-lc10", "-ltorch_cpu", "-ltorch_python"),
+    )
+
+
+def has_torch_headers() -> bool:
+    """Whether Python's headers are there, which often come apart (python3-dev), and PyTorch's."""
+    places = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include/torch")
+    return Path(places[0], "Python.h").exists() and Path(places[1]).exists()
 
 
 def find() -> Compiler | None:

@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 # The step that asks for a kernel is a first step, which people wait for: a compiler beside it cost a Llama-like model's
 # 0.2 of 1.7 s.
 _AFTER_S = 1.0
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "o": ctypes.py_object}
 
 
 def text(*names: str) -> str:
@@ -35,19 +35,30 @@ class Library:
         why_not: after a failed build, the reason.
     """
 
-    def __init__(self, name: str, source: str, signatures: Mapping[str, str], *, short: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        signatures: Mapping[str, str],
+        *,
+        short: bool = False,
+        torch_headers: bool = False,
+    ) -> None:
         """Notes what is to be compiled.
 
         Args:
             name: for the file in the cache.
             source: C++ that defines `extern "C"` functions; `parallel.h` comes before it.
-            signatures: for each function its name and a letter per argument: p, i, f or d.
-            short: calls take microseconds and keep Python's lock, which costs less than to give it away.
+            signatures: for each function its name and a letter per argument: p, i, f, d or o; ">o" at the end where it
+                returns a Python object (a new reference, or null with an exception set).
+            short: calls take microseconds and keep Python's lock, which costs less than to give it away. What takes or
+                returns Python objects is short.
+            torch_headers: the source includes PyTorch's headers and Python's: it takes 10 s to compile.
         """
         self.functions: Any = None
         self.why_not: str | None = None
         self.name, self.source, self.signatures = name, source, dict(signatures)
-        self._short = short
+        self._short, self._torch_headers = short, torch_headers
         self._lock = threading.Lock()
         self._work: threading.Thread | None = None
 
@@ -72,13 +83,14 @@ class Library:
         try:
             if not sys.platform.startswith("linux"):
                 raise BuildError(f"compiled kernels are for Linux, this is {sys.platform}")
-            self.functions = self._load(build(self.name, text("parallel.h") + self.source, turn))
+            source = text("parallel.h") + self.source
+            self.functions = self._load(build(self.name, source, turn, torch_headers=self._torch_headers))
         except BuildError as error:
             self.why_not = str(error)
             refused = " ended with " in self.why_not
             _LOG.log(
                 logging.WARNING if refused else logging.INFO,
-                "The compiled kernel %s is not there, PyTorch's operators serve instead: %s",
+                "The compiled kernel %s is not there, the way without it serves instead: %s",
                 self.name,
                 error,
             )
@@ -91,7 +103,8 @@ class Library:
             found = {name: getattr(library, name) for name in self.signatures}
         except (OSError, AttributeError) as error:
             raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
-        for name, letters in self.signatures.items():
+        for name, signature in self.signatures.items():
+            letters, _, result = signature.partition(">")
             found[name].argtypes = [_TYPES[letter] for letter in letters]
-            found[name].restype = None
+            found[name].restype = _TYPES[result] if result else None
         return SimpleNamespace(**found)

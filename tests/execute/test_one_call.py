@@ -1,9 +1,14 @@
 """Small programs as one compiled call: right for every op that is written, at every size, and only where it may be."""
 
 import copy
+import ctypes
+import gc
 import importlib
 import pathlib
+import re
 import time
+import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,14 +20,28 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.one_call.arrays import UnsupportedError
+from onnxtrain.execute.one_call.call import ENTRY, Call, compiled_call, python_call
 from onnxtrain.execute.one_call.source import NAME, Function, write
 from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
-from onnxtrain.execute.program import Program
+from onnxtrain.execute.program import Program, Run
 from onnxtrain.native import Library
-from onnxtrain.native.compiler import find
+from onnxtrain.native.compiler import find, has_torch_headers
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
 
 pytestmark = pytest.mark.skipif(find() is None, reason="there is no C++ compiler")
+
+Form = Callable[[Call, Run], Run]
+FORMS = [
+    pytest.param(compiled_call, marks=pytest.mark.skipif(not has_torch_headers(), reason="needs Python's headers")),
+    python_call,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entry() -> None:
+    """Compiled before any test waits for a call: it takes 10 s, once a machine."""
+    assert ENTRY.wait() == has_torch_headers(), ENTRY.why_not
+
 
 CASES: list[OpCase] = [
     case
@@ -39,7 +58,7 @@ class Written:
         self.static: StaticGraph = static_graph(program.part, shapes, given)
         self.function: Function = write(self.static.graph, self.static.given)
 
-    def use(self, library: Any, name: str) -> None:
+    def use(self, library: Any, name: str, form: Form) -> None:
         """Runs the function in the program's place; calls that it does not take, for their strides, are counted."""
         run = self.program.run
 
@@ -47,10 +66,8 @@ class Written:
             self.declined += 1
             return run(tensors, given)
 
-        functions = type("Functions", (), {NAME: staticmethod(getattr(library, name))})
-        self.program.run = one_call.call_of(
-            self.program.part, self.static, self.shapes, self.function, functions, ordinary
-        )
+        function = getattr(library, name)
+        self.program.run = form(Call.of(self.program.part, self.static, self.shapes, self.function, function), ordinary)
 
 
 def written(check: CaseCheck, known: Any) -> list[Written]:
@@ -83,7 +100,7 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
     return found
 
 
-def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
+def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
     """Runs every function of these cases in the place of its program; the number of functions that took the call."""
     runs: list[tuple[CaseCheck, Any, list[Written], int]] = []
     texts, signatures, count = [], {}, 0
@@ -94,8 +111,8 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
             runs.append((check, known, found, count))
             for one in found:
                 name = f"{NAME}_{count}"
-                texts.append(one.function.text.replace(f"void {NAME}(", f"void {name}("))
-                signatures[name] = "p" * (len(one.function.inputs) + len(one.function.outputs))
+                texts.append(re.sub(rf"\b{NAME}\(", f"{name}(", one.function.text))
+                signatures[name] = "p"
                 count += 1
     function = Function("\n".join(texts), (), ())
     library = Library("one-call-test", function.source, signatures, short=True)
@@ -103,22 +120,46 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype) -> int:
     for check, known, found, first in runs:
         before = [one.program.run for one in found]
         for number, one in enumerate(found, first):
-            one.use(library.functions, f"{NAME}_{number}")
+            one.use(library.functions, f"{NAME}_{number}", form)
         check.check_sizes(known)
         for one, run in zip(found, before, strict=True):
             one.program.run = run
     return sum(not one.declined for _, _, found, _ in runs for one in found)
 
 
-def test_a_sample_of_the_ops() -> None:
-    assert check_cases(CASES[::23], torch.float32) > 10
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sample_of_the_ops(form: Form) -> None:
+    assert check_cases(CASES[::23], torch.float32, form) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("part", range(8))
 def test_every_op_that_is_written(part: int, dtype: torch.dtype) -> None:
-    assert check_cases(CASES[part::8], dtype) > 20
+    assert check_cases(CASES[part::8], dtype, compiled_call) > 20
+
+
+TRANSPOSED = {"float": torch.float32, "double": torch.float64, "int64_t": torch.int64}
+
+
+def test_transposed_matrices() -> None:
+    """By blocks and what is left of them, of any element type, out of longer rows too."""
+    sizes = [(1, 1), (3, 5), (16, 16), (17, 33), (40, 7), (8, 64), (63, 18)]
+    kinds = [(c_type, r, c, r + gap) for c_type in TRANSPOSED for r, c in sizes for gap in (0, 3)]
+    texts = [
+        f'extern "C" void {NAME}_{i}(void* const* p) '
+        f"{{ transposed<{c_type}, {r}, {c}, {stride}>((const {c_type}*)p[0], ({c_type}*)p[1]); }}"
+        for i, (c_type, r, c, stride) in enumerate(kinds)
+    ]
+    signatures = {f"{NAME}_{i}": "p" for i in range(len(kinds))}
+    library = Library("one-call-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
+    assert library.wait(), library.why_not
+    for i, (c_type, r, c, stride) in enumerate(kinds):
+        given = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
+        found = torch.full((r + 1, c), -1, dtype=given.dtype)
+        getattr(library.functions, f"{NAME}_{i}")((ctypes.c_void_p * 2)(given.data_ptr(), found.data_ptr()))
+        assert torch.equal(found[:r], given[:, :r].t()), kinds[i]
+        assert (found[r] == -1).all(), "written past the end"
 
 
 # In a module
@@ -139,6 +180,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tanh": lambda: mlp(nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()),
     "gelu": lambda: mlp(nn.GELU(approximate="tanh"), nn.Linear(8, 8), nn.SiLU()),
     "transposed weight": with_transposed_weight,
+    "wide": lambda: mlp(nn.ReLU(), nn.Linear(8, 40), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 8)),
 }
 
 
@@ -279,3 +321,139 @@ def test_a_broken_compiler_leaves_the_program(calls: list[one_call.OneCall], mon
         step(module, torch.randn(5, 6))
         assert time.monotonic() < end
     assert all(call._program.run is call._ordinary for call in calls)
+
+
+# What takes the place of a program
+
+
+def linear_call(form: Form, ordinary: Run) -> Run:
+    """2 * a + b of three floats each, beside a size that has to be 7; gives a as well, and nothing in between."""
+    source = """
+extern "C" void run(void* const* p) {
+    for (int i = 0; i < 3; ++i) ((float*)p[2])[i] = 2 * ((const float*)p[0])[i] + ((const float*)p[1])[i];
+}
+"""
+    library = Library("one-call-test", source, {NAME: "p"}, short=True)
+    assert library.wait(), library.why_not
+    kind = ((3,), torch.float32)
+    function = getattr(library.functions, NAME)
+    return form(
+        Call(
+            function, (kind, kind), frozenset({0, 1}), (0, 1), (kind,), (0, None, -1), sizes_in=(7,), sizes_out=(5, 6)
+        ),
+        ordinary,
+    )
+
+
+def refuse(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+    raise AssertionError("an ordinary call")
+
+
+def hand_on(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+    return "ordinary", list(tensors), list(given)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [tuple, list, iter])
+def test_tensors_in_any_iterable(form: Form, kind: Callable[[Any], Any]) -> None:
+    run = linear_call(form, refuse)
+    a, b = torch.randn(2, 3)
+    for given in ((7,), [7]):
+        (found, nothing, same), sizes = run(kind((a, b)), given)
+        torch.testing.assert_close(found, 2 * a + b)
+        assert nothing is None
+        assert same is a
+        assert sizes == (5, 6)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+OTHERS: dict[str, Callable[[], torch.Tensor]] = {
+    "shape": lambda: torch.ones(4),
+    "rank": lambda: torch.ones(3, 1),
+    "strides": lambda: torch.ones(6)[::2],
+    "negative": lambda: torch._neg_view(torch.ones(3)),
+}
+ONLY_COMPILED: dict[str, Callable[[], torch.Tensor]] = {
+    "dtype": lambda: torch.ones(3, dtype=torch.float64),
+    "device": lambda: torch.ones(3, device="meta"),
+    "layout": lambda: torch.ones(3).to_sparse(),
+    "subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "no tensor": lambda: None,  # type: ignore[dict-item, return-value]  # what the entry must not read as one
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [
+        *(pytest.param(form, other, id=f"{form}-{other}") for form in ("compiled", "python") for other in OTHERS),
+        *(pytest.param("compiled", other) for other in ONLY_COMPILED),
+    ],
+)
+def test_what_the_function_is_not_for_goes_the_ordinary_way(form: str, other: str) -> None:
+    if form == "compiled" and not has_torch_headers():
+        pytest.skip("needs Python's headers")
+    run = linear_call(compiled_call if form == "compiled" else python_call, hand_on)
+    tensor, plain = {**OTHERS, **ONLY_COMPILED}[other](), torch.ones(3)
+    for tensors in ((tensor, plain), (plain, tensor)):
+        name, found, given = run(iter(tensors), (7,))
+        assert name == "ordinary"
+        assert all(a is b for a, b in zip(found, tensors, strict=True))
+        assert given == [7]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_size_goes_the_ordinary_way(form: Form) -> None:
+    run = linear_call(form, hand_on)
+    assert run(iter(torch.ones(2, 3)), (8,))[0] == "ordinary"
+    assert run(iter(torch.ones(2, 3)), (7,))[0] != "ordinary"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_profiler_sees_the_nodes(form: Form) -> None:
+    run = linear_call(form, hand_on)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert run(iter(torch.ones(2, 3)), (7,))[0] == "ordinary"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_errors_of_the_ordinary_way_arrive(form: Form) -> None:
+    run = linear_call(form, refuse)
+    with pytest.raises(AssertionError, match="an ordinary call"):
+        run(iter(torch.ones(2, 3)), (8,))
+    with pytest.raises(TypeError):
+        run(None, (7,))  # type: ignore[arg-type]  # no tensors
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_keeps_nothing_alive_that_is_not_reachable(form: Form) -> None:
+    """The program and its call hold each other: the garbage collector has to see that."""
+
+    class Holder:
+        run: Any
+
+        def ordinary(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+            raise AssertionError
+
+    holder = Holder()
+    holder.run = linear_call(form, holder.ordinary)
+    (found, _, _), _ = holder.run(torch.ones(2, 3), (7,))
+    gone, result = weakref.ref(holder), weakref.ref(found)
+    del holder, found
+    gc.collect()
+    assert gone() is None
+    assert result() is None
+
+
+def test_without_the_entry_python_serves(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENTRY, "wait", lambda: False)
+    torch.manual_seed(0)
+    eager = mlp(nn.ReLU())
+    exact, module = copy.deepcopy(eager).double(), ORTModule(copy.deepcopy(eager))
+    settle(module, torch.randn(5, 6), calls, 2)
+    assert all(isinstance(call.call, types.FunctionType) for call in calls if call.settled)
+    x = torch.randn(5, 6)
+    for got, expected, true in zip(step(module, x), step(eager, x), step(exact, x.double()), strict=True):
+        assert_no_worse_than_eager("python", got, expected, true)

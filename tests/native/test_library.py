@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
@@ -143,6 +144,46 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
     library = counter()
     assert not library.wait(60)
     assert "cannot be used" in (library.why_not or "")
+
+
+PYTHON = """
+#include <Python.h>
+extern "C" PyObject* both(PyObject* a, PyObject* b) {
+    if (a == b) return PyErr_SetString(PyExc_ValueError, "twice the same"), nullptr;
+    return PyTuple_Pack(2, a, b);
+}
+"""
+
+
+def test_functions_of_python_objects() -> None:
+    if not compiler.has_torch_headers():
+        pytest.skip("needs Python's headers")
+    library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
+    assert library.wait(60), library.why_not
+    first, second = object(), object()
+    assert library.functions.both(first, second) == (first, second)
+    with pytest.raises(ValueError, match="twice the same"):
+        library.functions.both(first, first)
+
+
+def test_another_pytorch_is_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes lie otherwise in memory, though it is in the same folder."""
+    flags = compiler.flags(torch_headers=True)
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert compiler.flags(torch_headers=True) != flags
+    assert compiler.flags() == compiler.flags(torch_headers=False)
+
+
+def test_missing_headers_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a fact, not as a warning: many machines have no python3-dev."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
+    with caplog.at_level(logging.INFO, "onnxtrain"):
+        assert not library.wait(60)
+    assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain.native")] == [logging.INFO]
+    assert "python3-dev" in (library.why_not or "")
 
 
 def in_process(code: str, **variables: str) -> subprocess.Popen[str]:

@@ -250,9 +250,7 @@ def _matmul(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
 def _product(source: Source, a: Array, b: Array, result: Array) -> None:
     """Writes a @ b into `result`, each of at least two dimensions."""
     if b.shape[-1] > 1 and b.strides[-1] != 1:
-        packed = source.new(b.dtype, b.shape)
-        source.lines(loops([packed, b], lambda e: f"{e[0]} = {e[1]};"))
-        b = packed
+        b = _packed(source, b)
     (m, k), n = a.shape[-2:], b.shape[-1]
     if k > _LONGEST_PRODUCT:
         raise UnsupportedError("a product over a long dimension")
@@ -264,3 +262,15 @@ def _product(source: Source, a: Array, b: Array, result: Array) -> None:
         *(x.with_dims(x.shape[:-2], x.strides[:-2]).broadcast(batch) for x in (a, b)),
     ]
     source.lines(loops(places, lambda e: f"product<{sizes}>(&{e[1]}, &{e[2]}, &{e[0]});", apart=False))
+
+
+def _packed(source: Source, b: Array) -> Array:
+    """A copy with contiguous rows."""
+    packed = source.new(b.dtype, b.shape)
+    if b.strides[-2] != 1:
+        source.lines(loops([packed, b], lambda e: f"{e[0]} = {e[1]};"))
+        return packed
+    sizes = f"{b.c_type}, {b.shape[-2]}, {b.shape[-1]}, {b.strides[-1]}"
+    places = [x.with_dims(x.shape[:-2], x.strides[:-2]) for x in (packed, b)]
+    source.lines(loops(places, lambda e: f"transposed<{sizes}>(&{e[1]}, &{e[0]});", apart=False))
+    return packed

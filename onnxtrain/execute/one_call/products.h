@@ -35,6 +35,58 @@ static inline void product(const T* a, const T* b, T* c) {
   if constexpr (N > done) columns<T, M, N - done, K, AI, AK, BK, CI>(a, b + done, c + done);
 }
 
+// Transposition by registers, 0.2 us for 32 x 32 floats: a loop, which gathers, takes 1.1, more than the product behind it.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HAS_SHUFFLES
+#endif
+#endif
+
+#if defined(HAS_SHUFFLES)
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#else
+constexpr int kBytes = 32;
+#endif
+
+// Exchanges the lanes of `a` that lie S right of where they belong with those of `b` that lie S left of it.
+template <int S, int N, class V, int... C>
+static inline void exchange(V& a, V& b, std::integer_sequence<int, C...>) {
+  const V above = __builtin_shufflevector(a, b, (C & S ? N + C - S : C)...);
+  b = __builtin_shufflevector(a, b, (C & S ? N + C : C + S)...);
+  a = above;
+}
+
+template <int S, int N, class V>
+static inline void exchange_all(V* rows) {
+  for (int i = 0; i < N; ++i)
+    if (!(i & S)) exchange<S, N>(rows[i], rows[i + S], std::make_integer_sequence<int, N>());
+  if constexpr (S > 1) exchange_all<S / 2, N>(rows);
+}
+#endif
+
+// to[r, c] = from[c, r], and from[c, r] lies at c * FC + r; the rows of `to` lie one behind the other.
+template <class T, int R, int C, int FC>
+static inline void transposed(const T* __restrict from, T* __restrict to) {
+#if defined(HAS_SHUFFLES)
+  typedef T V __attribute__((vector_size(kBytes)));
+  constexpr int N = kBytes / sizeof(T), rows = R / N * N, columns = C / N * N;
+  for (int r = 0; r < rows; r += N)
+    for (int c = 0; c < columns; c += N) {
+      V block[N];
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) std::memcpy(&block[i], from + (c + i) * FC + r, kBytes);
+      exchange_all<N / 2, N>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) std::memcpy(to + (r + i) * C + c, &block[i], kBytes);
+    }
+#else
+  constexpr int rows = 0, columns = 0;
+#endif
+  for (int r = 0; r < R; ++r)
+    for (int c = r < rows ? columns : 0; c < C; ++c) to[r * C + c] = from[c * FC + r];
+}
+
 // The sum of n neighbours, in 16 parts: as exact as a vector unit's, and the compiler may use one.
 template <class T>
 static inline T sum_of(const T* x, int64_t n) {

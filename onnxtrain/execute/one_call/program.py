@@ -20,27 +20,20 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.one_call.arrays import UnsupportedError, strides_of
-from onnxtrain.execute.one_call.source import LARGEST, NAME, Function, write
-from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
+from onnxtrain.execute.one_call.arrays import UnsupportedError
+from onnxtrain.execute.one_call.call import ENTRY, Call, compiled_call, python_call
+from onnxtrain.execute.one_call.source import LARGEST, NAME, write
+from onnxtrain.execute.one_call.static_graph import static_graph
 from onnxtrain.execute.program import Program, Run, drained
-from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import viewed
-from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
 
 _LOG = logging.getLogger(__name__)
 _CALLS = 8  # of the same shapes, before it is worth to compile
 _TRIALS = 20  # timed calls of each of the two
 _MOST_NODES = 256  # more are no small program
-
-# What Inductor's programs call, past PyTorch's dispatcher: 0.6 us instead of 1.7.
-_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None) or (
-    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
-)
 
 Shapes = Sequence[tuple[int, ...]]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -115,18 +108,19 @@ class OneCall:
     # 2
 
     def _write(self, shapes: Shapes, given: Sequence[int]) -> None:
-        """Off the main thread: it takes some 10 ms, and the compiler seconds."""
+        """Off the main thread: it takes some 10 ms, and the compiler seconds; the entry's, once a machine, 10 more."""
         try:
             static = static_graph(self._program.part, shapes, given)
             function = write(static.graph, static.given)
         except (UnsupportedError, GraphError) as reason:
             _LOG.debug("%s does not become one call: %s", self._program.filename, reason)
             return
-        pointers = len(function.inputs) + len(function.outputs)
-        library = Library("one-call", function.source, {NAME: "p" * pointers}, short=True)
+        library = Library("one-call", function.source, {NAME: "p"}, short=True)
+        ENTRY.request()
         if not library.wait():
             return
-        self.call = call_of(self._program.part, static, shapes, function, library.functions, self._ordinary)
+        call = Call.of(self._program.part, static, shapes, function, getattr(library.functions, NAME))
+        self.call = (compiled_call if ENTRY.wait() else python_call)(call, self._ordinary)
         self._program.run = self._timing
 
     # 3
@@ -149,38 +143,3 @@ class OneCall:
 
 def _is_faster(call: Sequence[float], ordinary: Sequence[float]) -> bool:
     return min(call) < min(ordinary)
-
-
-def call_of(part: Part, static: StaticGraph, shapes: Shapes, function: Function, native: Any, ordinary: Run) -> Run:
-    """The program that calls the function, as Python source: on these shapes, and on contiguous memory."""
-    names = [f"a{i}" for i in range(len(part.inputs))]
-    made = [f"o{i}" for i in function.outputs]
-    kinds = [(tuple(int(size) for size in sizes.of(v)), TORCH_DTYPES[dtype_of(v)]) for v in static.graph.outputs]
-    sources = iter([f"a{static.given[i]}" if i in static.given else f"o{i}" for i in range(len(kinds))])
-    results = ["None" if value is None else next(sources) for value in part.outputs]
-    any_size = [i for i, value in enumerate(part.inputs) if any(isinstance(size, str) for size in sizes.of(value))]
-    conditions = [f"{names[i]}.shape == shape_{i}" for i in any_size]
-    conditions += [f"{names[i]}.is_contiguous()" for i in function.inputs]
-    conditions += [f"(*sizes,) == {static.sizes_in!r}"] if static.sizes_in else []
-    pointers = [f"{name}.data_ptr()" for name in (*(names[i] for i in function.inputs), *made)]
-    arguments = f"({''.join(f'{name}, ' for name in names)})"
-    lines = [
-        "def program(arguments, sizes):",
-        "    if profiling(): return ordinary(arguments, sizes)",
-        f"    {arguments} = arguments",
-        f"    if not ({' and '.join(conditions) or True}): return ordinary({arguments}, sizes)",
-        *(f"    o{i} = empty({kinds[i][0]!r}, {strides_of(kinds[i][0])!r}, {kinds[i][1]!r})" for i in function.outputs),
-        f"    run({', '.join(pointers)})",
-        f"    return ({''.join(f'{r}, ' for r in results)}), {static.sizes_out!r}",
-    ]
-    namespace: dict[str, Any] = {
-        "profiling": torch._C._autograd._profiler_enabled,
-        "ordinary": ordinary,
-        "empty": _empty,
-        "torch": torch,
-        "run": getattr(native, NAME),
-        **{f"shape_{i}": torch.Size(shapes[i]) for i in any_size},
-    }
-    exec("\n".join(lines), namespace)  # our own generated source
-    run: Run = namespace["program"]
-    return run

@@ -26,9 +26,9 @@ class Function:
     """The function of a graph.
 
     Attributes:
-        text: its C++, to be compiled behind `products.h`.
-        inputs: positions of the graph's inputs that it takes.
-        outputs: positions of the graph's outputs that it writes, whose pointers it takes behind those.
+        text: its C++, to be compiled behind `products.h`. It takes an array of pointers.
+        inputs: positions of the graph's inputs whose pointers these are.
+        outputs: positions of the graph's outputs that it writes: their pointers stand behind those.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Function:
     @property
     def source(self) -> str:
         header = Path(__file__).with_name("products.h").read_text(encoding="utf-8")
-        return f"#include <cmath>\n#include <cstdint>\n\n{header}\n{self.text}"
+        return f"#include <cmath>\n#include <cstdint>\n#include <cstring>\n#include <utility>\n\n{header}\n{self.text}"
 
 
 def write(graph: ir.Graph, given: Mapping[int, int]) -> Function:
@@ -125,10 +125,14 @@ class _Function:
                 self._lines += loops([target, array], lambda e: f"{e[0]} = {e[1]};")
         text = "\n".join(f"  {line}" for line in self._lines)
         read = [i for i in range(len(self._graph.inputs)) if f"in{i}[" in text]
-        parameters = [f"const {self._arrays[self._graph.inputs[i]].c_type}* in{i}" for i in read]
-        parameters += [f"{self._array(self._graph.outputs[i]).c_type}* __restrict out{i}" for i in written]
-        head = f'extern "C" void {NAME}({", ".join(parameters)})'
-        return Function(f"{head} {{\n{text}\n}}\n", tuple(read), tuple(written))
+        types = [f"const {self._arrays[self._graph.inputs[i]].c_type}*" for i in read]
+        types += [f"{self._array(self._graph.outputs[i]).c_type}*" for i in written]
+        names = [*(f"in{i}" for i in read), *(f"__restrict out{i}" for i in written)]
+        parameters = ", ".join(map(" ".join, zip(types, names, strict=True)))
+        pointers = ", ".join(f"({kind})p[{i}]" for i, kind in enumerate(types))
+        body = f"static void {NAME}({parameters}) {{\n{text}\n}}\n"
+        entry = f'extern "C" void {NAME}(void* const* p) {{ {NAME}({pointers}); }}\n'
+        return Function(body + entry, tuple(read), tuple(written))
 
 
 def _numbers(value: ir.Value) -> Shape:
