@@ -96,9 +96,7 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
         if measured.products_flops:
             rate = measured.products_flops / statistics.median(measured.products_s)
             peak = measured.peak_flops
-            most = (
-                "" if peak is None else f", {rate / peak:.0%} of the processor's {peak / 1e9:.0f}"
-            )
+            most = "" if peak is None else f", {rate / peak:.0%} of the processor's {peak / 1e9:.0f}"
             yield f"They run at {rate / 1e9:.0f} GFLOP/s{most}."
         if (limit := measured.limit()) is not None:
             wanted = workload.goals.speed.get(EAGER)
