@@ -11,25 +11,16 @@ template <class T> struct Gate {
     }
 };
 
-template <class T, class F> static void for_vectors(int64_t count, int64_t threads, const F &f) {
-    const int64_t vectors = (count + LANES<T> - 1) / LANES<T>;
-    parallel_for(count < 32768 ? 1 : threads, vectors, [&](int64_t begin, int64_t end) {
-        const int64_t whole = std::min(end, count / LANES<T>);
-        for (int64_t v = begin; v < whole; v++) f(v * LANES<T>, std::integral_constant<int64_t, LANES<T>>());
-        if (whole < end) f(whole * LANES<T>, count - whole * LANES<T>);
-    });
-}
-
 template <class T> static void forward(const T *x, T *y, int64_t count, int64_t threads) {
-    for_vectors<T>(count, threads, [=](int64_t at, auto n) {
-        const Vec<T> v = load_first<T>(x + at, n, T(0));
+    parallel_vectors<T>(count, threads, [=](int64_t at, auto n) {
+        const Vec<T> v = load_first<T>(x + at, n);
         store_first<T>(y + at, n, v * Gate<T>(v).s);
     });
 }
 
 template <class T> static void backward(const T *dy, const T *x, T *dx, int64_t count, int64_t threads) {
-    for_vectors<T>(count, threads, [=](int64_t at, auto n) {
-        const Vec<T> v = load_first<T>(x + at, n, T(0)), d = load_first<T>(dy + at, n, T(0));
+    parallel_vectors<T>(count, threads, [=](int64_t at, auto n) {
+        const Vec<T> v = load_first<T>(x + at, n), d = load_first<T>(dy + at, n);
         const Gate<T> gate(v);
         store_first<T>(dx + at, n, d * (gate.s + v * gate.slope * (Gate<T>::a + 3 * Gate<T>::b * v * v)));
     });

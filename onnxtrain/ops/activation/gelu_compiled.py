@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.definition import Call
 
@@ -36,7 +36,7 @@ def tanh_gelu(x: Tensor) -> Tensor:
         return torch.nn.functional.gelu(x, approximate="tanh")
     y = large_memory.empty(x.shape, x)
     run = getattr(LIBRARY.functions, f"forward_{_NAMES[x.dtype]}")
-    run(x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+    run(*pointers(x, y), x.numel(), torch.get_num_threads())
     return y
 
 
@@ -46,7 +46,7 @@ def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
         return torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh")  # type: ignore[no-any-return]
     dx = large_memory.empty(x.shape, x)
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[x.dtype]}")
-    run(dy.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(), torch.get_num_threads())
+    run(*pointers(dy, x, dx), x.numel(), torch.get_num_threads())
     return dx
 
 
