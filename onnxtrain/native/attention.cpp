@@ -14,10 +14,9 @@ constexpr double HIDES = -1e30;  // what is added to a score, or put in its plac
 
 template <class T, int M, int N, bool ADD>
 static inline void tile(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, T *c, int64_t cm) {
-    Vec<T> sums[M][N] = {};
-    if (ADD)
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) sums[i][j] = load<T>(c + i * cm + j * LANES<T>);
+    Vec<T> sums[M][N];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) sums[i][j] = ADD ? load<T>(c + i * cm + j * LANES<T>) : Vec<T>{};
     add_product<T, M, N>(depth, a, am, ak, b, bk, sums);
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) store<T>(c + i * cm + j * LANES<T>, sums[i][j]);
