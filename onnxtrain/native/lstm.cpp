@@ -8,12 +8,6 @@
 
 constexpr int GATES = 4;
 
-// e^-|x| gives the sigmoid of either sign without overflow.
-template <class T> static inline Vec<T> sigmoid(Vec<T> x) {
-    const Vec<T> e = exponential<T>(x < T(0) ? x : -x), one = 1 / (1 + e);
-    return x < T(0) ? e * one : one;
-}
-
 // The hyperbolic tangent near 0, where 1 - e^-2x would lose digits: Cephes' tanhf and tanh.
 static inline Vec<float> small_tanh(Vec<float> x) {
     const Vec<float> z = x * x;
@@ -70,7 +64,8 @@ static void units_forward(const Sizes &z, const T *before, const T *packed, int6
             T *own = gates + r * GATES * h + unit;
             Vec<T> gate[GATES];
             for (int q = 0; q < GATES; q++) gate[q] = load_first<T>(own + q * h, n) + sums[r][q];
-            gate[0] = sigmoid<T>(gate[0]), gate[1] = sigmoid<T>(gate[1]), gate[2] = tanh_of<T>(gate[2]), gate[3] = sigmoid<T>(gate[3]);
+            for (const int q : {0, 1, 3}) gate[q] = Sigmoid<T>(gate[q]).value;
+            gate[2] = tanh_of<T>(gate[2]);
             for (int q = 0; q < GATES; q++) store_first<T>(own + q * h, n, gate[q]);
             const Vec<T> c = gate[1] * load_first<T>(cell + r * h + unit, n) + gate[0] * gate[2];
             store_first<T>(state + r * h + unit, n, c);
