@@ -73,6 +73,7 @@ static inline void add_product(int64_t depth, const T *a, int64_t am, int64_t ak
     }
 }
 
+// Memory that the caller frees.
 template <class T> static T *scratch(int64_t count) {
     T *memory = static_cast<T *>(std::aligned_alloc(64, size_t((count * sizeof(T) + 63) / 64 * 64)));
     if (memory == nullptr) std::abort();

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
 
 from onnxtrain import ORTModule
+from onnxtrain.errors import GraphError
+from onnxtrain.ops import builder
+from onnxtrain.ops.definition import OPSET
 from onnxtrain.testing import Spec
 from tests.ops.captures import OfTensors, check_capture
 
@@ -141,6 +145,13 @@ def test_one_gradient_alone(wanted: int) -> None:
     got, expected = (torch.autograd.grad(f(*inputs), inputs[wanted], dy)[0] for f in (ours, silu))
     torch.testing.assert_close(got, expected)
     assert "GatedActivationGrad" not in backward_kinds(ours)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    op = builder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="unknown"))
+    x = op.constant([1.0, 2.0], ir.DataType.FLOAT)
+    with pytest.raises(GraphError, match="knows silu, gelu and tanh_gelu"):
+        op.own.GatedActivation(x, x, activation="relu")
 
 
 class Block(torch.nn.Module):

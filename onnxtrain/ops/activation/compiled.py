@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 _LEAST = 16384  # elements: below it the way through ctypes costs more than is gained
 COMPILED_GATES = ("silu", "tanh_gelu")
+APPROXIMATE = {"gelu": "none", "tanh_gelu": "tanh"}  # PyTorch's and ONNX's word for it
 LIBRARY = Library(
     "activation",
     text("vectors.h", "exponential.h", "activation.cpp"),
@@ -98,16 +99,13 @@ def composed_gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: st
     dup = _activated(gate, activation).mul_(dy)
     if activation == "silu":
         return torch.ops.aten.silu_backward.default(dy * up, gate), dup
-    return torch.ops.aten.gelu_backward.default(dy * up, gate, approximate=_APPROXIMATE[activation]), dup
-
-
-_APPROXIMATE = {"gelu": "none", "tanh_gelu": "tanh"}
+    return torch.ops.aten.gelu_backward.default(dy * up, gate, approximate=APPROXIMATE[activation]), dup
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return torch.nn.functional.silu(gate)
-    return torch.nn.functional.gelu(gate, approximate=_APPROXIMATE[activation])
+    return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
 
 
 def _rows(gate: Tensor, up: Tensor) -> tuple[int, int, int, int] | None:

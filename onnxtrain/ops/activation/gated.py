@@ -4,7 +4,7 @@ Glu(x[..., 2k, ...]) -> a * sigmoid(b), with a and b the halves of x along `axis
 GatedActivation(gate, up) -> activation(gate) * up                                     https://arxiv.org/abs/2002.05202
 
 `activation` is "silu" (SwiGLU), "gelu" or "tanh_gelu" (GEGLU). Both gradients of GatedActivation are one op, which
-reads gate and up: neither the activation nor the product is kept.
+reads gate and up alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
@@ -117,8 +118,6 @@ GLU_GRAD = define(
 
 # GatedActivation
 
-_APPROXIMATE = {"gelu": "none", "tanh_gelu": "tanh"}
-
 
 def activation_of(n: NodeView) -> str:
     """Which activation of GatedActivation a node computes of its first input alone; "" where it is none of them."""
@@ -132,17 +131,23 @@ def activation_of(n: NodeView) -> str:
     return ""
 
 
+def _types(n: NodeView, count: int) -> Sequence[TensorType]:
+    if n.activation not in ("silu", *kernels.APPROXIMATE):
+        raise GraphError(f"{n.definition.name} knows silu, gelu and tanh_gelu", got=n.activation)
+    return (type_of(n.gate),) * count
+
+
 def _activated(op: Builder, n: NodeView) -> ir.Value:
     if n.activation == "silu":
         return op.ms.QuickGelu(n.gate, alpha=1.0)  # type: ignore[no-any-return]
-    return op.Gelu(n.gate, approximate=_APPROXIMATE[n.activation])  # type: ignore[no-any-return]
+    return op.Gelu(n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
 
 
 def _slope(op: Builder, n: NodeView, d: ir.Value) -> ir.Value:
     """The gradient of the gate, where that of its activation is d."""
     if n.activation == "silu":
         return op.ms.QuickGeluGrad(d, n.gate, alpha=1.0)  # type: ignore[no-any-return]
-    return op.ms.GeluGrad(d, n.gate, approximate=_APPROXIMATE[n.activation])  # type: ignore[no-any-return]
+    return op.ms.GeluGrad(d, n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
 
 
 def _gradients(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
@@ -162,7 +167,7 @@ GATED_ACTIVATION = fused(
     ("gate", "up"),
     ("y",),
     attributes={"activation": REQUIRED},
-    shapes=lambda n: (type_of(n.gate),),
+    shapes=lambda n: _types(n, 1),
     body=lambda op, n: op.Mul(_activated(op, n), n.up),
     kernels=(Kernel(lower=lambda n, *xs: kernels.lowered(kernels.gated, *xs, n.activation), applies=_is_compiled),),
     lower=lambda n, *xs: Call(kernels.composed_gated, *xs, n.activation),
@@ -177,7 +182,7 @@ GATED_ACTIVATION_GRAD = fused(
     ("dy", "gate", "up"),
     ("dgate", "dup"),
     attributes={"activation": REQUIRED},
-    shapes=lambda n: (type_of(n.gate), type_of(n.up)),
+    shapes=lambda n: _types(n, 2),
     body=lambda op, n: (_slope(op, n, op.Mul(n.dy, n.up)), op.Mul(n.dy, _activated(op, n))),
     kernels=(
         Kernel(lower=lambda n, *xs: kernels.lowered(kernels.gated_backward, *xs, n.activation), applies=_is_compiled),
