@@ -36,16 +36,16 @@ def words():
     labels[:, 0] = 1
     return Words(), (torch.arange(32).view(4, 8) % 20, labels)
 
-class Gated(torch.nn.Module):
+class Summed(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.gate, self.up, self.head = (torch.nn.Linear(16, 64) for _ in range(3))
 
     def forward(self, x):
-        return self.head.weight.sum() + (torch.nn.functional.silu(self.gate(x)) * self.up(x)).mean()
+        return self.head.weight.sum() + (torch.nn.functional.silu(self.gate(x)) + self.up(x)).mean()
 
-def gated():
-    return Gated(), torch.ones(512, 16)
+def summed():
+    return Summed(), torch.ones(512, 16)
 
 def pictures():
     layers = [layer for _ in range(4) for layer in (torch.nn.Conv2d(16, 16, 3), torch.nn.ReLU())]
@@ -127,8 +127,8 @@ def test_a_folder_shows_the_graph_without_padding(tmp_path: Path, capsys: pytest
 
 
 def test_fused_regions_are_listed_with_what_stays_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forward, backward = explained(capsys, f"{file}:gated").split("fused regions (forward)")[1].split("(backward)")
-    assert re.search(r"region +QuickGelu \+ Mul.* over \[s\d+, 64\]: by auto and on\n", forward)
+    forward, backward = explained(capsys, f"{file}:summed").split("fused regions (forward)")[1].split("(backward)")
+    assert re.search(r"region +QuickGelu \+ Add.* over \[s\d+, 64\]: by auto and on\n", forward)
     assert re.search(r"refused +ReduceSum: no neighbour loops over the same shape", forward)
     assert "QuickGeluGrad" in backward
     text = explained(capsys, f"{file}:pictures")

@@ -93,3 +93,19 @@ def test_a_number_that_wraps_in_a_small_integer_type() -> None:
 
     with compared(ZooModel("small", Small, features, mean_square)) as compare:
         compare.train(3, 0)
+
+
+@pytest.mark.parametrize("usual", [False, True])
+def test_negated_views_are_read_negated(usual: bool) -> None:
+    """Kernels that read memory by its address would see the other sign."""
+    torch.manual_seed(0)
+    module = nn.RMSNorm(64)
+    wrapped = ORTModule(module)
+    x = torch.randn(64, 64)
+    for _ in range(3 if usual else 0):  # the call becomes the usual one, whose checks are short
+        wrapped(x)
+    view = torch.complex(x, x).conj().imag
+    assert view.is_neg()
+    with pytest.warns(UserWarning, match="negated"):
+        found = wrapped(view)
+    torch.testing.assert_close(found, module(-x))

@@ -113,7 +113,16 @@ def _dispatch_modes() -> Hashable:
 
 # Inputs
 
-_FACTS = ("type", "dtype", "device", "requires_grad", "number of dimensions", "memory format", "inference tensor")
+_FACTS = (
+    "type",
+    "dtype",
+    "device",
+    "requires_grad",
+    "number of dimensions",
+    "memory format",
+    "inference tensor",
+    "negated view",
+)
 
 
 def tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -127,6 +136,7 @@ def tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
         tensor.ndim,
         "contiguous" if tensor.is_contiguous() else _memory_format(tensor),
         tensor.is_inference(),
+        tensor.is_neg(),
     )
 
 

@@ -30,7 +30,7 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
     """Raises where a graph cannot hold the call's tensors, or something else is to see each operator of the module.
 
     Raises:
-        CaptureError: a transform, forward-mode differentiation or a mode is under way.
+        CaptureError: a transform, forward-mode differentiation or a mode is under way; a view that is negated lazily.
         ORTModuleIOError: a tensor of another layout, or of a class of its own.
     """
     if torch._C._are_functorch_transforms_active():
@@ -57,6 +57,11 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
                 expected="a torch.Tensor of strided layout, not nested",
                 got=f"{type(tensor).__qualname__} of {tensor.layout}",
                 todo="the module runs in PyTorch; convert the input",
+            )
+        if tensor.is_neg():  # compiled kernels read what lies in memory
+            raise CaptureError(
+                f"input tensor {number} is a view whose elements are negated when they are read, as z.conj().imag is",
+                todo="the module runs in PyTorch; pass x.resolve_neg()",
             )
 
 

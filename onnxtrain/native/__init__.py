@@ -7,7 +7,7 @@
     if native is None:
         ...                                                   # the ATen form
     else:
-        native.forward(x.data_ptr(), w.data_ptr(), y.data_ptr(), x.size(0))
+        native.forward(*pointers(x, w, y), x.size(0))
 
 `source` defines its functions as `extern "C"`. Before it stands `parallel.h`: `parallel_for(threads, count, f)` runs
 f(begin, end) on the threads that PyTorch itself uses. A signature has a letter for each argument: p pointer, i
@@ -27,4 +27,5 @@ PyTorch's headers.
 """
 
 from onnxtrain.native.library import Library as Library
+from onnxtrain.native.library import pointers as pointers
 from onnxtrain.native.library import text as text

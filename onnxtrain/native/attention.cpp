@@ -14,19 +14,12 @@ constexpr double HIDES = -1e30;  // what is added to a score, or put in its plac
 
 template <class T, int M, int N, bool ADD>
 static inline void tile(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, T *c, int64_t cm) {
-    Vec<T> sum[M][N];
+    Vec<T> sums[M][N];
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) sum[i][j] = ADD ? load<T>(c + i * cm + j * LANES<T>) : Vec<T>{};
-    for (int64_t l = 0; l < depth; l++) {
-        Vec<T> row[N];
-        for (int j = 0; j < N; j++) row[j] = load<T>(b + l * bk + j * LANES<T>);
-        for (int i = 0; i < M; i++) {
-            const T factor = a[i * am + l * ak];
-            for (int j = 0; j < N; j++) sum[i][j] += factor * row[j];
-        }
-    }
+        for (int j = 0; j < N; j++) sums[i][j] = ADD ? load<T>(c + i * cm + j * LANES<T>) : Vec<T>{};
+    add_product<T, M, N>(depth, a, am, ak, b, bk, sums);
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) store<T>(c + i * cm + j * LANES<T>, sum[i][j]);
+        for (int j = 0; j < N; j++) store<T>(c + i * cm + j * LANES<T>, sums[i][j]);
 }
 
 template <class T, int M, bool ADD>
@@ -170,18 +163,6 @@ static void masked_scores(const Problem &p, const Head &at, int64_t first, int64
         for (int64_t j = end; j < n; j++) row[j] = nothing;
     }
 }
-
-// One number from all lanes: by halves, which needs few steps.
-template <class T, class F> static inline T folded(Vec<T> x, const F &f) {
-    T lanes[LANES<T>];
-    store<T>(lanes, x);
-    for (int half = LANES<T> / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] = f(lanes[i], lanes[i + half]);
-    return lanes[0];
-}
-
-template <class T> static inline T sum_of(Vec<T> x) { return folded<T>(x, [](T a, T b) { return a + b; }); }
-template <class T> static inline T most_of(Vec<T> x) { return folded<T>(x, [](T a, T b) { return b > a ? b : a; }); }
 
 // Turns a row of scores into probabilities; gives its logsumexp. Where all are -inf, they and it are 0 if `safe`, else NaN.
 template <class T> static T softmax(T *row, int64_t n, bool safe) {

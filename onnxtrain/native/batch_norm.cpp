@@ -2,13 +2,7 @@
 
 typedef Vec<float> vec;
 typedef double wide __attribute__((vector_size(2 * VECTOR_BYTES)));
-constexpr int64_t LANE = LANES<float>, BLOCK = 16;  // BLOCK: rows that are added in float
-
-static inline vec load_some(const float *p, int64_t n) {
-    vec v{};
-    std::memcpy(&v, p, size_t(n) * sizeof(float));
-    return v;
-}
+constexpr int64_t BLOCK = 16;  // rows that are added in float
 
 static inline void add_to(double *total, vec v) {
     wide sum;
@@ -39,14 +33,12 @@ struct Rows {
             double *own = partial + t * 2 * padded;
             for (int64_t row = first; row < last; row += BLOCK) {
                 const int64_t end = std::min(row + BLOCK, last);
-                for (int64_t c = 0; c < channels; c += LANE) {
+                each_vector<float>(0, channels, [&](int64_t c, auto n) {
                     vec found[2] = {vec{}, vec{}};
-                    const int64_t n = std::min(LANE, channels - c);
-                    if (n == LANE) for (int64_t r = row; r < end; r++) term(r * channels + c, c, LANE, found);
-                    else for (int64_t r = row; r < end; r++) term(r * channels + c, c, n, found);
+                    for (int64_t r = row; r < end; r++) term(r * channels + c, c, n, found);
                     add_to(own + c, found[0]);
                     add_to(own + padded + c, found[1]);
-                }
+                });
             }
         });
         for (int64_t i = 0; i < 2 * padded; i++) {
@@ -61,18 +53,11 @@ struct Rows {
         deal([&](int64_t, int64_t first, int64_t last) {
             for (int64_t row = first; row < last; row++) {
                 const int64_t at = row * channels;
-                int64_t c = 0;
-                for (; c + LANE <= channels; c += LANE) store<float>(y + at + c, value(at + c, c, LANE));
-                if (c < channels) {
-                    const vec v = value(at + c, c, channels - c);
-                    std::memcpy(y + at + c, &v, size_t(channels - c) * sizeof(float));
-                }
+                each_vector<float>(0, channels, [=](int64_t c, auto n) { store_first<float>(y + at + c, n, value(at + c, c, n)); });
             }
         });
     }
 };
-
-static inline vec at(const float *p, int64_t n) { return n == LANE ? load<float>(p) : load_some(p, n); }
 
 extern "C" {
 
@@ -84,10 +69,10 @@ void forward(const float *x, const float *scale, const float *b, float *y, float
     double *totals = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
     float *centre = static_cast<float *>(std::calloc(size_t(3 * padded), sizeof(float)));
     float *factor = centre + padded, *shift = factor + padded;
-    rows.sums(totals, [=](int64_t o, int64_t, int64_t n, vec *s) { s[0] += at(x + o, n); });
+    rows.sums(totals, [=](int64_t o, int64_t, auto n, vec *s) { s[0] += load_first<float>(x + o, n); });
     for (int64_t c = 0; c < channels; c++) mean[c] = centre[c] = float(totals[c] / double(count));
-    rows.sums(totals, [=](int64_t o, int64_t c, int64_t n, vec *s) {
-        const vec d = at(x + o, n) - load<float>(centre + c);
+    rows.sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
+        const vec d = load_first<float>(x + o, n) - load<float>(centre + c);
         s[0] += d;
         s[1] += d * d;
     });
@@ -99,8 +84,8 @@ void forward(const float *x, const float *scale, const float *b, float *y, float
         factor[c] = scale ? float(inverse * scale[c]) : float(inverse);
         shift[c] = b ? b[c] : 0.0f;
     }
-    rows.each(y, [=](int64_t o, int64_t c, int64_t n) {
-        return (at(x + o, n) - load<float>(centre + c)) * load<float>(factor + c) + load<float>(shift + c);
+    rows.each(y, [=](int64_t o, int64_t c, auto n) {
+        return (load_first<float>(x + o, n) - load<float>(centre + c)) * load<float>(factor + c) + load<float>(shift + c);
     });
     std::free(centre);
     std::free(totals);
@@ -116,10 +101,10 @@ void backward(const float *dy, const float *x, const float *scale, const float *
     float *centre = static_cast<float *>(std::calloc(size_t(4 * padded), sizeof(float)));
     float *factor = centre + padded, *slope = factor + padded, *shift = slope + padded;
     std::copy(mean, mean + channels, centre);
-    rows.sums(totals, [=](int64_t o, int64_t c, int64_t n, vec *s) {
-        const vec g = at(dy + o, n);
+    rows.sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
+        const vec g = load_first<float>(dy + o, n);
         s[0] += g;
-        s[1] += g * (at(x + o, n) - load<float>(centre + c));
+        s[1] += g * (load_first<float>(x + o, n) - load<float>(centre + c));
     });
     for (int64_t c = 0; c < channels; c++) {
         const double inverse = inv_std[c], f = scale ? inverse * scale[c] : inverse;
@@ -131,10 +116,10 @@ void backward(const float *dy, const float *x, const float *scale, const float *
         shift[c] = of_rows ? float(-totals[c] * f / double(count)) : 0.0f;
     }
     if (dx)
-        rows.each(dx, [=](int64_t o, int64_t c, int64_t n) {
+        rows.each(dx, [=](int64_t o, int64_t c, auto n) {
             // x is centred first: a rounded constant of a channel would add up in the sums of dx further back.
-            const vec d = at(x + o, n) - load<float>(centre + c);
-            return (at(dy + o, n) - d * load<float>(slope + c)) * load<float>(factor + c) + load<float>(shift + c);
+            const vec d = load_first<float>(x + o, n) - load<float>(centre + c);
+            return (load_first<float>(dy + o, n) - d * load<float>(slope + c)) * load<float>(factor + c) + load<float>(shift + c);
         });
     std::free(centre);
     std::free(totals);

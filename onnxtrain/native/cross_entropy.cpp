@@ -3,12 +3,6 @@
 //     peak = max x      log_sum = log sum exp(x - peak)      loss = weight * (log_sum + peak - x[label])
 //     dx = cotangent * (exp(x - peak - log_sum) - (class == label))
 
-template <class T, class V> static inline T over_lanes(Vec<T> found, V choose) {
-    T one = found[0];
-    for (int j = 1; j < LANES<T>; j++) one = choose(one, T(found[j]));
-    return one;
-}
-
 // A NaN among the scores may be passed over here: `log_sum` is NaN then.
 template <class T> static T largest(const T *x, int64_t count) {
     const int64_t whole = count / LANES<T> * LANES<T>;
@@ -17,7 +11,7 @@ template <class T> static T largest(const T *x, int64_t count) {
         const Vec<T> v = load<T>(x + i);
         most = v > most ? v : most;
     }
-    T one = over_lanes<T>(most, [](T a, T b) { return a > b ? a : b; });
+    T one = most_of<T>(most);
     for (int64_t i = whole; i < count; i++) one = x[i] > one ? x[i] : one;
     return one;
 }
@@ -32,7 +26,7 @@ template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
     }
     if (i < whole) sum[0] += exponential<T>(load<T>(x + i) - peak);
     if (whole < count) sum[1] += exponential<T>(load_first<T>(x + whole, count - whole, -std::numeric_limits<T>::infinity()) - peak);
-    return over_lanes<T>(sum[0] + sum[1], [](T a, T b) { return a + b; });
+    return sum_of<T>(sum[0] + sum[1]);
 }
 
 template <class T>

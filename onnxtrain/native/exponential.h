@@ -1,4 +1,4 @@
-// The exponential function of vectors: Cephes' polynomial for float, the series for double.
+// The exponential function of vectors, Cephes' polynomial for float, the series for double; and the sigmoid.
 
 template <class T> struct Powers;
 template <> struct Powers<float> {
@@ -50,3 +50,13 @@ template <class T> static inline Vec<T> exponential(Vec<T> x) {
     std::memcpy(&power, &bits, sizeof power);
     return x < L::least ? Vec<T>{} : L::small(r) * power;
 }
+
+// The sigmoid and its slope. e^-|x| gives it for either sign without overflow.
+template <class T> struct Sigmoid {
+    Vec<T> value, slope;
+    explicit Sigmoid(Vec<T> x) {
+        const Vec<T> e = exponential<T>(x < T(0) ? x : -x), one = 1 / (1 + e);
+        value = x < T(0) ? e * one : one;
+        slope = e * one * one;
+    }
+};

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, build
 
@@ -24,6 +26,11 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": c
 def text(*names: str) -> str:
     """The files of this folder with these names, one after the other."""
     return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
+
+
+def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    """Where their elements lie; None is a null pointer. The caller holds the tensors while the pointers are used."""
+    return [None if x is None else x.data_ptr() for x in tensors]
 
 
 class Library:

@@ -8,12 +8,6 @@
 
 constexpr int GATES = 4;
 
-// e^-|x| gives the sigmoid of either sign without overflow.
-template <class T> static inline Vec<T> sigmoid(Vec<T> x) {
-    const Vec<T> e = exponential<T>(x < T(0) ? x : -x), one = 1 / (1 + e);
-    return x < T(0) ? e * one : one;
-}
-
 // The hyperbolic tangent near 0, where 1 - e^-2x would lose digits: Cephes' tanhf and tanh.
 static inline Vec<float> small_tanh(Vec<float> x) {
     const Vec<float> z = x * x;
@@ -59,47 +53,21 @@ class Barrier {
     }
 };
 
-// c[M][N vectors] = a[M, depth] @ b[depth, N vectors], b packed.
-template <class T, int M, int N>
-static inline void tile(int64_t depth, const T *a, int64_t stride, const T *b, Vec<T> (&sums)[M][N]) {
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) sums[i][j] = Vec<T>{};
-    for (int64_t l = 0; l < depth; l++, b += N * LANES<T>) {
-        Vec<T> row[N];
-        for (int j = 0; j < N; j++) row[j] = load<T>(b + j * LANES<T>);
-        for (int i = 0; i < M; i++) {
-            const T factor = a[i * stride + l];
-            for (int j = 0; j < N; j++) sums[i][j] += factor * row[j];
-        }
-    }
-}
-
-template <class T> static T *scratch(int64_t count) {
-    T *memory = static_cast<T *>(std::aligned_alloc(64, size_t((count * sizeof(T) + 63) / 64 * 64)));
-    if (memory == nullptr) std::abort();
-    return memory;
-}
-
-// f(LANES) where all are there, so that it need not ask for each vector; else f(count).
-template <class T, class F> static inline void of_units(int64_t count, const F &f) {
-    if (count >= LANES<T>) f(std::integral_constant<int64_t, LANES<T>>());
-    else if (count > 0) f(count);
-}
-
 // Forward of M samples and LANES units: gates hold x + biases, and become what they are after their functions.
 template <class T, int M>
 static void units_forward(const Sizes &z, const T *before, const T *packed, int64_t unit, T *gates, const T *cell, T *state, T *y) {
     const int64_t h = z.hidden;
-    Vec<T> sums[M][GATES];
-    tile<T, M, GATES>(h, before, h, packed, sums);
-    of_units<T>(h - unit, [&](auto n) {
+    Vec<T> sums[M][GATES] = {};
+    add_product<T, M, GATES>(h, before, h, 1, packed, GATES * LANES<T>, sums);
+    each_vector<T>(unit, std::min(unit + LANES<T>, h), [&](int64_t, auto n) {
         for (int r = 0; r < M; r++) {
             T *own = gates + r * GATES * h + unit;
             Vec<T> gate[GATES];
-            for (int q = 0; q < GATES; q++) gate[q] = load_first<T>(own + q * h, n, T(0)) + sums[r][q];
-            gate[0] = sigmoid<T>(gate[0]), gate[1] = sigmoid<T>(gate[1]), gate[2] = tanh_of<T>(gate[2]), gate[3] = sigmoid<T>(gate[3]);
+            for (int q = 0; q < GATES; q++) gate[q] = load_first<T>(own + q * h, n) + sums[r][q];
+            for (const int q : {0, 1, 3}) gate[q] = Sigmoid<T>(gate[q]).value;
+            gate[2] = tanh_of<T>(gate[2]);
             for (int q = 0; q < GATES; q++) store_first<T>(own + q * h, n, gate[q]);
-            const Vec<T> c = gate[1] * load_first<T>(cell + r * h + unit, n, T(0)) + gate[0] * gate[2];
+            const Vec<T> c = gate[1] * load_first<T>(cell + r * h + unit, n) + gate[0] * gate[2];
             store_first<T>(state + r * h + unit, n, c);
             store_first<T>(y + r * h + unit, n, gate[3] * tanh_of<T>(c));
         }
@@ -145,33 +113,31 @@ template <class T>
 static void gates_backward(const Sizes &z, int64_t begin, int64_t end, const T *gates, const T *state, const T *old, const T *dy, const T *dh, T *dc, T *found) {
     const int64_t h = z.hidden;
     for (int64_t b = 0; b < z.samples; b++)
-        for (int64_t unit = begin; unit < end; unit += LANES<T>)
-            of_units<T>(end - unit, [&](auto n) {
-                const int64_t at = b * h + unit;
-                const T *own = gates + b * GATES * h + unit;
-                T *to = found + b * GATES * h + unit;
-                const Vec<T> i = load_first<T>(own, n, T(0)), f = load_first<T>(own + h, n, T(0)), g = load_first<T>(own + 2 * h, n, T(0)),
-                             o = load_first<T>(own + 3 * h, n, T(0)), squashed = tanh_of<T>(load_first<T>(state + at, n, T(0)));
-                const Vec<T> up = load_first<T>(dy + at, n, T(0)) + load_first<T>(dh + at, n, T(0));
-                const Vec<T> d = load_first<T>(dc + at, n, T(0)) + up * o * (1 - squashed * squashed);
-                store_first<T>(to, n, d * g * i * (1 - i));
-                store_first<T>(to + h, n, d * load_first<T>(old + at, n, T(0)) * f * (1 - f));
-                store_first<T>(to + 2 * h, n, d * i * (1 - g * g));
-                store_first<T>(to + 3 * h, n, up * squashed * o * (1 - o));
-                store_first<T>(dc + at, n, d * f);
-            });
+        each_vector<T>(begin, end, [&](int64_t unit, auto n) {
+            const int64_t at = b * h + unit;
+            const T *own = gates + b * GATES * h + unit;
+            T *to = found + b * GATES * h + unit;
+            const Vec<T> i = load_first<T>(own, n), f = load_first<T>(own + h, n), g = load_first<T>(own + 2 * h, n),
+                         o = load_first<T>(own + 3 * h, n), squashed = tanh_of<T>(load_first<T>(state + at, n));
+            const Vec<T> up = load_first<T>(dy + at, n) + load_first<T>(dh + at, n);
+            const Vec<T> d = load_first<T>(dc + at, n) + up * o * (1 - squashed * squashed);
+            store_first<T>(to, n, d * g * i * (1 - i));
+            store_first<T>(to + h, n, d * load_first<T>(old + at, n) * f * (1 - f));
+            store_first<T>(to + 2 * h, n, d * i * (1 - g * g));
+            store_first<T>(to + 3 * h, n, up * squashed * o * (1 - o));
+            store_first<T>(dc + at, n, d * f);
+        });
 }
 
 // dh[M, N * LANES units] = found[M, 4 h] @ r.
 template <class T, int M, int N>
 static void states_backward(const Sizes &z, const T *found, const T *packed, int64_t unit, T *dh) {
-    Vec<T> sums[M][N];
-    tile<T, M, N>(GATES * z.hidden, found, GATES * z.hidden, packed, sums);
+    Vec<T> sums[M][N] = {};
+    add_product<T, M, N>(GATES * z.hidden, found, GATES * z.hidden, 1, packed, N * LANES<T>, sums);
     for (int r = 0; r < M; r++)
-        for (int j = 0; j < N; j++) {
-            const int64_t at = unit + j * LANES<T>;
-            of_units<T>(z.hidden - at, [&](auto n) { store_first<T>(dh + r * z.hidden + at, n, sums[r][j]); });
-        }
+        each_vector<T>(unit, std::min(unit + N * LANES<T>, z.hidden), [&](int64_t at, auto n) {
+            store_first<T>(dh + r * z.hidden + at, n, sums[r][(at - unit) / LANES<T>]);
+        });
 }
 
 // found[s, b, 4 h]: the gradients of the gates. dh[b, h] and dc[b, h] are those of the last states and become those of

@@ -6,26 +6,14 @@
 constexpr int64_t BLOCK = 16;  // rows whose dscale is added in the elements' type; blocks are added in double
 constexpr int CHAINS = 4;      // sums that do not wait for each other
 
-// f(offset, count): all vectors of a row, and what is left behind them.
-template <class T, class F> static inline void each_vector(int64_t width, const F &f) {
-    int64_t c = 0;
-    for (; c + LANES<T> <= width; c += LANES<T>) f(c, std::integral_constant<int64_t, LANES<T>>());
-    if (c < width) f(c, width - c);
-}
-
 // The sum over a row of what term(offset, count) gives.
 template <class T, class F> static inline T sum_of_row(int64_t width, const F &term) {
     Vec<T> sums[CHAINS] = {};
     int64_t c = 0;
     for (; c + CHAINS * LANES<T> <= width; c += CHAINS * LANES<T>)
         for (int i = 0; i < CHAINS; i++) sums[i] += term(c + i * LANES<T>, std::integral_constant<int64_t, LANES<T>>());
-    for (; c + LANES<T> <= width; c += LANES<T>) sums[0] += term(c, std::integral_constant<int64_t, LANES<T>>());
-    if (c < width) sums[1] += term(c, width - c);
-    T lanes[LANES<T>];
-    store<T>(lanes, (sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (int half = LANES<T> / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    each_vector<T>(c, width, [&](int64_t at, auto n) { sums[0] += term(at, n); });
+    return sum_of<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 static inline int64_t team(int64_t count, int64_t width, int64_t threads) { return count * width < 32768 ? 1 : threads; }
@@ -37,17 +25,17 @@ static void forward(const T *x, const T *scale, T *y, T *inv_std, int64_t count,
             const T *from = x + r * width;
             T *to = y + r * width;
             const T squares = sum_of_row<T>(width, [=](int64_t c, auto n) {
-                const Vec<T> v = load_first<T>(from + c, n, T(0));
+                const Vec<T> v = load_first<T>(from + c, n);
                 return v * v;
             });
             const T inverse = 1 / std::sqrt(squares / T(width) + T(epsilon));
             inv_std[r] = inverse;
             if (scale)
-                each_vector<T>(width, [=](int64_t c, auto n) {
-                    store_first<T>(to + c, n, load_first<T>(from + c, n, T(0)) * inverse * load_first<T>(scale + c, n, T(0)));
+                each_vector<T>(0, width, [=](int64_t c, auto n) {
+                    store_first<T>(to + c, n, load_first<T>(from + c, n) * inverse * load_first<T>(scale + c, n));
                 });
             else
-                each_vector<T>(width, [=](int64_t c, auto n) { store_first<T>(to + c, n, load_first<T>(from + c, n, T(0)) * inverse); });
+                each_vector<T>(0, width, [=](int64_t c, auto n) { store_first<T>(to + c, n, load_first<T>(from + c, n) * inverse); });
         }
     });
 }
@@ -59,7 +47,7 @@ static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, 
     const int64_t part = (count + threads - 1) / threads, padded = ::padded<T>(width);
     double *partial = dscale ? static_cast<double *>(std::calloc(size_t(threads * padded), sizeof(double))) : nullptr;
     parallel_for(threads, threads, [=](int64_t first, int64_t last) {
-        T *block = dscale ? static_cast<T *>(std::aligned_alloc(64, size_t((padded * sizeof(T) + 63) / 64 * 64))) : nullptr;
+        T *block = dscale ? scratch<T>(padded) : nullptr;
         for (int64_t t = first; t < last; t++) {
             const int64_t end = std::min((t + 1) * part, count);
             for (int64_t row = std::min(t * part, count); row < end; row += BLOCK) {
@@ -68,24 +56,24 @@ static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, 
                 for (int64_t r = row; r < stop; r++) {
                     const T *d = dy + r * width, *from = x + r * width, inverse = inv_std[r];
                     const auto slope = [=](int64_t c, auto n) {
-                        const Vec<T> v = load_first<T>(d + c, n, T(0));
-                        return scale ? v * load_first<T>(scale + c, n, T(0)) : v;
+                        const Vec<T> v = load_first<T>(d + c, n);
+                        return scale ? v * load_first<T>(scale + c, n) : v;
                     };
                     if (dx) {
                         const T sum = sum_of_row<T>(width, [=](int64_t c, auto n) {
-                            return slope(c, n) * (load_first<T>(from + c, n, T(0)) * inverse);
+                            return slope(c, n) * (load_first<T>(from + c, n) * inverse);
                         });
                         const T mean = sum / T(width);
                         T *to = dx + r * width;
-                        each_vector<T>(width, [=](int64_t c, auto n) {
-                            const Vec<T> z = load_first<T>(from + c, n, T(0)) * inverse;
+                        each_vector<T>(0, width, [=](int64_t c, auto n) {
+                            const Vec<T> z = load_first<T>(from + c, n) * inverse;
                             store_first<T>(to + c, n, (slope(c, n) - z * mean) * inverse);
                         });
                     }
                     if (dscale)
-                        each_vector<T>(width, [=](int64_t c, auto n) {
-                            const Vec<T> z = load_first<T>(from + c, n, T(0)) * inverse;
-                            store<T>(block + c, load<T>(block + c) + load_first<T>(d + c, n, T(0)) * z);
+                        each_vector<T>(0, width, [=](int64_t c, auto n) {
+                            const Vec<T> z = load_first<T>(from + c, n) * inverse;
+                            store<T>(block + c, load<T>(block + c) + load_first<T>(d + c, n) * z);
                         });
                 }
                 if (dscale) for (int64_t c = 0; c < width; c++) partial[t * padded + c] += double(block[c]);

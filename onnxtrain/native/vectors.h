@@ -25,10 +25,57 @@ template <class T> constexpr int LANES = VECTOR_BYTES / sizeof(T);
 template <class T> static inline Vec<T> load(const T *p) { Vec<T> v; std::memcpy(&v, p, sizeof v); return v; }
 template <class T> static inline void store(T *p, Vec<T> v) { std::memcpy(p, &v, sizeof v); }
 // Fewer elements than lanes: what is not there is `rest`, and is not written.
-template <class T> static inline Vec<T> load_first(const T *p, int64_t count, T rest) {
+template <class T> static inline Vec<T> load_first(const T *p, int64_t count, T rest = 0) {
     Vec<T> v = Vec<T>{} + rest;
     std::memcpy(&v, p, size_t(count) * sizeof(T));
     return v;
 }
 template <class T> static inline void store_first(T *p, int64_t count, Vec<T> v) { std::memcpy(p, &v, size_t(count) * sizeof(T)); }
 template <class T> static inline int64_t padded(int64_t n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }
+
+// f(at, count) for each vector of [begin, end), and for what is left behind the last whole one. Of a whole vector `count`
+// is a constant, so that nothing is asked.
+template <class T, class F> static inline void each_vector(int64_t begin, int64_t end, const F &f) {
+    int64_t at = begin;
+    for (; at + LANES<T> <= end; at += LANES<T>) f(at, std::integral_constant<int64_t, LANES<T>>());
+    if (at < end) f(at, end - at);
+}
+
+// The same for [0, count), whole vectors in equal parts on the threads.
+template <class T, class F> static void parallel_vectors(int64_t count, int64_t threads, const F &f) {
+    parallel_for(count < 32768 ? 1 : threads, padded<T>(count) / LANES<T>, [&](int64_t begin, int64_t end) {
+        each_vector<T>(begin * LANES<T>, std::min(end * LANES<T>, count), f);
+    });
+}
+
+// One number from all lanes: by halves, which needs few steps.
+template <class T, class F> static inline T folded(Vec<T> x, const F &f) {
+    T lanes[LANES<T>];
+    store<T>(lanes, x);
+    for (int half = LANES<T> / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = f(lanes[i], lanes[i + half]);
+    return lanes[0];
+}
+
+template <class T> static inline T sum_of(Vec<T> x) { return folded<T>(x, [](T a, T b) { return a + b; }); }
+template <class T> static inline T most_of(Vec<T> x) { return folded<T>(x, [](T a, T b) { return b > a ? b : a; }); }
+
+// sums[M][N vectors] += a[M, depth] @ b[depth, N vectors]; element [i, l] of a lies at i * am + l * ak.
+template <class T, int M, int N>
+static inline void add_product(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, Vec<T> (&sums)[M][N]) {
+    for (int64_t l = 0; l < depth; l++) {
+        Vec<T> row[N];
+        for (int j = 0; j < N; j++) row[j] = load<T>(b + l * bk + j * LANES<T>);
+        for (int i = 0; i < M; i++) {
+            const T factor = a[i * am + l * ak];
+            for (int j = 0; j < N; j++) sums[i][j] += factor * row[j];
+        }
+    }
+}
+
+// Memory that the caller frees.
+template <class T> static T *scratch(int64_t count) {
+    T *memory = static_cast<T *>(std::aligned_alloc(64, size_t((count * sizeof(T) + 63) / 64 * 64)));
+    if (memory == nullptr) std::abort();
+    return memory;
+}

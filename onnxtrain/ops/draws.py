@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
 
 DRAWS = 65536  # what 16 bits tell apart
@@ -116,8 +116,8 @@ def drop_compiled(x: torch.Tensor, key: torch.Tensor, dropped: int, scale: float
     name = _COMPILED.get(x.dtype)
     if name is not None and x.is_contiguous():
         y = large_memory.empty(x.shape, x)
-        getattr(native, name)(x.data_ptr(), y.data_ptr(), key.data_ptr(), least, scale, count, threads)
+        getattr(native, name)(*pointers(x, y, key), least, scale, count, threads)
         return y
     mask = torch.empty(count, dtype=torch.uint8)
-    native.kept(mask.data_ptr(), key.data_ptr(), least, count, threads)
+    native.kept(*pointers(mask, key), least, count, threads)
     return _scaled(x, mask, scale)

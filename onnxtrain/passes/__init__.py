@@ -24,6 +24,7 @@ from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fold_scales import fold_scales
 from onnxtrain.passes.fuse_attention import fuse_attention
+from onnxtrain.passes.fuse_gates import fuse_gates
 from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.keep_scores import keep_scores
@@ -43,6 +44,7 @@ FORWARD: tuple[Pass, ...] = (
     fold_constants,  # first: later passes match constants
     dedupe,  # one value per expression, so that a match has one producer
     fuse_patterns,  # before differentiation, as the next: one gradient op instead of those of the parts
+    fuse_gates,  # after patterns: they make activations of what is written out
     fuse_attention,  # reads q and k behind their rotary embedding
     unmerge_axes,  # after fusions, which know what is merged; before all that ask what becomes of an axis
     multiply_convolutions,  # before transposes cancel: it leaves some that do

@@ -4,8 +4,8 @@
     after    SimplifiedLayerNormalization(x, weight)
 
 `REWRITES` are the patterns, `register` adds one. Refuses where a value inside the pattern is read elsewhere too. A bias
-before a gelu, a sum before a norm, a bias before a softmax and a product behind silu stay: their fused ops
-(BiasGelu, SkipLayerNormalization, BiasSoftmax) run the same PyTorch kernels, and backward would compute the sum again.
+before a gelu, a sum before a norm and a bias before a softmax stay: their fused ops (BiasGelu, SkipLayerNormalization,
+BiasSoftmax) run the same PyTorch kernels, and backward would compute the sum again.
 """
 
 from __future__ import annotations

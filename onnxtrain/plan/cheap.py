@@ -1,7 +1,7 @@
 """What backward computes again without being asked: results that cost little more than to read them from memory.
 
-    gate ─QuickGelu─> s ─Mul(up)─> p ─Linear─> …        kept: gate, up, s, p
-                                                        afterwards: gate, up; backward makes s and p from them
+    gate, up ─GatedActivation─> p ─Linear─> …           kept: gate, up, p
+                                                        afterwards: gate, up; backward makes p from them
 
 Such a value is a function of what is kept anyway, by operators that do little for each element; so nothing takes its
 place, and no input or result is kept that was not. Sizes are those of the first call.

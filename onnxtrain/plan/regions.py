@@ -1,7 +1,7 @@
 """Regions: neighbouring nodes of one part whose loops a compiler can join into one kernel.
 
-    before   gate ─QuickGelu─> s ─Mul(s, up)─> y                  s is written, and read again
-    after    gate, up ─[QuickGelu, Mul]─> y
+    before   x ─QuickGelu─> s ─Add(s, z)─> y                      s is written, and read again
+    after    x, z ─[QuickGelu, Add]─> y
 
 What may join stands in the definitions (`OpDef.fuses`). All nodes of a region loop over one shape, its frame. They are
 moved together, to a place where all that they read is there and nothing that they compute is read yet: so there is no

@@ -623,6 +623,7 @@ INPUTS: dict[str, tuple[torch.Tensor, str]] = {
     "transposed": (X.transpose(0, 1), "memory format"),
     "expanded": (X[:1].expand(2, 3, 4, 5), "memory format"),
     "subclass": (X.as_subclass(Special), "type: Tensor → Special"),
+    "negated": (torch._neg_view(X), "negated view: False → True"),
 }
 
 

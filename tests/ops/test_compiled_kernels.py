@@ -19,7 +19,7 @@ import torch
 from onnxtrain import ORTModule, testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import builder, draws
-from onnxtrain.ops.activation import gelu_compiled
+from onnxtrain.ops.activation import compiled as activations
 from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
@@ -30,7 +30,14 @@ from onnxtrain.ops.recurrent import kernels as recurrent_kernels
 from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
-from tests.ops import cases_attention, cases_attention_kept, cases_keyed_dropout, cases_loss, cases_norm
+from tests.ops import (
+    cases_activation,
+    cases_attention,
+    cases_attention_kept,
+    cases_keyed_dropout,
+    cases_loss,
+    cases_norm,
+)
 from tests.ops.captures import OfTensors
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -124,13 +131,16 @@ def test_cross_entropy_matches_autograd(case: OpCase, dtype: torch.dtype, calls:
     assert bool(calls) != str(case).endswith("-3d")
 
 
+SPECIAL = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 90.0, -90.0, 1e-30])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1001)], ids=str)  # whole vectors, and rests
 def test_tanh_gelu_matches_autograd(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[str] = Counter()
-    monkeypatch.setattr(gelu_compiled.LIBRARY, "functions", counting(gelu_compiled.LIBRARY, found))
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
 
     def eager(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         x = x.detach().requires_grad_()
@@ -138,8 +148,8 @@ def test_tanh_gelu_matches_autograd(
         return [y.detach(), *torch.autograd.grad(y, x, dy)]
 
     x, dy = torch.randn(shape, dtype=dtype) * 4, torch.randn(shape, dtype=dtype)
-    x.view(-1)[:8] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 90.0, -90.0, 1e-30])
-    got = gelu_compiled.tanh_gelu(x), gelu_compiled.tanh_gelu_backward(dy, x)
+    x.view(-1)[:8] = SPECIAL
+    got = activations.tanh_gelu(x), activations.tanh_gelu_backward(dy, x)
     for what, ours, theirs, exact in zip(("y", "dx"), got, eager(x, dy), eager(x.double(), dy.double()), strict=True):
         assert_no_worse_than_eager(what, ours, theirs, exact)
     assert len(found) == 2
@@ -147,10 +157,10 @@ def test_tanh_gelu_matches_autograd(
 
 def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[str] = Counter()
-    monkeypatch.setattr(gelu_compiled.LIBRARY, "functions", counting(gelu_compiled.LIBRARY, found))
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
     rows = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU("tanh"), torch.nn.Linear(256, 8))
     model = ORTModule(rows, recompute_cheap=False)
-    for count, calls in ((8, {}), (64, {"forward_float": 1, "backward_float": 1})):
+    for count, calls in ((8, {}), (64, {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1})):
         model(torch.randn(count, 64)).sum().backward()
         assert found == calls
 
@@ -158,7 +168,7 @@ def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.Monke
 def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPT-2 writes it: a pass makes FastGelu of it, and hands on that it may run compiled."""
     found: Counter[str] = Counter()
-    monkeypatch.setattr(gelu_compiled.LIBRARY, "functions", counting(gelu_compiled.LIBRARY, found))
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
 
     def gelu(x: torch.Tensor) -> torch.Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
@@ -172,7 +182,74 @@ def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPat
             return gelu(self.up(x)).square().sum()
 
     ORTModule(Block(), recompute_cheap=False)(torch.randn(64, 64)).backward()
-    assert found == {"forward_float": 1, "backward_float": 1}
+    assert found == {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("activation", activations.COMPILED_GATES)
+@pytest.mark.parametrize("halves", [False, True], ids=("apart", "halves"))
+@pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1, 1001)], ids=str)  # whole vectors, and rests
+def test_gated_activation_matches_autograd(
+    shape: tuple[int, ...], halves: bool, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    dy, *inputs = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    inputs[0] = inputs[0] * 4
+    inputs[0].view(-1)[:8] = SPECIAL
+    if halves:  # of one product, as chunk(2) gives them
+        inputs = list(torch.cat(inputs, -1).chunk(2, -1))
+
+    def eager(wide: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(wide).requires_grad_() for x in inputs]
+        y = cases_activation.ACTIVATIONS[activation](leaves[0]) * leaves[1]
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(wide))]
+
+    got = activations.gated(*inputs, activation), *activations.gated_backward(dy, *inputs, activation)
+    for what, ours, theirs, exact in zip(("y", "dgate", "dup"), got, eager(dtype), eager(torch.float64), strict=True):
+        assert_no_worse_than_eager(what, ours, theirs, exact)
+    assert len(found) == 2
+
+
+def test_gated_rows_that_lie_in_no_order_run_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    gate, up, dy = (torch.randn(12, 40, 50) for _ in range(3))
+    strange = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
+    repeated = gate[:1].expand(12, 40, 50)  # read as it lies where rows are equal, never written
+    for x in (*strange, repeated):
+        expected = activations.composed_gated(x.contiguous(), up, "silu")
+        torch.testing.assert_close(activations.gated(x, up, "silu"), expected)
+        for ours, theirs in zip(
+            activations.gated_backward(dy, x, up, "silu"),
+            activations.composed_gated_backward(dy, x.contiguous(), up, "silu"),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs)
+    assert not found
+    activations.gated_backward(dy, gate, up, "silu")
+    assert found == {"gated_silu_backward_float": 1}
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=("apart", "halves"))
+def test_a_gated_block_runs_the_compiled_kernel(halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(256, 8)
+            self.apart = torch.nn.Linear(64, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = self.wide(x).chunk(2, -1)
+            return self.down(torch.nn.functional.silu(gate) * (up if halves else self.apart(x)))  # type: ignore[no-any-return]
+
+    for rng, calls in (("fast", {"gated_silu_float": 1, "gated_silu_backward_float": 1}), ("torch", {})):
+        found.clear()
+        ORTModule(Block(), recompute_cheap=False, rng=rng)(torch.randn(80, 64)).sum().backward()
+        assert found == calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -547,7 +624,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
-    others = (gelu_compiled.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
+    others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
     for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
@@ -557,6 +634,8 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
         test_dropout_is_that_of_the_same_mask((33, 70), (64, 48), 2, True, dtype)
         test_masks_of_long_rows("left", dtype)
         test_tanh_gelu_matches_autograd((5, 7, 471), dtype, monkeypatch)
+        for activation in activations.COMPILED_GATES:
+            test_gated_activation_matches_autograd((5, 7, 471), True, activation, dtype, monkeypatch)
         test_rms_norm_matches_autograd((3, 17, 1001), 2, True, dtype, monkeypatch)
         test_lstm_matches_autograd(5, 9, 40, True, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):

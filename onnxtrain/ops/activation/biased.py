@@ -20,7 +20,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
-from onnxtrain.ops.activation import gelu_compiled
+from onnxtrain.ops.activation import compiled as kernels
 from onnxtrain.ops.composite import elementwise_axes
 from onnxtrain.ops.definition import Call, Gradient, Infix, Kernel, NodeView, numel
 from onnxtrain.ops.fused import fused
@@ -65,7 +65,7 @@ def _gelu(name: str, grad_name: str, inputs: tuple[str, ...], approximate: str) 
         return dx, dx  # the second is summed to the bias
 
     def compiled(n: NodeView, x: Any, bias: Any = None) -> Call:
-        return gelu_compiled.lowered(_shifted_call(n, x, bias))
+        return kernels.lowered(kernels.tanh_gelu, _shifted_call(n, x, bias))
 
     def lower(n: NodeView, x: Any, bias: Any = None) -> Call:
         return Call(torch.nn.functional.gelu, _shifted_call(n, x, bias), approximate=approximate)
@@ -87,7 +87,7 @@ def _gelu(name: str, grad_name: str, inputs: tuple[str, ...], approximate: str) 
 
 def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
     def compiled(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
-        return gelu_compiled.lowered_backward(dy, _shifted_call(n, x, bias))
+        return kernels.lowered(kernels.tanh_gelu_backward, dy, _shifted_call(n, x, bias))
 
     def lower(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
         return Call(torch.ops.aten.gelu_backward.default, dy, _shifted_call(n, x, bias), approximate=approximate)

@@ -1,6 +1,10 @@
-"""Gated linear units: one half of an axis gates the other.
+"""Gated linear units: one tensor, or half of one, gates another.
 
 Glu(x[..., 2k, ...]) -> a * sigmoid(b), with a and b the halves of x along `axis`      https://arxiv.org/abs/1612.08083
+GatedActivation(gate, up) -> activation(gate) * up                                     https://arxiv.org/abs/2002.05202
+
+`activation` is "silu" (SwiGLU), "gelu" or "tanh_gelu" (GEGLU). Both gradients of GatedActivation are one op, which
+reads gate and up alone.
 """
 
 from __future__ import annotations
@@ -11,12 +15,17 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
+from onnxtrain.ops.activation import compiled as kernels
 from onnxtrain.ops.activation.pairs import scalar
-from onnxtrain.ops.constructors import elementwise_flops, never
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.composite import elementwise_axes
+from onnxtrain.ops.constructors import FUSES, elementwise_flops, never
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.fused import fused
+from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.registry import define
 
 _glu = torch._C._nn.glu
@@ -104,4 +113,82 @@ GLU_GRAD = define(
         flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
         host=None,
     )
+)
+
+
+# GatedActivation
+
+
+def activation_of(n: NodeView) -> str:
+    """Which activation of GatedActivation a node computes of its first input alone; "" where it is none of them."""
+    match n.definition.name:
+        case "QuickGelu" if n.alpha == 1.0:
+            return "silu"
+        case "Gelu":
+            return "tanh_gelu" if getattr(n, "approximate", "none") == "tanh" else "gelu"
+        case "FastGelu" if n.bias is None:
+            return "tanh_gelu"
+    return ""
+
+
+def _types(n: NodeView, count: int) -> Sequence[TensorType]:
+    if n.activation not in ("silu", *kernels.APPROXIMATE):
+        raise GraphError(f"{n.definition.name} knows silu, gelu and tanh_gelu", got=n.activation)
+    return (type_of(n.gate),) * count
+
+
+def _activated(op: Builder, n: NodeView) -> ir.Value:
+    if n.activation == "silu":
+        return op.ms.QuickGelu(n.gate, alpha=1.0)  # type: ignore[no-any-return]
+    return op.Gelu(n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
+
+
+def _slope(op: Builder, n: NodeView, d: ir.Value) -> ir.Value:
+    """The gradient of the gate, where that of its activation is d."""
+    if n.activation == "silu":
+        return op.ms.QuickGeluGrad(d, n.gate, alpha=1.0)  # type: ignore[no-any-return]
+    return op.ms.GeluGrad(d, n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
+
+
+def _gradients(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
+    if n.wants("gate") and n.wants("up"):
+        return op.own.GatedActivationGrad(dy, n.gate, n.up, activation=n.activation)  # type: ignore[no-any-return]
+    dgate = _slope(op, n, op.Mul(dy, n.up)) if n.wants("gate") else None
+    return dgate, op.Mul(dy, _activated(op, n)) if n.wants("up") else None
+
+
+def _is_compiled(n: NodeView, device: str) -> bool:
+    return n.activation in kernels.COMPILED_GATES and may_compile(n, device)
+
+
+GATED_ACTIVATION = fused(
+    OWN,
+    "GatedActivation",
+    ("gate", "up"),
+    ("y",),
+    attributes={"activation": REQUIRED},
+    shapes=lambda n: _types(n, 1),
+    body=lambda op, n: op.Mul(_activated(op, n), n.up),
+    kernels=(Kernel(lower=lambda n, *xs: kernels.lowered(kernels.gated, *xs, n.activation), applies=_is_compiled),),
+    lower=lambda n, *xs: Call(kernels.composed_gated, *xs, n.activation),
+    axes=elementwise_axes,
+    flops=lambda n: sizes.multiply(11, elementwise_flops(n)),
+    gradient=(Gradient(_gradients, ("gate", "up")),),
+    fuses=FUSES,
+)
+GATED_ACTIVATION_GRAD = fused(
+    OWN,
+    "GatedActivationGrad",
+    ("dy", "gate", "up"),
+    ("dgate", "dup"),
+    attributes={"activation": REQUIRED},
+    shapes=lambda n: _types(n, 2),
+    body=lambda op, n: (_slope(op, n, op.Mul(n.dy, n.up)), op.Mul(n.dy, _activated(op, n))),
+    kernels=(
+        Kernel(lower=lambda n, *xs: kernels.lowered(kernels.gated_backward, *xs, n.activation), applies=_is_compiled),
+    ),
+    lower=lambda n, *xs: Call(kernels.composed_gated_backward, *xs, n.activation),
+    axes=elementwise_axes,
+    flops=lambda n: sizes.multiply(22, elementwise_flops(n)),
+    fuses=FUSES,
 )

@@ -20,7 +20,7 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
-from onnxtrain.ops.activation import gelu_compiled
+from onnxtrain.ops.activation import compiled as kernels
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView
@@ -129,8 +129,8 @@ GELU, GELU_GRAD = activation(
     since=20,
     flops=10,
     first=(
-        Kernel(lower=lambda n, x: gelu_compiled.lowered(x), applies=_is_compiled),
-        Kernel(lower=lambda n, dy, x: gelu_compiled.lowered_backward(dy, x), applies=_is_compiled),
+        Kernel(lower=lambda n, x: kernels.lowered(kernels.tanh_gelu, x), applies=_is_compiled),
+        Kernel(lower=lambda n, dy, x: kernels.lowered(kernels.tanh_gelu_backward, dy, x), applies=_is_compiled),
     ),
 )
 

@@ -25,7 +25,7 @@ import struct
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.draws import least_kept
@@ -59,7 +59,7 @@ def forward(
     sums = q.new_empty((batch, heads, rows), dtype=sums_type(q))
     problem = _problem(q, k, v, (y,), added, shown, scores, drops)
     run = getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")
-    run(problem, *_pointers(q, k, v, added, shown, y, sums))
+    run(problem, *pointers(q, k, v, added, shown, y, sums))
     return y, sums
 
 
@@ -82,7 +82,7 @@ def backward(
     dscores = q.new_empty((*q.shape[:3], k.size(2)), dtype=sums_type(q)) if of_scores else None
     problem = _problem(q, k, v, (dy, dy, *found), added, shown, scores, drops)
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[q.dtype]}")
-    run(problem, *_pointers(dy, q, k, v, added, shown, *found, dscores))
+    run(problem, *pointers(dy, q, k, v, added, shown, *found, dscores))
     return tuple(found) if dscores is None else (*found, dscores)
 
 
@@ -94,7 +94,7 @@ def forward_of_sequences(q: Tensor, k: Tensor, v: Tensor, packed: Packed, drops:
     y = _fresh(q, offsets[0], v.size(2))
     sums = q.new_empty((q.size(1), q.size(0)), dtype=sums_type(q))
     problem = _problem(q, k, v, (y,), None, None, _scores(packed), drops, offsets)
-    getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")(problem, *_pointers(q, k, v, None, None, y, sums))
+    getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")(problem, *pointers(q, k, v, None, None, y, sums))
     return y
 
 
@@ -109,7 +109,7 @@ def backward_of_sequences(
     found = (_fresh(q, offsets[0], q.size(2)), *(_fresh(x, offsets[1], x.size(2)) for x in (k, v)))
     problem = _problem(q, k, v, (dy, dy, *found), None, None, _scores(packed), drops, offsets)
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[q.dtype]}")
-    run(problem, *_pointers(dy, q, k, v, None, None, *found, None))
+    run(problem, *pointers(dy, q, k, v, None, None, *found, None))
     return found
 
 
@@ -204,7 +204,3 @@ def _problem(
         scale_number(scores.scale, q), 1.0 if drops is None else drops.factor,
         -math.inf if scores.fill is None else scores.fill,
     )  # fmt: skip
-
-
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if x is None else x.data_ptr() for x in tensors]

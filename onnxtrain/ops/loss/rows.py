@@ -23,7 +23,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, total
@@ -109,10 +109,9 @@ def rows_loss_compiled(
     rows, classes = scores.shape
     each, weight, peak, log_sum = (scores.new_empty(rows) for _ in range(4))
     wrong = torch.empty((), dtype=torch.int64)
-    pointers = [t.data_ptr() for t in (each, weight, peak, log_sum, wrong)]
-    given = (scores.data_ptr(), labels.data_ptr(), None if weights is None else weights.data_ptr(), ignore_index)
+    found = pointers(each, weight, peak, log_sum, wrong)
     run = getattr(LIBRARY.functions, f"forward_{name}")
-    run(*given, *pointers, rows, classes, torch.get_num_threads())
+    run(*pointers(scores, labels, weights), ignore_index, *found, rows, classes, torch.get_num_threads())
     if wrong.item():
         return rows_loss(scores, labels, weights, reduction, ignore_index)
     total_weight = weight.sum()
@@ -141,9 +140,9 @@ def rows_gradient_compiled(
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
     dx = large_memory.empty(scores.shape, scores)
-    given = [t.data_ptr() for t in (scores, labels, factor, peak.contiguous(), log_sum.contiguous())]
+    given = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())
     run = getattr(LIBRARY.functions, f"backward_{name}")
-    run(*given, ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())
+    run(*pointers(*given), ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())
     return dx
 
 

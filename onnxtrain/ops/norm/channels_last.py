@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 
 aten = torch.ops.aten
 
@@ -93,16 +93,12 @@ def _native(x: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
     return LIBRARY.functions
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _compiled(native: Any, x: torch.Tensor, scale: Any, b: Any, epsilon: float) -> tuple[torch.Tensor, ...]:
     """Gives y, mean, variance and 1 / standard deviation."""
     y, channels = torch.empty_like(x), x.size(1)
     mean, var, inv_std = x.new_empty(3, channels)
-    pointers = map(_pointer, (x, scale, b, y, mean, var, inv_std))
-    native.forward(*pointers, x.numel() // channels, channels, epsilon, torch.get_num_threads())
+    tensors = (x, scale, b, y, mean, var, inv_std)
+    native.forward(*pointers(*tensors), x.numel() // channels, channels, epsilon, torch.get_num_threads())
     return y, mean, var, inv_std
 
 
@@ -148,8 +144,8 @@ def _compiled_backward(
     channels = x.size(1)
     dx = torch.empty_like(x) if mask[0] else None
     dscale, db = x.new_empty(channels), x.new_empty(channels)
-    pointers = map(_pointer, (dy, x, scale, mean, inv_std, dx, dscale, db))
-    native.backward(*pointers, x.numel() // channels, channels, batch, torch.get_num_threads())
+    tensors = (dy, x, scale, mean, inv_std, dx, dscale, db)
+    native.backward(*pointers(*tensors), x.numel() // channels, channels, batch, torch.get_num_threads())
     return dx, dscale if mask[1] else None, db if mask[2] else None
 
 

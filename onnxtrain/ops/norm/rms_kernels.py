@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.definition import Call
 
@@ -37,8 +37,7 @@ def rms_norm(x: Tensor, axis: int, scale: Tensor | None, epsilon: float) -> tupl
     y = large_memory.empty(x.shape, x)
     inv_std = x.new_empty((*x.shape[:axis], *[1] * (x.ndim - axis)))
     run = getattr(LIBRARY.functions, f"forward_{_NAMES[x.dtype]}")
-    pointers = (_pointer(t) for t in (x, scale, y, inv_std))
-    run(*pointers, x.numel() // width, width, epsilon, torch.get_num_threads())
+    run(*pointers(x, scale, y, inv_std), x.numel() // width, width, epsilon, torch.get_num_threads())
     return y, inv_std
 
 
@@ -62,8 +61,7 @@ def rms_norm_backward(
     dx = large_memory.empty(x.shape, x) if mask[0] else None
     dscale = torch.empty_like(scale) if mask[1] and scale is not None else None
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[x.dtype]}")
-    pointers = (_pointer(t) for t in (dy, x, scale, inv_std, dx, dscale))
-    run(*pointers, x.numel() // width, width, torch.get_num_threads())
+    run(*pointers(dy, x, scale, inv_std, dx, dscale), x.numel() // width, width, torch.get_num_threads())
     return dx, dscale
 
 
@@ -116,7 +114,3 @@ def _are_plain(x: Tensor, *others: Tensor | None) -> bool:
     if x.numel() < _LEAST or x.dtype not in _NAMES or not x.is_contiguous():
         return False
     return all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in others)
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

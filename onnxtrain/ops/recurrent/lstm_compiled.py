@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, pointers, text
 
 Tensor = torch.Tensor
 _NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -65,4 +65,4 @@ def backward(
 
 def _run(way: str, tensors: Sequence[Tensor], like: Tensor, reverse: bool) -> None:
     run = getattr(LIBRARY.functions, f"{way}_{_NAMES[like.dtype]}")
-    run(*(t.data_ptr() for t in tensors), *like.shape, reverse, torch.get_num_threads())
+    run(*pointers(*tensors), *like.shape, reverse, torch.get_num_threads())
