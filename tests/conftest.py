@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from onnxtrain.native import library
+
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 LARGE_GB = 8  # what a test marked `large` may need, unless it says so itself: @pytest.mark.large(gb=16)
 
@@ -17,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    library._AFTER_S = 0.0  # no first step is waited for
     if WORKERS > 1:
         # One thread a worker: several pools of threads on the same cores are slower than none.
         torch.set_num_threads(1)

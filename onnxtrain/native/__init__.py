@@ -16,7 +16,8 @@ answers for sizes, strides and types: nothing is checked on the way, and a call 
 `torch_headers` the source may include those of PyTorch and Python.
 
     library.py    Library: asks for its code once, and gives its functions out
-    build.py      the cache on disk, and the child process
+    build.py      the cache on disk
+    background.py the child processes: at low priority, one after the other
     compiler.py   which compiler, which flags
 
 Libraries are kept under `cache_folder("native")`, by source, flags, compiler and processor. Where there is no compiler

@@ -6,20 +6,14 @@ mapped, where it could end the process. It gets its name when it is whole, so th
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import hashlib
 import os
-import shutil
-import signal
-import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from onnxtrain.cache_folder import cache_folder
-from onnxtrain.native import compiler
+from onnxtrain.native import background, compiler
 
 _DIGEST_BYTES = 32
 _LIMIT_S = 300  # for a compile at low priority on a busy machine
@@ -29,12 +23,13 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def build(name: str, source: str, *, torch_headers: bool = False) -> Path:
+def build(name: str, source: str, turn: background.Turn, *, torch_headers: bool = False) -> Path:
     """The file of the compiled source, from the cache or by the compiler. Called off the main thread: it may take long.
 
     Args:
-        name: of the file.
+        name: what the file's name begins with.
         source: C++.
+        turn: when a compiler may run.
         torch_headers: whether it includes PyTorch's headers and Python's.
 
     Raises:
@@ -54,7 +49,8 @@ def build(name: str, source: str, *, torch_headers: bool = False) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         target = folder / f"{name}-{key}.so"
         if not is_whole(target):
-            _compile(found, flags, source, target)
+            with turn:
+                _compile(found, flags, source, target)
     except OSError as error:
         raise BuildError(f"the folder of compiled kernels cannot be used: {error}") from error
     return target
@@ -74,7 +70,7 @@ def _compile(found: compiler.Compiler, flags: Sequence[str], source: str, target
     with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
         text, library = Path(scratch, "source.cpp"), Path(scratch, "library.so")
         text.write_text(source, encoding="utf-8")
-        code, said = in_background(found.call(flags, text, library))
+        code, said = background.run(found.call(flags, text, library), _LIMIT_S)
         if code:
             first = "\n".join(said.splitlines()[:5])
             raise BuildError(f"{found.command[0]} ended with {code}: {first}")
@@ -87,55 +83,3 @@ def seal(library: Path) -> None:
     with open(library, "r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
         file.write(digest)
-
-
-# A tenth of a processor's time beside a busy thread, by Linux's weights. At 19 it is 1.5 %: beside MiniLM's training on
-# two cores, 90 steps were done and the kernels were not there yet; at 10 it took 21 steps, 1.24 times as long as later.
-_NICENESS = "10"
-_running: set[subprocess.Popen[str]] = set()
-_lock = threading.Lock()
-
-
-def in_background(command: list[str], limit_s: float = _LIMIT_S) -> tuple[int, str]:
-    """Runs a command at low priority, in a process group of its own, and waits: its status and what it said."""
-    nice = shutil.which("nice")
-    with _lock:
-        child = subprocess.Popen(
-            [*([nice, "-n", _NICENESS] if nice else []), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,  # in this session: Linux shares processors out by session first, by niceness within one
-        )
-        _running.add(child)
-    try:
-        said, _ = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        _end(child)
-        child.wait()
-        return -1, f"no end after {limit_s:g} s"
-    finally:
-        _running.discard(child)
-    return child.returncode, said
-
-
-_GRACE_S = 1.0
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    """The driver and the compiler proper, which it starts; one that does not end when it is asked to is killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-        try:
-            child.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-
-
-@atexit.register
-def _end_all() -> None:
-    """No compiler outlives the program that asked for it."""
-    with _lock:
-        for child in tuple(_running):
-            _end(child)

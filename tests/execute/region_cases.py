@@ -113,8 +113,9 @@ def written(folder: Path, part: Part) -> Path:
     return folder
 
 
-def a_request() -> Request:
-    return Request(regions_of(part_of(gated, ["b h", "b h"]))[1][0].part, [[5, 11], [5, 11]], CPU)
+def a_request(width: int = 11) -> Request:
+    dims = f"b {width}"
+    return Request(regions_of(part_of(gated, [dims, dims]))[1][0].part, [[5, width], [5, width]], CPU)
 
 
 class Block(nn.Module):
@@ -127,6 +128,17 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Gated(nn.Module):
+    """Of elementwise operators between products: one region forward, and one backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(self.gate(x)) * self.up(x)
 
 
 def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:

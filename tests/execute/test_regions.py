@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import subprocess
 import sys
-import textwrap
 import threading
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,14 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.execute.regions import build as building
 from onnxtrain.execute.regions import call as calling
-from onnxtrain.execute.regions import child, request
 from onnxtrain.execute.regions import program as fused
 from onnxtrain.execute.regions.call import RegionCall
+from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.program import FusedProgram
-from onnxtrain.execute.regions.request import Request
+from onnxtrain.execute.regions.request import BESIDE, Request
 from onnxtrain.graph.builder import Builder
 from onnxtrain.native import compiler
-from onnxtrain.native.build import BuildError, is_whole, seal
+from onnxtrain.native.build import BuildError
 from onnxtrain.plan.regions import find
 from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -35,8 +33,8 @@ from tests.execute.region_cases import (
     CPU,
     KINDS,
     SIZES,
+    Gated,
     Trained,
-    a_request,
     fused_programs,
     gated,
     names,
@@ -146,7 +144,7 @@ def test_what_is_in_no_region_says_why() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_region_is_written_down_whole(kind: str, tmp_path: Path) -> None:
     region = regions_of(part_of(*KINDS[kind]))[1][0]
-    RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)), CPU, timed=False)  # checks the kernel
+    RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)), CPU)  # checks the kernel
 
 
 def test_equal_regions_of_two_layers_are_compiled_once() -> None:
@@ -171,14 +169,14 @@ def test_a_kernel_that_is_wrong_is_refused(tmp_path: Path) -> None:
     }
     for message, kernel in wrong.items():
         with pytest.raises(BuildError, match=message):
-            RegionCall(part, kernel, CPU, timed=False)
+            RegionCall(part, kernel, CPU)
 
 
 def test_a_kernel_that_is_wrong_at_other_sizes_is_refused(tmp_path: Path) -> None:
     """Loops over whole vectors may be wrong, where those over the rest are right. The process that compiles looks."""
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     good = nodes_as_kernel(written(tmp_path, part))
-    call = RegionCall(part, lambda tensors: [good(tensors)[0] * (1 + (tensors[0].numel() > 99))], CPU, timed=False)
+    call = RegionCall(part, lambda tensors: [good(tensors)[0] * (1 + (tensors[0].numel() > 99))], CPU)
     with pytest.raises(BuildError, match="off by"):
         call.compare([[16, 64], [16, 64]])
 
@@ -190,7 +188,9 @@ def fails(tensors: Sequence[torch.Tensor]) -> Any:
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_kernel_that_fails_later_is_left(timed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
-    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU, timed=timed)
+    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU)
+    if timed:
+        call.try_both()
     call.kernel = fails
     x = torch.randn(4, 4)
     for _ in range(3):
@@ -202,7 +202,7 @@ def test_a_kernel_that_fails_later_is_left(timed: bool, tmp_path: Path, caplog: 
 def test_a_gpus_kernel_takes_what_its_code_is_made_for(tmp_path: Path) -> None:
     """Tensors that begin where those began that it was compiled with, and counts of 32 bits."""
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
-    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU, timed=False)
+    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU)
     x = torch.randn(65)
     call._device = torch.device("cuda")
     assert call._takes((x[:64].view(8, 8), x[:64].view(8, 8)))
@@ -215,7 +215,7 @@ def test_small_sizes_and_strides_go_by_the_nodes(tmp_path: Path) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
     calls: list[int] = []
-    call = RegionCall(part, lambda tensors: (calls.append(1), kernel(tensors))[1], CPU, timed=False)
+    call = RegionCall(part, lambda tensors: (calls.append(1), kernel(tensors))[1], CPU)
     calls.clear()
     for shape, taken in (((2, 2), 1), ((1, 4), 0), ((4, 1), 0), ((0, 3), 0), ((5, 3), 1)):
         x, y = torch.randn(shape), torch.randn(shape)
@@ -233,7 +233,7 @@ def test_the_faster_way_stays(kernel_s: float, chosen: str, tmp_path: Path, monk
     clock = [0.0]
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
-    call = RegionCall(part, kernel, CPU, timed=True)
+    call = RegionCall(part, kernel, CPU)
     nodes = call._nodes
     monkeypatch.setattr(calling.time, "perf_counter", lambda: clock[0])
 
@@ -247,6 +247,7 @@ def test_the_faster_way_stays(kernel_s: float, chosen: str, tmp_path: Path, monk
     monkeypatch.setattr(call, "kernel", timed(kernel, kernel_s))
     monkeypatch.setattr(call, "_nodes", timed(nodes, 2.0))
     x = torch.randn(4, 4)
+    call.try_both()
     while call.chosen is None:
         assert torch.equal(call(x, x)[0], torch.nn.functional.silu(x) * x)
     assert call.chosen == chosen
@@ -262,13 +263,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     asked: list[Path] = []
     turn = threading.Lock()
 
-    def build(wanted: Request, dump: Path | None) -> Path:
-        folder = tmp_path / wanted.key
-        with turn:  # both programs ask
-            folder.mkdir(exist_ok=True)
-            wanted.write(folder)
-            asked.append(folder)
-        return folder
+    def build(requests: Sequence[Request], dump: Path | None) -> Iterator[tuple[Request, Path]]:
+        for wanted in requests:
+            folder = tmp_path / wanted.key
+            with turn:  # both programs ask
+                folder.mkdir(exist_ok=True)
+                wanted.write(folder)
+                asked.append(folder)
+            yield wanted, folder
 
     monkeypatch.setattr(fused, "build", build)
     monkeypatch.setattr(fused, "load", nodes_as_kernel)
@@ -291,6 +293,62 @@ def test_a_model_trains_as_before_at_all_sizes(
         assert forward.settled
         assert backward.settled
         assert {call.chosen for call in (*forward.calls, *backward.calls)} == {"kernel"}
+
+
+def test_each_region_runs_by_its_kernel_as_soon_as_it_is_there(
+    made_up: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, there, go = fused.build, threading.Semaphore(0), threading.Semaphore(0)
+
+    def one_by_one(requests: Sequence[Request], dump: Path | None) -> Iterator[Any]:
+        for made in build(requests, dump):
+            there.release()  # all before is swapped in
+            go.acquire()
+            yield made
+
+    def counted(path: Path, device: torch.device) -> Any:
+        kernel = nodes_as_kernel(path)
+        return lambda tensors: (ran.append(path), kernel(tensors))[1]
+
+    ran: list[Path] = []
+    monkeypatch.setattr(fused, "build", one_by_one)
+    monkeypatch.setattr(fused, "load", counted)
+    trained = Trained(monkeypatch, regions="on")
+    for _ in range(4):
+        trained.check(3, 5)
+    for program in trained.programs:
+        there.acquire()
+        assert not program.calls
+    go.release()
+    there.acquire()
+    some = sum(len(program.calls) for program in trained.programs)
+    assert some
+    assert not any(program.settled for program in trained.programs)
+    for shape in ((1, 4), (7, 9)):
+        trained.check(*shape)
+    ran.clear()
+    trained.check(3, 5)
+    assert len(ran) == some
+    go.release(100)
+    wait_for(trained.programs)
+    assert sum(len(program.calls) for program in trained.programs) > some
+    assert all(program.settled for program in trained.programs)
+    trained.check(3, 5)
+
+
+@pytest.mark.parametrize(("narrow", "order"), [(1, [16, 8]), (3, [8, 16])])
+def test_what_saves_most_is_compiled_first(
+    narrow: int, order: list[int], made_up: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three equal regions of width 8 save more than one of width 16."""
+    programs = fused_programs(monkeypatch)
+    gates = [*(Gated(8) for _ in range(narrow)), nn.Linear(8, 16), Gated(16), nn.Linear(16, 256)]
+    module = ORTModule(nn.Sequential(*gates), native=True, rng="fast", regions="on")
+    with torch.no_grad():
+        for _ in range(4):
+            module(torch.randn(6, 8))
+    wait_for(programs)
+    assert [json.loads((folder / BESIDE).read_text())["shapes"][0][-1] for folder in made_up] == order
 
 
 OFTEN = {"no-grad-region"}  # its regions do not stand as they are found; the others under --slow
@@ -360,17 +418,21 @@ def said_by(module: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == module.__name__ and r.levelno >= logging.WARNING]
 
 
+def broke(process: Process, folder: Path, cache: Path, limit_s: float) -> None:
+    raise BuildError("it broke")
+
+
 @pytest.mark.parametrize(
-    ("name", "made", "message"),
+    ("of", "name", "made", "message"),
     [
-        ("find", lambda: None, "there is no C++ compiler"),
-        ("in_background", lambda *_: (1, "first\nit broke"), "ended with 1: first\nit broke"),
+        (compiler, "find", lambda: None, "there is no C++ compiler"),
+        (Process, "compile", broke, "it broke"),
     ],
 )
 def test_a_compiler_that_fails_is_said_once(
-    name: str, made: Any, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    of: Any, name: str, made: Any, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiler if name == "find" else building, name, made)
+    monkeypatch.setattr(of, name, made)
     for _ in range(2):  # modules, of two programs each
         trained = Trained(monkeypatch, regions="on", native=True)
         trained.prepared()
@@ -430,166 +492,3 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     for device in (CPU, torch.device("cuda", 0)):
         with pytest.raises(BuildError, match="when it was loaded"):
             calling.load(tmp_path / "library.so", device)
-
-
-# The process that compiles
-
-
-@pytest.fixture
-def made_up_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a module in the place of the one that compiles."""
-
-    def put(source: str) -> None:
-        folder = tmp_path / "modules"
-        folder.mkdir()
-        folder.joinpath("made_up_child.py").write_text(textwrap.dedent(source))
-        monkeypatch.syspath_prepend(folder)
-        monkeypatch.setattr(building, "_CHILD", "made_up_child")
-
-    return put
-
-
-CRASHES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-HANGS = """
-    import signal, time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(3600)
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "limit_s", "message"),
-    [(CRASHES, 600, "ended with -11"), (HANGS, 1, "no end after 1 s"), ("1 / 0", 600, "ZeroDivisionError")],
-    ids=["crashes", "hangs", "raises"],
-)
-def test_a_process_that_ends_otherwise_gives_no_kernel(
-    source: str, limit_s: float, message: str, made_up_child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_up_child(source)
-    monkeypatch.setattr(building, "_LIMIT_S", limit_s)
-    with pytest.raises(BuildError, match=message):
-        building.build(a_request())
-
-
-def test_it_imports_what_this_process_does(
-    made_up_child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not what happens to lie in the folder in which training was started."""
-    made_up_child("""
-        import json, sys
-        from pathlib import Path
-        Path(sys.argv[1], "library.so").write_text(json.dumps(sys.path))
-    """)
-    (tmp_path / "json.py").write_text("raise ImportError('the wrong one')")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BuildError) as refused:  # it is not sealed
-        building.build(a_request())
-    assert str(refused.value) == "the compiler of regions ended with 0: "
-
-
-def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs there first."""
-    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
-    written(tmp_path, part)
-
-    def compiled(traced: Any, package_path: str, inductor_configs: Any) -> None:
-        with zipfile.ZipFile(package_path, "w") as archive:
-            archive.writestr("data/model.so", b"a library")
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    monkeypatch.setattr(child, "load", lambda path, device: lambda tensors: [tensors[0] * tensors[1]])
-    with pytest.raises(BuildError, match="off by"):
-        child.main(tmp_path)
-    assert not (tmp_path / request.LIBRARY).exists()
-    monkeypatch.setattr(child, "load", lambda path, device: nodes_as_kernel(tmp_path))
-    child.main(tmp_path)
-    assert is_whole(tmp_path / request.LIBRARY)
-
-
-# The cache
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How often a made-up compiler ran, which writes a sealed file."""
-    found: list[str] = []
-
-    def compiled(command: list[str], limit_s: float) -> tuple[int, str]:
-        found.append(command[-1])
-        library = Path(command[-1], request.LIBRARY)
-        library.write_bytes(b"a library")
-        seal(library)
-        return 0, ""
-
-    monkeypatch.setattr(building, "in_background", compiled)
-    return found
-
-
-def test_what_is_compiled_is_not_compiled_again(compilations: list[str]) -> None:
-    assert building.build(a_request()) == building.build(a_request())
-    assert len(compilations) == 1
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:5], lambda data: b"", lambda data: b"x" + data[1:]])
-def test_a_damaged_entry_is_compiled_again(damage: Callable[[bytes], bytes], compilations: list[str]) -> None:
-    path = building.build(a_request())
-    whole_file = path.read_bytes()
-    path.write_bytes(damage(whole_file))
-    assert building.build(a_request()).read_bytes() == whole_file
-    assert len(compilations) == 2
-
-
-def test_the_folder_of_debugging_gets_graph_and_library(
-    compilations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from onnxtrain.options import Options
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ORTMODULE_TRITON_DEBUG", "0")
-    assert Options.resolve().regions_dump is None
-    monkeypatch.setenv("ORTMODULE_TRITON_DEBUG", "1")
-    folder = Options.resolve().regions_dump
-    assert folder == Path("triton_debug")
-    path = building.build(a_request(), folder)
-    assert sorted(f.name for f in (folder / path.stem).iterdir()) == ["library.so", "region.json", "region.onnx"]
-    assert [n.op_type for n in ir.load(folder / path.stem / "region.onnx").graph] == ["QuickGelu", "Mul"]
-
-
-def test_a_cache_that_cannot_be_written_is_said(regions_cache: Path) -> None:
-    regions_cache.parent.mkdir()
-    regions_cache.write_text("a file in the place of the folder")
-    with pytest.raises(BuildError, match="cannot be used"):
-        building.build(a_request())
-
-
-TWO = """
-    import sys, time
-    from pathlib import Path
-    from onnxtrain.execute.regions import build as building, request
-    from onnxtrain.native.build import seal
-
-    class Wanted:
-        key = "same"
-        def write(self, folder): pass
-
-    def compiled(command, limit_s):
-        print("compiled", flush=True)
-        time.sleep(0.3)
-        library = Path(command[-1], request.LIBRARY)
-        library.write_bytes(b"a library")
-        seal(library)
-        return 0, ""
-
-    building.in_background = compiled
-    print(building.build(Wanted()).name)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_compile_a_region_once() -> None:
-    both = [
-        subprocess.Popen([sys.executable, "-c", textwrap.dedent(TWO)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [line for child in both for line in child.communicate()[0].split()]
-    assert sorted(said) == ["compiled", "region-same.so", "region-same.so"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dt
     made, dims = KINDS[kind]
     part = regions_of(part_of(made, dims, dtype))[1][0].part
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
-    call = RegionCall(part, load(build(Request(part, shapes, CPU)), CPU), CPU, timed=False)
+    call = compiled(part, shapes, CPU)
     for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
         known = {"b": b, "s": s, "h": h}
         inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], dtype=dtype) for v in part.inputs]
@@ -57,6 +58,12 @@ def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dt
     for tensor in with_special:
         tensor.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=dtype)[: tensor.numel()]
     compare(call, part, with_special)
+
+
+def compiled(part: Part, shapes: Sequence[Sequence[int]], device: torch.device) -> RegionCall:
+    ((_, library),) = build([Request(part, shapes, device)])
+    assert isinstance(library, Path), library
+    return RegionCall(part, load(library, device), device)
 
 
 def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> None:
@@ -96,12 +103,12 @@ TRAINS = """
     import json
     import torch
     from onnxtrain import ORTModule
-    from onnxtrain.execute.regions import build as building, program as fused
+    from onnxtrain.execute.regions import process, program as fused
 
     programs, compiled = [], []
-    watch, in_background = fused.watch, building.in_background
+    watch, compile = fused.watch, process.Process.compile
     fused.watch = lambda *a: programs.append(watch(*a)) or programs[-1]
-    building.in_background = lambda *a: compiled.append(a) or in_background(*a)
+    process.Process.compile = lambda *a: compiled.append(a) or compile(*a)
     fused._CALLS, fused.LEAST = 1, 1
 
     torch.manual_seed(0)
@@ -140,7 +147,7 @@ def test_a_region_of_a_gpu_computes_what_its_nodes_do(kind: str) -> None:
     made, dims = KINDS[kind]
     part, gpu = regions_of(part_of(made, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
-    call = RegionCall(part, load(build(Request(part, shapes, gpu)), gpu), gpu, timed=False)
+    call = compiled(part, shapes, gpu)
     for b, s, h in ((2, 3, 5), (33, 9, 130), (1, 3, 4), (3, 0, 2)):
         known = {"b": b, "s": s, "h": h}
         inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], device=gpu) for v in part.inputs]

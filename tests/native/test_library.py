@@ -9,13 +9,15 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from onnxtrain.native import Library, build, compiler
+from onnxtrain.native import Library, background, build, compiler
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
@@ -195,8 +197,9 @@ def in_process(code: str, **variables: str) -> subprocess.Popen[str]:
 
 
 BUILD = """
+from onnxtrain.native.background import turn
 from onnxtrain.native.build import build, is_whole
-assert is_whole(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing(int64_t) {}"))
+assert is_whole(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing(int64_t) {}", turn()))
 """
 
 
@@ -207,14 +210,60 @@ def test_processes_build_side_by_side(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1  # and nothing that was half done
 
 
+def test_compilers_run_one_after_the_other_in_the_order_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, noting = tmp_path / "notes", tmp_path / "noting-c++"
+    noting.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && echo noting && exit 0
+for given in "$@"; do case $given in */source.cpp) name=$(tail -n 1 "$given") ;; esac; done
+echo "begin $name" >> {notes}
+sleep 0.1
+echo "end $name" >> {notes}
+exit 1
+"""
+    )
+    noting.chmod(0o755)
+    monkeypatch.setenv("CXX", str(noting))
+    libraries = [counter(f"// {number}\n") for number in range(4)]
+    for library in libraries:
+        library.request()
+    for library in libraries:
+        assert not library.wait(60)
+    assert notes.read_text().splitlines() == [f"{what} // {n}" for n in range(4) for what in ("begin", "end")]
+
+
+def test_the_step_that_asks_has_the_processor_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own."""
+    now = [5.0]
+    slept: list[tuple[int, float]] = []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: slept.append((threading.get_ident(), s)))
+    monkeypatch.setattr(background, "time", clock)
+    first, second = background.turn(1.0), background.turn(1.0)
+    now[0] += 0.25
+    with first:
+        now[0] += 2.0
+    with second:
+        pass
+    assert [seconds for thread, seconds in slept if thread == threading.get_ident()] == [0.75, 0.0]
+
+
+def test_what_is_there_waits_for_no_compiler() -> None:
+    check(counter())
+    with background.turn():
+        check(counter())
+        other = counter(COUNT + "// other")
+        assert not other.wait(0.1)
+    check(other)
+
+
 def test_the_compiler_is_of_low_priority_and_ends_with_the_program(cache: Path, tmp_path: Path) -> None:
-    """A request returns at once; who leaves before the code is there leaves no process behind."""
+    """A request returns at once; who leaves before the code is there leaves no process behind, and starts none."""
     slow, notes = tmp_path / "slow-c++", tmp_path / "notes"
     slow.write_text(
         f"""#!/bin/sh
 [ "$1" = --version ] && echo slow && exit 0
 echo "$$ $(nice) $(cut -d" " -f6 /proc/$$/stat)" > {notes}.part
-mv {notes}.part {notes}
+cat {notes}.part >> {notes}
 sleep 100
 """
     )
@@ -222,17 +271,19 @@ sleep 100
     code = f"""
     import pathlib, time
     from onnxtrain.native import Library
-    library = Library("count", "", {{}})
+    library, another = Library("count", "", {{}}), Library("another", "", {{}})
     start = time.perf_counter()
     library.request()
+    another.request()
     assert time.perf_counter() - start < 1 and library.functions is None
     while not pathlib.Path({str(notes)!r}).exists():
         time.sleep(0.01)
     """
     output, _ = (process := in_process(code, CXX=str(slow))).communicate(timeout=60)
     assert process.returncode == 0, output
+    assert output == "", "what was ended is no failure"
     pid, niceness, session = map(int, notes.read_text().split())
-    assert niceness == min(os.nice(0) + 10, 19)
+    assert niceness == min(os.nice(0) + 5, 19)
     assert session == os.getsid(0), "Linux gives a session of its own as much time as the program's"
     for _ in range(100):
         if not is_running(pid):
@@ -240,6 +291,20 @@ sleep 100
         time.sleep(0.05)
     assert not is_running(pid)
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python itself says nothing
+def test_a_program_that_ends_begins_no_compile(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_ending", ending := threading.Event())
+    ending.set()
+    library = counter()
+    assert not library.wait(60)
+    assert list(cache.iterdir()) == []
+    assert not caplog.records
+    ending.clear()
+    check(counter())
 
 
 def is_running(pid: int) -> bool:

@@ -1,13 +1,14 @@
 """Fused regions: neighbouring nodes as one kernel of PyTorch's Inductor, compiled while training goes on without it.
 
     program ─1─> counts calls                                            the program as it is
-            ─2─> finds regions; another process compiles them            the program as it is
+            ─2─> finds regions; another process compiles them            the program with a call for each that is there
             ─3─> each region by its kernel and by its nodes, timed       the program with one call a region
             ─4─> the regions that won, as one call each
 
     request.py    a region as bytes: its graph, and how it is called
+    build.py      the cache on disk
+    process.py    who starts the other process, and asks it
     child.py      the other process: bytes in, a library out
-    build.py      the cache on disk, and who starts that process
     call.py       a region as one call, by its kernel or by its nodes
     program.py    what `run` of a program is, in turn
 

@@ -1,4 +1,4 @@
-"""Compiles a region once a machine, in another process, and keeps the library on disk."""
+"""Compiles regions once a machine, in another process, and keeps the libraries on disk."""
 
 from __future__ import annotations
 
@@ -7,39 +7,37 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
 from onnxtrain.cache_folder import cache_folder
+from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
-from onnxtrain.native import compiler
-from onnxtrain.native.build import BuildError, in_background, is_whole
+from onnxtrain.native import background, compiler
+from onnxtrain.native.build import BuildError, is_whole
 
 _LOG = logging.getLogger(__name__)
-_CHILD = "onnxtrain.execute.regions.child"
-_LIMIT_S = 1800  # about 20 s of a processor that the training leaves a tenth of
-_turn = threading.Lock()  # one compiler at a time
+_LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
+_process = Process()
 _refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
 
 
-def build(request: Request, dump: Path | None = None) -> Path:
-    """The library of a region, from the cache or by the other process. Called off the main thread: it takes minutes.
+def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tuple[Request, Path | BuildError]]:
+    """The libraries of regions, from the cache or by the other process. Called off the main thread: it takes minutes.
 
     Args:
-        request: the region.
-        dump: where its graph and its library are written too.
+        requests: the regions, in the order in which they are compiled.
+        dump: where their graphs and their libraries are written too.
 
-    Raises:
-        BuildError: it cannot be compiled, or `refuse` was called for it.
+    Yields:
+        Each request as soon as that is known, with its library, or with the reason why it has none: it cannot be
+        compiled, or `refuse` was called for it.
     """
-    if request.key in _refused:
-        raise BuildError(_refused[request.key])
-    try:
-        return _built(request, dump)
-    except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
-        raise BuildError(f"the folder of compiled regions cannot be used: {error}") from error
+    with _process.used():
+        for request in requests:
+            yield request, _built(request, dump)
 
 
 def refuse(request: Request, reason: str) -> None:
@@ -49,19 +47,32 @@ def refuse(request: Request, reason: str) -> None:
     _refused[request.key] = reason
 
 
-def _built(request: Request, dump: Path | None) -> Path:
+def _built(request: Request, dump: Path | None) -> Path | BuildError:
+    if request.key in _refused:
+        return BuildError(_refused[request.key])
+    try:
+        library = _kept(request)
+        if dump is not None:
+            own = dump / library.stem
+            own.mkdir(parents=True, exist_ok=True)
+            request.write(own)
+            shutil.copyfile(library, own / LIBRARY)
+        return library
+    except BuildError as reason:
+        return reason
+    except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
+        return BuildError(f"the folder of compiled regions cannot be used: {error}")
+
+
+def _kept(request: Request) -> Path:
+    """The library's place in the cache, where it lies now."""
     folder = cache_folder("regions")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / f"region-{request.key}.so"
-    # Several processes of one training want the same.
-    with _turn, FileLock(folder / f".region-{request.key}.lock"):
+    with FileLock(folder / f".region-{request.key}.lock"):  # several processes of one training want the same
         if not is_whole(target):
-            _compile(request, target)
-    if dump is not None:
-        own = dump / target.stem
-        own.mkdir(parents=True, exist_ok=True)
-        request.write(own)
-        shutil.copyfile(target, own / LIBRARY)
+            with background.turn():
+                _compile(request, target)
     return target
 
 
@@ -72,17 +83,8 @@ def _compile(request: Request, target: Path) -> None:
         raise BuildError("there is no C++ compiler (looked for $CXX, c++, g++, clang++)")
     with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
         request.write(Path(scratch))
-        command = [
-            "env",
-            "OMP_NUM_THREADS=1",
-            "TORCHINDUCTOR_COMPILE_THREADS=1",
-            f"TORCHINDUCTOR_CACHE_DIR={target.parent / 'inductor'}",
-            f"PYTHONPATH={os.pathsep.join(sys.path)}",  # what is imported there is what is imported here
-            *(sys.executable, "-P", "-m", _CHILD, scratch),
-        ]
-        code, said = in_background(command, _LIMIT_S)
+        _process.compile(Path(scratch), target.parent / "inductor", _LIMIT_S)
         library = Path(scratch, LIBRARY)
-        if code or not is_whole(library):
-            last = "\n".join(said.strip().splitlines()[-5:])
-            raise BuildError(f"the compiler of regions ended with {code}: {last}")
+        if not is_whole(library):
+            raise BuildError("the compiler of regions left no whole library")
         os.replace(library, target)

@@ -60,24 +60,23 @@ class RegionCall:
     Attributes:
         part: the region.
         kernel: its compiled form.
-        chosen: by which way calls go; None while the two take turns and are timed.
+        chosen: by which way calls go, at first by the kernel; None while the two take turns and are timed.
     """
 
-    def __init__(self, part: Part, kernel: Kernel, device: torch.device, *, timed: bool) -> None:
+    def __init__(self, part: Part, kernel: Kernel, device: torch.device) -> None:
         """Checks the kernel against the nodes.
 
         Args:
             part: the region.
             kernel: its compiled form.
             device: where it runs.
-            timed: whether the kernel stays only where it is the faster way.
 
         Raises:
             BuildError: the kernel does not compute what the nodes do, or gives an input out again.
         """
         self.part, self.kernel, self._device = part, kernel, device
         self._nodes = Program(part, "region", device).run
-        self.chosen: str | None = None if timed else "kernel"
+        self.chosen: str | None = "kernel"
         self._seconds: dict[str, list[float]] = {"kernel": [], "nodes": []}
         places: dict[sizes.Size, tuple[int, int]] = {}
         for index, value in enumerate(part.inputs):
@@ -96,6 +95,11 @@ class RegionCall:
         if self.chosen == "nodes" or not self._takes(tensors):
             return self._nodes(tensors, ())[0]
         return self._by_kernel(tensors) if self.chosen == "kernel" else self._timed(tensors)
+
+    def try_both(self) -> None:
+        """From now on the two ways take turns and are timed; the faster one stays."""
+        if self.chosen == "kernel":
+            self.chosen = None
 
     def gain(self) -> float:
         """Seconds that the kernel saves in a call, by the median of the trial."""

@@ -1,7 +1,8 @@
-"""The process that compiles regions: python -m onnxtrain.execute.regions.child FOLDER.
+"""The process that compiles regions: python -m onnxtrain.execute.regions.child CONNECTION.
 
 A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace (and, for a
-GPU, Triton's kernels), and the C++ compiler a library. FOLDER holds a request and gets the library, as `library.so`.
+GPU, Triton's kernels), and the C++ compiler a library. CONNECTION, the number of an open file, gives the names of
+folders that hold a request each. A folder gets the library, as `library.so`; the answer is the error, or "".
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import traceback
 import warnings
 import zipfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,23 @@ class _Region(torch.nn.Module):
         return found
 
 
-def main(folder: Path) -> None:
-    """Compiles the request in `folder`."""
+def main(connection: Connection) -> None:
+    """Compiles what it is asked for, until the other side closes the connection."""
+    while True:
+        try:
+            folder = Path(connection.recv())
+        except EOFError:
+            return
+        try:
+            compile_in(folder)
+        except Exception:  # noqa: BLE001  # whatever Inductor raises
+            connection.send("\n".join(traceback.format_exc().strip().splitlines()[-5:]))
+        else:
+            connection.send("")
+
+
+def compile_in(folder: Path) -> None:
+    """Compiles the request in a folder."""
     model, beside = request.read(folder)
     part, device = whole(model), torch.device(beside["device"])
     shapes = [_usual(value, shape) for value, shape in zip(model.graph.inputs, beside["shapes"], strict=True)]
@@ -58,7 +76,7 @@ def main(folder: Path) -> None:
         library = folder / f"{request.LIBRARY}.partial"
         library.write_bytes(archive.read(name))
     # A kernel that ends its process ends this one, and not the training.
-    RegionCall(part, load(library, device), device, timed=False).compare(shapes)
+    RegionCall(part, load(library, device), device).compare(shapes)
     seal(library)
     library.replace(folder / request.LIBRARY)
 
@@ -83,4 +101,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Connection(int(sys.argv[1])))

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from onnxtrain.execute.regions.build import build, refuse
 from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.execute.regions.request import Request
 from onnxtrain.graph import traversal
+from onnxtrain.graph.values import dtype_of
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops import definition_of
 from onnxtrain.options import Options
@@ -26,7 +28,7 @@ from onnxtrain.plan.storage import Storages
 from onnxtrain.report import PassReport, Refusal
 
 _LOG = logging.getLogger(__name__)
-_CALLS = 20  # before it is worth to compile: a region takes some 20 s of a processor
+_CALLS = 20  # before it is worth to compile: a region takes some 6 s of a processor
 LEAST = 16384  # elements of a region's tensors: below it, a call costs more than is gained
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -54,7 +56,7 @@ class FusedProgram:
     """What `run` of a program is, in turn.
 
     Attributes:
-        calls: its regions, once they are compiled.
+        calls: those of its regions that are compiled.
         settled: whether it is decided what stays.
     """
 
@@ -100,32 +102,56 @@ class FusedProgram:
         except (GraphError, NameError) as reason:
             _LOG.debug("%s has no regions: %s", self._program.filename, reason)
             return
-        calls = [self._call(region, storages) for region in regions if self._is_wanted(region, storages)]
-        self.calls = [call for call in calls if call is not None]
-        if not self.calls:
+        requests, equal = self._requests(regions, storages)
+        requests.sort(key=lambda request: _worth(equal[request.key], storages), reverse=True)
+        fused: Program | None = None
+        for request, library in build(requests, self._options.regions_dump):
+            calls = self._calls(request, library, equal[request.key])
+            if calls:
+                self.calls += calls
+                fused = self._fused(self.calls)
+                self._run = fused.run
+        if fused is None:
             _LOG.debug("%s has no compiled regions, of %d", self._program.filename, len(regions))
-            return
-        fused = self._fused(self.calls)
-        self._run = fused.run if self._options.regions == "on" else _Timing(self, fused).run
-        self.settled = self._options.regions == "on"
+        elif self._options.regions == "auto":
+            for call in self.calls:
+                call.try_both()
+            self._run = _Timing(self, fused).run
+        else:
+            self.settled = True
+
+    def _requests(self, regions: Sequence[Region], storages: Storages) -> tuple[list[Request], dict[str, list[Region]]]:
+        """What is to be compiled, and the regions that each is for, by its key."""
+        requests: list[Request] = []
+        equal: dict[str, list[Region]] = {}
+        for region in regions:
+            if not self._is_wanted(region, storages):
+                continue
+            try:
+                request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
+            except GraphError as reason:
+                _LOG.info("The region %s stays as it is: %s", region, reason)
+                continue
+            if request.key not in equal:
+                requests.append(request)
+            equal.setdefault(request.key, []).append(region)
+        return requests, equal
 
     def _is_wanted(self, region: Region, storages: Storages) -> bool:
         large = storages.number(region.elements) >= LEAST
         return large and (region.gains or self._options.regions == "on")
 
-    def _call(self, region: Region, storages: Storages) -> RegionCall | None:
+    def _calls(self, request: Request, library: Path | BuildError, regions: Sequence[Region]) -> list[RegionCall]:
+        """The calls of equal regions; none where there is no kernel that computes what they do."""
         try:
-            request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
-        except GraphError as reason:
-            _LOG.info("The region %s stays as it is: %s", region, reason)
-            return None
-        try:
-            kernel = load(build(request, self._options.regions_dump), self._device)
-            return RegionCall(region.part, kernel, self._device, timed=self._options.regions == "auto")
+            if isinstance(library, BuildError):
+                raise library
+            kernel = load(library, self._device)
+            return [RegionCall(region.part, kernel, self._device) for region in regions]
         except BuildError as reason:
             refuse(request, str(reason))
-            _LOG.info("The region %s stays as it is: %s", region, reason)
-            return None
+            _LOG.info("The region %s stays as it is: %s", regions[0], reason)
+            return []
 
     def _fused(self, calls: Sequence[RegionCall]) -> Program:
         joined: Mapping[Any, RegionCall] = {call.part.nodes[0]: call for call in calls}
@@ -151,6 +177,13 @@ class FusedProgram:
         )
         self._run = self._fused(won).run if won else self._ordinary
         self.settled = True
+
+
+def _worth(regions: Sequence[Region], storages: Storages) -> tuple[bool, int]:
+    """Larger for what is to be compiled first: kinds that were measured to gain, then by bytes that a step saves."""
+    element = dtype_of(regions[0].part.nodes[0].outputs[0]).itemsize
+    saved = sum(region.saved * storages.number(region.elements) for region in regions)
+    return regions[0].gains, int(element) * saved
 
 
 def described(title: str, part: Part, storages: Storages) -> PassReport:

@@ -1,0 +1,279 @@
+"""The process that compiles regions, and what it made on disk. No compiler runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import zipfile
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain.execute.regions import build as building
+from onnxtrain.execute.regions import child, request
+from onnxtrain.execute.regions import process as processes
+from onnxtrain.execute.regions.process import Process
+from onnxtrain.native import build, compiler
+from onnxtrain.native.build import BuildError, is_whole, seal
+from onnxtrain.options import Options
+from tests.execute.region_cases import a_request, gated, nodes_as_kernel, part_of, regions_of, written
+
+pytestmark = [
+    pytest.mark.usefixtures("regions_cache"),
+    pytest.mark.skipif(compiler.find() is None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled regions are for Linux"),
+]
+
+
+@pytest.fixture
+def made_up_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a module in the place of the one that compiles. It may use `answer`, of what each request gets."""
+
+    def put(source: str) -> None:
+        folder = tmp_path / "modules"
+        folder.mkdir()
+        folder.joinpath("made_up_child.py").write_text(ANSWER + textwrap.dedent(source))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setattr(processes, "_MODULE", "made_up_child")
+
+    return put
+
+
+ANSWER = """
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+def answer(compiled):
+    connection = Connection(int(sys.argv[1]))
+    try:
+        while True:
+            connection.send(compiled(Path(connection.recv())))
+    except EOFError:
+        pass
+"""
+SEALS = """
+def sealed(folder, data):
+    from onnxtrain.native.build import seal
+    library = folder / "library.so"
+    library.write_bytes(data)
+    seal(library)
+    return ""
+"""
+
+
+def outcomes(count: int = 1) -> list[Path | BuildError]:
+    """What `build` gives for so many requests."""
+    return [library for _, library in building.build([a_request(width) for width in range(8, 8 + count)])]
+
+
+def failure() -> str:
+    (reason,) = outcomes()
+    assert isinstance(reason, BuildError)
+    return str(reason)
+
+
+CRASHES = """
+    import os, signal
+    answer(lambda folder: os.kill(os.getpid(), signal.SIGSEGV))
+"""
+HANGS = """
+    import signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    answer(lambda folder: time.sleep(3600))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "limit_s", "message"),
+    [
+        (CRASHES, 600, "ended with -11"),
+        (HANGS, 1, "no end after 1 s"),
+        ("1 / 0", 600, "ended with 1: .*ZeroDivisionError"),
+        ("answer(lambda folder: 'it broke')", 600, "failed: it broke"),
+        ("answer(lambda folder: '')", 600, "no whole library"),
+    ],
+    ids=["crashes", "hangs", "does not start", "fails", "writes nothing"],
+)
+def test_a_process_that_ends_otherwise_gives_no_kernel(
+    source: str, limit_s: float, message: str, made_up_child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up_child(source)
+    monkeypatch.setattr(building, "_LIMIT_S", limit_s)
+    assert re.search(message, failure(), re.DOTALL)
+
+
+def test_one_process_compiles_all_regions_in_the_order_asked(made_up_child: Callable[[str], None]) -> None:
+    """And those of two programs at a time. It ends with the last."""
+    made_up_child(f"import os\n{SEALS}\nanswer(lambda folder: sealed(folder, b'%d' % os.getpid()))")
+    requests = [a_request(width) for width in range(8, 12)]
+    first, second = building.build(requests[1:]), building.build(requests[:2])
+    found = [next(first), *second, *first]
+    assert [request for request, _ in found] == [requests[1], requests[0], requests[1], *requests[2:]]
+    written_by = {path.read_bytes()[: -build._DIGEST_BYTES] for _, path in found if isinstance(path, Path)}
+    assert len(written_by) == 1
+    assert building._process._started is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(written_by.pop()), 0)
+
+
+def test_after_a_crash_the_next_region_gets_another_process(made_up_child: Callable[[str], None]) -> None:
+    made_up_child(f"""
+{SEALS}
+import json, os, signal
+def compiled(folder):
+    if json.loads((folder / "region.json").read_text())["shapes"][0][1] == 8:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return sealed(folder, b"a library")
+answer(compiled)
+""")
+    crashed, whole_one = outcomes(2)
+    assert isinstance(crashed, BuildError)
+    assert isinstance(whole_one, Path)
+
+
+def test_it_imports_what_this_process_does(
+    made_up_child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what happens to lie in the folder in which training was started."""
+    made_up_child("answer(lambda folder: repr(sys.path))")
+    (tmp_path / "multiprocessing.py").write_text("raise ImportError('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    assert repr(sys.path[-1]) in failure()
+
+
+def test_what_fails_in_it_is_said_and_the_next_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Path] = []
+
+    def compile_in(folder: Path) -> None:
+        if folder.name == "bad":
+            raise ValueError("it broke")
+        compiled.append(folder)
+
+    monkeypatch.setattr(child, "compile_in", compile_in)
+    ours, theirs = Pipe()
+    for name in ("bad", "good"):
+        ours.send(str(tmp_path / name))
+    thread = threading.Thread(target=child.main, args=(theirs,))
+    thread.start()
+    assert "ValueError: it broke" in ours.recv()
+    assert ours.recv() == ""
+    ours.close()
+    thread.join()
+    assert compiled == [tmp_path / "good"]
+
+
+def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs there first."""
+    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
+    written(tmp_path, part)
+
+    def compiled(traced: Any, package_path: str, inductor_configs: Any) -> None:
+        with zipfile.ZipFile(package_path, "w") as archive:
+            archive.writestr("data/model.so", b"a library")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    monkeypatch.setattr(child, "load", lambda path, device: lambda tensors: [tensors[0] * tensors[1]])
+    with pytest.raises(BuildError, match="off by"):
+        child.compile_in(tmp_path)
+    assert not (tmp_path / request.LIBRARY).exists()
+    monkeypatch.setattr(child, "load", lambda path, device: nodes_as_kernel(tmp_path))
+    child.compile_in(tmp_path)
+    assert is_whole(tmp_path / request.LIBRARY)
+
+
+# The cache
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """How often a made-up compiler ran, which writes a sealed file."""
+    found: list[Path] = []
+
+    def compiled(process: Process, folder: Path, cache: Path, limit_s: float) -> None:
+        found.append(folder)
+        library = folder / request.LIBRARY
+        library.write_bytes(b"a library")
+        seal(library)
+
+    monkeypatch.setattr(Process, "compile", compiled)
+    return found
+
+
+def test_what_is_compiled_is_not_compiled_again(compilations: list[Path]) -> None:
+    assert outcomes() == outcomes()
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:5], lambda data: b"", lambda data: b"x" + data[1:]])
+def test_a_damaged_entry_is_compiled_again(damage: Callable[[bytes], bytes], compilations: list[Path]) -> None:
+    (path,) = outcomes()
+    assert isinstance(path, Path)
+    whole_file = path.read_bytes()
+    path.write_bytes(damage(whole_file))
+    assert outcomes() == [path]
+    assert path.read_bytes() == whole_file
+    assert len(compilations) == 2
+
+
+def test_the_folder_of_debugging_gets_graph_and_library(
+    compilations: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORTMODULE_TRITON_DEBUG", "0")
+    assert Options.resolve().regions_dump is None
+    monkeypatch.setenv("ORTMODULE_TRITON_DEBUG", "1")
+    folder = Options.resolve().regions_dump
+    assert folder == Path("triton_debug")
+    ((_, path),) = building.build([a_request()], folder)
+    assert isinstance(path, Path)
+    assert sorted(f.name for f in (folder / path.stem).iterdir()) == ["library.so", "region.json", "region.onnx"]
+    assert [n.op_type for n in ir.load(folder / path.stem / "region.onnx").graph] == ["QuickGelu", "Mul"]
+
+
+def test_a_cache_that_cannot_be_written_is_said(regions_cache: Path) -> None:
+    regions_cache.parent.mkdir()
+    regions_cache.write_text("a file in the place of the folder")
+    assert "cannot be used" in failure()
+
+
+TWO = """
+    import sys, time
+    from pathlib import Path
+    from onnxtrain.execute.regions import build as building, request
+    from onnxtrain.native.build import seal
+
+    class Wanted:
+        key = "same"
+        def write(self, folder): pass
+
+    def compiled(folder, cache, limit_s):
+        print("compiled", flush=True)
+        time.sleep(0.3)
+        library = folder / request.LIBRARY
+        library.write_bytes(b"a library")
+        seal(library)
+
+    building._process.compile = compiled
+    ((_, path),) = building.build([Wanted()])
+    print(path.name)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_compile_a_region_once() -> None:
+    both = [
+        subprocess.Popen([sys.executable, "-c", textwrap.dedent(TWO)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [line for child in both for line in child.communicate()[0].split()]
+    assert sorted(said) == ["compiled", "region-same.so", "region-same.so"]
