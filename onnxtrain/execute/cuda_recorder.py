@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from onnxtrain.execute.recorded import Play, Recorder, Results
+from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Results
 
 _WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
 _CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
@@ -62,14 +62,27 @@ class CudaRecorder:
                     self._keeper = torch.cuda.CUDAGraph()
                     with warnings.catch_warnings(action="ignore"), self._capture(self._keeper):
                         pass  # nothing is recorded, of which PyTorch warns
-                for _ in range(_WARM_UPS):
-                    function()
+                self._warm_up(function)
                 graph = torch.cuda.CUDAGraph()
                 with self._capture(graph):
                     results = function()
                 return results, graph.replay
         finally:
             stream.wait_stream(side)
+
+    def _warm_up(self, function: Callable[[], Results]) -> None:
+        """Runs the function until a recording of it is what any later run would do. What it draws is drawn again.
+
+        Raises:
+            NotRecordedError: it draws from the CPU's generator: the recording would repeat these numbers. Those of the
+                GPU's are drawn by the recording, from where the generator is when it is played.
+        """
+        with torch.random.fork_rng([self._device]):
+            before = torch.get_rng_state()
+            for _ in range(_WARM_UPS):
+                function()
+            if not torch.equal(before, torch.get_rng_state()):
+                raise NotRecordedError("it draws random numbers on the host")
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         # "thread_local": what other threads do meanwhile, as those of a data loader, is allowed.

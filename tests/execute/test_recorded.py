@@ -88,7 +88,8 @@ class CpuRecorder:
         self._log.records += 1
         if self._log.error is not None:
             raise self._log.error
-        results = function()
+        with torch.random.fork_rng([]):
+            results = function()
 
         def play() -> None:
             assert self._log.in_turn
