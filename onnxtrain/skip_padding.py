@@ -112,7 +112,9 @@ class _Packing:
         refused += [(node, why) for node in self._model.graph if (why := why_never(node))]
         if refused:
             node, why = refused[0]
-            self._changes.refuse(node, f"cuda_graphs: the number of tokens is not rounded up, for nothing is recorded: {why}")
+            self._changes.refuse(
+                node, f"cuda_graphs: the number of tokens is not rounded up, for nothing is recorded: {why}"
+            )
         return not refused
 
     def stage(self, took_ms: float) -> StageReport:

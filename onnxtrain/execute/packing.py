@@ -11,8 +11,8 @@ a loss, a pool or a choice reads says it where there is no attention. Packed is 
 All of this runs on the host. On a GPU the integers and booleans that it reads come over in one copy, and the step waits
 for nothing else: the host knows the number of rows before it launches anything of the step, or plays a recording of it.
 
-Where programs are recorded for each number of rows, that number is rounded up, so that few recordings serve all batches.
-The rows that fill up are tokens that nobody reads: nothing is added for them in forward, and their gradients are 0.
+Where programs are recorded for each number of rows, that number is rounded up, so that few recordings serve all
+batches. The rows that fill up are tokens of the batch that nobody reads: their gradients are 0.
 """
 
 from __future__ import annotations

@@ -352,8 +352,8 @@ class _Writer:
     def _tensor(self, value: ir.Value) -> str:
         """The name of a tensor: a local, a constant, or a size made into a tensor."""
         if value in self._host:
-            size = self._host[value]
-            return f"torch.tensor({self._literal(size)}, dtype=torch.int64, device={self._literal(DEVICE)})"
+            make = self._function_like("sizes_on_device", sizes_on_device)
+            return f"{make}({self._literal(self._host[value])}, {self._literal(DEVICE)})"
         if value.const_value is not None:
             return self._constant(value)
         return self._name(value)
@@ -437,6 +437,18 @@ class _Writer:
             known = self._functions[id(thing)] = self._fresh(wish)
             self.namespace[known] = thing
         return known
+
+
+def sizes_on_device(given: int | tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A size as an int64 scalar, or several as a vector. No copy from the host, for which a GPU would be waited."""
+    if device.type == "cpu":
+        return torch.tensor(given, dtype=torch.int64)
+    if isinstance(given, int):
+        return torch.full((), given, dtype=torch.int64, device=device)
+    found = torch.empty(len(given), dtype=torch.int64, device=device)
+    for place, size in enumerate(given):
+        found[place].fill_(size)
+    return found
 
 
 def _is_host(node: ir.Node, part: Part) -> bool:

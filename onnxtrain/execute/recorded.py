@@ -9,8 +9,8 @@ one that has moved ends the recordings. No tensor that leaves lies in a recordin
 what is played when: two forwards before a backward, a result that the user keeps. What backward keeps of the arguments
 are the arguments themselves, or views of them, as without a recording: autograd sees when they are changed.
 
-A recording is for exact sizes. Where tokens run without padding, `packing` rounds their number up, so that few serve all
-batches; else eight are kept, and a hint says what to do about many sizes.
+A recording is for exact sizes. Where tokens run without padding, `packing` rounds their number up, so that few serve
+all batches. Of other sizes the last eight are kept, and a hint says what to do about many.
 
 What records is a `Recorder`: on a GPU `cuda_recorder`, in the tests one that runs on a CPU.
 """
@@ -138,8 +138,10 @@ def _reads_on_host(node: ir.Node, part: Part, device: torch.device) -> bool:
     if node.outputs and part.host.issuperset(node.outputs):
         read = [v for i, v in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
     else:
-        host = expected_kernel(node, device.type).host
-        read = [v for i, v in enumerate(node.inputs) if i in host]
+        kernel = expected_kernel(node, device.type)
+        if device.type != "cpu" and kernel.waits(definition.view(node)):
+            return True
+        read = [v for i, v in enumerate(node.inputs) if i in kernel.host]
     return any(v is not None and v.const_value is None and v not in part.host for v in read)
 
 

@@ -57,7 +57,7 @@ from onnxtrain.ops.attention.varlen_kernels import (
 from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
-from onnxtrain.ops.fused import nothing, only_first, total
+from onnxtrain.ops.fused import always, nothing, only_first, total
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.randomness import draws_fast, ratio_of, trains
@@ -326,12 +326,12 @@ def _grad_may_flash(n: NodeView, device: str) -> bool:
 _PLAIN = (
     Kernel(lower=_lower_compiled, applies=_may_compile),
     Kernel(lower=_lower_flash, applies=_may_flash),
-    Kernel(lower=_lower),
+    Kernel(lower=_lower, waits=always),
 )
 _WITH_DROPOUT = (
     Kernel(lower=_lower_dropout_compiled, applies=_dropout_may_compile),
     Kernel(lower=_lower_dropout_flash, applies=_dropout_may_flash),
-    Kernel(lower=_lower_dropout),
+    Kernel(lower=_lower_dropout, waits=always),
 )
 
 
@@ -364,7 +364,7 @@ VARLEN_ATTENTION_GRAD = define_gradient(
     kernels=(
         Kernel(lower=_lower_grad_compiled, applies=_may_compile),
         Kernel(lower=_lower_grad_flash, applies=_grad_may_flash),
-        Kernel(lower=_lower_grad),
+        Kernel(lower=_lower_grad, waits=always),
     ),
     axes=no_axes,  # a kernel keeps what it likes
     columns=_columns,
