@@ -59,6 +59,7 @@ def fused(
     stops: frozenset[str] = frozenset(),
     since: int = 1,
     host: frozenset[int] = frozenset(),
+    waits: Callable[[NodeView], bool] = never,
     kernels: tuple[Kernel, ...] = (),
     others: tuple[Kernel, ...] = (),
     workspace: Callable[[NodeView], Size] = lambda node: 0,
@@ -74,7 +75,9 @@ def fused(
     `others` stand beside `lower`: expected `seconds`, then measurements decide. `workspace` is `lower`'s.
     `atomic_on_gpu`: on a GPU it adds in no fixed order. Backward ops have no gradient: second order runs in PyTorch.
     """
-    last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
+    last = Kernel(
+        lower=lower, host=host, waits=waits, workspace=workspace, name="aten" if others else "", seconds=seconds
+    )
     return define(
         OpDef(
             domain=domain,

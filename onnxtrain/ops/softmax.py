@@ -159,9 +159,7 @@ SAFE_SOFTMAX = _define_softmax(
     "SafeSoftmax",
     ("aten._safe_softmax.default",),
     _safe_softmax_body,
-    (
-        Kernel(lower=lambda n, x: Call(safe_softmax, x, n.axis)),
-    ),
+    (Kernel(lower=lambda n, x: Call(safe_softmax, x, n.axis)),),
     _softmax_gradient,
 )
 

@@ -77,9 +77,7 @@ def _unpad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return op.Gather(flat, n.rows, axis=0), op.Identity(op.sizes([batch, steps]))
 
 
-def flatten_and_unpad(
-    x: torch.Tensor, rows: torch.Tensor, with_dims: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def flatten_and_unpad(x: torch.Tensor, rows: torch.Tensor, with_dims: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     y = x.reshape(x.shape[:2].numel(), *x.shape[2:]).index_select(0, rows)
     return y, torch.tensor(x.shape[:2], device=x.device) if with_dims else None
 

@@ -170,7 +170,13 @@ PAD = movement(
     "Pad",
     ("x", "pads", "value?", "axes?"),
     _padded_type,
-    (Kernel(lower=_lower_pad, host=frozenset({1, 3}), waits=lambda n: n.value is not None and constant_of(n.value) is None),),
+    (
+        Kernel(
+            lower=_lower_pad,
+            host=frozenset({1, 3}),
+            waits=lambda n: n.value is not None and constant_of(n.value) is None,
+        ),
+    ),
     _pad_gradient,
     attributes={"mode": "constant"},
     since=21,

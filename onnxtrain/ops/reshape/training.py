@@ -119,5 +119,6 @@ composite(
     shapes=lambda n: (type_of(n.x),),
     axes=lambda n: f"... [i] [j]{', -' * (len(n.node.inputs) - 1)} -> ... [i] [j]",
     stops=frozenset({"k"}),
+    waits=lambda n: n.k is not None,
     flops=lambda n: 0,
 )
