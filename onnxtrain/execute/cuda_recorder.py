@@ -41,7 +41,8 @@ class CudaRecorder:
         self._keeper: torch.cuda.CUDAGraph | None = None
 
     def is_busy(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):  # the caller's may be another
+            return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -89,4 +90,5 @@ class CudaRecorder:
         return torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
 
     def settle(self) -> None:
-        self._ended.synchronize()
+        if not self.is_busy():  # the garbage collector may come while something else is recorded, which forbids to wait
+            self._ended.synchronize()

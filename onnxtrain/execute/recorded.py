@@ -17,6 +17,7 @@ What records is a `Recorder`: on a GPU `cuda_recorder`, in the tests one that ru
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -86,9 +87,10 @@ class NotRecordedError(RuntimeError):
 def why_never(node: ir.Node) -> str:
     """Why no program with this node is recorded, wherever it runs; empty where nothing is in the way."""
     definition = definition_of(node)
-    if Effects.RANDOM in definition.effects and isinstance(definition.body, NoBody):
+    found = next((reason for effect, reason in _REASONS.items() if effect in definition.effects), "")
+    if not found and Effects.RANDOM in definition.effects and isinstance(definition.body, NoBody):
         return "it may draw random numbers on the host, which would be the same each time"
-    return next((reason for effect, reason in _REASONS.items() if effect in definition.effects), "")
+    return found
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class RecordedProgram:
         self._forgotten = 0
         self.known: dict[Any, int | Recording] = {}
         program.run = self.run
+        weakref.finalize(self, recordings.recorder.settle).atexit = False  # before its recordings go
 
     def run(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
         tensors = list(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule, skip_padding
 from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, Kept, Question, rounded_up
-from onnxtrain.execute.recorded import CALLS, MOST_SIZES, Recordings
+from onnxtrain.execute.recorded import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.attention import varlen
 from onnxtrain.plan.cut import whole
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.execute.test_packing import OnGpu
 from tests.execute.test_recorded import CpuRecorder, Recorders, Trained, everything, log  # noqa: F401  # fixtures
 from tests.passes.less_work import CLASSES, WIDTH, WORDS, refusals
 from tests.passes.test_pack_tokens import (
@@ -295,6 +298,52 @@ def test_many_sizes_are_hinted_at_once(
 
 
 # On a GPU
+
+
+@pytest.mark.gpu
+def test_a_gpu_plays_few_recordings_of_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward on sequences of random lengths, behind the one wait in a mode where waiting raises."""
+    plays, play, ask = list[Recording](), Recording.run, Question.ask
+
+    def counted(self: Recording, tensors: list[torch.Tensor]) -> Any:
+        plays.append(self)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return play(self, tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    answers = list[Kept | None]()
+    monkeypatch.setattr(Recording, "run", counted)
+    monkeypatch.setattr(Question, "ask", lambda *arguments: answers.append(ask(*arguments)) or answers[-1])
+    eager = OnGpu().cuda().bfloat16()
+    inner, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    wrapped = filled(inner)
+    for seed in range(14):
+        words = padded(seed).cuda()
+        found = [results(run, module, words) for run, module in ((wrapped, inner), (eager, eager), (exact, exact))]
+        largest = max(t.abs().max().item() for t in found[2])
+        for index, (ours, theirs, right) in enumerate(zip(*found, strict=True)):
+            assert_no_worse_than_eager(f"result {index}", ours, theirs, right, largest)
+    sizes = [count(kept)[1] for kept in answers]
+    assert len(plays) == 2 * sum(max(0, sizes.count(size) - CALLS) for size in set(sizes)) > 6
+    assert len(set(plays)) <= 2 * len(set(sizes))
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_by_each_play_what_eager_draws() -> None:
+    eager = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1)).cuda()
+    model = ORTModule(copy.deepcopy(eager), rng="torch", cuda_graphs=True)
+    x = torch.randn(64, 16, device="cuda")
+    for number in range(CALLS + 5):  # the warm-ups of a recording are among them
+        found = []
+        for run in (model, eager):
+            torch.manual_seed(number)
+            y = [run(x), run(x)]
+            assert not torch.equal(*y)
+            found.append([*y, torch.rand(4, device="cuda")])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_attention_that_reads_lengths_on_the_host_is_not_recorded(log: Recorders) -> None:  # noqa: F811

@@ -474,6 +474,29 @@ class Dropped(nn.Module):
         return nn.functional.dropout(x * 2, 0.5)
 
 
+def test_random_numbers_are_drawn_by_each_play(log: Recorders) -> None:
+    trained = Trained(ORTModule(Dropped().double(), rng="torch", cuda_graphs=True), log)
+
+    def masks(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        found = []
+        for _ in range(CALLS + 4):
+            x = torch.ones(4, 9, dtype=torch.float64, requires_grad=True)
+            y = model(x)
+            found += [y.detach(), *torch.autograd.grad(y.sum(), x)]
+            log.poison()
+        assert not any(torch.equal(a, b) for a, b in zip(found[:-2:2], found[2::2], strict=True))
+        return [*found, torch.rand(1)]
+
+    trained.both(masks)
+    assert log.since() == (2, 8)
+
+
+class Foreign(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(x[:3])
+
+
 class Selected(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x)[x > 0].sum()
@@ -503,7 +526,7 @@ def report_of(model: nn.Module) -> CompileReport:
 @pytest.mark.parametrize(
     ("module", "options", "reason"),
     [
-        (Dropped(), {}, "it may draw random numbers"),
+        (Foreign(), {}, "it may draw random numbers"),
         (Selected(), {}, "sizes depend on what it computes"),
         (Called(), {}, "it runs the user's Python"),
         (nn.Linear(3, 3), {"memory_budget_bytes": 10**6}, "which memory_budget_bytes does not count"),
