@@ -66,8 +66,8 @@ class Kept(NamedTuple):
 def rounded_up(count: int) -> int:
     """The next of the numbers of rows that programs are recorded for.
 
-    They lie a sixteenth to an eighth apart. Of 500 batches of 16 sequences, whose lengths are random from 1 to 256, 99 %
-    have one of eight numbers then, as many as a program keeps recordings for; before they have 386.
+    They lie a sixteenth to an eighth apart. Of 500 batches of 16 sequences, whose lengths are random from 1 to 256,
+    99 % have one of eight numbers then, as many as a program keeps recordings for; before they have 386.
     """
     step = max(LEAST_STEP, (1 << max(0, count.bit_length() - 1)) // STEPS)
     return -(-count // step) * step
