@@ -2,7 +2,11 @@
 
 import json
 import multiprocessing
+import os
 import pathlib
+import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -234,7 +238,7 @@ def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(trial, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(tuned, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", float("inf"))
-    monkeypatch.setattr(trial, "_seconds_waited", lambda: 0.0)  # this machine may be busy
+    monkeypatch.setattr(trial._THREADS, "seconds_since", lambda before: 0.0)  # this machine may be busy
     yield
     tuned._ANSWERS.clear()
 
@@ -418,3 +422,35 @@ def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: 
 def test_the_command_says_what_sizes_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--shapes", text]) == cli.USAGE
     assert "ROWSxINPUTSxOUTPUTS" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/schedstat").exists(), reason="only Linux says how long threads wait")
+def test_waiting_for_a_core_is_seen() -> None:
+    threads = trial._Threads()
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(0, cores[:1])
+        before = threads.seconds_waited()
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            deadline = time.monotonic() + 60
+            while threads.seconds_since(before) == 0.0 and time.monotonic() < deadline:
+                sum(range(100_000))
+        finally:
+            busy.kill()
+            busy.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert threads.seconds_since(before) > 0.0
+
+
+def test_threads_that_end_are_no_waiting() -> None:
+    threads = trial._Threads()
+    gate = threading.Event()
+    other = threading.Thread(target=gate.wait)
+    other.start()
+    before = threads.seconds_waited()
+    gate.set()
+    other.join()
+    assert threads.seconds_since(before) >= 0.0
+    assert threads.seconds_since(threads.seconds_waited()) >= 0.0

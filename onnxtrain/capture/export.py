@@ -30,6 +30,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.cheap_tracing import cheap_tracing
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
 from onnxtrain.capture.convert import convert
 from onnxtrain.capture.decisions import Decisions, Example, attempts
@@ -240,6 +241,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
     try:
         with (
             decisions.noted(),
+            cheap_tracing(),
             shape_shortcuts(),
             wrapper.fakes.noted(),
             grad_mode_noted(),
@@ -296,7 +298,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
     table = torch._decomp.decomposition_table
     wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
-        with plain_copies(), shape_shortcuts():
+        with plain_copies(), cheap_tracing(), shape_shortcuts():
             functional: ExportedProgram = program.run_decompositions(composite_parts(program))
         return without_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything

@@ -28,6 +28,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from onnxtrain.capture.decisions import Place
+from onnxtrain.capture.source_line import in_text
 
 _SPECIAL = (0, 1)  # sizes that operators treat otherwise than all others
 
@@ -85,8 +86,7 @@ class Proof:
                     results[node] = _fake(expected, binding)
                 _bind_unknown(results[node], expected, binding)
                 if not _agrees(results[node], expected, binding):
-                    line = (node.meta.get("stack_trace") or "").strip().splitlines()
-                    return f"{node.target} has another shape there ({line[-2].strip() if len(line) > 1 else node.name})"
+                    return f"{node.target} has another shape there ({in_text(node.stack_trace) or node.name})"
         return ""
 
 

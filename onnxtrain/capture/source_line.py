@@ -27,6 +27,13 @@ def _show(filename: str, line: int | str, function: str) -> str:
     return f"{filename}:{line} in {function}"
 
 
+def as_text(frame: FrameType | None) -> str | None:
+    """The innermost user's line of a frame and its callers, as a traceback of one entry, which `in_text` reads."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame and f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+
+
 def in_text(trace: str | None) -> str | None:
     """The line in a traceback that was written down as text."""
     frames = [f for f in _WRITTEN_FRAME.findall(trace or "") if is_user_file(f[0])]

@@ -8,6 +8,7 @@ whole classes of ops.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -140,6 +141,14 @@ def _value(argument: Any) -> Any:
     return argument
 
 
+class Place(NamedTuple):
+    """Where a named input or output stands."""
+
+    at: int
+    is_output: bool
+    is_variadic: bool
+
+
 class NodeView:
     """A node read through its definition: inputs, outputs and attributes by name.
 
@@ -162,13 +171,13 @@ class NodeView:
                     raise GraphError(f"{definition.name} needs the attribute {name}")
                 return default
             return _attribute_value(attribute)
-        for names, values in ((definition.inputs, self.node.inputs), (definition.outputs, self.node.outputs)):
-            for index, declared in enumerate(names):
-                if declared == f"{name}...":
-                    return tuple(values[index:])
-                if declared.rstrip("?") == name:
-                    return values[index] if index < len(values) else None
-        raise AttributeError(f"{definition.name} has no input, output or attribute {name}")
+        place = definition.places.get(name)
+        if place is None:
+            raise AttributeError(f"{definition.name} has no input, output or attribute {name}")
+        values = self.node.outputs if place.is_output else self.node.inputs
+        if place.is_variadic:
+            return tuple(values[place.at :])
+        return values[place.at] if place.at < len(values) else None
 
     def wants(self, name: str) -> bool:
         """In a gradient rule: whether the gradient of this input is asked for; `xs[2]` is a variadic input's third."""
@@ -380,7 +389,16 @@ class OpDef:
     def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
         return self.outputs_of(inputs, attributes) if self.outputs_of else len(self.outputs)
 
-    @property
+    @functools.cached_property
+    def places(self) -> Mapping[str, Place]:
+        """The inputs and outputs by name, without their marks."""
+        return {
+            name.rstrip("?").removesuffix("..."): Place(index, is_output, name.endswith("..."))
+            for is_output, names in ((True, self.outputs), (False, self.inputs))
+            for index, name in enumerate(names)
+        }
+
+    @functools.cached_property
     def required(self) -> frozenset[str]:
         """The attributes that have no default."""
         return frozenset(name for name, default in self.attributes.items() if default is REQUIRED)
