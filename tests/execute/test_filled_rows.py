@@ -122,7 +122,7 @@ def test_numbers_of_rows_lie_an_eighth_apart() -> None:
     ("mask_of", "head", "dtype"),
     [
         (bool_mask, "mean", torch.float32),
-        (infinite_mask, "first", torch.float64),
+        pytest.param(infinite_mask, "first", torch.float64, marks=pytest.mark.slow),
         (causal_mask, "chosen", torch.float32),
     ],
 )

@@ -23,7 +23,7 @@ from tests.execute.test_recorded import CpuRecorder, Recorders
 META = torch.device("meta")
 RECORDINGS = Recordings(CpuRecorder(Recorders()), torch.device("cuda"), frozenset())
 FAMILIES = {path.stem for path in pathlib.Path(next(iter(tests.ops.__path__))).glob("cases_*.py")}
-FAST = {"cases_attention", "cases_index", "cases_loss", "cases_norm", "cases_randomness", "cases_reduce"}
+FAST = {"cases_attention", "cases_index", "cases_loss", "cases_norm", "cases_randomness"}
 
 
 class Copies(TorchDispatchMode):
