@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from onnxtrain.capture.patches import replaced
@@ -63,11 +63,30 @@ class Fakes:
             expected = expected * torch.sym_max(size, 1)
         return True
 
-    def like(self, x: FakeTensor, shape: Sequence[Any] | None = None, dtype: torch.dtype | None = None) -> FakeTensor:
-        """A new tensor, its elements in order."""
+    def like(
+        self,
+        x: FakeTensor,
+        shape: Sequence[Any] | None = None,
+        dtype: torch.dtype | None = None,
+        strides: Sequence[Any] | None = None,
+    ) -> FakeTensor:
+        """A new tensor, its elements in order where no strides are given."""
+        shape, dtype = x.shape if shape is None else shape, dtype or x.dtype
         with in_kernel_invocation_manager(self._mode):
-            meta = torch.empty(x.shape if shape is None else shape, dtype=dtype or x.dtype, device="meta")
+            if strides is None:
+                meta = torch.empty(shape, dtype=dtype, device="meta")
+            else:
+                meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         return FakeTensor(self._mode, meta, x.fake_device)
+
+    def expanded(self, x: FakeTensor, shape: Sequence[Any]) -> FakeTensor:
+        """A view with this shape, which its own broadcasts to."""
+        new = len(shape) - x.dim()
+        strides = [
+            0 if size == 1 and wide != 1 else stride
+            for size, wide, stride in zip(x.shape, shape[new:], x.stride(), strict=True)
+        ]
+        return self.view(x, shape, [0] * new + strides)
 
     def view(
         self, x: FakeTensor, shape: Sequence[Any], strides: Sequence[Any], offset: Any | None = None
@@ -127,13 +146,20 @@ def _where(fakes: Fakes, condition: Any, x: Any, y: Any) -> FakeTensor | None:
 
 
 def _broadcast(fakes: Fakes, x: Any, y: Any, *others: FakeTensor) -> FakeTensor | None:
-    """Of two floating tensors, and others that only share the shape."""
+    """Of two floating tensors; `others` only share the shape."""
     if not fakes.are_plain(x, y) or x.dtype != y.dtype or any(t.fake_device != x.fake_device for t in others):
         return None
     shape = _broadcast_shape([t.shape for t in (x, y, *others)])
-    if shape is None or not all(map(fakes.is_in_order, (x, y, *others))):
+    if shape is None:
         return None
-    return fakes.like(x, shape)
+    # Of sizes that are known PyTorch's own kernels find the result: they go by the others' strides too.
+    open_sizes = any(t._has_symbolic_sizes_strides for t in (x, y, *others))
+    if all(map(fakes.is_in_order, (x, y) if open_sizes else (x, y, *others))):
+        return fakes.like(x, shape)
+    if not open_sizes:
+        return None
+    strides = compute_elementwise_output_strides(fakes.expanded(x, shape), fakes.expanded(y, shape))
+    return fakes.like(x, shape, strides=strides)
 
 
 def _broadcast_shape(shapes: Sequence[Sequence[Any]]) -> list[Any] | None:

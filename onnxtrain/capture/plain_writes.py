@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch.export.exported_program import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.convert import is_convertible, is_grad_switch
+from onnxtrain.capture.patches import replaced
 from onnxtrain.ops import FROM_TORCH
 
 aten = torch.ops.aten
@@ -38,9 +39,11 @@ def make_convertible(program: ExportedProgram) -> bool:
     module = program.graph_module
     before = module.graph
     try:
-        module.graph = _Rewrite(before).graph
+        rewritten = _Rewrite(before).graph
     except _NotPlainError:
         return False
+    with replaced(GraphModule, "recompile", lambda module: None):  # only the graph is read
+        module.graph = rewritten
     if is_convertible(program):
         return True
     module.graph = before

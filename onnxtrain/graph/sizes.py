@@ -160,7 +160,7 @@ def of(value: ir.Value) -> Sizes:
     """The sizes of a value's dimensions. Raises ValueError where the shape is not known."""
     if value.shape is None:
         raise ValueError(f"the shape of {value.name} is not known")
-    return tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+    return tuple([dim if isinstance(dim, int) else str(dim.value) for dim in value.shape.dims])
 
 
 def shape(sizes: Iterable[Size]) -> ir.Shape:

@@ -26,14 +26,17 @@ def origin(node: ir.Node) -> str | None:
     return ", ".join(known) or None
 
 
+_GRAPHS = frozenset({ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS})
+
+
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
     """The graphs that a node holds as attributes (If, Loop, Scan)."""
     for attribute in node.attributes.values():
-        if attribute.is_ref():
+        if attribute.type not in _GRAPHS or attribute.is_ref():
             continue
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
+        else:
             yield from attribute.as_graphs()
 
 
@@ -70,8 +73,9 @@ def first_out_of_order(graph: ir.Graph) -> tuple[ir.Node, ir.Value] | None:
     """The first node that reads a value before it is there, with that value; None where the order is right."""
     ready = {*graph.inputs, *graph.initializers.values()}
     for node in graph:
-        for value in reads(node):
-            if value not in ready:
+        read = reads(node) if any(True for _ in subgraphs(node)) else node.inputs
+        for value in read:
+            if value is not None and value not in ready:
                 return node, value
         ready.update(node.outputs)
     return None
