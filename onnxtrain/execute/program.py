@@ -32,6 +32,7 @@ from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Property
+from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import last_uses, overwritten
@@ -437,18 +438,6 @@ class _Writer:
             known = self._functions[id(thing)] = self._fresh(wish)
             self.namespace[known] = thing
         return known
-
-
-def sizes_on_device(given: int | tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A size as an int64 scalar, or several as a vector. No copy from the host, for which a GPU would be waited."""
-    if device.type == "cpu":
-        return torch.tensor(given, dtype=torch.int64)
-    if isinstance(given, int):
-        return torch.full((), given, dtype=torch.int64, device=device)
-    found = torch.empty(len(given), dtype=torch.int64, device=device)
-    for place, size in enumerate(given):
-        found[place].fill_(size)
-    return found
 
 
 def _is_host(node: ir.Node, part: Part) -> bool:

@@ -21,10 +21,10 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.composite import composite
-from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
-from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.reshape.shape import reshaped, sizes_on_device
 from onnxtrain.ops.symbolic import needed_sizes
 
 # ShrunkenGather
@@ -79,7 +79,7 @@ def _unpad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def flatten_and_unpad(x: torch.Tensor, rows: torch.Tensor, with_dims: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     y = x.reshape(x.shape[:2].numel(), *x.shape[2:]).index_select(0, rows)
-    return y, torch.tensor(x.shape[:2], device=x.device) if with_dims else None
+    return y, sizes_on_device(x.shape[:2], x.device) if with_dims else None
 
 
 def _dims_are_read(n: NodeView) -> bool:
@@ -100,7 +100,7 @@ FLATTEN_AND_UNPAD = movement(
     "FlattenAndUnpad",
     ("x", "rows"),
     _unpadded_types,
-    (Kernel(lower=lambda n, x, rows: Call(flatten_and_unpad, x, rows, _dims_are_read(n)), waits=_dims_are_read),),
+    lambda n, x, rows: Call(flatten_and_unpad, x, rows, _dims_are_read(n)),
     _unpad_gradient,
     reads=("rows",),
     domain=MICROSOFT,
