@@ -269,12 +269,7 @@ def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[Kept 
     assert recorded > 6
 
 
-def test_many_sizes_are_hinted_at_once(
-    log: Recorders,  # noqa: F811
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("onnxtrain.options.notices._said", set())
+def test_many_sizes_are_hinted_at_once(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
     model = ORTModule(nn.Linear(3, 3), cuda_graphs=True)
 
     def call(*sizes: int) -> int:
