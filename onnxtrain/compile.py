@@ -327,6 +327,11 @@ def _may_compile_behind(options: Options) -> bool:
     return options.native and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()
 
 
+def may_record(options: Options, device: torch.device) -> bool:
+    """Whether programs on a device are recorded, where nothing in them stands in the way."""
+    return options.cuda_graphs and options.memory_budget_bytes is None and recorder_for(device) is not None
+
+
 def _recordings(
     captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device
 ) -> Recordings | None:

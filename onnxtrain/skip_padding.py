@@ -4,7 +4,7 @@
                                        most are, or not sure: the unit as it is
 
 The packed unit is compiled when the first such batch comes. Which one runs never changes a result beyond rounding and
-the choice of dropout masks.
+the choice of dropout masks. Where programs are recorded (`cuda_graphs`), the number of tokens is rounded up.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.export import Captured
-from onnxtrain.compile import Compiled, Rerun, compile_module, note_kernels, one_device
+from onnxtrain.capture.export import Captured, Source
+from onnxtrain.compile import Compiled, Rerun, compile_module, may_record, note_kernels, one_device
 from onnxtrain.execute.packing import Kept, Question
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.recorded import why_never
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.graph.values import dtype_of
@@ -86,7 +87,8 @@ class _Packing:
             program = Program(whole(asked), f"{asked.graph.name} padding", torch.device("cpu"))
             reads = [index for index, value in enumerate(asked.graph.inputs) if value.uses()]
             always = options.skip_padding == "always"
-            self._question = Question(program, reads, self.plan.masks, self.plan.readers, always)
+            self._fills = self._may_fill(self.plan, device)
+            self._question = Question(program, reads, self.plan.masks, self.plan.readers, always, self._fills)
             self._sources = _sources_of((self.plan.batch, self.plan.steps), captured)
 
     def _where_it_pays(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
@@ -100,6 +102,20 @@ class _Packing:
         reason = "without padding it would wait for the GPU: flash attention is for float16 and bfloat16 without a bias"
         self._changes.refuse(waiting, reason)
         return None
+
+    def _may_fill(self, plan: PackingPlan, device: torch.device) -> bool:
+        """Whether the number of tokens is rounded up, so that few recordings serve all batches."""
+        if not may_record(self._options, device):
+            return False
+        waiting = waits_for_lengths(plan, device)
+        refused = [(waiting, "attention reads on the host how long sequences are")] if waiting is not None else []
+        refused += [(node, why) for node in self._model.graph if (why := why_never(node))]
+        if refused:
+            node, why = refused[0]
+            self._changes.refuse(
+                node, f"cuda_graphs: the number of tokens is not rounded up, for nothing is recorded: {why}"
+            )
+        return not refused
 
     def stage(self, took_ms: float) -> StageReport:
         """What was found, for the report."""
@@ -119,7 +135,7 @@ class _Packing:
             if kept is None:
                 return dense(*tensors)
             unit = units.get(kept.causal) or self._compile(tensors, kept)
-            return unit.run(*tensors, kept.rows, kept.cu)
+            return unit.run(*tensors, *kept.tensors())
 
         return run
 
@@ -127,14 +143,16 @@ class _Packing:
         graph = clone(self._model.graph)[0]
         plan = plan_packing(graph, Changes())
         assert plan is not None, "the same graph gives the same plan"
-        plan.apply(kept.causal)
-        captured = replace(self._captured, model=with_graph(self._captured.model, graph))
+        plan.apply(kept.causal, self._fills)
+        inputs = (*tensors, *kept.tensors())
+        sources = (*self._captured.sources, *(Source("input", index=i) for i in range(len(tensors), len(inputs))))
+        captured = replace(self._captured, model=with_graph(self._captured.model, graph), sources=sources)
         options = replace(self._options, onnx_prefix=f"{self._options.onnx_prefix}_packed", skip_padding="never")
 
-        def rerun(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return self._rerun(tensors[:-2])
+        def rerun(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return self._rerun(given[: len(self._captured.sources)])
 
-        unit = compile_module(self._module, captured, (*tensors, kept.rows, kept.cu), options, rerun)
+        unit = compile_module(self._module, captured, inputs, options, rerun)
         self._units[kept.causal] = unit
         self.reports["without padding, causal" if kept.causal else "without padding"] = unit.report
         _LOG.info("%s: batches with padding run without it from now on", type(self._module).__name__)

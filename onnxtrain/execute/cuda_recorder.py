@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from onnxtrain.execute.recorded import Play, Recorder, Results
+from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Results
 
 _WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
 _CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
@@ -41,7 +41,8 @@ class CudaRecorder:
         self._keeper: torch.cuda.CUDAGraph | None = None
 
     def is_busy(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):  # the caller's may be another
+            return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -62,8 +63,7 @@ class CudaRecorder:
                     self._keeper = torch.cuda.CUDAGraph()
                     with warnings.catch_warnings(action="ignore"), self._capture(self._keeper):
                         pass  # nothing is recorded, of which PyTorch warns
-                for _ in range(_WARM_UPS):
-                    function()
+                self._warm_up(function)
                 graph = torch.cuda.CUDAGraph()
                 with self._capture(graph):
                     results = function()
@@ -71,9 +71,24 @@ class CudaRecorder:
         finally:
             stream.wait_stream(side)
 
+    def _warm_up(self, function: Callable[[], Results]) -> None:
+        """Runs the function until a recording of it is what any later run would do. What it draws is drawn again.
+
+        Raises:
+            NotRecordedError: it draws from the CPU's generator: the recording would repeat these numbers. Those of the
+                GPU's are drawn by the recording, from where the generator is when it is played.
+        """
+        with torch.random.fork_rng([self._device]):
+            before = torch.get_rng_state()
+            for _ in range(_WARM_UPS):
+                function()
+            if not torch.equal(before, torch.get_rng_state()):
+                raise NotRecordedError("it draws random numbers on the host")
+
     def _capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         # "thread_local": what other threads do meanwhile, as those of a data loader, is allowed.
         return torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
 
     def settle(self) -> None:
-        self._ended.synchronize()
+        if not self.is_busy():  # the garbage collector may come while something else is recorded, which forbids to wait
+            self._ended.synchronize()

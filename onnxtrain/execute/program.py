@@ -32,6 +32,7 @@ from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Property
+from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import last_uses, overwritten
@@ -352,8 +353,8 @@ class _Writer:
     def _tensor(self, value: ir.Value) -> str:
         """The name of a tensor: a local, a constant, or a size made into a tensor."""
         if value in self._host:
-            size = self._host[value]
-            return f"torch.tensor({self._literal(size)}, dtype=torch.int64, device={self._literal(DEVICE)})"
+            make = self._function_like("sizes_on_device", sizes_on_device)
+            return f"{make}({self._literal(self._host[value])}, {self._literal(DEVICE)})"
         if value.const_value is not None:
             return self._constant(value)
         return self._name(value)

@@ -9,11 +9,15 @@ one that has moved ends the recordings. No tensor that leaves lies in a recordin
 what is played when: two forwards before a backward, a result that the user keeps. What backward keeps of the arguments
 are the arguments themselves, or views of them, as without a recording: autograd sees when they are changed.
 
+A recording is for exact sizes. Where tokens run without padding, `packing` rounds their number up, so that few serve
+all batches. Of other sizes the last eight are kept, and a hint says what to do about many.
+
 What records is a `Recorder`: on a GPU `cuda_recorder`, in the tests one that runs on a CPU.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,24 +31,30 @@ from onnxtrain.execute.program import Program, Run, drained
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.traversal import origin
 from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops.definition import NoBody
 from onnxtrain.options.notices import say_once
 from onnxtrain.plan.cut import Part
 from onnxtrain.report import Refusal
 
+_NAME = "cuda_graphs"
 CALLS = 3  # of the same sizes go the ordinary way: to record takes as long as some ten of them
 MOST_SIZES = 8  # of a program are remembered, and so its recordings
 MOST_MOVES = 3  # of the module's own tensors; then they are copied like other arguments
+
+_MANY_SIZES = (
+    f"{_NAME}: a program is called with more sets of sizes than the {MOST_SIZES} whose recordings are kept, and most "
+    "calls run as without them. Pad batches to multiples of some length (pad_to_multiple_of=64 in Hugging Face's "
+    "collators), or to one length, and let skip_padding leave the padding out; drop a last batch that is smaller"
+)
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 Play = Callable[[], None]
 Output = Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Any]  # of arguments and copies
 
 _profiling = torch._C._autograd._profiler_enabled
-_NAME = "cuda_graphs"
 _REASONS = {
     Effects.PYTHON: "it runs the user's Python",
     Effects.COLLECTIVE: "it waits for other processes",
-    Effects.RANDOM: "it may draw random numbers, which would be the same each time",
     Effects.HOST_SYNC: "sizes depend on what it computes",
 }
 
@@ -62,7 +72,8 @@ class Recorder(Protocol):
         """Runs the function, maybe several times, and records it; in a turn.
 
         Returns its results, and what computes them again, into the same memory, from what then lies at the addresses
-        that the function read. Until that is called the results need not be there.
+        that the function read. Until that is called the results need not be there, and no random number is drawn;
+        whenever it is called, others are.
         """
 
     def settle(self) -> None:
@@ -71,6 +82,15 @@ class Recorder(Protocol):
 
 class NotRecordedError(RuntimeError):
     """A program cannot be recorded; the message is the reason, without a full stop."""
+
+
+def why_never(node: ir.Node) -> str:
+    """Why no program with this node is recorded, wherever it runs; empty where nothing is in the way."""
+    definition = definition_of(node)
+    found = next((reason for effect, reason in _REASONS.items() if effect in definition.effects), "")
+    if not found and Effects.RANDOM in definition.effects and isinstance(definition.body, NoBody):
+        return "it may draw random numbers on the host, which would be the same each time"
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,12 +118,11 @@ class Recordings:
         if self.why_not:
             return Refusal(_NAME, "all programs", self.why_not)
         for node in part.nodes:
-            effects = definition_of(node).effects
-            reasons = [reason for effect, reason in _REASONS.items() if effect in effects]
-            if not reasons and _reads_on_host(node, part, self.device):
-                reasons = ["the host reads a number that an earlier node computes"]
-            if reasons:
-                return Refusal(_NAME, node.name or node.op_type, reasons[0], origin(node) or "")
+            reason = why_never(node)
+            if not reason and _reads_on_host(node, part, self.device):
+                reason = "the host reads a number that an earlier node computes"
+            if reason:
+                return Refusal(_NAME, node.name or node.op_type, reason, origin(node) or "")
         return None
 
     def watch(self, program: Program) -> RecordedProgram | None:
@@ -121,8 +140,10 @@ def _reads_on_host(node: ir.Node, part: Part, device: torch.device) -> bool:
     if node.outputs and part.host.issuperset(node.outputs):
         read = [v for i, v in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
     else:
-        host = expected_kernel(node, device.type).host
-        read = [v for i, v in enumerate(node.inputs) if i in host]
+        kernel = expected_kernel(node, device.type)
+        if device.type != "cpu" and kernel.waits(definition.view(node)):
+            return True
+        read = [v for i, v in enumerate(node.inputs) if i in kernel.host]
     return any(v is not None and v.const_value is None and v not in part.host for v in read)
 
 
@@ -138,8 +159,10 @@ class RecordedProgram:
         self._ordinary = program.run
         self._fixed = tuple(i for i, v in enumerate(program.part.inputs) if v.name in recordings.fixed)
         self._moves = 0
+        self._forgotten = 0
         self.known: dict[Any, int | Recording] = {}
         program.run = self.run
+        weakref.finalize(self, recordings.recorder.settle).atexit = False  # before its recordings go
 
     def run(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
         tensors = list(tensors)
@@ -163,7 +186,11 @@ class RecordedProgram:
             if self._moves > MOST_MOVES:
                 self._fixed = ()
             return None
-        self._forget(MOST_SIZES)
+        if len(self.known) > MOST_SIZES:
+            self._forget(MOST_SIZES)
+            self._forgotten += 1
+            if self._forgotten == MOST_SIZES:
+                say_once(_MANY_SIZES)
         if found < CALLS:
             self.known[key] = found + 1
             return None

@@ -93,6 +93,11 @@ def _dropped_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return y, mask, probabilities
 
 
+def _has_ratio(n: NodeView) -> bool:
+    """Whether its kernel reads a ratio on the host."""
+    return n.ratio is not None
+
+
 def bias_softmax_dropout(x: Tensor, bias: Tensor, axis: int, ratio: Any) -> tuple[Tensor, Tensor, Tensor]:
     probabilities = bias_softmax(x, bias, axis)
     return *dropout_of_any_ratio(probabilities, ratio, True), probabilities
@@ -109,6 +114,7 @@ composite(
     shapes=_dropped_types,
     axes=_shifted_axes,
     stops=frozenset({"ratio"}),
+    waits=_has_ratio,
     effects=Effects.RANDOM,
     flops=_flops,
 )
@@ -144,6 +150,7 @@ fused(
     lower=lambda n, dy, mask, probabilities, ratio: Call(
         softmax_dropout_backward, dy, mask, probabilities, ratio, _axis(n, n.dy)
     ),
+    waits=_has_ratio,
     axes=_dropout_grad_axes,
     flops=lambda n: sizes.multiply(7, numel(n.dy)),
 )

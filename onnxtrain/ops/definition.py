@@ -223,6 +223,7 @@ class Kernel:
             variables, in tests tensors; lower must not look into them.
         scalars: whether a 0-dimensional constant may come as a Python number.
         host: indices of inputs that come as Python ints (0-dimensional) or tuples of ints.
+        waits: whether the call moves elements from or to the host, beside those of `host`: a GPU is waited for.
         host_if_known: whether an input that is a size comes as a Python int or tuple wherever it stands.
         applies: whether this kernel can run the node (dtypes, attributes, device type).
         deterministic: whether two runs give the same bits.
@@ -239,6 +240,7 @@ class Kernel:
     lower: Callable[..., Call]
     scalars: bool = False
     host: frozenset[int] = frozenset()
+    waits: Callable[[NodeView], bool] = lambda node: False
     host_if_known: bool = False
     applies: Callable[[NodeView, str], bool] = lambda node, device: True
     deterministic: bool = True

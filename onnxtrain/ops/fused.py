@@ -59,6 +59,7 @@ def fused(
     stops: frozenset[str] = frozenset(),
     since: int = 1,
     host: frozenset[int] = frozenset(),
+    waits: Callable[[NodeView], bool] = never,
     kernels: tuple[Kernel, ...] = (),
     others: tuple[Kernel, ...] = (),
     workspace: Callable[[NodeView], Size] = lambda node: 0,
@@ -69,12 +70,11 @@ def fused(
     fuses: Fuses | None = None,
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
-    """Defines an op with a kernel and a body of its own. `kernels` are tried before `lower`.
+    """Defines an op with a kernel and a body of its own. Backward ops have no gradient: second order runs in PyTorch.
 
-    `others` stand beside `lower`: expected `seconds`, then measurements decide. `workspace` is `lower`'s.
-    `atomic_on_gpu`: on a GPU it adds in no fixed order. Backward ops have no gradient: second order runs in PyTorch.
+    `kernels` come before `lower`, `others` beside it; `atomic_on_gpu`: on a GPU it adds in no fixed order.
     """
-    last = Kernel(lower=lower, host=host, workspace=workspace, name="aten" if others else "", seconds=seconds)
+    own = Kernel(lower=lower, host=host, waits=waits, workspace=workspace, seconds=seconds)
     return define(
         OpDef(
             domain=domain,
@@ -89,7 +89,7 @@ def fused(
             native_ok=always if body is STANDARD else never,
             gradient=gradient,
             stops=stops,
-            kernels=(*kernels, *(_fixed_order_first(last) if atomic_on_gpu else (last,)), *others),
+            kernels=(*kernels, *_with_others(own, others, atomic_on_gpu)),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
@@ -104,9 +104,12 @@ def fused(
     )
 
 
-def _fixed_order_first(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """A kernel that adds in a fixed order on a CPU only."""
-    return replace(kernel, applies=lambda node, device: device == "cpu"), replace(kernel, deterministic=False)
+def _with_others(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool) -> tuple[Kernel, ...]:
+    """A kernel that may add in a fixed order on a CPU only, and others: expected seconds, then measurements decide."""
+    own = replace(kernel, name="aten" if others else "")
+    if not atomic_on_gpu:
+        return own, *others
+    return replace(own, applies=lambda node, device: device == "cpu"), replace(own, deterministic=False), *others
 
 
 def only_first(n: NodeView, cotangents: Sequence[ir.Value | None]) -> ir.Value:

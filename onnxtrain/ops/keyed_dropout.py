@@ -18,7 +18,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.ops import draws
 from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast, never
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -135,7 +135,7 @@ KEYED_DROPOUT = define(
         native_ok=never,
         gradient=(Gradient(_gradient, reads=("key",)),),
         stops=frozenset({"key"}),
-        kernels=(Kernel(lower=_lower_compiled, applies=may_compile), Kernel(lower=_lower)),
+        kernels=(Kernel(lower=_lower_compiled, applies=may_compile), Kernel(lower=_lower, waits=always)),
         axes=no_axes,  # an element's place decides its draw
         effects=Effects.NONE,
         aliases={},

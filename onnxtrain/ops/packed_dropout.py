@@ -23,7 +23,7 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
 from onnxtrain.ops.composite import composite, elementwise_axes, no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, elementwise_flops, never
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, elementwise_flops, never
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, Replay, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
 from onnxtrain.ops.randomness import (
@@ -34,6 +34,7 @@ from onnxtrain.ops.randomness import (
     dropout_of_any_ratio,
     fast_dropout,
     masked,
+    ratio_is_read,
     ratio_of,
     scale_of,
     trains,
@@ -168,7 +169,11 @@ define(
                 applies=lambda n, device: trains(n),
                 workspace=lambda n: numel(n.x),  # a mask of bytes
             ),
-            Kernel(lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments), scalars=True),
+            Kernel(
+                lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments),
+                scalars=True,
+                waits=ratio_is_read,
+            ),
         ),
         axes=lambda n: NO_AXES,  # a word belongs to many rows
         effects=Effects.RANDOM,
@@ -196,6 +201,7 @@ fused(
     shapes=lambda n: (type_of(n.dy),),
     body=lambda op, n: op.ms.DropoutGrad(n.dy, _unpacked(op, n), n.ratio, n.training_mode),
     lower=lambda n, *arguments: Call(packed_dropout_backward, *arguments),
+    waits=ratio_is_read,
     kernels=(
         Kernel(
             lower=lambda n, dy, mask, *_: Call(packed_masked, dy, mask, _scale(n, n.dy)),
@@ -244,6 +250,7 @@ def _bias_dropout(name: str, inner: str, kernel: Any, mask: Any, axes: Any) -> N
         shapes=lambda n: (type_of(n.x), mask(n)),
         axes=axes,
         stops=frozenset({"ratio", "training_mode"}),
+        waits=always,
         effects=Effects.RANDOM,
         flops=lambda n: sizes.multiply(3, numel(n.x)),
     )

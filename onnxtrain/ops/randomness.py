@@ -128,6 +128,11 @@ def fast_dropout(x: torch.Tensor, dropped: int, scale: float) -> tuple[torch.Ten
     return masked(x, mask, scale), mask
 
 
+def ratio_is_read(n: NodeView) -> bool:
+    """Whether a kernel of any ratio and mode reads one of them on the host."""
+    return any(v is not None and v.const_value is None for v in (n.ratio, n.training_mode))
+
+
 def dropout_of_any_ratio(
     x: torch.Tensor, ratio: torch.Tensor | float | None, training: torch.Tensor | bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +228,9 @@ DROPOUT = define(
             ),
             Kernel(lower=_lower_fast_dropout, applies=lambda n, device: draws_fast(n)),
             Kernel(lower=_lower_dropout, applies=lambda n, device: trains(n)),
-            Kernel(lower=lambda n, *arguments: Call(dropout_of_any_ratio, *arguments), scalars=True),
+            Kernel(
+                lower=lambda n, *arguments: Call(dropout_of_any_ratio, *arguments), scalars=True, waits=ratio_is_read
+            ),
         ),
         axes=_dropout_axes,
         effects=Effects.RANDOM,
@@ -282,7 +289,11 @@ define(
         kernels=(
             Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and trains(n)),
             Kernel(lower=_lower_grad, applies=lambda n, device: trains(n)),
-            Kernel(lower=lambda n, *arguments: Call(dropout_backward_of_any_ratio, *arguments), scalars=True),
+            Kernel(
+                lower=lambda n, *arguments: Call(dropout_backward_of_any_ratio, *arguments),
+                scalars=True,
+                waits=ratio_is_read,
+            ),
         ),
         axes=_grad_axes,
         effects=Effects.NONE,

@@ -25,7 +25,7 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, constant_of, dtype_of, normalize_axis
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.constructors import always, cast
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, statistics_type
 from onnxtrain.ops.reshape.dims import unsqueezed
@@ -365,6 +365,7 @@ fused(
     stops=frozenset({"roi", "scales", "sizes"}),
     lower=_lower,
     host=frozenset({3}),
+    waits=always,
     axes=lambda n: NO_AXES,
     flops=lambda n: sizes.multiply(4, numel(n.node.outputs[0])),
 )
@@ -379,6 +380,7 @@ fused(
     lower=_lower_grad,
     atomic_on_gpu=True,
     host=frozenset({1, 4}),
+    waits=always,
     axes=lambda n: NO_AXES,
     flops=lambda n: sizes.multiply(4, numel(n.dy)),
 )

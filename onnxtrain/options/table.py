@@ -97,7 +97,8 @@ class Options:
         False,
         BOOL,
         "on a GPU, record forward and backward as CUDA graphs, one for each of up to eight sets of sizes, and replay "
-        "them. Programs that draw random numbers, or whose sizes depend on data, run as before",
+        "them; the number of tokens without padding is rounded up for that. Programs whose sizes depend on data run as "
+        "before",
         "ONNXTRAIN_CUDA_GRAPHS",
     )
     keep_outputs: tuple[str, ...] | None = _knob(

@@ -9,7 +9,7 @@ mixes tokens in between, so that is all that has to be shown; which number stand
 
     plan = plan_packing(graph, changes)       static: which nodes run packed, who reads what behind them; refusals
     plan.questions                            the values that show whether a batch is as assumed
-    plan.apply(causal)                        the graph takes `rows` and `cu` as two further inputs
+    plan.apply(causal, fills)                 the graph takes `rows` and `cu` as further inputs, and maybe `cu_filled`
 
 Who reads rows behind the packed nodes is a `Reader`: a slice of the sequence, rows that are picked, a product with a
 mask that is 0 elsewhere, a choice. The rows that it reads are kept in each batch, and the columns that attention shows
@@ -105,10 +105,13 @@ class PackingPlan:
         masks = [m.value for m in self.masks if m.value is not None]
         return traversal.giving(self.graph, [*masks, *(value for r in self.readers for value in r.values)])
 
-    def apply(self, causal: bool) -> None:
-        """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin."""
+    def apply(self, causal: bool, fills: bool = False) -> None:
+        """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin.
+
+        Where `fills`, rows that nobody reads may follow, and the input `cu_filled` counts them to the last sequence.
+        """
         op = builder(self.graph)
-        selection = _with_inputs(self)
+        selection = _with_inputs(self, fills)
         kept = {(r.node, r.index): (r.axes, type_of_input(r.node, r.index)) for r in self.readers}
         packed: dict[ir.Node, _Packed] = {
             node: _Packed(node, selection, self.steps, causal) for node in self.attentions
@@ -382,22 +385,24 @@ def _slice(n: NodeView, tokens: Axes) -> Reader | None:
 
 @dataclass
 class _TokenRows(TokenRows):
-    """The kept tokens, and where each sequence begins among them."""
+    """The kept tokens, and where each sequence begins among them: of keys, and of queries with those that fill up."""
 
     cu: ir.Value
+    cu_filled: ir.Value
 
 
-def _with_inputs(plan: PackingPlan) -> _TokenRows:
+def _with_inputs(plan: PackingPlan, fills: bool) -> _TokenRows:
     graph = plan.graph
     taken = {str(size) for v in graph.inputs for size in sizes.of(v)} | {v.name for v in graph.inputs}
-    names = ["rows", "cu", "tokens"]
+    names = ["tokens", "rows", "cu", *["cu_filled"] * fills]
     while taken & set(names):
         names = [f"{name}_" for name in names]
-    rows, cu = ir.Value(name=names[0]), ir.Value(name=names[1])
-    set_type(rows, TensorType(ir.DataType.INT64, (names[2],)))
-    set_type(cu, TensorType(ir.DataType.INT64, (sizes.add(plan.batch, 1),)))
-    graph.inputs.extend([rows, cu])
-    return _TokenRows(rows, cu)
+    rows, cu, *filled = (ir.Value(name=name) for name in names[1:])
+    set_type(rows, TensorType(ir.DataType.INT64, (names[0],)))
+    for value in (cu, *filled):
+        set_type(value, TensorType(ir.DataType.INT64, (sizes.add(plan.batch, 1),)))
+    graph.inputs.extend([rows, cu, *filled])
+    return _TokenRows(rows, cu, *filled or [cu])
 
 
 def _by_token(op: Builder, x: ir.Value) -> ir.Value:
@@ -442,10 +447,12 @@ class _Packed:
         return needed, {self.node.outputs[0]: _OF_HEADS}
 
     def replace(self, op: Builder) -> Collection[ir.Value]:
-        n, cu = view(self.node), self.selection.cu
+        n, filled = view(self.node), self.selection.cu_filled
+        # What comes last is seen by no earlier row of causal attention, which flash attention has for one `cu` only.
+        keys = filled if self.causal else self.selection.cu
         with nodes_before(op, self.node):
             operands = [_by_token(op, x) for x in (n.q, n.k, n.v)]
-            packed = _varlen(op, n, operands, cu, cu, self.causal, self._table(op, n))
+            packed = _varlen(op, n, operands, filled, keys, self.causal, self._table(op, n))
             y = transposed(op, unsqueezed(op, packed, 0), [0, 2, 1, 3])
         traversal.replace(op.graph, self.node.outputs[0], y)
         op.graph.remove(self.node, safe=True)

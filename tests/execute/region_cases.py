@@ -138,7 +138,7 @@ class Gated(nn.Module):
         self.gate, self.up = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.gate(x)) * self.up(x)
+        return self.gate(x).tanh() * self.up(x)
 
 
 def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -88,7 +88,8 @@ class CpuRecorder:
         self._log.records += 1
         if self._log.error is not None:
             raise self._log.error
-        results = function()
+        with torch.random.fork_rng([]):
+            results = function()
 
         def play() -> None:
             assert self._log.in_turn
@@ -122,8 +123,9 @@ def everything() -> Iterator[Recorders]:
 
 
 @pytest.fixture
-def log(everything: Recorders) -> Recorders:
-    """As if nothing had been called yet."""
+def log(everything: Recorders, monkeypatch: pytest.MonkeyPatch) -> Recorders:
+    """As if nothing had been called and said yet."""
+    monkeypatch.setattr("onnxtrain.options.notices._said", set())
     for program in everything.programs:
         program.known.clear()
     everything.busy, everything.error, everything.settled = False, None, 0
@@ -473,6 +475,29 @@ class Dropped(nn.Module):
         return nn.functional.dropout(x * 2, 0.5)
 
 
+def test_random_numbers_are_drawn_by_each_play(log: Recorders) -> None:
+    trained = Trained(ORTModule(Dropped().double(), rng="torch", cuda_graphs=True), log)
+
+    def masks(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        found = []
+        for _ in range(CALLS + 4):
+            x = torch.ones(4, 9, dtype=torch.float64, requires_grad=True)
+            y = model(x)
+            found += [y.detach(), *torch.autograd.grad(y.sum(), x)]
+            log.poison()
+        assert not any(torch.equal(a, b) for a, b in zip(found[:-2:2], found[2::2], strict=True))
+        return [*found, torch.rand(1)]
+
+    trained.both(masks)
+    assert log.since() == (2, 8)
+
+
+class Foreign(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(x[:3])
+
+
 class Selected(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x)[x > 0].sum()
@@ -502,7 +527,7 @@ def report_of(model: nn.Module) -> CompileReport:
 @pytest.mark.parametrize(
     ("module", "options", "reason"),
     [
-        (Dropped(), {}, "it may draw random numbers"),
+        (Foreign(), {}, "it may draw random numbers"),
         (Selected(), {}, "sizes depend on what it computes"),
         (Called(), {}, "it runs the user's Python"),
         (nn.Linear(3, 3), {"memory_budget_bytes": 10**6}, "which memory_budget_bytes does not count"),
@@ -547,6 +572,7 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
 
 def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("onnxtrain.compile.recorder_for", recorder_for)
+    monkeypatch.setattr("onnxtrain.options.notices._said", set())
     ORTModule(nn.Linear(2, 2), cuda_graphs=True)(torch.ones(1, 2))
     assert "cuda_graphs has no effect on the device cpu" in caplog.text
 

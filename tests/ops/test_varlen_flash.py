@@ -56,6 +56,8 @@ def test_tokens_of_no_sequence_are_zero() -> None:
         ({"width": 264}, False),
         ({"dtype": ir.DataType.FLOAT}, False),
         ({"device": "cpu"}, False),
+        ({"draws": "any"}, True),
+        ({"draws": "eager's"}, False),
     ],
 )
 def test_which_nodes_it_runs(change: dict[str, object], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +72,18 @@ def test_which_nodes_it_runs(change: dict[str, object], chosen: bool, monkeypatc
     op = builder(ir.Graph(values, [], nodes=[], opset_imports={"": 23}, name="attention"))
     if not asked["cross"]:
         cu_k = cu_q
-    y = op.own.VarlenAttention(q, k, v, cu_q, cu_k, bias if asked["biased"] else None, is_causal=asked["causal"])[0]
-    kernel = definition_of(y.producer()).kernel(y.producer(), str(asked.get("device", "cuda")))
-    assert (kernel.lower is varlen._lower_flash) == chosen
+    operands, device = [q, k, v, cu_q, cu_k, bias if asked["biased"] else None], str(asked.get("device", "cuda"))
+    noise, ratio = None, op.scalar(0.1, ir.DataType.DOUBLE)
+    if "draws" in asked:
+        y, kept, noise = op.own.VarlenAttentionDropout(*operands, ratio, op.scalar(True, ir.DataType.BOOL))
+        y.producer().metadata_props["draws"] = str(asked["draws"])
+    else:
+        y, kept = op.own.VarlenAttention(*operands, is_causal=asked["causal"])
+    kernel = definition_of(y.producer()).kernel(y.producer(), device)
+    assert (kernel.lower in (varlen._lower_flash, varlen._lower_dropout_flash)) == chosen
+    dq = op.own.VarlenAttentionGrad(y, *operands, y, kept, noise, noise and ratio, is_causal=asked["causal"])[0]
+    kernel = definition_of(dq.producer()).kernel(dq.producer(), device)
+    assert (kernel.lower is varlen._lower_grad_flash) == chosen, "backward reads what forward's kernel kept"
 
 
 @pytest.mark.gpu

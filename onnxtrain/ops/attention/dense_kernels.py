@@ -120,15 +120,23 @@ def attend(
     for block in _blocks(q, k):
         part = _part(p, block)
         compute(block, part)
-        torch.softmax(part, -1, out=part)
+        looks = part.device.type == "cpu"  # a GPU would have to be waited for
+        if looks or not scores.safe:
+            torch.softmax(part, -1, out=part)
         # A row of -inf becomes a row of NaN: its first element is NaN.
-        if scores.safe and part.numel() and part.select(-1, 0).isnan().any():
-            compute(block, part)
+        if scores.safe and not (looks and _has_no_nan(part)):
+            if looks:
+                compute(block, part)
             masked = part.eq(-math.inf).all(-1, keepdim=True)
             torch.softmax(part, -1, out=part).masked_fill_(masked, 0.0)
         used = part if noise is None else _part(noise, block).view(torch.uint8).to(kept).mul_(part)
         _product(_part(y, block).flatten(0, 1), used.to(v.dtype).flatten(0, 1), _shared(v, block, each), factor)
     return y, p
+
+
+def _has_no_nan(p: Tensor) -> bool:
+    """Whether no row of probabilities is NaN: such a row is so from its first element on."""
+    return not (p.numel() and p.select(-1, 0).isnan().any())
 
 
 def _triangle(q: Tensor, k: Tensor) -> Tensor:
@@ -180,7 +188,7 @@ def _passing_through(scores: Scores, p: Tensor) -> Tensor | None:
     """
     if scores.mask is None or scores.mask.dtype != torch.bool:
         return None
-    if scores.fill is None and not (p.numel() and p.select(-1, 0).isnan().any()):
+    if scores.fill is None and p.device.type == "cpu" and _has_no_nan(p):
         return None
     return scores.mask.logical_not()
 

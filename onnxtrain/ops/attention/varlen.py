@@ -55,12 +55,13 @@ from onnxtrain.ops.attention.varlen_kernels import (
     varlen_attention_dropout,
 )
 from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.fused import nothing, only_first, total
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.randomness import draws_fast, ratio_of, trains
+from onnxtrain.ops.registry import definition_of
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import counting, zeros
 from onnxtrain.ops.reshape.shape import reshaped
@@ -315,23 +316,28 @@ def _may_flash(n: NodeView, device: str) -> bool:
 
 
 def _dropout_may_flash(n: NodeView, device: str) -> bool:
-    return _may_flash(n, device) and draws_fast(n)
+    """Where it need not draw what eager does."""
+    return _may_flash(n, device) and n.node.metadata_props.get("draws") == "any"
 
 
 def _grad_may_flash(n: NodeView, device: str) -> bool:
-    """Where forward did."""
-    return _may_flash(n, device) if n.noise is None else _dropout_may_flash(n, device)
+    """Where forward did, which in the place of the noise gives a state that only flash attention reads."""
+    if n.noise is None:
+        return _may_flash(n, device)
+    forward = n.noise.producer()
+    drops = forward is not None and definition_of(forward) is VARLEN_ATTENTION_DROPOUT
+    return drops and _dropout_may_flash(VARLEN_ATTENTION_DROPOUT.view(forward), device)
 
 
 _PLAIN = (
     Kernel(lower=_lower_compiled, applies=_may_compile),
     Kernel(lower=_lower_flash, applies=_may_flash),
-    Kernel(lower=_lower),
+    Kernel(lower=_lower, waits=always),
 )
 _WITH_DROPOUT = (
     Kernel(lower=_lower_dropout_compiled, applies=_dropout_may_compile),
     Kernel(lower=_lower_dropout_flash, applies=_dropout_may_flash),
-    Kernel(lower=_lower_dropout),
+    Kernel(lower=_lower_dropout, waits=always),
 )
 
 
@@ -364,7 +370,7 @@ VARLEN_ATTENTION_GRAD = define_gradient(
     kernels=(
         Kernel(lower=_lower_grad_compiled, applies=_may_compile),
         Kernel(lower=_lower_grad_flash, applies=_grad_may_flash),
-        Kernel(lower=_lower_grad),
+        Kernel(lower=_lower_grad, waits=always),
     ),
     axes=no_axes,  # a kernel keeps what it likes
     columns=_columns,

@@ -18,12 +18,13 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.composite import composite
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
-from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.reshape.shape import reshaped, sizes_on_device
 from onnxtrain.ops.symbolic import needed_sizes
 
 # ShrunkenGather
@@ -76,9 +77,13 @@ def _unpad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return op.Gather(flat, n.rows, axis=0), op.Identity(op.sizes([batch, steps]))
 
 
-def flatten_and_unpad(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    dims = torch.tensor(x.shape[:2], device=x.device)
-    return x.reshape(x.shape[:2].numel(), *x.shape[2:]).index_select(0, rows), dims
+def flatten_and_unpad(x: torch.Tensor, rows: torch.Tensor, with_dims: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    y = x.reshape(x.shape[:2].numel(), *x.shape[2:]).index_select(0, rows)
+    return y, sizes_on_device(x.shape[:2], x.device) if with_dims else None
+
+
+def _dims_are_read(n: NodeView) -> bool:
+    return n.dims is not None and is_used(n.dims)
 
 
 def _unpad_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> tuple[ir.Value | None, None]:
@@ -95,7 +100,7 @@ FLATTEN_AND_UNPAD = movement(
     "FlattenAndUnpad",
     ("x", "rows"),
     _unpadded_types,
-    lambda n, x, rows: Call(flatten_and_unpad, x, rows),
+    lambda n, x, rows: Call(flatten_and_unpad, x, rows, _dims_are_read(n)),
     _unpad_gradient,
     reads=("rows",),
     domain=MICROSOFT,

@@ -302,6 +302,10 @@ def _lower(cell: Cell, n: NodeView, *values: Any) -> Call:
     return Call(run, _layer_of(cell, n), len(n.node.outputs), *values[: 5 + len(_firsts(cell))])
 
 
+def _has_lengths(n: NodeView) -> bool:
+    return n.sequence_lens is not None
+
+
 def _lower_grad(cell: Cell, n: NodeView, *values: Any) -> Call:
     named = dict(zip((name.rstrip("?") for name in _grad_inputs(cell)), values, strict=True))
     return Call(run_backward, _layer_of(cell, n), **named)
@@ -338,7 +342,7 @@ def _define(cell: Cell) -> None:
             native_ok=always,
             gradient=(Gradient(lambda op, n, *given: through(op, cell, n, *given), reads=reads),),
             stops=frozenset({"sequence_lens"}),
-            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values)),),
+            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), waits=_has_lengths),),
             flops=lambda n: _flops(cell, n, 1),
         )
     )
@@ -355,7 +359,7 @@ def _define(cell: Cell) -> None:
             native_ok=never,
             gradient=NOT_DIFFERENTIABLE,
             stops=frozenset(),
-            kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values)),),
+            kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values), waits=_has_lengths),),
             flops=lambda n: _flops(cell, n, 2),
         )
     )
@@ -383,7 +387,7 @@ def _define_training(cell: Cell) -> None:
                 ),
             ),
             stops=frozenset({"sequence_lens"}),
-            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values)),),
+            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), waits=_has_lengths),),
             flops=lambda n: _flops(cell, n, 1),
             detached=frozenset(kept),
         )

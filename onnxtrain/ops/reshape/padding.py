@@ -81,22 +81,21 @@ def _has_kernel(n: NodeView, x: ir.Value) -> bool:
     return (n.mode, rank - first) in _BACKWARD and rank - first < rank <= rank - first + 2
 
 
-def _sources(size: int, before: int, after: int, mode: str) -> list[int]:
-    """Where each element of a padded axis comes from."""
-    places = range(-before, size + after)
+def _sources(like: torch.Tensor, size: int, before: int, after: int, mode: str) -> torch.Tensor:
+    """Where each element of a padded axis comes from, on the device of `like`."""
+    places = torch.arange(-before, size + after, device=like.device)
     if mode == "wrap":
-        return [p % size for p in places]
+        return places % size
     if mode == "edge":
-        return [min(max(p, 0), size - 1) for p in places]
+        return places.clamp_(0, size - 1)
     period = max(2 * (size - 1), 1)
-    return [min(p % period, period - p % period) if size > 1 else 0 for p in places]
+    return torch.minimum(places % period, period - places % period) if size > 1 else places.zero_()
 
 
 def pad_rows(x: torch.Tensor, axes: Sequence[int], pads: Sequence[int], mode: str) -> torch.Tensor:
     """Pads any axes: each row is a copy of one."""
     for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
-        rows = torch.tensor(_sources(x.size(axis), before, after, mode), dtype=torch.int64, device=x.device)
-        x = x.index_select(axis, rows)
+        x = x.index_select(axis, _sources(x, x.size(axis), before, after, mode))
     return x
 
 
@@ -104,7 +103,7 @@ def pad_rows_backward(
     dy: torch.Tensor, shape: Sequence[int], axes: Sequence[int], pads: Sequence[int], mode: str
 ) -> torch.Tensor:
     for axis, before, after in reversed(list(zip(axes, pads, pads[len(axes) :], strict=False))):
-        rows = torch.tensor(_sources(shape[axis], before, after, mode), dtype=torch.int64, device=dy.device)
+        rows = _sources(dy, shape[axis], before, after, mode)
         start = dy.new_zeros([shape[axis] if i == axis else size for i, size in enumerate(dy.shape)])
         dy = start.index_add_(axis, rows, dy)
     return dy
@@ -171,9 +170,14 @@ PAD = movement(
     "Pad",
     ("x", "pads", "value?", "axes?"),
     _padded_type,
-    _lower_pad,
+    (
+        Kernel(
+            lower=_lower_pad,
+            host=frozenset({1, 3}),
+            waits=lambda n: n.value is not None and constant_of(n.value) is None,
+        ),
+    ),
     _pad_gradient,
-    takes_ints=frozenset({1, 3}),
     attributes={"mode": "constant"},
     since=21,
     from_torch={

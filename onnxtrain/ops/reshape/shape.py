@@ -20,6 +20,19 @@ from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, movement, vector
 from onnxtrain.ops.symbolic import needed_sizes
 
+
+def sizes_on_device(given: int | Sequence[int], device: torch.device) -> torch.Tensor:
+    """A size as an int64 scalar, or several as a vector. No copy from the host, for which a GPU would be waited."""
+    if device.type == "cpu":
+        return torch.tensor(given, dtype=torch.int64)
+    if isinstance(given, int):
+        return torch.full((), given, dtype=torch.int64, device=device)
+    found = torch.empty(len(given), dtype=torch.int64, device=device)
+    for place, size in enumerate(given):
+        found[place].fill_(size)
+    return found
+
+
 # Shape(x, start=0, end=None) -> the sizes of axes start to end, an int64 vector. x's elements are not read.
 
 
@@ -30,7 +43,7 @@ def _slice_of_axes(n: NodeView) -> range:
 
 
 def _shape_tensor(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    return torch.tensor(x.shape[start:end], dtype=torch.int64, device=x.device)
+    return sizes_on_device(x.shape[start:end], x.device)
 
 
 def _lower_shape(n: NodeView, x: Any) -> Call:
@@ -59,7 +72,7 @@ def _numel_on_host(n: NodeView, x: Any) -> Any:
 
 
 def _numel(x: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(x.numel(), device=x.device)
+    return sizes_on_device(x.numel(), x.device)
 
 
 SIZE = movement(

@@ -20,6 +20,7 @@ from onnxtrain.ops.composite import composite
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView
 from onnxtrain.ops.reshape.join import concatenated, split, split_count
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, names
+from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.ops.symbolic import needed_sizes
 
 
@@ -41,7 +42,7 @@ def _joined_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def join_with_lengths(xs: Sequence[torch.Tensor], axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.cat(list(xs), axis), torch.tensor([x.size(axis) for x in xs], device=xs[0].device)
+    return torch.cat(list(xs), axis), sizes_on_device([x.size(axis) for x in xs], xs[0].device)
 
 
 def _joined_call(n: NodeView, xs: Any) -> Call:
@@ -119,5 +120,6 @@ composite(
     shapes=lambda n: (type_of(n.x),),
     axes=lambda n: f"... [i] [j]{', -' * (len(n.node.inputs) - 1)} -> ... [i] [j]",
     stops=frozenset({"k"}),
+    waits=lambda n: n.k is not None,
     flops=lambda n: 0,
 )

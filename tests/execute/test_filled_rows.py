@@ -1,0 +1,346 @@
+"""Under `cuda_graphs` the number of tokens that run without padding is rounded up: few recordings serve all batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onnxtrain import ORTModule, skip_padding
+from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, Kept, Question, rounded_up
+from onnxtrain.execute.recorded import CALLS, MOST_SIZES, Recording, Recordings
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.ops import builder
+from onnxtrain.ops.attention import varlen
+from onnxtrain.plan.cut import whole
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.execute.test_packing import OnGpu
+from tests.execute.test_recorded import CpuRecorder, Recorders, Trained, everything, log  # noqa: F401  # fixtures
+from tests.passes.less_work import CLASSES, WIDTH, WORDS, refusals
+from tests.passes.test_pack_tokens import (
+    FORMS,
+    Biased,
+    Encoder,
+    batch_of,
+    bool_mask,
+    causal_mask,
+    check,
+    infinite_mask,
+    results,
+)
+
+
+class Bag(nn.Module):
+    """Each word by itself, and the mean of all that are no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner, self.score = nn.Embedding(WORDS, WIDTH, 0), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        real = (words != 0)[..., None]
+        x = torch.tanh(self.inner(self.words(words))) * real
+        loss: torch.Tensor = self.score(x.sum(1) / real.sum(1).clamp(min=1)).square().mean()
+        return loss
+
+
+class Attentive(Bag):
+    """The sum of what each word sees."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.qkv, self.causal = nn.Linear(WIDTH, 3 * WIDTH), causal
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        real = words != 0
+        q, k, v = (y.view(*words.shape, 2, -1).transpose(1, 2) for y in self.qkv(self.words(words)).split(WIDTH, -1))
+        seen = real[:, None, None, :]
+        if self.causal:
+            seen = seen & torch.ones(words.size(1), words.size(1), dtype=torch.bool).tril()
+        x = F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
+        loss: torch.Tensor = self.score((self.inner(x) * real[..., None]).sum(1)).square().mean()
+        return loss
+
+
+def padded(seed: int, batch: int = 12, steps: int = 40) -> torch.Tensor:
+    """Words of sequences of random lengths, none of them 0."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(1, WORDS, (batch, steps), generator=generator)
+    return words * (torch.arange(steps) < torch.randint(15, 25, (batch, 1), generator=generator))
+
+
+@pytest.fixture
+def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[Kept | None]:  # noqa: F811
+    """What was decided of each batch, where programs are recorded and attention does not wait for lengths."""
+    found: list[Kept | None] = []
+    ask = Question.ask
+
+    def asked(self: Question, *arguments: Any) -> Kept | None:
+        found.append(ask(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Question, "ask", asked)
+    monkeypatch.setattr(skip_padding, "flash_runs", lambda *arguments: True)
+    return found
+
+
+def filled(model: nn.Module, rng: str = "fast") -> ORTModule:
+    return ORTModule(model, cuda_graphs=True, skip_padding="always", rng=rng)
+
+
+def count(kept: Kept | None) -> tuple[int, int]:
+    """How many tokens are kept, and how many rows run."""
+    assert kept is not None
+    return int(kept.cu[-1]), kept.rows.numel()
+
+
+# Numbers of rows
+
+
+def test_numbers_of_rows_lie_an_eighth_apart() -> None:
+    found = [rounded_up(n) for n in range(1, 40000)]
+    assert all(r >= n and r % LEAST_STEP == 0 for n, r in enumerate(found, 1))
+    assert all(r <= max(n * (1 + 1 / STEPS), n + LEAST_STEP) for n, r in enumerate(found, 1))
+    assert found == sorted(found)
+    for low in (512, 1000, 4096, 9999):  # a recording for each of them is remembered
+        assert len(set(found[low - 1 : 2 * low - 2])) <= MOST_SIZES + 1
+    waste = [r / n - 1 for n, r in enumerate(found, 1) if n >= FEWEST_TOKENS]
+    assert sum(waste) / len(waste) < 0.05
+
+
+# Equal to eager
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "head", "dtype"),
+    [
+        (bool_mask, "mean", torch.float32),
+        pytest.param(infinite_mask, "first", torch.float64, marks=pytest.mark.slow),
+        (causal_mask, "chosen", torch.float32),
+    ],
+)
+def test_rows_that_fill_up_change_nothing(
+    mask_of: Any, head: str, dtype: torch.dtype, answers: list[Kept | None]
+) -> None:
+    torch.manual_seed(0)
+    module = Encoder(mask_of, head=head).to(dtype)
+    wrapped = filled(module)
+    trailing = [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [0] * 5, [0] * 5]
+    forms = [FORMS["right"], trailing, FORMS["none"], FORMS["one token"]]
+    if head == "first":  # it reads the first row of a sequence without any token too, which sees nothing
+        del forms[1]
+    for seed, form in enumerate(forms):
+        check(wrapped, module, *batch_of(form, seed))
+    assert [None if kept is None else kept.rows.numel() for kept in answers] == [torch.tensor(f).numel() for f in forms]
+
+
+def test_more_rows_than_a_step_are_rounded(answers: list[Kept | None]) -> None:
+    torch.manual_seed(0)
+    module = Encoder(causal_mask)
+    wrapped = filled(module)
+    for length in (39, 10, 1):
+        mask = torch.zeros(9, 40, dtype=torch.long)
+        mask[:, :30] = torch.ones(9, 30)
+        mask[-1, length:] = 0
+        check(wrapped, module, *batch_of(mask.tolist()))
+    kept = [count(answer) for answer in answers]
+    assert kept == [(270, 320), (250, 256), (241, 256)]
+
+
+class Normalised(nn.Module):
+    """What attention gives is divided by its length: of a row that sees nothing, 0 / 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.qkv = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.score = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.view(*words.shape, 4, -1).transpose(1, 2) for y in self.qkv(self.words(words)).split(WIDTH, -1))
+        y = F.scaled_dot_product_attention(q, k, v, bool_mask(q, mask)).transpose(1, 2).flatten(2)
+        y = y / y.norm(dim=-1, keepdim=True)
+        return self.score((y * mask[..., None]).sum(1)).square().mean()
+
+
+def test_rows_that_fill_up_see_tokens_as_padding_does(answers: list[Kept | None]) -> None:
+    """A zero that eager does not have would give NaN, and so would all gradients be."""
+    torch.manual_seed(0)
+    module = Normalised()
+    wrapped = filled(module)
+    for form in FORMS["right"], FORMS["inside"], [[1, 1, 1, 0], [0, 1, 0, 0]]:
+        check(wrapped, module, *batch_of(form))
+    assert all(kept is not None and kept.cu[-1] < kept.rows.numel() for kept in answers)
+
+
+def test_a_second_derivative_takes_the_batch_alone(answers: list[Kept | None]) -> None:
+    torch.manual_seed(0)
+    module = Normalised().double()
+    wrapped = filled(module)
+    batch = batch_of(FORMS["right"])
+    found = []
+    for run in (wrapped, module):
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+            (g,) = torch.autograd.grad(run(*batch), module.words.weight, create_graph=True)
+        found.append(torch.autograd.grad(g.square().sum(), module.score.weight)[0])
+    torch.testing.assert_close(*found)
+
+
+# When
+
+
+def test_a_batch_that_saves_little_once_rounded_runs_as_it_is(answers: list[Kept | None]) -> None:
+    module = Bag()
+    wrapped = ORTModule(module, cuda_graphs=True)
+    for real in (449, 448, 385):  # of 512
+        words = torch.zeros(512, dtype=torch.long)
+        words[:real] = 1
+        wrapped(words.view(8, 64)).backward()
+    assert answers[0] is None and 449 <= DENSE * 512 < rounded_up(449)  # noqa: PT018
+    assert [count(kept) for kept in answers[1:]] == [(448, 448), (385, 448)]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (Encoder(bool_mask, head="labels"), {}, "sizes depend on what it computes"),
+        (Biased("added"), {}, "reads on the host how long sequences are"),
+        (Attentive(False), {"memory_budget_bytes": 10**9}, ""),
+        (Attentive(False), {"cuda_graphs": False}, ""),
+    ],
+)
+def test_where_nothing_is_recorded_nothing_is_rounded(
+    model: nn.Module, options: dict[str, Any], reason: str, answers: list[Kept | None]
+) -> None:
+    wrapped = ORTModule(model, **{"cuda_graphs": True, "skip_padding": "always", **options})
+    words = batch_of(FORMS["right"])
+    check(wrapped, model, *([padded(0)] if isinstance(model, Attentive) else words))
+    (kept,) = answers
+    assert kept is not None
+    assert kept.cu_filled is None
+    assert count(kept)[0] == count(kept)[1]
+    said = [text for text in refusals(wrapped, "pack_tokens") if "rounded up" in text]
+    assert [reason in text for text in said] == [True] * bool(reason)
+
+
+# Recorded
+
+
+@pytest.fixture
+def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention as on a GPU: what it keeps is as large whatever the lengths are. Not a recording could hold else."""
+    attend = varlen.varlen_attention
+
+    def attended(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend(q, *arguments)[0], q.new_empty(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(varlen, "varlen_attention", attended)
+        yield
+
+
+@pytest.mark.usefixtures("keeps_nothing")
+@pytest.mark.parametrize("model", [Bag(), Attentive(False), Attentive(True)], ids=str)
+def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[Kept | None], log: Recorders) -> None:  # noqa: F811
+    trained = Trained(filled(model.double(), rng="torch"), log)
+    batches = [padded(seed) for seed in range(14)]
+
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        losses = []
+        for words in batches:
+            loss = model(words)
+            loss.backward()
+            log.poison()
+            losses.append(loss.detach())
+        return losses
+
+    trained.both(train)
+    rows = [count(kept)[1] for kept in answers[:14]]
+    assert len({count(kept) for kept in answers}) > 6 > 2 >= len(set(rows))
+    recorded = sum(max(0, rows.count(size) - CALLS) for size in set(rows))
+    assert log.since() == (2 * sum(rows.count(size) > CALLS for size in set(rows)), 2 * recorded)
+    assert recorded > 6
+
+
+def test_many_sizes_are_hinted_at_once(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    model = ORTModule(nn.Linear(3, 3), cuda_graphs=True)
+
+    def call(*sizes: int) -> int:
+        for size in sizes:
+            model(torch.ones(size, 3)).sum().backward()
+        return sum("pad_to_multiple_of" in record.getMessage() for record in caplog.records)
+
+    assert call(*range(2, 2 * MOST_SIZES + 1)) == 0
+    assert call(*range(2 * MOST_SIZES + 1, 3 * MOST_SIZES)) == 1
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_a_gpu_plays_few_recordings_of_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward on sequences of random lengths, behind the one wait in a mode where waiting raises."""
+    plays, play, ask = list[Recording](), Recording.run, Question.ask
+
+    def counted(self: Recording, tensors: list[torch.Tensor]) -> Any:
+        plays.append(self)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return play(self, tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    answers = list[Kept | None]()
+    monkeypatch.setattr(Recording, "run", counted)
+    monkeypatch.setattr(Question, "ask", lambda *arguments: answers.append(ask(*arguments)) or answers[-1])
+    eager = OnGpu().cuda().bfloat16()
+    inner, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    wrapped = filled(inner)
+    for seed in range(14):
+        words = padded(seed).cuda()
+        found = [results(run, module, words) for run, module in ((wrapped, inner), (eager, eager), (exact, exact))]
+        largest = max(t.abs().max().item() for t in found[2])
+        for index, (ours, theirs, right) in enumerate(zip(*found, strict=True)):
+            assert_no_worse_than_eager(f"result {index}", ours, theirs, right, largest)
+    sizes = [count(kept)[1] for kept in answers]
+    assert len(plays) == 2 * sum(max(0, sizes.count(size) - CALLS) for size in set(sizes)) > 6
+    assert len(set(plays)) <= 2 * len(set(sizes))
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_by_each_play_what_eager_draws() -> None:
+    eager = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1)).cuda()
+    model = ORTModule(copy.deepcopy(eager), rng="torch", cuda_graphs=True)
+    x = torch.randn(64, 16, device="cuda")
+    for number in range(CALLS + 5):  # the warm-ups of a recording are among them
+        found = []
+        for run in (model, eager):
+            torch.manual_seed(number)
+            y = [run(x), run(x)]
+            assert not torch.equal(*y)
+            found.append([*y, torch.rand(4, device="cuda")])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_attention_that_reads_lengths_on_the_host_is_not_recorded(log: Recorders) -> None:  # noqa: F811
+    """In float32 a GPU runs one sequence after another."""
+    types = [TensorType(ir.DataType.FLOAT, ("t", 2, 16))] * 3 + [TensorType(ir.DataType.INT64, ("n",))]
+    values = [ir.Value(name=f"x{i}") for i in range(len(types))]
+    for value, kind in zip(values, types, strict=True):
+        set_type(value, kind)
+    graph = ir.Graph(values, [], nodes=[], opset_imports={"": 23}, name="attention")
+    q, k, v, cu = values
+    graph.outputs.append(builder(graph).own.VarlenAttention(q, k, v, cu, cu)[0])
+    part = whole(ir.Model(graph, ir_version=10))
+    refused = [Recordings(CpuRecorder(log), torch.device(d), frozenset()).refusal(part) for d in ("cuda", "cpu")]
+    assert refused[0] is not None
+    assert "the host reads" in refused[0].reason
+    assert refused[1] is None

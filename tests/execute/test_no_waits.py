@@ -1,0 +1,85 @@
+"""What may be recorded on a GPU moves no element from or to the host: kernels of a GPU on tensors without elements."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tests.ops
+from onnxtrain.execute.kernel_choice.expected import expected_kernel
+from onnxtrain.execute.program import Program
+from onnxtrain.execute.recorded import Recordings
+from onnxtrain.plan.cut import Part, cut, whole
+from onnxtrain.testing import CaseCheck, OpCase
+from tests.execute.test_recorded import CpuRecorder, Recorders
+
+META = torch.device("meta")
+RECORDINGS = Recordings(CpuRecorder(Recorders()), torch.device("cuda"), frozenset())
+FAMILIES = {path.stem for path in pathlib.Path(next(iter(tests.ops.__path__))).glob("cases_*.py")}
+FAST = {"cases_attention", "cases_index", "cases_loss", "cases_norm", "cases_randomness"}
+
+
+class Copies(TorchDispatchMode):
+    """Refuses copies between devices. To read an element of a tensor without elements raises by itself."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        moves = len({t.device for t in tensors}) > 1
+        assert not (moves and func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)), func
+        return result
+
+
+class Numbers(TorchFunctionMode):
+    """Refuses tensors made of Python numbers elsewhere than on the host, for which there is no operator to see."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert func not in (torch.tensor, torch.as_tensor) or result.device.type == "cpu", func
+        return result
+
+
+def run(part: Part, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> Any:
+    """Tensors and sizes that a GPU's program gives; None where it would not be recorded."""
+    if RECORDINGS.refusal(part) is not None:
+        return None
+    program = Program(part, "without elements", META, lambda node, _: expected_kernel(node, "cuda"))
+    given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
+    program.run(list(given), sizes)  # warms up: what kernels keep for all calls is there now
+    with Copies(), Numbers():
+        return program.run(given, sizes)
+
+
+def run_case(case: OpCase, dtype: torch.dtype) -> None:
+    check, known = CaseCheck(case, dtype), next(iter(case.size_sets()))
+    tensors = check.tensors(known)
+    found = run(whole(check.model), tensors)
+    if found is None or not check.differentiable:
+        return
+    cotangents = [None if t is None or not (t.is_floating_point() or t.is_complex()) else t for t in found[0]]
+    joint = check._joint([c is not None for c in cotangents])
+    parts = cut(joint)
+    results, sizes = run(parts.forward, tensors)
+    passed = [c for c, v in zip(cotangents, joint.cotangents, strict=True) if v is not None]
+    run(parts.backward, [*results[check.count :], *passed], sizes)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(FAMILIES)]
+)
+def test_kernels_of_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    for case in importlib.import_module(f"tests.ops.{family}").CASES:
+        run_case(case, torch.float32)
