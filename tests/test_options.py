@@ -390,7 +390,7 @@ EFFECTS = {
     "rng": ("test_traps_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
     "native": ("test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
     "regions": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
-    "regions_dump": ("execute/test_regions.py", "test_the_folder_of_debugging_gets_graph_and_library"),
+    "regions_dump": ("execute/test_regions_build.py", "test_the_folder_of_debugging_gets_graph_and_library"),
     "cuda_graphs": ("execute/test_recorded.py", "test_training_is_the_same"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),

@@ -56,7 +56,7 @@ class Fakes:
         """Whether the elements lie row by row, by the sizes' expressions: nothing is asked that becomes a condition."""
         expected: Any = 1
         for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-            if isinstance(size, int) and size == 1:
+            if _is_one(size):
                 continue
             if not _is_same(stride, expected):
                 return False
@@ -83,7 +83,7 @@ class Fakes:
         """A view with this shape, which its own broadcasts to."""
         new = len(shape) - x.dim()
         strides = [
-            0 if size == 1 and wide != 1 else stride
+            0 if _is_one(size) and not _is_one(wide) else stride
             for size, wide, stride in zip(x.shape, shape[new:], x.stride(), strict=True)
         ]
         return self.view(x, shape, [0] * new + strides)
@@ -167,11 +167,16 @@ def _broadcast_shape(shapes: Sequence[Sequence[Any]]) -> list[Any] | None:
     found = []
     for axis in range(-max(map(len, shapes)), 0):
         sizes = [s[axis] for s in shapes if len(s) >= -axis]
-        wide = [n for n in sizes if not (isinstance(n, int) and n == 1)]
+        wide = [n for n in sizes if not _is_one(n)]
         if any(not _is_same(wide[0], n) for n in wide[1:]):
             return None
         found.append(wide[0] if wide else 1)
     return found
+
+
+def _is_one(size: Any) -> bool:
+    """Whether it is the number: of an expression nothing is asked, for the answer would become a condition."""
+    return isinstance(size, int) and size == 1
 
 
 def _is_same(a: Any, b: Any) -> bool:
