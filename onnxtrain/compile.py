@@ -463,7 +463,12 @@ class _Build:
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
         groups = self._groups(full, choice.early or self.options.early_gradients)
         make = _Backwards(self, joint, full, differentiable, choice, groups)
-        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups)
+        unreached = [
+            i
+            for i, (source, gradient) in enumerate(zip(self.captured.sources, joint.gradients, strict=False))
+            if source.kind == "input" and self._wrt[i] and gradient is None
+        ]
+        return self._unit(forward, differentiable, random, make, rerun, full.unsaved(), contexts, groups, unreached)
 
     def _groups(self, full: Cut, early: bool) -> Groups:
         """The gradients that each stage of backward hands over; () where all leave at its end."""
@@ -485,6 +490,7 @@ class _Build:
         unsaved: Sequence[int],
         contexts: Sequence[int] = (),
         groups: Groups = (),
+        unreached: Sequence[int] = (),
     ) -> Unit:
         return Unit(
             forward=program,
@@ -500,6 +506,7 @@ class _Build:
             contexts=contexts,
             differentiably=StagedBoundary(groups, len(self._wrt)) if groups else None,
             lone_views=_lone_views(self.captured, self._model),
+            unreached=unreached,
         )
 
 

@@ -68,5 +68,5 @@ def test_equals_eager(call: Call) -> None:
 @pytest.mark.parametrize("call", [each, directional])
 def test_what_pytorch_exports_is_a_graph(call: Call) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*runs in PyTorch")  # others come when PyTorch imports what it needs
         ORTModule(Calls(call))(torch.randn(4, 6))

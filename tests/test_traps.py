@@ -850,3 +850,30 @@ def test_parameters_get_no_gradient_where_none_comes(results: int) -> None:
         total = sum(GivesNothing.apply(y).sum() for y in (found if results > 1 else [found]))
         total.backward()
         assert all(p.grad is None for p in module.parameters())
+
+
+def test_what_made_an_input_that_gets_no_gradient_is_left_alone() -> None:
+    """Autograd would run a function's backward with zeros, which eager does not run at all."""
+
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("eager does not come here")
+
+    class Detaches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + y.detach()
+
+    for module in (Detaches(), ORTModule(Detaches())):
+        for _ in range(3):
+            leaf = torch.ones(2, 3, requires_grad=True)
+            module(torch.randn(2, 3), Refuses.apply(leaf)).sum().backward()
+            assert leaf.grad is None

@@ -104,6 +104,8 @@ class Unit:
             every step, and each Python call on the way costs 0.4 us there.
         lone_views: positions of the results that are views of what nobody else sees: users may change them in place,
             which autograd refuses for a view that an autograd function made.
+        unreached: positions of the inputs that no gradient reaches. They are cut off: else autograd would run what
+            made them, a function of the user's with zeros.
         backward_source: makes the backward programs; None without gradients.
         contexts: positions, among the kept, of Python objects: save_for_backward takes tensors only.
         differentiably: runs (unit, *tensors) so that autograd can run backward; as one node of autograd if not given.
@@ -124,6 +126,7 @@ class Unit:
         contexts: Sequence[int] = (),
         differentiably: Callable[..., Sequence[Any]] | None = None,
         lone_views: Collection[int] = (),
+        unreached: Collection[int] = (),
     ) -> None:
         self.forward = forward
         self.results = results
@@ -149,13 +152,14 @@ class Unit:
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
         self._any_views = any(views)
         self.differentiably = differentiably or _APPLY
-        self.apply = self.differentiably if backward is not None and not self._any_views else None
+        self._apply = _cut_off(self.differentiably, frozenset(unreached))
+        self.apply = self._apply if backward is not None and not self._any_views else None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Runs forward on `tensors`, in the grad mode that the unit was made for; returns the results."""
         results: Sequence[Any]
         if self.backward_source is not None:
-            results = self.differentiably(self, *tensors)
+            results = self._apply(self, *tensors)
         else:
             with torch.no_grad():
                 found, _ = self.run(tensors)
@@ -334,6 +338,17 @@ def _saved(ctx: Any) -> Sequence[Any]:
         return saved
     contexts = dict(zip(places, ctx.contexts, strict=True))
     return [contexts.get(i, tensor) for i, tensor in enumerate(saved)]
+
+
+def _cut_off(run: Callable[..., Sequence[Any]], unreached: frozenset[int]) -> Callable[..., Sequence[Any]]:
+    """`run` of (unit, *tensors) with these tensors detached."""
+    if not unreached:
+        return run
+
+    def cut_off(unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
+        return run(unit, *(t.detach() if i in unreached else t for i, t in enumerate(tensors)))
+
+    return cut_off
 
 
 # Function.apply without its Python part, which looks for torch.func's wrappers: none get here, and it costs as much as
