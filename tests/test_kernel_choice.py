@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -454,3 +455,33 @@ def test_threads_that_end_are_no_waiting() -> None:
     other.join()
     assert threads.seconds_since(before) >= 0.0
     assert threads.seconds_since(threads.seconds_waited()) >= 0.0
+
+
+def test_threads_that_ask_at_once_close_no_file_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_NEWS_SECONDS", -1.0)  # the files are opened anew each time
+    open_now: set[int] = set()
+    twice: list[int] = []
+
+    def opening(*args: Any) -> int:
+        file = os.open(*args)
+        open_now.add(file)
+        return file
+
+    def closing(file: int) -> None:
+        if file not in open_now:
+            twice.append(file)
+            return
+        open_now.discard(file)
+        time.sleep(0)  # another thread may come between
+        os.close(file)
+
+    own = {"open": opening, "close": closing}
+    monkeypatch.setattr(trial, "os", SimpleNamespace(**{**vars(os), **own}))
+    threads = trial._Threads()
+    asking = [threading.Thread(target=lambda: [threads.seconds_waited() for _ in range(100)]) for _ in range(4)]
+    for one in asking:
+        one.start()
+    for one in asking:
+        one.join()
+    assert not twice
+    assert len(open_now) == len(threads._files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -123,16 +124,19 @@ class _Threads:
     def __init__(self) -> None:
         self._files: list[int] = []
         self._listed = -math.inf
+        self._lock = threading.Lock()  # a file that two close may be another one's by then
 
     def seconds_waited(self) -> float:
         """How long they have waited so far, all together."""
-        if time.monotonic() - self._listed > _NEWS_SECONDS:
-            self._list()
-        return self._total()
+        with self._lock:
+            if time.monotonic() - self._listed > _NEWS_SECONDS:
+                self._list()
+            return self._total()
 
     def seconds_since(self, before: float) -> float:
         """How much longer they have waited than `before`."""
-        return max(0.0, self._total() - before)
+        with self._lock:
+            return max(0.0, self._total() - before)
 
     def _total(self) -> float:
         try:
