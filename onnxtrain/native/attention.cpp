@@ -184,7 +184,7 @@ template <class T> static T softmax(T *row, int64_t n, bool safe) {
     if (sum == 0) return 0;
     const T factor = 1 / sum;
     for (int64_t j = 0; j < n; j += LANES<T>) store<T>(row + j, load<T>(row + j) * factor);
-    return most + std::log(sum);
+    return most + logarithm(sum);
 }
 
 // Whether masks hide a column from all rows [first, first + count), for LANES columns from `column` on.
