@@ -14,7 +14,6 @@ import onnx_ir as ir
 from onnxtrain.errors import OptionError
 from onnxtrain.graph import traversal
 from onnxtrain.options import Options
-from onnxtrain.passes.accumulate_rows import accumulate_rows
 from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
@@ -69,7 +68,6 @@ JOINT: tuple[Pass, ...] = (
     dedupe,  # several rules compute the same sizes and views
     mask_pooled_gradients,  # before anything is planned: less is kept
     gradients_with_loss,  # which gradients are read is known now
-    accumulate_rows,  # after dedupe: what two sums read stays
     drop_unused,  # gradients that nobody asked for
 )
 

@@ -240,29 +240,6 @@ CASES = [
         embedding_grad(padding_idx=1, scale_grad_by_freq=True),
         {"padding_idx": 1, "scale_grad_by_freq": 1},
     ),
-    OpCase(
-        OWN,
-        "EmbeddingGrad",
-        (SizesOf("4 h"), places("b s", 3), Spec("b s h"), Spec("4 h")),
-        lambda *a: embedding_grad()(*a[:3]) + a[3],
-        label="added",
-    ),
-    OpCase(
-        OWN,
-        "EmbeddingGrad",
-        (SizesOf("4 h"), places("b s", 3), Spec("b s h"), Spec("4 h")),
-        lambda *a: embedding_grad(padding_idx=1)(*a[:3]) + a[3],
-        {"padding_idx": 1},
-        label="added-padding",
-    ),
-    OpCase(
-        OWN,
-        "EmbeddingGrad",
-        (SizesOf("4 h"), places("b s", 3), Spec("b s h"), Spec("4 h")),
-        lambda *a: embedding_grad(padding_idx=1, scale_grad_by_freq=True)(*a[:3]) + a[3],
-        {"padding_idx": 1, "scale_grad_by_freq": 1},
-        label="added-by-frequency",
-    ),
     # Elements
     OpCase("", "GatherElements", (Spec("b 7 h"), places("b s h", 6)), lambda x, i: x.gather(1, i), {"axis": 1}),
     OpCase(

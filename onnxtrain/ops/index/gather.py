@@ -8,9 +8,7 @@ Row numbers below 0 count from the end. PyTorch's kernels raise on them: what is
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -22,7 +20,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import Call, Infix, Kernel, Method, NodeView
+from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
 from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
@@ -163,7 +161,7 @@ def _index_put(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.
     return torch.ops.aten._index_put_impl_(dy.new_zeros(shape), places, dy, True, True)  # type: ignore[no-any-return]
 
 
-def _lower_dense(n: NodeView, shape: Any, rows: Any, dy: Any) -> Call:
+def _lower_embedding_grad(n: NodeView, shape: Any, rows: Any, dy: Any) -> Call:
     padding, by_frequency = getattr(n, "padding_idx", -1), bool(getattr(n, "scale_grad_by_freq", 0))
     rows = _rows_of_grad(n, shape, rows) if n.definition.name == "GatherGrad" else rows
     return Call(torch.ops.aten.embedding_dense_backward.default, dy, rows, shape[0], padding, by_frequency)
@@ -176,7 +174,7 @@ _GATHER_GRAD_KERNELS = (
         applies=lambda n, device: _is_index(n.rows),
     ),
     Kernel(
-        lower=_lower_dense,
+        lower=_lower_embedding_grad,
         host=frozenset({0}),
         applies=lambda n, device: _gather_grad_axis(n) == 0 and len(sizes.of(n.dx)) == 2,
     ),
@@ -261,15 +259,11 @@ EMBEDDING = movement(
 )
 
 
-# EmbeddingGrad(shape, rows, dy, start?) -> dx = GatherGrad(shape, rows, dy) + start
-
-
 def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """GatherGrad of dy, which is 0 for padding and divided by the count of its row, if asked; or ScatterND to start."""
+    """GatherGrad of dy, which is 0 for padding and divided by the count of its row, if asked."""
     rows, dy, dtype = cast(op, n.rows, ir.DataType.INT64), n.dy, dtype_of(n.dy)
-    vocabulary, width = sizes.of(n.dx)
-    count = sizes.multiply(1, *sizes.of(rows))
-    flat = reshaped(op, rows, (count,))
+    vocabulary = sizes.of(n.dx)[0]
+    flat = reshaped(op, rows, (sizes.multiply(1, *sizes.of(rows)),))
     if n.padding_idx >= 0:
         padding = op.Equal(rows, op.scalar(n.padding_idx, like=rows))
         dy = op.Where(op.Unsqueeze(padding, op.constant([-1], ir.DataType.INT64)), op.scalar(0.0, like=dy), dy)
@@ -277,53 +271,22 @@ def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
         one = op.Expand(op.scalar(1.0, dtype), op.shape_of(flat))
         counts = scatter_rows(op, zeros(op, (vocabulary,), dtype), flat, one, 0, reduction="add")
         dy = op.Div(dy, op.Unsqueeze(op.Gather(counts, rows, axis=0), op.constant([-1], ir.DataType.INT64)))
-    if n.start is not None:
-        return scatter_rows(op, n.start, flat, reshaped(op, dy, (count, width)), 0, reduction="add")
     result: ir.Value = op.ms.GatherGrad(n.shape, n.rows, dy, axis=0)
     return result
 
 
 def _embedding_grad_axes(n: NodeView) -> str:
     picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
-    start = [] if n.start is None else [["[v]", "h"]]
-    return axis_map([None, picked, [*picked, "h"], *start], ["[v]", "h"])
-
-
-def _lower_added_rows(n: NodeView, shape: Any, rows: Any, dy: Any, start: Any) -> Call:
-    """One row after the other, in a fixed order: no thread adds to another's."""
-    if n.padding_idx >= 0:
-        dy = Call(_without_padding, dy, rows, n.padding_idx)
-    return Call(torch.index_add, start, 0, Method("flatten", rows), Call(_as_rows, dy))
-
-
-def _without_padding(dy: torch.Tensor, rows: torch.Tensor, padding: int) -> torch.Tensor:
-    return dy.masked_fill((rows == padding).unsqueeze(-1), 0.0)
-
-
-def _as_rows(dy: torch.Tensor) -> torch.Tensor:
-    return dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    return axis_map([None, picked, [*picked, "h"]], ["[v]", "h"])
 
 
 EMBEDDING_GRAD = movement(
     "EmbeddingGrad",
-    ("shape", "rows", "dy", "start?"),
+    ("shape", "rows", "dy"),
     _scattered_type,
-    (
-        Kernel(
-            lower=_lower_added_rows,
-            applies=lambda n, device: n.start is not None and not n.scale_grad_by_freq and device == "cpu",
-            host=frozenset({0}),
-            in_place=3,
-        ),
-        Kernel(
-            lower=lambda n, shape, rows, dy, start: Infix("+", operator.add, start, _lower_dense(n, shape, rows, dy)),
-            applies=lambda n, device: n.start is not None,
-            host=frozenset({0}),
-            in_place=3,
-        ),
-        Kernel(lower=lambda n, shape, rows, dy, start: _lower_dense(n, shape, rows, dy), host=frozenset({0})),
-    ),
+    _lower_embedding_grad,
     None,
+    takes_ints=frozenset({0}),
     domain=OWN,
     outputs=("dx",),
     attributes={"padding_idx": -1, "scale_grad_by_freq": 0},
@@ -331,14 +294,3 @@ EMBEDDING_GRAD = movement(
     axes=_embedding_grad_axes,
     stops=frozenset({"shape", "rows"}),
 )
-
-
-def as_embedding_grad(n: NodeView) -> Mapping[str, int] | None:
-    """The attributes of the EmbeddingGrad that gives what the node gives; None where none does.
-
-    A GatherGrad is one where it picks rows of a matrix and none counts from the end.
-    """
-    if n.definition is EMBEDDING_GRAD:
-        return {"padding_idx": n.padding_idx, "scale_grad_by_freq": n.scale_grad_by_freq}
-    table = n.definition is GATHER_GRAD and len(sizes.of(n.dx)) == 2 and _gather_grad_axis(n) == 0
-    return {} if table and never_negative(n, n.rows) else None
