@@ -94,6 +94,16 @@ class Call:
         return self.function(*map(_value, self.args), **{k: _value(v) for k, v in self.kwargs.items()})
 
 
+class Overwriting(Call):
+    """A call of a function that another one stands beside, which writes the result over its first argument."""
+
+    __slots__ = ("over",)
+
+    def __init__(self, function: Callable[..., Any], over: Callable[..., Any], *args: Any) -> None:
+        super().__init__(function, *args)
+        self.over = over
+
+
 class Infix(Call):
     """A binary Python operator, printed as `a + b`."""
 

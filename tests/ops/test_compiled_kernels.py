@@ -506,6 +506,25 @@ def test_both_ways_draw_the_same(count: int) -> None:
     assert torch.equal(draws.drop_compiled(strided, key, 6554, 1.1), draws.drop(strided, key, 6554, 1.1))
 
 
+@pytest.mark.parametrize("count", [0, 1, 33, 1025, 262_144 + 5])
+def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
+    """Of whole numbers nothing is rounded, in one step or in two."""
+    assert draws.LIBRARY.wait()
+    key = draws.draw_key()
+    x, residual = torch.randint(-40, 40, (2, count))
+    dropped = 1.5 * x * (cases_keyed_dropout.draws(key, count) >= 6554 - 2**15)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        dense = residual.to(dtype)
+        for added in (None, dense, torch.stack([dense, dense], 1)[:, 0]):
+            expected = (dropped if added is None else dropped + residual).to(dtype)
+            for plain, over in ((draws.drop, draws.drop_), (draws.drop_compiled, draws.drop_compiled_)):
+                given = x.to(dtype)
+                assert torch.equal(plain(given, key, 6554, 1.5, added), expected)
+                assert torch.equal(given, x.to(dtype))
+                assert over(given, key, 6554, 1.5, added) is given
+                assert torch.equal(given, expected)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
@@ -623,7 +642,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     """Kernels as processors without AVX-512, and without AVX, get them: the same draws, the same gradients."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
     for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
@@ -640,4 +659,5 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
         test_lstm_matches_autograd(5, 9, 40, True, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):
         test_both_ways_draw_the_same(count)
+        test_both_ways_add_the_residual_and_write_over(count)
     test_nan_and_infinity_go_through()
