@@ -105,7 +105,7 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.of(n.x))
     y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), _scale(n))
-    return y if n.residual is None else op.Add(y, n.residual)  # type: ignore[no-any-return]
+    return y if n.residual is None else op.Add(y, n.residual)
 
 
 def _scale(n: NodeView) -> float:
