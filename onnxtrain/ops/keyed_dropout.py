@@ -5,7 +5,7 @@
 
 `dropped` of the 65536 numbers that an element can draw make it 0. The residual has x's shape and type, or is absent.
 The gradient of x is KeyedDropout itself, of dy. The pass `key_dropout` puts them in the place of Dropout where
-`rng="fast"`, and `fuse_residuals` adds the residual.
+`rng="fast"`, and `fuse_sums` adds the residual.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
@@ -112,14 +111,6 @@ def _scale(n: NodeView) -> float:
     return scale_of(n.dropped / draws.DRAWS, TORCH_DTYPES[dtype_of(n.x)])
 
 
-def _type(n: NodeView) -> tuple[TensorType]:
-    if n.residual is not None and type_of(n.residual) != type_of(n.x):
-        raise GraphError(
-            "KeyedDropout adds a residual of x's shape and type", expected=type_of(n.x), got=type_of(n.residual)
-        )
-    return (type_of(n.x),)
-
-
 def _lower(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
     return Overwriting(draws.drop, draws.drop_, x, key, n.dropped, _scale(n), residual)
 
@@ -143,7 +134,7 @@ KEYED_DROPOUT = define(
         attributes={"dropped": REQUIRED},
         since=1,
         from_torch={},
-        shapes=_type,
+        shapes=lambda n: (type_of(n.x),),
         body=_body,
         native_ok=never,
         gradient=(Gradient(_gradient, reads=("key",)),),
@@ -157,5 +148,6 @@ KEYED_DROPOUT = define(
         aliases={},
         flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
         host=None,
+        adds="residual",
     )
 )

@@ -1,7 +1,8 @@
-"""A residual is added where dropout writes its result: one op for both, with the mask that dropout alone has."""
+"""What is added to the result of dropout, or of a norm's gradient, is added where that is written, by one op."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,12 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.onnx_file import known_name
 from onnxtrain.ops import builder, draws
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.fuse_sums import fuse_sums
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops import cases_keyed_dropout
 from tests.ops.captures import OfTensors
@@ -163,7 +168,8 @@ def test_a_form_becomes_one_op(form: Form, dtype: torch.dtype) -> None:
     ours = check(form, dtype)
     assert with_residual(ours) == 1
     assert kinds(ours).count("Add") == (form is sum_of_three)
-    assert with_residual(ours, "backward") == 0
+    x_is_read_elsewhere = form in (residual_of_itself, sum_of_three)  # so its gradient is a sum as well
+    assert with_residual(ours, "backward") == x_is_read_elsewhere
     assert "KeyedDropout" in backward_kinds(ours)
 
 
@@ -178,8 +184,8 @@ def test_what_only_looks_like_it_stays(form: Form) -> None:
     ours = check(form)
     assert "KeyedDropout" in kinds(ours)
     assert with_residual(ours) == 0
-    refused = [r.reason for r in ours.__dict__["_engine"].newest().report.refused if r.pass_name == "fuse_residuals"]
-    assert refused == ["is no sum within a KeyedDropout: dropout is read elsewhere"] * (form is dropout_read_elsewhere)
+    refused = [r.reason for r in ours.__dict__["_engine"].newest().report.refused if r.pass_name == "fuse_sums"]
+    assert refused == ["is no part of KeyedDropout: dropout is read elsewhere"] * (form is dropout_read_elsewhere)
 
 
 def test_a_dropout_that_is_given_out_stays() -> None:
@@ -206,7 +212,7 @@ def test_the_pass_changes_no_draw(form: Form) -> None:
             tensors,
             torch.float32,
         )
-        for names in ((), ("fuse_residuals",))
+        for names in ((), ("fuse_sums",))
     ]
     assert all(map(torch.equal, *found))
 
@@ -240,7 +246,7 @@ def test_one_gradient_alone(wanted: int) -> None:
 def test_a_residual_of_another_shape_is_refused() -> None:
     op = builder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="shapes"))
     x, key = op.constant([[1.0, 2.0]], ir.DataType.FLOAT), op.constant([1, 2], ir.DataType.INT64)
-    with pytest.raises(GraphError, match="x's shape and type"):
+    with pytest.raises(GraphError, match="KeyedDropout adds a tensor of its result's type"):
         op.own.KeyedDropout(x, key, op.constant([1.0, 2.0], ir.DataType.FLOAT), dropped=6554)
 
 
@@ -318,7 +324,7 @@ def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
     """Padding goes before keys come: masks are those of the rows that are left, with the pass and without."""
     words, labels = batch_of(FORMS["right"])
     losses = []
-    for disabled in ((), ("fuse_residuals",)):
+    for disabled in ((), ("fuse_sums",)):
         torch.manual_seed(0)
         packed = wrap(Sentences(dropout=P), tmp_path, skip_padding="always", native=False, disabled_passes=disabled)
         torch.manual_seed(5)
@@ -340,3 +346,73 @@ def test_one_call_of_the_kernel_drops_and_adds(monkeypatch: pytest.MonkeyPatch) 
     source = ours.__dict__["_engine"].newest().unit.forward.source
     assert " + " not in source
     assert ".add" not in source
+
+
+class RmsNorms(nn.Module):
+    """Pre-norm blocks as T5 and Llama have them: the gradient of each norm's input is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(6, eps=1e-5) for _ in range(2))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = x + self.linear(norm(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("least", [1, 2**60], ids=("compiled", "operators"))
+def test_the_gradient_of_a_norm_adds_that_of_the_residual(
+    least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rms_kernels, "_LEAST", least)
+    torch.manual_seed(0)
+    module = RmsNorms().to(dtype)
+    ours, exact = ORTModule(module), copy.deepcopy(module).double()
+    for known in SIZES:
+        x = torch.randn(known["b"], known["s"], 6).to(dtype)
+        dy = torch.randn_like(x)
+        found = []
+        for run, wide in ((ours, dtype), (module, dtype), (exact, torch.float64)):
+            leaf = x.to(wide).requires_grad_()
+            found.append(torch.autograd.grad(run(leaf), [leaf, *run.parameters()], dy.to(wide)))
+        names = ["dx", *(name for name, _ in module.named_parameters())]
+        for what, *gradients in zip(names, *found, strict=True):
+            assert_no_worse_than_eager(f"{what} at {known}", *gradients)
+    nodes = ours.__dict__["_engine"].newest().parts.backward.nodes
+    assert [len(n.inputs) for n in nodes if n.op_type == "SimplifiedLayerNormalizationGrad"] == [5, 5]
+    assert "adds another tensor in 2 SimplifiedLayerNormalizationGrads" in str(ours.report())
+
+
+def test_a_sum_of_what_comes_later_is_named() -> None:
+    """All that the op reads would be held until then."""
+    op = builder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="late"))
+    x, inv_std = op.constant([[1.0, 2.0]], ir.DataType.FLOAT), op.constant([[3.0]], ir.DataType.FLOAT)
+    dx, _ = op.ms.SimplifiedLayerNormalizationGrad(x, x, None, inv_std)
+    later = op.Exp(x)
+    op.graph.outputs.append(op.Add(dx, later))
+    changes = Changes("fuse_sums")
+    fuse_sums(op.graph, changes)
+    assert op.graph[-1].op_type == "Add"
+    assert [r.reason.split(": ")[1] for r in changes.refused] == [f"{later.name} is computed later"]
+
+
+def test_a_sum_behind_a_checkpoint_stays() -> None:
+    """It is kept, as in eager: within the checkpoint it would be computed again, and the product before it."""
+
+    class Checkpointed(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, linear in zip(self.norms, self.linears, strict=True):
+                run = lambda x, norm=norm, linear=linear: F.dropout(linear(norm(x)), P)
+                x = x + checkpoint(run, x, use_reentrant=False)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    ours = ORTModule(Checkpointed(), native=False)
+    gradients(ours, 9)
+    assert with_residual(ours) == 0
+    assert kinds(ours).count("Add") == 3
+    assert backward_kinds(ours).count("LayerNormalization") == 3
+    assert "Linear" not in backward_kinds(ours)
