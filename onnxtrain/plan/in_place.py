@@ -33,7 +33,7 @@ def overwritten(part: Part, last_uses: Mapping[ir.Value, int], kernels: Mapping[
     found: dict[ir.Node, int] = {}
     for position, node in enumerate(part.nodes):
         index = kernels[node].in_place if node in kernels else None
-        value = None if index is None else node.inputs[index]
+        value = node.inputs[index] if index is not None and index < len(node.inputs) else None
         if index is None or value is None or value in part.host:
             continue
         root = sets.root(value)
