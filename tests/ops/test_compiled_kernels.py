@@ -272,8 +272,9 @@ def test_rms_norm_of_few_elements_matches_autograd(
     ("shape", "axis"), [((128, 128), 1), ((5, 7, 471), 2), ((33, 8, 80), 1), ((3, 17, 1001), 2)], ids=str
 )
 @pytest.mark.parametrize("scaled", [True, False], ids=("scaled", "plain"))
+@pytest.mark.parametrize("sum_", [True, False], ids=("sum", "alone"))
 def test_rms_norm_matches_autograd(
-    shape: tuple[int, ...], axis: int, scaled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], axis: int, scaled: bool, sum_: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[str] = Counter()
     monkeypatch.setattr(rms_kernels.LIBRARY, "functions", counting(rms_kernels.LIBRARY, found))
@@ -282,13 +283,15 @@ def test_rms_norm_matches_autograd(
     def eager(x: torch.Tensor, scale: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
         leaves = [t.detach().requires_grad_() for t in (x, scale) if t is not None]
         y = torch.nn.functional.rms_norm(leaves[0], shape[axis:], *leaves[1:], eps=epsilon)
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        dx, *others = torch.autograd.grad(y, leaves, dy)
+        return [y.detach(), dx if added is None else dx + added, *others]
 
     x, dy = torch.randn(shape, dtype=dtype) * 3, torch.randn(shape, dtype=dtype)
+    added = torch.randn(shape, dtype=dtype) if sum_ else None
     scale = torch.randn(shape[axis:], dtype=dtype) if scaled else None
     x.view(-1, x[(0,) * axis].numel())[1] = 0  # epsilon alone
     y, inv_std = rms_kernels.rms_norm(x, axis, scale, epsilon)
-    dx, dscale = rms_kernels.rms_norm_backward(dy, x, axis, scale, inv_std, [True, True])
+    dx, dscale = rms_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, [True, True])
     assert len(found) == 2
     assert (dscale is None) == (scale is None)
     exact = eager(x.double(), None if scale is None else scale.double(), dy.double())
@@ -297,7 +300,7 @@ def test_rms_norm_matches_autograd(
     ):
         assert_no_worse_than_eager(what, ours, theirs, right)
     for mask in ([True, False], [False, True]):
-        one = rms_kernels.rms_norm_backward(dy, x, axis, scale, inv_std, mask)
+        one = rms_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, mask)
         assert [g is None for g in one] == [not mask[0], not mask[1] or scale is None]
         assert all(g is None or torch.equal(g, both) for g, both in zip(one, (dx, dscale), strict=True))
 
@@ -538,6 +541,25 @@ def test_both_ways_draw_the_same(count: int) -> None:
     assert torch.equal(draws.drop_compiled(strided, key, 6554, 1.1), draws.drop(strided, key, 6554, 1.1))
 
 
+@pytest.mark.parametrize("count", [0, 1, 33, 1025, 262_144 + 5])
+def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
+    """Of whole numbers nothing is rounded, in one step or in two."""
+    assert draws.LIBRARY.wait()
+    key = draws.draw_key()
+    x, residual = torch.randint(-40, 40, (2, count))
+    dropped = 1.5 * x * (cases_keyed_dropout.draws(key, count) >= 6554 - 2**15)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        dense = residual.to(dtype)
+        for added in (None, dense, torch.stack([dense, dense], 1)[:, 0]):
+            expected = (dropped if added is None else dropped + residual).to(dtype)
+            for plain, over in ((draws.drop, draws.drop_), (draws.drop_compiled, draws.drop_compiled_)):
+                given = x.to(dtype)
+                assert torch.equal(plain(given, key, 6554, 1.5, added), expected)
+                assert torch.equal(given, x.to(dtype))
+                assert over(given, key, 6554, 1.5, added) is given
+                assert torch.equal(given, expected)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
@@ -668,8 +690,9 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
         test_tanh_gelu_matches_autograd((5, 7, 471), dtype, monkeypatch)
         for activation in activations.COMPILED_GATES:
             test_gated_activation_matches_autograd((5, 7, 471), True, activation, dtype, monkeypatch)
-        test_rms_norm_matches_autograd((3, 17, 1001), 2, True, dtype, monkeypatch)
+        test_rms_norm_matches_autograd((3, 17, 1001), 2, True, True, dtype, monkeypatch)
         test_lstm_matches_autograd(5, 9, 40, True, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):
         test_both_ways_draw_the_same(count)
+        test_both_ways_add_the_residual_and_write_over(count)
     test_nan_and_infinity_go_through()
