@@ -18,6 +18,7 @@ import torch
 
 from onnxtrain import ORTModule, cli
 from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tuned
+from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
 from onnxtrain.ops.machine import Machine
@@ -91,9 +92,26 @@ def test_on_a_busy_machine_the_expected_one_stays_and_nothing_is_trusted() -> No
         answer.add(name, 1e-3 if name == "onednn" else 9e-3, waited=0.5e-3)
         answer.settle(("aten", "onednn"))
     assert answer.choice == "aten"
-    assert answer.samples["aten"].calls == MOST_CALLS
+    assert answer.samples["onednn"].calls == MOST_CALLS
     assert not answer.is_clean
     assert times.merged({}, {"q": answer}) == {}
+
+
+def called(answer: Answer, count: int, waited: float) -> list[str]:
+    """What `answer` calls, where each call takes 1 ms, and threads wait so long of it."""
+    names = []
+    for _ in range(count):
+        names.append(answer.next(("aten", "onednn")))
+        answer.add(names[-1], 1e-3, waited)
+    return names
+
+
+def test_while_threads_wait_little_is_tried() -> None:
+    answer = Answer("")
+    assert called(answer, 2, waited=0.0) == ["aten", "onednn"]
+    busy = called(answer, 100, waited=0.5e-3)
+    assert busy.count("onednn") <= 1 + times.SHARE * 100
+    assert called(answer, 3, waited=0.0)[1:] != ["aten", "aten"]
 
 
 def test_a_slow_one_is_dropped_though_the_machine_is_busy() -> None:
@@ -104,6 +122,45 @@ def test_a_slow_one_is_dropped_though_the_machine_is_busy() -> None:
         answer.add("aten", 9e-3, waited=3e-3)
     answer.settle(("float32", "aten"))
     assert answer.choice == "float32"
+
+
+# At other sizes
+
+
+LINEAR = "onnxtrain::Linear() float"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "worse"),
+    [
+        ("1024x384 384x384 384", {"onednn"}),
+        ("4096x384 384x384 384", {"onednn"}),
+        ("2048x384 384x384T 384", set()),  # lies otherwise
+        ("2048x384 1536x384 1536", {"onednn"}),  # one size is another in two places
+        ("1024x384 1536x384 1536", set()),  # two are
+        ("64x384 384x384 384", set()),  # too far away
+        ("0x384 384x384 384", set()),
+        ("2048x384 384x384 -", set()),
+    ],
+)
+def test_what_is_worse_at_one_size_is_not_tried_at_the_next(sizes: str, worse: set[str]) -> None:
+    answers = {
+        f"{LINEAR} 2048x384 384x384 384": answered(aten=1e-3, onednn=1.3e-3, convolution=1.02e-3),
+        f"{LINEAR.replace('float', 'float16')} {sizes}": answered(aten=9e-3, onednn=1e-3),
+        f"{LINEAR} {sizes}": Answer("just asked"),
+    }
+    names = ("aten", "onednn", "convolution", "another")
+    assert worse_nearby(LINEAR, sizes, names, answers) == worse
+    assert worse_nearby(LINEAR, sizes, ("onednn", "another"), answers) == set()  # the best there has to be one of them
+
+
+def test_the_nearest_sizes_count() -> None:
+    answers = {
+        f"{LINEAR} 512x8 8x8 8": answered(aten=1e-3, onednn=2e-3),
+        f"{LINEAR} 1024x8 8x8 8": answered(aten=2e-3, onednn=1e-3),
+        f"{LINEAR} 4096x8 8x8 8": answered(aten=1e-3, onednn=2e-3),
+    }
+    assert worse_nearby(LINEAR, "1536x8 8x8 8", ("aten", "onednn"), answers) == {"aten"}
 
 
 # On disk
@@ -391,6 +448,24 @@ def test_what_is_expected_to_be_far_off_is_not_tried(tmp_path: pathlib.Path, mon
     monkeypatch.setattr(candidates, "onednn_product", pytest.fail)
     monkeypatch.setattr(trial, "FAR_OFF", 1.5)  # here oneDNN is expected to take six times as long
     steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(3, 2, 16), 4)
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
+    looks: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not looks:
+        monkeypatch.setattr(trial, "worse_nearby", lambda *_: set())
+    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    steps(module, torch.randn(64, 16), 1)
+    answers = tuned.answers_in(file_of(tmp_path))
+    asked = set(answers)
+    assert asked
+    for key in asked:
+        answers[key] = answered(aten=1e-3, onednn=2e-3, convolution=2e-3)
+    steps(module, torch.randn(96, 16), 2)
+    assert (set(answers) == asked) == looks
 
 
 def test_expected_shapes_have_a_number_for_every_size() -> None:

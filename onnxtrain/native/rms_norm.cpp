@@ -28,7 +28,7 @@ static void forward(const T *x, const T *scale, T *y, T *inv_std, int64_t count,
                 const Vec<T> v = load_first<T>(from + c, n);
                 return v * v;
             });
-            const T inverse = 1 / std::sqrt(squares / T(width) + T(epsilon));
+            const T inverse = 1 / square_root(squares / T(width) + T(epsilon));
             inv_std[r] = inverse;
             if (scale)
                 each_vector<T>(0, width, [=](int64_t c, auto n) {
