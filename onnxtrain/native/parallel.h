@@ -8,6 +8,7 @@
 #include <limits>
 #include <sched.h>
 #include <type_traits>
+#include <utility>
 
 extern "C" void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 extern "C" int omp_get_thread_num();

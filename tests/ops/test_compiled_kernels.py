@@ -623,7 +623,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     """Kernels as processors without AVX-512, and without AVX, get them: the same draws, the same gradients."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
     for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
