@@ -321,7 +321,7 @@ template <class T> static Vec<T> probabilities(const Problem &p, int64_t seen, T
         sum += e;
         store<T>(s + j * BLOCK, kept ? e : Vec<T>{});
     });
-    store<T>(logsumexp, sum == T(0) ? Vec<T>{} : top + logarithm<T>(sum));
+    store<T>(logsumexp, sum == T(0) ? Vec<T>{} : top + logarithm_above_one<T>(sum));
     return sum == T(0) ? Vec<T>{} : T(p.kept_scale) / sum;
 }
 
@@ -506,6 +506,7 @@ static void backward(const Problem &p, const S *dy, const S *q, const S *k, cons
     });
 }
 
+// Behind this file stands one FUNCTIONS: a library has those of one element type.
 #define FUNCTIONS(name, S, T)                                                                                              \
     extern "C" void forward_##name(const Problem *p, const S *q, const S *k, const S *v, const S *added,                  \
                                    const uint8_t *shown, S *y, T *logsumexp) {                                             \
@@ -515,7 +516,3 @@ static void backward(const Problem &p, const S *dy, const S *q, const S *k, cons
                                     const uint8_t *shown, S *dq, S *dk, S *dv, T *dscores) {                   \
         backward<S, T>(*p, dy, q, k, v, added, shown, dq, dk, dv, dscores);                                             \
     }
-
-FUNCTIONS(float, float, float)
-FUNCTIONS(double, double, double)
-FUNCTIONS(bfloat16, bfloat16, float)

@@ -53,7 +53,7 @@ template <class T> static inline Vec<T> exponential(Vec<T> x) {
 }
 
 // ln x for x >= 1. The bits of x are a line between its powers of 2; two of Halley's steps lead from it to the curve.
-template <class T> static inline Vec<T> logarithm(Vec<T> x) {
+template <class T> static inline Vec<T> logarithm_above_one(Vec<T> x) {
     typedef Powers<T> L;
     typename Lanes<T>::ivec bits;
     std::memcpy(&bits, &x, sizeof bits);
