@@ -326,7 +326,7 @@ template <class T> static Vec<T> probabilities(const Problem &p, int64_t seen, T
 }
 
 // Neighbouring heads of k and v, and those of q that share them, are worked on together: their rows lie side by side, and
-// memory that is read and written in order comes three times as fast.
+// memory is best read and written in order. One after another, heads of 32 took 1.2 (forward) to 1.5 times as long.
 constexpr int64_t ROW_BYTES = 1024, SCRATCH_BYTES = 512 << 10;  // longer rows bring nothing; level 2 caches hold the scratch
 
 struct Part {
