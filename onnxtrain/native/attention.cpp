@@ -1,11 +1,14 @@
-// Attention of one head at a time, scores in a block of rows that stays in the cache; Dao 2023,
-// https://arxiv.org/abs/2307.08691, with whole rows instead of the running maximum.
+// Attention, scores in a block of rows that stays in the cache; Dao 2023, https://arxiv.org/abs/2307.08691, with whole
+// rows instead of the running maximum.
 //
 //     s = scale * q @ k^T + added, `fill` where hidden      p = softmax(s)      y = drop(p) @ v
 //     dv = drop(p)^T @ dy      dp = drop(dy @ v^T)      ds = p * (dp - p . dp)      dq = scale * ds @ k      dk = scale * ds^T @ q
 //
-// Backward computes p again from q and k. The last axis of q, k, v, y and their gradients is dense; all other strides
-// are free. Sequences of one length lie in a batch; those of several lengths one after another, with offsets.
+// Backward computes p again from q and k. The scores of a block lie transposed, [column, row]: the lanes of a vector are
+// rows, so that the sums of softmax need no step across lanes, and products read k and v as they are.
+//
+// The last axis of q, k, v, y and their gradients is dense; all other strides are free. Sequences of one length lie in a
+// batch; those of several lengths one after another, with offsets.
 
 constexpr int BLOCK = 32;       // rows of q that are worked on together
 constexpr double HIDES = -1e30;  // what is added to a score, or put in its place, to hide it: this or less
@@ -15,9 +18,11 @@ constexpr double HIDES = -1e30;  // what is added to a score, or put in its plac
 template <class T, int M, int N, bool ADD>
 static inline void tile(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, T *c, int64_t cm) {
     Vec<T> sums[M][N];
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) sums[i][j] = ADD ? load<T>(c + i * cm + j * LANES<T>) : Vec<T>{};
     add_product<T, M, N>(depth, a, am, ak, b, bk, sums);
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) store<T>(c + i * cm + j * LANES<T>, sums[i][j]);
 }
@@ -37,7 +42,7 @@ static void product(int64_t m, int64_t n, int64_t k, const T *a, int64_t am, int
     for (; i < m; i++) row_of_tiles<T, 1, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
 }
 
-// Tensors. What is read is copied into dense scratch in the type of the sums, rows filled up with zeros.
+// Tensors. What is read is copied into dense scratch in the type of the sums, rows filled up with zeros to whole vectors.
 
 template <class S, class T> static inline T widened(S x) { return T(x); }
 
@@ -55,27 +60,25 @@ template <> inline void narrowed<float, bfloat16>(float x, bfloat16 *to) {  // t
     to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-template <class S, class T>
-static void copy_rows(const S *from, int64_t stride, int64_t rows, int64_t width, T factor, T *to, int64_t to_stride) {
-    for (int64_t i = 0; i < rows; i++) {
-        for (int64_t d = 0; d < width; d++) to[i * to_stride + d] = widened<S, T>(from[i * stride + d]) * factor;
-        for (int64_t d = width; d < to_stride; d++) to[i * to_stride + d] = 0;
-    }
+// A vector of what is read, of `count` elements and zeros, and back.
+template <class S, class T, class N> static inline Vec<T> read(const S *from, N count) {
+    if constexpr (std::is_same_v<S, T>) return load_first<T>(from, count);
+    T lanes[LANES<T>] = {};
+    for (int64_t i = 0; i < count; i++) lanes[i] = widened<S, T>(from[i]);
+    return load<T>(lanes);
+}
+template <class T, class S, class N> static inline void write(S *to, N count, Vec<T> x) {
+    if constexpr (std::is_same_v<S, T>) return store_first<T>(to, count, x);
+    T lanes[LANES<T>];
+    store<T>(lanes, x);
+    for (int64_t i = 0; i < count; i++) narrowed<T, S>(lanes[i], to + i);
 }
 
-template <class S, class T>
-static void copy_transposed(const S *from, int64_t stride, int64_t rows, int64_t width, T *to, int64_t to_stride) {
-    for (int64_t first = 0; first < rows; first += 16)
-        for (int64_t d = 0; d < width; d++)
-            for (int64_t i = first; i < std::min(first + 16, rows); i++) to[d * to_stride + i] = widened<S, T>(from[i * stride + d]);
-    for (int64_t d = 0; d < width; d++)
-        for (int64_t i = rows; i < to_stride; i++) to[d * to_stride + i] = 0;
-}
-
-template <class T, class S>
-static void write_rows(const T *from, int64_t from_stride, int64_t rows, int64_t width, S *to, int64_t stride) {
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t d = 0; d < width; d++) narrowed<T, S>(from[i * from_stride + d], to + i * stride + d);
+// to[j, i] = from[i, j]; both have room for whole tiles.
+template <class T> static void transpose(int64_t rows, int64_t columns, const T *from, int64_t from_stride, T *to, int64_t to_stride) {
+    for (int64_t i = 0; i < rows; i += LANES<T>)
+        for (int64_t j = 0; j < columns; j += LANES<T>)
+            transpose_tile<T>(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
 }
 
 // What all heads share. Strides are in elements: of the batch, head and row, and of the column for masks.
@@ -108,6 +111,14 @@ static Head head_of(const Problem &p, int64_t b, int64_t h) {
     return {0, h, row, rows, column, columns, count_before(p, b) + h * rows * columns, h * p.rows + row};
 }
 
+// A later head of the same sequence.
+static Head later(const Problem &p, Head at, int64_t count) {
+    at.h += count;
+    at.draws += count * at.rows * at.columns;
+    at.sums += count * p.rows;
+    return at;
+}
+
 static int64_t most_columns(const Problem &p) {
     if (p.row_offsets == nullptr) return p.columns;
     int64_t most = 0;
@@ -119,16 +130,37 @@ template <class S> static inline S *place(S *x, const int64_t *strides, int64_t 
     return x == nullptr ? nullptr : x + b * strides[0] + h * strides[1] + row * strides[2];
 }
 
-// Runs f(memory, item, state) for all items; a thread that is done takes the next. Memory and state are the thread's.
-template <class State, class F> static void for_items(int64_t threads, int64_t items, size_t bytes, const F &f) {
+// Copies rows of neighbouring heads, x being the first of them, in the order of memory; to[head, lines, padded width].
+template <class S, class T>
+static void copy_rows(const S *x, const int64_t *strides, int64_t heads, int64_t rows, int64_t width, T factor, T *to, int64_t lines) {
+    const int64_t wide = padded<T>(width);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < heads; h++)
+            each_vector<T>(0, width, [&](int64_t d, auto n) {
+                store<T>(to + (h * lines + i) * wide + d, read<S, T>(x + h * strides[1] + i * strides[2] + d, n) * factor);
+            });
+}
+
+// The other way round.
+template <class T, class S>
+static void write_rows(const T *from, int64_t lines, int64_t heads, int64_t rows, int64_t width, T factor, S *x, const int64_t *strides) {
+    const int64_t wide = padded<T>(width);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < heads; h++)
+            each_vector<T>(0, width, [&](int64_t d, auto n) {
+                write<T, S>(x + h * strides[1] + i * strides[2] + d, n, load<T>(from + (h * lines + i) * wide + d) * factor);
+            });
+}
+
+// Runs f(memory, item) for all items; a thread that is done takes the next. The memory is the thread's.
+template <class F> static void for_items(int64_t threads, int64_t items, size_t bytes, const F &f) {
     struct Freed { char *data; ~Freed() { std::free(data); } };
     std::atomic<int64_t> next{0};
     threads = std::min(threads, items);
     parallel_for(threads, threads, [&](int64_t, int64_t) {
         Freed memory{static_cast<char *>(std::aligned_alloc(64, (bytes + 4095) / 4096 * 4096))};
         if (memory.data == nullptr) std::abort();
-        State state;
-        for (int64_t item; (item = next++) < items;) f(memory.data, item, state);
+        for (int64_t item; (item = next++) < items;) f(memory.data, item);
     });
 }
 
@@ -141,50 +173,56 @@ struct Arena {
     }
 };
 
-// Masked scores of rows [first, first + count) in the columns [0, seen), columns behind them filled with -inf.
-template <class S, class T>
-static void masked_scores(const Problem &p, const Head &at, int64_t first, int64_t count, int64_t seen, const T *q, int64_t width,
-                          const T *keys, int64_t stride, const S *added, const uint8_t *shown, T *s) {
-    const T nothing = -std::numeric_limits<T>::infinity(), fill = T(p.fill);
-    const int64_t n = padded<T>(seen);
-    product<T, false>(count, n, p.width, q, width, 1, keys, stride, s, stride);
-    for (int64_t r = 0; r < count; r++) {
-        T *row = s + r * stride;
-        if (added != nullptr) {
-            const S *a = place(added, p.added, at.b, at.h, first + r);
-            if (p.added[3] == 1) for (int64_t j = 0; j < seen; j++) row[j] += widened<S, T>(a[j]);
-            else for (int64_t j = 0; j < seen; j++) row[j] += widened<S, T>(a[j * p.added[3]]);
-        }
-        if (shown != nullptr) {
-            const uint8_t *a = place(shown, p.shown, at.b, at.h, first + r);
-            for (int64_t j = 0; j < seen; j++) row[j] = a[j * p.shown[3]] ? row[j] : fill;
-        }
-        const int64_t end = p.causal ? std::min(seen, first + r + 1) : seen;
-        for (int64_t j = end; j < n; j++) row[j] = nothing;
+// f(column, row, what a mask holds for LANES rows of a block from this one on) for all columns.
+template <class S, class T, class F>
+static inline void each_of_mask(const S *mask, const int64_t *strides, int64_t count, int64_t seen, const F &f) {
+    const int64_t by_row = strides[2], by_column = strides[3];
+    if (by_row == 0) {
+        for (int64_t j = 0; j < seen; j++)
+            for (int64_t r = 0; r < count; r += LANES<T>) f(j, r, Vec<T>{} + widened<S, T>(mask[j * by_column]));
+        return;
     }
+    T tile[LANES<T> * LANES<T>] = {};
+    for (int64_t r = 0; r < count; r += LANES<T>)
+        for (int64_t j = 0; j < seen; j += LANES<T>) {
+            const int64_t rows = std::min<int64_t>(LANES<T>, count - r), columns = std::min<int64_t>(LANES<T>, seen - j);
+            const S *from = mask + r * by_row + j * by_column;
+            for (int64_t i = 0; i < rows; i++)
+                if (by_column == 1)
+                    each_vector<T>(0, columns, [&](int64_t, auto n) { store<T>(tile + i * LANES<T>, read<S, T>(from + i * by_row, n)); });
+                else
+                    for (int64_t c = 0; c < columns; c++) tile[i * LANES<T> + c] = widened<S, T>(from[i * by_row + c * by_column]);
+            transpose_tile<T>(tile, LANES<T>, tile, LANES<T>);
+            for (int64_t c = 0; c < columns; c++) f(j + c, r, load<T>(tile + c * LANES<T>));
+        }
 }
 
-// Turns a row of scores into probabilities; gives its logsumexp. Where all are -inf, they and it are 0 if `safe`, else NaN.
-template <class T> static T softmax(T *row, int64_t n, bool safe) {
-    if (n == 0) return 0;
-    Vec<T> top = load<T>(row);
-    for (int64_t j = LANES<T>; j < n; j += LANES<T>) {
-        const Vec<T> x = load<T>(row + j);
-        top = x > top ? x : top;
-    }
-    T most = most_of<T>(top);
-    if (most == -std::numeric_limits<T>::infinity() && safe) most = 0;
-    Vec<T> sums = {};
-    for (int64_t j = 0; j < n; j += LANES<T>) {
-        const Vec<T> e = exponential<T>(load<T>(row + j) - most);
-        store<T>(row + j, e);
-        sums += e;
-    }
-    const T sum = sum_of<T>(sums);
-    if (sum == 0) return 0;
-    const T factor = 1 / sum;
-    for (int64_t j = 0; j < n; j += LANES<T>) store<T>(row + j, load<T>(row + j) * factor);
-    return most + logarithm(sum);
+// Masks the scores s[column, row] of a block, of the columns [0, seen).
+template <class S, class T>
+static void mask_scores(const Problem &p, const Head &at, int64_t first, int64_t count, int64_t seen, const S *added, const uint8_t *shown, T *s) {
+    if (added != nullptr)
+        each_of_mask<S, T>(place(added, p.added, at.b, at.h, first), p.added, count, seen, [&](int64_t j, int64_t r, Vec<T> x) {
+            store<T>(s + j * BLOCK + r, load<T>(s + j * BLOCK + r) + x);
+        });
+    if (shown != nullptr)
+        each_of_mask<uint8_t, T>(place(shown, p.shown, at.b, at.h, first), p.shown, count, seen, [&](int64_t j, int64_t r, Vec<T> x) {
+            store<T>(s + j * BLOCK + r, x != T(0) ? load<T>(s + j * BLOCK + r) : Vec<T>{} + T(p.fill));
+        });
+    if (p.causal)
+        for (int64_t j = first + 1; j < seen; j++) std::fill(s + j * BLOCK, s + j * BLOCK + (j - first), -std::numeric_limits<T>::infinity());
+}
+
+// The greatest score of each of LANES rows. Where all are -inf it is 0 if `safe`, so that all probabilities are 0, not NaN.
+template <class T> static Vec<T> most_of_rows(int64_t seen, const T *s, bool safe) {
+    const Vec<T> nothing = Vec<T>{} - std::numeric_limits<T>::infinity();
+    Vec<T> tops[4] = {nothing, nothing, nothing, nothing};
+    int64_t j = 0;
+    for (; j + 4 <= seen; j += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) tops[i] = larger<T>(load<T>(s + (j + i) * BLOCK), tops[i]);
+    for (; j < seen; j++) tops[0] = larger<T>(load<T>(s + j * BLOCK), tops[0]);
+    const Vec<T> top = larger<T>(larger<T>(tops[0], tops[1]), larger<T>(tops[2], tops[3]));
+    return safe ? (top == nothing ? Vec<T>{} : top) : top;
 }
 
 // Whether masks hide a column from all rows [first, first + count), for LANES columns from `column` on.
@@ -239,141 +277,232 @@ static int64_t seen_by(const Problem &p, const Head &at, int64_t first, int64_t 
     return seen == all || each_sees<S, T>(p, at, first, count, seen, added, shown) ? seen : all;
 }
 
-// The draws of a row of scores, which count on from row to row and head to head.
-static inline const int16_t *draws_of(const Problem &p, const Head &at, int64_t row, int64_t count, int16_t *bits) {
-    const uint64_t first = uint64_t(at.draws + row * at.columns);
-    draw(bits, count + 3, first / 4, p.key);
-    return bits + first % 4;
+// The draws of a block: 32 bits for two neighbouring columns, [column / 2, row].
+static void draws_of(const Problem &p, const Head &at, int64_t first, int64_t count, int64_t seen, int32_t *draws) {
+    typedef uint32_t halves_t __attribute__((vector_size(32)));
+    for (int64_t r = 0; r < count; r += 8) {
+        const words_t element = (EIGHT + uint64_t(first + r)) * uint64_t(at.columns) + uint64_t(at.draws);
+        const words_t shift = element % 4 * 16;  // rows may begin within words
+        const bool whole = (at.draws | at.columns) % 4 == 0;
+        words_t z = unmixed(element / 4, p.key), word = mixed(z, p.key);
+        for (int64_t j = 0; j < seen; j += 4) {
+            const words_t next = mixed(z += GAMMA, p.key), four = whole ? word : word >> shift | next << 16 << (48 - shift);
+            const halves_t low = __builtin_convertvector(four, halves_t), high = __builtin_convertvector(four >> 32, halves_t);
+            std::memcpy(draws + j / 2 * BLOCK + r, &low, sizeof low);
+            std::memcpy(draws + (j / 2 + 1) * BLOCK + r, &high, sizeof high);
+            word = next;
+        }
+    }
 }
 
-template <class S, class T>
-static void forward_of_head(const Problem &p, const Head &at, const S *q, const S *k, const S *v, const S *added,
-                            const uint8_t *shown, S *y, T *logsumexp, bool new_keys, int64_t stride, char *memory) {
-    const int64_t width = padded<T>(p.width_v), group = at.h / (p.heads / p.shared);
-    Arena arena{memory};
-    T *keys = arena.take<T>(p.width * stride), *values = arena.take<T>(stride * width);
-    T *rows = arena.take<T>(BLOCK * p.width), *s = arena.take<T>(BLOCK * stride), *out = arena.take<T>(BLOCK * width);
-    int16_t *bits = arena.take<int16_t>(stride + 64);
-    if (new_keys) {
-        copy_transposed<S, T>(place(k, p.k, at.b, group, at.first_column), p.k[2], at.columns, p.width, keys, stride);
-        copy_rows<S, T>(place(v, p.v, at.b, group, at.first_column), p.v[2], at.columns, p.width_v, T(1), values, width);
+// f(column, which of LANES rows are kept) for all columns. Without draws all are.
+template <class T, class F> static inline void each_column(int64_t seen, const int32_t *draws, int64_t least, const F &f) {
+    typedef typename Lanes<T>::ivec mask;
+    int64_t j = 0;
+    if (draws == nullptr) {
+        for (; j < seen; j++) f(j, ~mask{});
+        return;
     }
-    for (int64_t first = 0; first < at.rows; first += BLOCK) {
-        const int64_t count = std::min<int64_t>(BLOCK, at.rows - first), seen = seen_by<S, T>(p, at, first, count, added, shown);
-        copy_rows<S, T>(place(q, p.q, at.b, at.h, at.first_row + first), p.q[2], count, p.width, T(p.scale), rows, p.width);
-        masked_scores<S, T>(p, at, first, count, seen, rows, p.width, keys, stride, added, shown, s);
-        for (int64_t r = 0; r < count; r++) {
-            T *row = s + r * stride;
-            logsumexp[at.sums + first + r] = softmax<T>(row, padded<T>(seen), p.safe);
-            if (p.key != nullptr) {
-                const int16_t *own = draws_of(p, at, first + r, seen, bits);
-                for (int64_t j = 0; j < seen; j += LANES<T>)
-                    store<T>(row + j, load<T>(row + j) * factor<T>(own + j, int16_t(p.least), T(p.kept_scale)));
-            }
+    const int32_t low = int32_t(least) * 65536;
+    typename Lanes<T>::pairs two;
+    for (; j < seen; j += 2) {
+        std::memcpy(&two, draws + j / 2 * BLOCK, sizeof two);
+        f(j, __builtin_convertvector(two << 16 >= low, mask));
+        if (j + 1 < seen) f(j + 1, __builtin_convertvector(two >= low, mask));  // what is below the upper half does not count
+    }
+}
+
+// Turns the scores of LANES rows into probabilities after dropout, but for a factor, which it gives.
+template <class T> static Vec<T> probabilities(const Problem &p, int64_t seen, T *s, const int32_t *draws, T *logsumexp) {
+    const Vec<T> top = most_of_rows<T>(seen, s, p.safe);
+    Vec<T> sum = {};
+    each_column<T>(seen, draws, p.least, [&](int64_t j, typename Lanes<T>::ivec kept) {
+        const Vec<T> e = exponential<T>(load<T>(s + j * BLOCK) - top);
+        sum += e;
+        store<T>(s + j * BLOCK, kept ? e : Vec<T>{});
+    });
+    store<T>(logsumexp, sum == T(0) ? Vec<T>{} : top + logarithm_above_one<T>(sum));
+    return sum == T(0) ? Vec<T>{} : T(p.kept_scale) / sum;
+}
+
+// Neighbouring heads of k and v, and those of q that share them, are worked on together: their rows lie side by side, and
+// memory is best read and written in order. One after another, heads of 32 took 1.2 (forward) to 1.5 times as long.
+constexpr int64_t ROW_BYTES = 1024, SCRATCH_BYTES = 512 << 10;  // longer rows bring nothing; level 2 caches hold the scratch
+
+struct Part {
+    int64_t b, first, count;
+};
+
+struct Split {
+    int64_t most, parts;  // heads of k and v in a part; parts of a sequence
+    Split(const Problem &p, int64_t row_bytes, int64_t scratch_bytes) {
+        const int64_t fits = std::min(ROW_BYTES / row_bytes, SCRATCH_BYTES / scratch_bytes), enough = p.batch * p.shared / (4 * p.threads);
+        const int64_t wanted = std::max<int64_t>(std::min(fits, enough), 1), count = (p.shared + wanted - 1) / wanted;
+        most = (p.shared + count - 1) / count;
+        parts = (p.shared + most - 1) / most;
+    }
+    Part part(const Problem &p, int64_t item) const {
+        const int64_t first = item % parts * most;
+        return {item / parts, first, std::min(most, p.shared - first)};
+    }
+};
+
+template <class S, class T>
+static void forward_of_part(const Problem &p, const Part &part, const S *q, const S *k, const S *v, const S *added,
+                            const uint8_t *shown, S *y, T *logsumexp, int64_t lines, char *memory) {
+    const int64_t wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
+    const int64_t each = p.heads / p.shared, heads = part.count * each, h0 = part.first * each;
+    Arena arena{memory};
+    T *keys = arena.take<T>(part.count * lines * wide), *values = arena.take<T>(part.count * lines * wide_v), *s = arena.take<T>(lines * BLOCK);
+    T *rows = arena.take<T>(heads * BLOCK * wide), *out = arena.take<T>(heads * BLOCK * wide_v);
+    T *turned = arena.take<T>(BLOCK * std::max(wide, wide_v)), *sums = arena.take<T>(BLOCK);
+    int32_t *draws = arena.take<int32_t>((lines / 2 + 2) * BLOCK);
+    const Head start = head_of(p, part.b, h0);
+    copy_rows<S, T>(place(k, p.k, start.b, part.first, start.first_column), p.k, part.count, start.columns, p.width, T(p.scale), keys, lines);
+    copy_rows<S, T>(place(v, p.v, start.b, part.first, start.first_column), p.v, part.count, start.columns, p.width_v, T(1), values, lines);
+    if (start.rows % LANES<T> != 0) std::fill(rows, rows + heads * BLOCK * wide, T(0));  // what fills the last rows up to whole vectors
+    for (int64_t first = 0; first < start.rows; first += BLOCK) {
+        const int64_t count = std::min<int64_t>(BLOCK, start.rows - first), n = padded<T>(count);
+        copy_rows<S, T>(place(q, p.q, start.b, h0, start.first_row + first), p.q, heads, count, p.width, T(1), rows, BLOCK);
+        for (int64_t h = 0; h < heads; h++) {
+            const Head at = later(p, start, h);
+            const int64_t seen = seen_by<S, T>(p, at, first, count, added, shown);
+            const T *own_keys = keys + h / each * lines * wide, *own_values = values + h / each * lines * wide_v;
+            transpose<T>(n, wide, rows + h * BLOCK * wide, wide, turned, BLOCK);
+            product<T, false>(seen, n, p.width, own_keys, wide, 1, turned, BLOCK, s, BLOCK);
+            mask_scores<S, T>(p, at, first, count, seen, added, shown, s);
+            if (p.key != nullptr) draws_of(p, at, first, count, seen, draws);
+            Vec<T> factors[BLOCK / LANES<T>];
+            for (int64_t r = 0; r < count; r += LANES<T>)
+                factors[r / LANES<T>] = probabilities<T>(p, seen, s + r, p.key != nullptr ? draws + r : nullptr, sums + r);
+            std::copy(sums, sums + count, logsumexp + at.sums + first);
+            product<T, false>(p.width_v, n, seen, own_values, 1, wide_v, s, BLOCK, turned, BLOCK);
+            for (int64_t d = 0; d < p.width_v; d++)
+                for (int64_t r = 0; r < n; r += LANES<T>) store<T>(turned + d * BLOCK + r, load<T>(turned + d * BLOCK + r) * factors[r / LANES<T>]);
+            transpose<T>(wide_v, n, turned, BLOCK, out + h * BLOCK * wide_v, wide_v);
         }
-        product<T, false>(count, width, seen, s, stride, 1, values, width, out, width);
-        write_rows<T, S>(out, width, count, p.width_v, place(y, p.y, at.b, at.h, at.first_row + first), p.y[2]);
+        write_rows<T, S>(out, BLOCK, heads, count, p.width_v, T(1), place(y, p.y, start.b, h0, start.first_row + first), p.y);
     }
 }
 
 template <class S, class T>
 static void forward(const Problem &p, const S *q, const S *k, const S *v, const S *added, const uint8_t *shown, S *y, T *logsumexp) {
-    const int64_t stride = padded<T>(most_columns(p)), width = padded<T>(p.width_v);
-    const size_t bytes = (p.width * stride + stride * width + BLOCK * (p.width + stride + width)) * sizeof(T) + (stride + 64) * 2 + 6 * 64;
-    struct Last { int64_t b = -1, group = -1; };
-    for_items<Last>(p.threads, p.batch * p.heads, bytes, [&](char *memory, int64_t item, Last &last) {
-        const int64_t b = item / p.heads, h = item % p.heads, group = h / (p.heads / p.shared);
-        const bool new_keys = last.b != b || last.group != group;
-        last = {b, group};
-        forward_of_head<S, T>(p, head_of(p, b, h), q, k, v, added, shown, y, logsumexp, new_keys, stride, memory);
+    const int64_t lines = padded<T>(most_columns(p)), wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
+    const int64_t own = lines * (wide + wide_v) + p.heads / p.shared * BLOCK * (wide + wide_v);
+    const Split split(p, p.width * sizeof(S), own * sizeof(T));
+    const size_t bytes = (split.most * own + lines * BLOCK + BLOCK * (std::max(wide, wide_v) + 1)) * sizeof(T) + (lines / 2 + 2) * BLOCK * 4 + 8 * 64;
+    for_items(p.threads, p.batch * split.parts, bytes, [&](char *memory, int64_t item) {
+        forward_of_part<S, T>(p, split.part(p, item), q, k, v, added, shown, y, logsumexp, lines, memory);
     });
 }
 
-// The gradient of the scores of one row, over what dy @ v^T gave; the probabilities become those after dropout.
-template <class T>
-static void scores_backward(const Problem &p, const Head &at, int64_t row, int64_t seen, T *s, T *ds, int16_t *bits, const uint8_t *shown) {
-    const int64_t n = padded<T>(seen);
-    Vec<T> sums = {};
-    for (int64_t j = seen; j < n; j++) ds[j] = 0;
-    if (p.key != nullptr) {
-        const int16_t *own = draws_of(p, at, row, seen, bits), least = int16_t(p.least);
-        const T kept = T(p.kept_scale);
-        for (int64_t j = 0; j < n; j += LANES<T>) {
-            const Vec<T> d = load<T>(ds + j) * factor<T>(own + j, least, kept);
-            store<T>(ds + j, d);
-            sums += d * load<T>(s + j);
-        }
-        const T mean = sum_of<T>(sums);
-        for (int64_t j = 0; j < n; j += LANES<T>) {
-            const Vec<T> probability = load<T>(s + j);
-            store<T>(ds + j, probability * (load<T>(ds + j) - mean));
-            store<T>(s + j, probability * factor<T>(own + j, least, kept));
-        }
-    } else {
-        for (int64_t j = 0; j < n; j += LANES<T>) sums += load<T>(ds + j) * load<T>(s + j);
-        const T mean = sum_of<T>(sums);
-        for (int64_t j = 0; j < n; j += LANES<T>) store<T>(ds + j, load<T>(s + j) * (load<T>(ds + j) - mean));
+// Turns the scores of LANES rows into probabilities after dropout, and ds, which holds dy @ v^T, into their gradients.
+template <class T> static void scores_backward(const Problem &p, int64_t seen, T *s, T *ds, const int32_t *draws) {
+    const Vec<T> top = most_of_rows<T>(seen, s, p.safe);
+    Vec<T> sum = {}, dot = {};
+    each_column<T>(seen, draws, p.least, [&](int64_t j, typename Lanes<T>::ivec kept) {
+        const Vec<T> e = exponential<T>(load<T>(s + j * BLOCK) - top), d = kept ? load<T>(ds + j * BLOCK) : Vec<T>{};
+        sum += e;
+        dot += e * d;
+        store<T>(ds + j * BLOCK, d);
+        store<T>(s + j * BLOCK, kept ? e : -e);  // the sign says what is dropped
+    });
+    const Vec<T> factor = sum == T(0) ? Vec<T>{} : 1 / sum, mean = dot * factor, kept_factor = factor * T(p.kept_scale);
+    for (int64_t j = 0; j < seen; j++) {
+        const Vec<T> probability = load<T>(s + j * BLOCK) * kept_factor, size = absolute<T>(probability);
+        store<T>(ds + j * BLOCK, size * (load<T>(ds + j * BLOCK) - mean));
+        store<T>(s + j * BLOCK, (size + probability) / 2);
     }
-    if (shown != nullptr)  // a hidden score is a constant, though its probability may not be 0
-        for (int64_t j = 0; j < seen; j++) ds[j] = shown[j * p.shown[3]] ? ds[j] : T(0);
 }
 
-// Gradients of one head of k and v, and of the heads of q that share it.
-template <class S, class T>
-static void backward_of_group(const Problem &p, int64_t b, int64_t g, const S *dy, const S *q, const S *k, const S *v, const S *added,
-                              const uint8_t *shown, S *dq, S *dk, S *dv, T *dscores, int64_t stride, char *memory) {
-    const int64_t wide = padded<T>(p.width), wide_v = padded<T>(p.width_v), each = p.heads / p.shared;
-    Arena arena{memory};
-    T *keys_t = arena.take<T>(p.width * stride), *values_t = arena.take<T>(p.width_v * stride);
-    T *keys = arena.take<T>(stride * wide), *sum_k = arena.take<T>(stride * wide), *sum_v = arena.take<T>(stride * wide_v);
-    T *rows = arena.take<T>(BLOCK * wide), *d_rows = arena.take<T>(BLOCK * wide_v);
-    T *s = arena.take<T>(BLOCK * stride), *ds = arena.take<T>(BLOCK * stride), *out = arena.take<T>(BLOCK * wide);
-    int16_t *bits = arena.take<int16_t>(stride + 64);
-    Head at = head_of(p, b, g * each);
-    const S *k_head = place(k, p.k, at.b, g, at.first_column), *v_head = place(v, p.v, at.b, g, at.first_column);
-    copy_transposed<S, T>(k_head, p.k[2], at.columns, p.width, keys_t, stride);
-    copy_transposed<S, T>(v_head, p.v[2], at.columns, p.width_v, values_t, stride);
-    copy_rows<S, T>(k_head, p.k[2], at.columns, p.width, T(p.scale), keys, wide);
-    std::fill(sum_k, sum_k + at.columns * wide, T(0));
-    std::fill(sum_v, sum_v + at.columns * wide_v, T(0));
-    for (int64_t h = g * each; h < (g + 1) * each; h++) {
-        at = head_of(p, b, h);
-        for (int64_t first = 0; first < at.rows; first += BLOCK) {
-            const int64_t count = std::min<int64_t>(BLOCK, at.rows - first), seen = seen_by<S, T>(p, at, first, count, added, shown), row = at.first_row + first;
-            copy_rows<S, T>(place(q, p.q, at.b, h, row), p.q[2], count, p.width, T(p.scale), rows, wide);
-            copy_rows<S, T>(place(dy, p.dy, at.b, h, row), p.dy[2], count, p.width_v, T(1), d_rows, wide_v);
-            masked_scores<S, T>(p, at, first, count, seen, rows, wide, keys_t, stride, added, shown, s);
-            product<T, false>(count, padded<T>(seen), p.width_v, d_rows, wide_v, 1, values_t, stride, ds, stride);
-            for (int64_t r = 0; r < count; r++) {
-                T *d_row = ds + r * stride;
-                softmax<T>(s + r * stride, padded<T>(seen), p.safe);
-                const uint8_t *own = place(shown, p.shown, at.b, h, first + r);
-                scores_backward<T>(p, at, first + r, seen, s + r * stride, d_row, bits, own);
-                if (dscores != nullptr) {
-                    T *target = dscores + at.draws + (first + r) * at.columns;
-                    std::copy(d_row, d_row + seen, target);
-                    std::fill(target + seen, target + at.columns, T(0));
-                }
-            }
-            product<T, false>(count, wide, seen, ds, stride, 1, keys, wide, out, wide);
-            write_rows<T, S>(out, wide, count, p.width, place(dq, p.dq, at.b, h, row), p.dq[2]);
-            product<T, true>(seen, wide, count, ds, 1, stride, rows, wide, sum_k, wide);
-            product<T, true>(seen, wide_v, count, s, 1, stride, d_rows, wide_v, sum_v, wide_v);
+// Writes ds[column, row] of a block out, row by row; what is not seen has no gradient.
+template <class T> static void write_scores(const Head &at, int64_t count, int64_t seen, const T *ds, T *to) {
+    T tile[LANES<T> * LANES<T>];
+    for (int64_t r = 0; r < count; r += LANES<T>)
+        for (int64_t j = 0; j < seen; j += LANES<T>) {
+            transpose_tile<T>(ds + j * BLOCK + r, BLOCK, tile, LANES<T>);
+            const int64_t rows = std::min<int64_t>(LANES<T>, count - r), columns = std::min<int64_t>(LANES<T>, seen - j);
+            for (int64_t i = 0; i < rows; i++)
+                each_vector<T>(0, columns, [&](int64_t, auto n) { store_first<T>(to + (r + i) * at.columns + j, n, load<T>(tile + i * LANES<T>)); });
         }
+    for (int64_t r = 0; r < count; r++) std::fill(to + r * at.columns + seen, to + (r + 1) * at.columns, T(0));
+}
+
+// sums[columns, wide] (+)= x[seen, count] @ rows[count, wide].
+template <class T>
+static void add_to_sums(bool fresh, int64_t columns, int64_t seen, int64_t wide, int64_t count, const T *x, const T *rows, T *sums) {
+    if (!fresh) return product<T, true>(seen, wide, count, x, BLOCK, 1, rows, wide, sums, wide);
+    product<T, false>(seen, wide, count, x, BLOCK, 1, rows, wide, sums, wide);
+    std::fill(sums + seen * wide, sums + columns * wide, T(0));
+}
+
+// Gradients of some heads of k and v, and of the heads of q that share them.
+template <class S, class T>
+static void backward_of_part(const Problem &p, const Part &part, const S *dy, const S *q, const S *k, const S *v, const S *added,
+                             const uint8_t *shown, S *dq, S *dk, S *dv, T *dscores, int64_t lines, char *memory) {
+    const int64_t wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
+    const int64_t each = p.heads / p.shared, heads = part.count * each, h0 = part.first * each;
+    Arena arena{memory};
+    T *keys = arena.take<T>(part.count * lines * wide), *values = arena.take<T>(part.count * lines * wide_v);
+    T *sum_k = arena.take<T>(part.count * lines * wide), *sum_v = arena.take<T>(part.count * lines * wide_v);
+    T *rows = arena.take<T>(heads * BLOCK * wide), *d_rows = arena.take<T>(heads * BLOCK * wide_v);
+    T *turned = arena.take<T>(BLOCK * std::max(wide, wide_v)), *out = arena.take<T>(heads * BLOCK * wide);
+    T *s = arena.take<T>(lines * BLOCK), *ds = arena.take<T>(lines * BLOCK);
+    int32_t *draws = arena.take<int32_t>((lines / 2 + 2) * BLOCK);
+    const Head start = head_of(p, part.b, h0);
+    copy_rows<S, T>(place(k, p.k, start.b, part.first, start.first_column), p.k, part.count, start.columns, p.width, T(p.scale), keys, lines);
+    copy_rows<S, T>(place(v, p.v, start.b, part.first, start.first_column), p.v, part.count, start.columns, p.width_v, T(1), values, lines);
+    if (start.rows % LANES<T> != 0) {  // what fills the last rows up to whole vectors
+        std::fill(rows, rows + heads * BLOCK * wide, T(0));
+        std::fill(d_rows, d_rows + heads * BLOCK * wide_v, T(0));
     }
-    write_rows<T, S>(sum_k, wide, at.columns, p.width, place(dk, p.dk, at.b, g, at.first_column), p.dk[2]);
-    write_rows<T, S>(sum_v, wide_v, at.columns, p.width_v, place(dv, p.dv, at.b, g, at.first_column), p.dv[2]);
+    if (start.rows == 0) {
+        std::fill(sum_k, sum_k + part.count * lines * wide, T(0));
+        std::fill(sum_v, sum_v + part.count * lines * wide_v, T(0));
+    }
+    const int64_t last = (start.rows - 1) / BLOCK * BLOCK;
+    for (int64_t first = last; start.rows > 0 && first >= 0; first -= BLOCK) {  // the last rows see most: with them sums begin
+        const int64_t count = std::min<int64_t>(BLOCK, start.rows - first), n = padded<T>(count), row = start.first_row + first;
+        copy_rows<S, T>(place(q, p.q, start.b, h0, row), p.q, heads, count, p.width, T(1), rows, BLOCK);
+        copy_rows<S, T>(place(dy, p.dy, start.b, h0, row), p.dy, heads, count, p.width_v, T(1), d_rows, BLOCK);
+        for (int64_t h = 0; h < heads; h++) {
+            const Head at = later(p, start, h);
+            const int64_t seen = seen_by<S, T>(p, at, first, count, added, shown);
+            const T *own_keys = keys + h / each * lines * wide, *own_values = values + h / each * lines * wide_v;
+            const T *own_rows = rows + h * BLOCK * wide, *own_d_rows = d_rows + h * BLOCK * wide_v;
+            transpose<T>(n, wide, own_rows, wide, turned, BLOCK);
+            product<T, false>(seen, n, p.width, own_keys, wide, 1, turned, BLOCK, s, BLOCK);
+            mask_scores<S, T>(p, at, first, count, seen, added, shown, s);
+            transpose<T>(n, wide_v, own_d_rows, wide_v, turned, BLOCK);
+            product<T, false>(seen, n, p.width_v, own_values, wide_v, 1, turned, BLOCK, ds, BLOCK);
+            if (p.key != nullptr) draws_of(p, at, first, count, seen, draws);
+            for (int64_t r = 0; r < count; r += LANES<T>) scores_backward<T>(p, seen, s + r, ds + r, p.key != nullptr ? draws + r : nullptr);
+            if (shown != nullptr)  // a hidden score is a constant, though its probability may not be 0
+                each_of_mask<uint8_t, T>(place(shown, p.shown, at.b, at.h, first), p.shown, count, seen, [&](int64_t j, int64_t r, Vec<T> x) {
+                    store<T>(ds + j * BLOCK + r, x != T(0) ? load<T>(ds + j * BLOCK + r) : Vec<T>{});
+                });
+            if (dscores != nullptr) write_scores<T>(at, count, seen, ds, dscores + at.draws + first * at.columns);
+            product<T, false>(p.width, n, seen, own_keys, 1, wide, ds, BLOCK, turned, BLOCK);
+            transpose<T>(wide, n, turned, BLOCK, out + h * BLOCK * wide, wide);
+            const bool fresh = first == last && h % each == 0;
+            add_to_sums<T>(fresh, at.columns, seen, wide, count, ds, own_rows, sum_k + h / each * lines * wide);
+            add_to_sums<T>(fresh, at.columns, seen, wide_v, count, s, own_d_rows, sum_v + h / each * lines * wide_v);
+        }
+        write_rows<T, S>(out, BLOCK, heads, count, p.width, T(1), place(dq, p.dq, start.b, h0, row), p.dq);
+    }
+    write_rows<T, S>(sum_k, lines, part.count, start.columns, p.width, T(p.scale), place(dk, p.dk, start.b, part.first, start.first_column), p.dk);
+    write_rows<T, S>(sum_v, lines, part.count, start.columns, p.width_v, T(1), place(dv, p.dv, start.b, part.first, start.first_column), p.dv);
 }
 
 template <class S, class T>
 static void backward(const Problem &p, const S *dy, const S *q, const S *k, const S *v, const S *added, const uint8_t *shown,
                      S *dq, S *dk, S *dv, T *dscores) {
-    const int64_t stride = padded<T>(most_columns(p)), wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
-    const size_t bytes = ((p.width + p.width_v + 2 * BLOCK + 2 * wide + wide_v) * stride + BLOCK * (2 * wide + wide_v)) * sizeof(T) +
-                         (stride + 64) * 2 + 12 * 64;
-    struct None {};
-    for_items<None>(p.threads, p.batch * p.shared, bytes, [&](char *memory, int64_t item, None &) {
-        backward_of_group<S, T>(p, item / p.shared, item % p.shared, dy, q, k, v, added, shown, dq, dk, dv, dscores, stride, memory);
+    const int64_t lines = padded<T>(most_columns(p)), wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
+    const int64_t own = lines * 2 * (wide + wide_v) + p.heads / p.shared * BLOCK * (2 * wide + wide_v);
+    const Split split(p, p.width * sizeof(S), own * sizeof(T));
+    const size_t bytes = (split.most * own + 2 * lines * BLOCK + BLOCK * std::max(wide, wide_v)) * sizeof(T) + (lines / 2 + 2) * BLOCK * 4 + 11 * 64;
+    for_items(p.threads, p.batch * split.parts, bytes, [&](char *memory, int64_t item) {
+        backward_of_part<S, T>(p, split.part(p, item), dy, q, k, v, added, shown, dq, dk, dv, dscores, lines, memory);
     });
 }
 

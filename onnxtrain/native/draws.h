@@ -4,9 +4,12 @@
 
 typedef uint64_t words_t __attribute__((vector_size(64)));
 
-static inline words_t eight_words(uint64_t first, const int64_t *key) {
-    const words_t lane = {0, 1, 2, 3, 4, 5, 6, 7};
-    words_t z = (lane + first) * 0x9e3779b97f4a7c15ull + uint64_t(key[0]);
+constexpr words_t EIGHT = {0, 1, 2, 3, 4, 5, 6, 7};
+
+constexpr uint64_t GAMMA = 0x9e3779b97f4a7c15ull;  // between what two counters are mixed from
+
+static inline words_t unmixed(words_t counters, const int64_t *key) { return counters * GAMMA + uint64_t(key[0]); }
+static inline words_t mixed(words_t z, const int64_t *key) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull ^ uint64_t(key[1]);
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
@@ -15,7 +18,7 @@ static inline words_t eight_words(uint64_t first, const int64_t *key) {
 // The draws of `count` elements from word `first` on, into `bits`, which has room for 64 more.
 static inline void draw(int16_t *bits, int64_t count, uint64_t first, const int64_t *key) {
     for (int64_t i = 0; i < count; i += 32) {
-        const words_t z = eight_words(first + i / 4, key);
+        const words_t z = mixed(unmixed(EIGHT + (first + i / 4), key), key);
         std::memcpy(bits + i, &z, sizeof z);
     }
 }

@@ -1,4 +1,5 @@
-// The exponential function of vectors, Cephes' polynomial for float, the series for double; and the sigmoid.
+// The exponential function of vectors, of least error among polynomials of its degree for float, the series for
+// double; its inverse, and the sigmoid.
 
 template <class T> struct Powers;
 template <> struct Powers<float> {
@@ -7,13 +8,13 @@ template <> struct Powers<float> {
     static constexpr int32_t one = 127 << 23;  // the bits of 1.0
     static constexpr float rounder = 12582912.0f, least = -87.33654f, log2e = 1.44269504088896341f;
     static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-    static inline Vec<T> small(Vec<T> r) {  // e^r for |r| <= ln 2 / 2
-        Vec<T> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-        p = p * r + 8.3334519073e-3f;
-        p = p * r + 4.1665795894e-2f;
-        p = p * r + 1.6666665459e-1f;
-        p = p * r + 5.0000001201e-1f;
-        return p * r * r + r + 1.0f;
+    static inline Vec<T> small(Vec<T> r) {  // e^r for |r| <= ln 2 / 2, but for 3.1e-9 of it
+        Vec<T> p = r * 1.3814539416e-3f + 8.3687454462e-3f;
+        p = p * r + 4.1668388993e-2f;
+        p = p * r + 1.6666521132e-1f;
+        p = p * r + 4.9999994040e-1f;
+        p = p * r + 1.0f;
+        return p * r + 1.0f;
     }
 };
 template <> struct Powers<double> {
@@ -49,6 +50,19 @@ template <class T> static inline Vec<T> exponential(Vec<T> x) {
     Vec<T> power;
     std::memcpy(&power, &bits, sizeof power);
     return x < L::least ? Vec<T>{} : L::small(r) * power;
+}
+
+// ln x for x >= 1. The bits of x are a line between its powers of 2; two of Halley's steps lead from it to the curve.
+template <class T> static inline Vec<T> logarithm_above_one(Vec<T> x) {
+    typedef Powers<T> L;
+    typename Lanes<T>::ivec bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    Vec<T> y = __builtin_convertvector(bits - L::one, Vec<T>) * (1 / L::log2e / T(int64_t(1) << L::mantissa));
+    for (int step = 0; step < 2; step++) {
+        const Vec<T> near = x * exponential<T>(-y);
+        y += 2 * (near - 1) / (near + 1);
+    }
+    return y;
 }
 
 // The sigmoid and its slope. e^-|x| gives it for either sign without overflow.

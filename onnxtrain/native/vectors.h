@@ -12,11 +12,13 @@ template <> struct Lanes<float> {
     typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
     typedef int32_t ivec __attribute__((vector_size(VECTOR_BYTES)));
     typedef int16_t bits __attribute__((vector_size(VECTOR_BYTES / 2)));
+    typedef int32_t pairs __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <> struct Lanes<double> {
     typedef double vec __attribute__((vector_size(VECTOR_BYTES)));
     typedef int64_t ivec __attribute__((vector_size(VECTOR_BYTES)));
     typedef int16_t bits __attribute__((vector_size(VECTOR_BYTES / 4)));
+    typedef int32_t pairs __attribute__((vector_size(VECTOR_BYTES / 2)));
 };
 
 template <class T> using Vec = typename Lanes<T>::vec;
@@ -48,6 +50,17 @@ template <class T, class F> static void parallel_vectors(int64_t count, int64_t 
     });
 }
 
+template <class T> static inline Vec<T> absolute(Vec<T> x) {
+    typename Lanes<T>::ivec bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits &= ~(typename Lanes<T>::ivec{} + 1 << (sizeof(T) * 8 - 1));
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Of each lane the larger; of a number that is missing and another, the second.
+template <class T> static inline Vec<T> larger(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
+
 // One number from all lanes: by halves, which needs few steps.
 template <class T, class F> static inline T folded(Vec<T> x, const F &f) {
     T lanes[LANES<T>];
@@ -71,6 +84,37 @@ static inline void add_product(int64_t depth, const T *a, int64_t am, int64_t ak
             for (int j = 0; j < N; j++) sums[i][j] += factor * row[j];
         }
     }
+}
+
+// a0 b0 a1 b1 ...: of the lower halves of a and b, or of the upper ones.
+template <class T, bool UPPER, int... I> static inline Vec<T> interleaved(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, ((UPPER * LANES<T> + I) / 2 + I % 2 * LANES<T>)...);
+#else
+    return __builtin_shuffle(a, b, typename Lanes<T>::ivec{((UPPER * LANES<T> + I) / 2 + I % 2 * LANES<T>)...});
+#endif
+}
+
+// LANES x LANES elements: to[j, i] = from[i, j]. Each round moves the first bit of a vector's number behind the last of
+// its lanes' numbers.
+template <class T> __attribute__((noinline)) static void transpose_tile(const T *from, int64_t from_stride, T *to, int64_t to_stride) {
+    constexpr int N = LANES<T>;
+    constexpr auto lanes = std::make_integer_sequence<int, N>();
+    Vec<T> x[N], y[N];
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) x[i] = load<T>(from + i * from_stride);
+#pragma GCC unroll 4
+    for (int round = 1; round < N; round *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < N / 2; i++) {
+            y[2 * i] = interleaved<T, false>(x[i], x[i + N / 2], lanes);
+            y[2 * i + 1] = interleaved<T, true>(x[i], x[i + N / 2], lanes);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) x[i] = y[i];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) store<T>(to + i * to_stride, x[i]);
 }
 
 // Memory that the caller frees.

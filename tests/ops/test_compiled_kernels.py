@@ -529,6 +529,17 @@ def test_offsets_outside_of_the_tokens_are_not_read() -> None:
         assert compiled.forward_of_sequences(q, q, q, Packed(torch.tensor(bad), good)) is None
 
 
+def test_keys_of_a_sequence_without_queries_have_no_gradient() -> None:
+    assert compiled.LIBRARIES[torch.float32].wait()
+    q, k, v = (torch.randn(count, 3, 24) for count in (40, 77, 77))
+    packed = Packed(torch.tensor([0, 0, 40, 40]), torch.tensor([0, 4, 44, 77]))
+    _, dk, dv = compiled.backward_of_sequences(q, q, k, v, packed) or pytest.fail("not compiled")
+    for gradient in (dk, dv):
+        assert gradient[4:44].abs().sum(-1).all()
+        assert not gradient[:4].any()
+        assert not gradient[44:].any()
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 31, 32, 33, 1023, 1025, 262_144 + 5])
 def test_both_ways_draw_the_same(count: int) -> None:
     assert draws.LIBRARY.wait()
