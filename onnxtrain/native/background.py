@@ -1,4 +1,4 @@
-"""Compilers that run beside a training: at low priority, one at a time, and never longer than the program."""
+"""What runs beside a training: compilers, at low priority, one at a time and never longer than the program; Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO
 
@@ -18,8 +18,10 @@ from typing import IO
 # then take: at 10, 10 % and 1.10 times as long; at 5, 25 % and 1.32; at 3, 43 % and 1.56. At 19 nothing ever ends.
 _NICENESS = "5"
 _GRACE_S = 1.0
+_REST = 10.0  # times what a piece of Python took
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
+_pieces = threading.Lock()
 _ending = threading.Event()
 
 
@@ -62,6 +64,19 @@ def turn(after_s: float = 0.0) -> Turn:
     with _changed:
         _queue.append(made)
     return made
+
+
+@contextlib.contextmanager
+def piece() -> Iterator[None]:
+    """A piece of Python beside a training, whose step it may hold up by as much: one at a time, then a rest.
+
+    The rest, on this thread, is ten times as long as the piece took of a processor. So work that is divided into pieces
+    takes a tenth of each step's time, where all at once it would make one step long.
+    """
+    with _pieces:
+        before = time.thread_time()
+        yield
+        time.sleep(_REST * (time.thread_time() - before))
 
 
 def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
