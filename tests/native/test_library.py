@@ -247,6 +247,22 @@ def test_the_step_that_asks_has_the_processor_for_itself(monkeypatch: pytest.Mon
     assert [seconds for thread, seconds in slept if thread == threading.get_ident()] == [0.75, 0.0]
 
 
+def test_a_piece_of_python_is_followed_by_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as long, by a clock of the test's own. No other thread has a piece meanwhile."""
+    now, slept = [5.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append((seconds, background._pieces.locked()))
+
+    monkeypatch.setattr(background, "time", SimpleNamespace(thread_time=lambda: now[0], sleep=sleep))
+    for seconds in (0.5, 0.25):
+        with background.piece():
+            assert background._pieces.locked()
+            now[0] += seconds
+    assert slept == [(5.0, True), (2.5, True)]
+    assert not background._pieces.locked()
+
+
 def test_what_is_there_waits_for_no_compiler() -> None:
     check(counter())
     with background.turn():
