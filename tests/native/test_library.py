@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -292,14 +293,15 @@ sleep 100
     library.request()
     another.request()
     assert time.perf_counter() - start < 1 and library.functions is None
-    while not pathlib.Path({str(notes)!r}).exists():
+    notes = pathlib.Path({str(notes)!r})
+    while not (notes.exists() and notes.read_text()):
         time.sleep(0.01)
     """
     output, _ = (process := in_process(code, CXX=str(slow))).communicate(timeout=60)
     assert process.returncode == 0, output
     assert output == "", "what was ended is no failure"
     pid, niceness, session = map(int, notes.read_text().split())
-    assert niceness == min(os.nice(0) + 5, 19)
+    assert niceness == min(os.nice(0) + int(background._NICENESS), 19)
     assert session == os.getsid(0), "Linux gives a session of its own as much time as the program's"
     for _ in range(100):
         if not is_running(pid):
@@ -307,6 +309,36 @@ sleep 100
         time.sleep(0.05)
     assert not is_running(pid)
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of processes are in /proc")
+def test_a_compiler_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It and what it started. One that pauses ends when it is asked to."""
+    monkeypatch.setattr(background, "_ending", ending := threading.Event())
+    monkeypatch.setattr(background, "_RUN_S", 0.02)
+    monkeypatch.setattr(background, "_PAUSE_S", 0.02)
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    child = background.start(command, subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout as said:
+        started = int(said.readline())
+    for pid in (child.pid, started):
+        wait_for_state(pid, paused=True)
+        wait_for_state(pid, paused=False)
+    monkeypatch.setattr(background, "_PAUSE_S", 60)
+    time.sleep(0.1)  # it may have begun a short pause
+    wait_for_state(child.pid, paused=True)
+    assert background.end(child) == -signal.SIGTERM
+    assert not is_running(child.pid)
+    ending.set()  # the thread's 60 s
+
+
+def wait_for_state(pid: int, *, paused: bool) -> None:
+    for _ in range(5000):
+        if (state_of(pid) == "T") == paused:
+            return
+        time.sleep(0.002)
+    pytest.fail(f"process {pid} is in state {state_of(pid)} all the time")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python itself says nothing
@@ -325,6 +357,11 @@ def test_a_program_that_ends_begins_no_compile(
 
 def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state_of(pid) != "Z"
     except OSError:
         return False
+
+
+def state_of(pid: int) -> str:
+    """R, S, D, T (stopped) or Z."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
