@@ -144,6 +144,7 @@ class Run:
             products_s=tuple(found["products_s"]),
             products=found["products"],
             products_flops=found["products_flops"],
+            kept=found["kept"],
             peak_flops=found["peak_flops"],
             turn=found["turn"],
         )

@@ -40,7 +40,7 @@ those of an installed package are.
 
 **Products.** The matrix products and convolutions of the eager step, without attention's, run alone in the same
 rounds, each by the fastest kernel known. That time over the step's time, the share, says how near a contender is to the
-limit that they set.
+limit that they set. Of it onnxtrain's step counts the part that it computes: rows that nobody reads are left out.
 
 **What the time goes to.** Under PyTorch's profiler, after the timed rounds: onnxtrain's step by the ops of its graph,
 eager's by PyTorch's operators.
@@ -78,8 +78,8 @@ and a Llama of 1.2 billion parameters in bfloat16, and BiasGelu and Slice at ONN
 """
 _LEGEND = """\
 `×` a contender: how many times its speed onnxtrain has, in *italics* where the project's goal is missed. Products: what
-the step's matrix products alone take of onnxtrain's step. Limit: how many times eager's speed a step of nothing but
-these products would have.
+its matrix products alone take of onnxtrain's step. Limit: how many times eager's speed a step of nothing but these
+products would have.
 """
 
 

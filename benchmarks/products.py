@@ -3,8 +3,8 @@
     eager step ─record─▶ products, with sizes and order ─try kernels─▶ one call each ─▶ timed in the rounds of the step
 
 Attention's products of batches are not among them (a kernel that never writes the scores has no such product to
-time), nor are recurrent layers, which are one op. A step that leaves work out, as onnxtrain does with rows that nobody
-reads, may be faster than this limit of the step as eager does it.
+time), nor are recurrent layers, which are one op. Onnxtrain leaves out rows that nobody reads: the limit of its step is
+lower by the operations that it has not (`matrix_flops`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from onnxtrain.ops.matmul.candidates import in_float32, onednn_product, product_
 
 aten = torch.ops.aten
 Call = Callable[[], object]
+Shapes = Sequence[list[int]]
 
 _OPAQUE = frozenset({aten.mkldnn_rnn_layer.default, aten._thnn_fused_lstm_cell.default})
 _TRIALS = 5
@@ -95,6 +96,43 @@ class Products:
         if on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter() - started
+
+
+def matrix_flops(step: Callable[[], object]) -> int:
+    """Floating-point operations of the step's products of two matrices: PyTorch's, oneDNN's, and 1×1 convolutions.
+
+    Convolutions that are none of these products are not counted: they are the same in every contender.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        step()
+    events = profile.events() or ()
+    return sum(_FLOPS[e.name](e.input_shapes) for e in events if e.name in _FLOPS)
+
+
+def _flops_of_product(shapes: Shapes) -> int:
+    """Of mm(a, b) and addmm(bias, a, b)."""
+    *_, a, b = (shape for shape in shapes if len(shape) == 2)
+    return 2 * math.prod(a) * b[1]
+
+
+def _flops_of_linear(shapes: Shapes) -> int:
+    """Of x[.., k] and weight[n, k]."""
+    return 2 * math.prod(shapes[0]) * shapes[1][0]
+
+
+def _flops_of_weight_gradient(shapes: Shapes) -> int:
+    """Of `product_by_convolution`: dy[.., n, rows, 1], whose pictures are one wide, and weight[n, k, 1, 1]."""
+    dy, _, weight = shapes[:3]
+    is_product = len(weight) == 4 and weight[2:] == [1, 1] and dy[3] == 1
+    return 2 * math.prod(dy) * weight[1] if is_product else 0
+
+
+_FLOPS: dict[str, Callable[[Shapes], int]] = {
+    "aten::mm": _flops_of_product,
+    "aten::addmm": _flops_of_product,
+    "mkldnn::_linear_pointwise": _flops_of_linear,
+    "aten::convolution_backward": _flops_of_weight_gradient,
+}
 
 
 def _fastest(func: Any, arguments: tuple[Any, ...]) -> tuple[Call, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import EAGER
+from benchmarks.contenders import EAGER, ONNXTRAIN
 from benchmarks.machine import Machine
 from benchmarks.other_programs import MOST
 from benchmarks.spent import Spent
@@ -91,6 +91,7 @@ class Measured:
         products: how many there are in a step.
         turn: how many steps a contender takes in a round; times are those of one.
         products_flops: floating-point operations of these products.
+        kept: how much of these operations onnxtrain's step has: it leaves out rows that nobody reads.
         peak_flops: those that the processor makes in a second at most; None where that is not known.
     """
 
@@ -102,19 +103,22 @@ class Measured:
     products: int
     turn: int = 1
     products_flops: int = 0
+    kept: float = 1.0
     peak_flops: float | None = None
 
     def of(self, contender: str) -> Timed | None:
         return next((timed for timed in self.contenders if timed.contender == contender), None)
 
     def share(self, contender: Timed) -> float | None:
-        """How much of a contender's step the eager step's matrix products would take at their best."""
-        return statistics.median(self.products_s) / contender.median_s if self.products_s else None
+        """How much of a contender's step its matrix products would take at their best."""
+        kept = self.kept if contender.contender == ONNXTRAIN else 1.0
+        return kept * statistics.median(self.products_s) / contender.median_s if self.products_s else None
 
     def limit(self) -> float | None:
-        """How many times eager's speed a step of nothing but these products would have."""
+        """How many times eager's speed a step of nothing but onnxtrain's products would have."""
         eager = self.of(EAGER)
-        return 1 / self.share(eager) if eager is not None and self.share(eager) else None
+        share = None if eager is None else self.share(eager)
+        return 1 / (share * self.kept) if share else None
 
 
 def speed_over(fast: Rounds, slow: Rounds) -> Quartiles:

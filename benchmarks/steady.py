@@ -27,7 +27,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.peak import peak_flops
 from benchmarks.processes import Tell
-from benchmarks.products import Products
+from benchmarks.products import Products, matrix_flops
 from benchmarks.spent import parts, spent
 from benchmarks.workload import Batch, Workload
 from benchmarks.workloads import WORKLOADS
@@ -91,9 +91,19 @@ def measure(
         "products_s": times[_PRODUCTS],
         "products": products.count if products else 0,
         "products_flops": products.operations if products else 0,
+        "kept": _kept(steppers, batches[0], products) if products else 1.0,
         "peak_flops": peak_flops() if products and workload.device == "cpu" else None,
         "others_cores": busy,
     }
+
+
+def _kept(steppers: dict[str, Stepper], batch: Batch, products: Products) -> float:
+    """How much of the operations of eager's products onnxtrain's step has, where both are there."""
+    eager, ours = steppers.get(EAGER), steppers.get(ONNXTRAIN)
+    if eager is None or ours is None or not products.operations:
+        return 1.0
+    spared = matrix_flops(lambda: eager.step(batch)) - matrix_flops(lambda: ours.step(batch))
+    return 1 - spared / products.operations
 
 
 _PRODUCTS = "products alone"

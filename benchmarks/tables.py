@@ -98,6 +98,8 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
             peak = measured.peak_flops
             most = "" if peak is None else f", {rate / peak:.0%} of the processor's {peak / 1e9:.0f}"
             yield f"They run at {rate / 1e9:.0f} GFLOP/s{most}."
+        if measured.kept < 0.995:
+            yield f"Onnxtrain's step has {measured.kept:.0%} of their operations: rows that nobody reads are left out."
         if (limit := measured.limit()) is not None:
             wanted = workload.goals.speed.get(EAGER)
             less = f": less than the goal of {wanted:g} ×" if wanted is not None and limit < wanted else ""

@@ -24,11 +24,12 @@ from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine
 from benchmarks.memory import peak_bytes
-from benchmarks.products import Products
+from benchmarks.products import Products, matrix_flops
 from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, speed_over
 from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
+from onnxtrain.ops.matmul.candidates import onednn_product, product_by_convolution
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
 QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
@@ -114,6 +115,25 @@ def test_products_are_those_of_the_step() -> None:
     products = Products(lambda: stepper.step(batch))
     assert products.count == 4 + 3 + 4, "forward, gradients of inputs but the first, gradients of weights"
     assert products.run() > 0
+
+
+def test_operations_are_counted_by_whichever_kernel() -> None:
+    """32 rows through a Linear of 8 to 16, forward and both gradients: three products of as many operations."""
+    x, weight, dy = torch.randn(32, 8), torch.randn(16, 8), torch.randn(32, 16)
+    each = 2 * 32 * 8 * 16
+
+    def eager() -> None:
+        torch.nn.functional.linear(x, weight, torch.zeros(16))
+        dy @ weight
+        dy.t() @ x
+
+    def others() -> None:
+        onednn_product(x, weight.t(), None, 1.0)
+        onednn_product(dy, weight, None, 1.0)
+        product_by_convolution(dy, x, 1.0)
+
+    assert matrix_flops(eager) == matrix_flops(others) == 3 * each
+    assert matrix_flops(lambda: torch.nn.functional.conv2d(torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 1, 1))) == 0
 
 
 def test_recurrent_layers_have_no_products_to_time() -> None:

@@ -63,13 +63,41 @@ def of_another_type(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x @ w).float() * x
 
 
+def reads_a_reshape_later(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = (x @ w).view(-1, 5, 1)
+    return y.relu().sum() + y.view(-1, 5)
+
+
+def reads_what_it_reshaped_later(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    return y.view(-1, 1, 5).relu().sum() + y
+
+
+def of_a_reshape_of_a_part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w)[1:].view(-1, 1, 5).relu().sum((0, 1)) + x
+
+
+def of_a_reshape_of_an_expanded_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sum(0, keepdim=True).expand(3, 5).view(3, 5, 1).relu()
+
+
+def of_a_reshaped_argument(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, 1, 5).relu() + w.view(1, 5, 5).exp()[:, 0]
+
+
+def with_its_reshape(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    return y.view(-1, 1, 5) * y[:, None] + y.view(1, -1, 5).sum(1)
+
+
 def with_a_size(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x.shape[0] * 3 - (x @ w > 0).sum()
 
 
 SEEN = {f.__name__: f for f in (
     reads_both, reads_a_view_later, writes_over_a_view, of_an_expanded_view, of_an_argument, given_out, with_itself,
-    of_another_shape, of_another_type, with_a_size,
+    of_another_shape, of_another_type, reads_a_reshape_later, reads_what_it_reshaped_later, of_a_reshape_of_a_part,
+    of_a_reshape_of_an_expanded_view, of_a_reshaped_argument, with_its_reshape, with_a_size,
 )}  # fmt: skip
 
 
@@ -109,6 +137,15 @@ def test_what_nobody_reads_is_written_over() -> None:
     torch.testing.assert_close(ours(x), model(x))
     assert ".relu_()" in sources(ours)
     assert ".add_(" in sources(ours)
+
+
+def test_all_of_it_in_another_shape_is_written_over() -> None:
+    """As behind the products of GPT-2, whose rows are flat."""
+    model = Model(lambda x, w: (x @ w).view(-1, 5, 1).unsqueeze(0).relu().view(-1, 5))
+    ours = ORTModule(model)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), model(x))
+    assert ".relu_()" in sources(ours)
 
 
 def test_a_users_function_may_keep_what_it_gives() -> None:

@@ -18,10 +18,10 @@ import torch
 
 from onnxtrain import ORTModule, cli
 from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tuned
+from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
 from onnxtrain.ops.machine import Machine
-from onnxtrain.ops.matmul import affine, candidates, linear
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
 
 NATIVE, NONE = {torch.bfloat16: 6.0}, {torch.bfloat16: 0.19}
@@ -91,9 +91,26 @@ def test_on_a_busy_machine_the_expected_one_stays_and_nothing_is_trusted() -> No
         answer.add(name, 1e-3 if name == "onednn" else 9e-3, waited=0.5e-3)
         answer.settle(("aten", "onednn"))
     assert answer.choice == "aten"
-    assert answer.samples["aten"].calls == MOST_CALLS
+    assert answer.samples["onednn"].calls == MOST_CALLS
     assert not answer.is_clean
     assert times.merged({}, {"q": answer}) == {}
+
+
+def called(answer: Answer, count: int, waited: float) -> list[str]:
+    """What `answer` calls, where each call takes 1 ms, and threads wait so long of it."""
+    names = []
+    for _ in range(count):
+        names.append(answer.next(("aten", "onednn")))
+        answer.add(names[-1], 1e-3, waited)
+    return names
+
+
+def test_while_threads_wait_little_is_tried() -> None:
+    answer = Answer("")
+    assert called(answer, 2, waited=0.0) == ["aten", "onednn"]
+    busy = called(answer, 100, waited=0.5e-3)
+    assert busy.count("onednn") <= 1 + times.SHARE * 100
+    assert called(answer, 3, waited=0.0)[1:] != ["aten", "aten"]
 
 
 def test_a_slow_one_is_dropped_though_the_machine_is_busy() -> None:
@@ -104,6 +121,45 @@ def test_a_slow_one_is_dropped_though_the_machine_is_busy() -> None:
         answer.add("aten", 9e-3, waited=3e-3)
     answer.settle(("float32", "aten"))
     assert answer.choice == "float32"
+
+
+# At other sizes
+
+
+LINEAR = "onnxtrain::Linear() float"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "worse"),
+    [
+        ("1024x384 384x384 384", {"onednn"}),
+        ("4096x384 384x384 384", {"onednn"}),
+        ("2048x384 384x384T 384", set()),  # lies otherwise
+        ("2048x384 1536x384 1536", {"onednn"}),  # one size is another in two places
+        ("1024x384 1536x384 1536", set()),  # two are
+        ("64x384 384x384 384", set()),  # too far away
+        ("0x384 384x384 384", set()),
+        ("2048x384 384x384 -", set()),
+    ],
+)
+def test_what_is_worse_at_one_size_is_not_tried_at_the_next(sizes: str, worse: set[str]) -> None:
+    answers = {
+        f"{LINEAR} 2048x384 384x384 384": answered(aten=1e-3, onednn=1.3e-3, convolution=1.02e-3),
+        f"{LINEAR.replace('float', 'float16')} {sizes}": answered(aten=9e-3, onednn=1e-3),
+        f"{LINEAR} {sizes}": Answer("just asked"),
+    }
+    names = ("aten", "onednn", "convolution", "another")
+    assert worse_nearby(LINEAR, sizes, names, answers) == worse
+    assert worse_nearby(LINEAR, sizes, ("onednn", "another"), answers) == set()  # the best there has to be one of them
+
+
+def test_the_nearest_sizes_count() -> None:
+    answers = {
+        f"{LINEAR} 512x8 8x8 8": answered(aten=1e-3, onednn=2e-3),
+        f"{LINEAR} 1024x8 8x8 8": answered(aten=2e-3, onednn=1e-3),
+        f"{LINEAR} 4096x8 8x8 8": answered(aten=1e-3, onednn=2e-3),
+    }
+    assert worse_nearby(LINEAR, "1536x8 8x8 8", ("aten", "onednn"), answers) == {"aten"}
 
 
 # On disk
@@ -244,13 +300,10 @@ def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tuned._ANSWERS.clear()
 
 
-def slowed(function: Any) -> Any:
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.02)
-        return function(*arguments)
-
-    slow.__name__ = function.__name__
-    return slow
+def taking(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """Calls of each candidate count as so long, whatever this machine is busy with; of the others as 0.1 s."""
+    add = Answer.add
+    monkeypatch.setattr(Answer, "add", lambda self, name, *_: add(self, name, seconds.get(name, 0.1)))
 
 
 class Net(torch.nn.Module):
@@ -292,24 +345,18 @@ def forward_of(module: ORTModule) -> Any:
 def test_the_faster_kernel_is_found_and_kept(
     slow: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if slow == "aten":
-        monkeypatch.setattr(affine, "linear", slowed(linear))
-    else:
-        monkeypatch.setattr(candidates, "onednn_product", slowed(candidates.onednn_product))
+    taking(monkeypatch, **{"aten": 1e-3, "onednn": 1e-3, slow: 2e-3})
     torch.manual_seed(0)
     module = ORTModule(Net(), tuning_results_path=tmp_path)
     steps(module, torch.randn(3, 5, 16), 2 * SAMPLES + 4)
     chosen = {a.choice for q, a in load(file_of(tmp_path)).items() if "Linear" in q}
     assert chosen == {"onednn" if slow == "aten" else "aten"}
     assert ("onednn_product" in forward_of(module).source) == (slow == "aten")
-    started = time.perf_counter()
-    steps(module, torch.randn(3, 5, 16), 1)
-    assert slow == "aten" or time.perf_counter() - started < 0.04, "the slow kernel still runs"
 
 
 @pytest.mark.usefixtures("everything_is_worth_it")
 def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "onednn_product", slowed(candidates.onednn_product))
+    taking(monkeypatch, aten=1e-3)
     module = ORTModule(Net(), tuning_results_path=tmp_path)
     x = torch.randn(4, 16)
     steps(module, x, 2 * SAMPLES + 4)
@@ -338,8 +385,7 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
     assert "onednn_product" not in forward_of(module).source
     tuned._ANSWERS.clear()
 
-    monkeypatch.setattr(affine, "linear", slowed(linear))
-    monkeypatch.setattr(torch.nn.functional, "linear", slowed(torch.nn.functional.linear))
+    taking(monkeypatch, onednn=1e-3)
     steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(8, 16), 2 * SAMPLES + 4)
     tuned._ANSWERS.clear()
     again = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
@@ -349,7 +395,7 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
 
 @pytest.mark.usefixtures("everything_is_worth_it")
 def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affine, "linear", slowed(linear))
+    taking(monkeypatch)
     module = ORTModule(Net(), tuning_results_path=tmp_path, max_tuning_duration_ms=1)
     steps(module, torch.randn(3, 8, 16), 1)
     answers = tuned.answers_in(file_of(tmp_path))
@@ -387,10 +433,32 @@ def test_what_is_handed_elsewhere_is_not_kept_alive() -> None:
 
 
 @pytest.mark.usefixtures("everything_is_worth_it")
-def test_what_is_expected_to_be_far_off_is_not_tried(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "onednn_product", pytest.fail)
-    monkeypatch.setattr(trial, "FAR_OFF", 1.5)  # here oneDNN is expected to take six times as long
+@pytest.mark.parametrize("far_off", [1.5, 100.0])  # here oneDNN is expected to take six times as long
+def test_what_is_expected_to_be_far_off_is_not_tried(
+    far_off: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "FAR_OFF", far_off)
     steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(3, 2, 16), 4)
+    tried = {name for answer in tuned.answers_in(file_of(tmp_path)).values() for name in answer.samples}
+    assert ("onednn" in tried) == (far_off > 6)
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
+    looks: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not looks:
+        monkeypatch.setattr(trial, "worse_nearby", lambda *_: set())
+    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    steps(module, torch.randn(64, 16), 1)
+    answers = tuned.answers_in(file_of(tmp_path))
+    asked = set(answers)
+    assert asked
+    for key in asked:
+        answers[key] = answered(aten=1e-3, onednn=2e-3, convolution=2e-3)
+    steps(module, torch.randn(96, 16), 2)
+    assert (set(answers) == asked) == looks
 
 
 def test_expected_shapes_have_a_number_for_every_size() -> None:

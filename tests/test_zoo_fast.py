@@ -21,7 +21,7 @@ MODELS = [
 
 
 def fast(module: torch.nn.Module) -> torch.nn.Module:
-    for library in (compiled.LIBRARY, draws.LIBRARY):
+    for library in (compiled.LIBRARIES[torch.float32], draws.LIBRARY):
         library.wait()
     return ORTModule(module, rng="fast")
 

@@ -31,7 +31,7 @@ from onnxtrain.graph.alias import viewed
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Property
+from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Overwriting, Property
 from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
@@ -449,9 +449,11 @@ _IN_PLACE = {"+": "add_", "-": "sub_", "*": "mul_", "/": "div_"}
 
 
 def _in_place(call: Call) -> Call | None:
-    """The call that writes the result over its first argument; None where PyTorch has none."""
+    """The call that writes the result over its first argument; None where there is none."""
     if not call.args or not isinstance(call.args[0], _Ref):
         return None
+    if isinstance(call, Overwriting):
+        return Call(call.over, *call.args)
     if isinstance(call, Infix):
         method = _IN_PLACE.get(call.symbol, "")
     else:

@@ -184,7 +184,7 @@ template <class T> static T softmax(T *row, int64_t n, bool safe) {
     if (sum == 0) return 0;
     const T factor = 1 / sum;
     for (int64_t j = 0; j < n; j += LANES<T>) store<T>(row + j, load<T>(row + j) * factor);
-    return most + std::log(sum);
+    return most + logarithm(sum);
 }
 
 // Whether masks hide a column from all rows [first, first + count), for LANES columns from `column` on.
@@ -377,6 +377,7 @@ static void backward(const Problem &p, const S *dy, const S *q, const S *k, cons
     });
 }
 
+// Behind this file stands one FUNCTIONS: a library has those of one element type.
 #define FUNCTIONS(name, S, T)                                                                                              \
     extern "C" void forward_##name(const Problem *p, const S *q, const S *k, const S *v, const S *added,                  \
                                    const uint8_t *shown, S *y, T *logsumexp) {                                             \
@@ -386,7 +387,3 @@ static void backward(const Problem &p, const S *dy, const S *q, const S *k, cons
                                     const uint8_t *shown, S *dq, S *dk, S *dv, T *dscores) {                   \
         backward<S, T>(*p, dy, q, k, v, added, shown, dq, dk, dv, dscores);                                             \
     }
-
-FUNCTIONS(float, float, float)
-FUNCTIONS(double, double, double)
-FUNCTIONS(bfloat16, bfloat16, float)

@@ -18,8 +18,8 @@ from typing import IO
 # then take: at 10, 10 % and 1.10 times as long; at 5, 25 % and 1.32; at 3, 43 % and 1.56. At 19 nothing ever ends.
 _NICENESS = "5"
 # Such threads wait for each other at each operator. Where the scheduler puts both on one core and leaves the other to a
-# compiler, it takes up to 300 ms to put that right: seen in steps of 400 to 680 ms that take 210 else. When the compiler
-# pauses, one of them moves to its core at once.
+# compiler, it takes up to 300 ms to put that right: seen in steps of 400 to 680 ms, where others take 210. When the
+# compiler pauses, one of them moves to its core at once.
 _RUN_S, _PAUSE_S = 0.06, 0.02
 _GRACE_S = 1.0
 _REST = 10.0  # times what a piece of Python took

@@ -78,7 +78,7 @@ void forward(const float *x, const float *scale, const float *b, float *y, float
     });
     for (int64_t c = 0; c < channels; c++) {
         const double off = totals[c] / double(count);  // what rounding the mean to float left
-        const double v = std::max(totals[padded + c] / double(count) - off * off, 0.0), inverse = 1 / std::sqrt(v + epsilon);
+        const double v = std::max(totals[padded + c] / double(count) - off * off, 0.0), inverse = 1 / square_root(v + epsilon);
         var[c] = float(v);
         inv_std[c] = float(inverse);
         factor[c] = scale ? float(inverse * scale[c]) : float(inverse);

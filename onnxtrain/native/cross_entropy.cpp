@@ -38,7 +38,7 @@ static void forward(const T *x, const int64_t *labels, const T *weights, int64_t
             const T *row = x + r * classes;
             const int64_t label = labels[r];
             peak[r] = largest(row, classes);
-            log_sum[r] = std::log(sum_of_powers(row, classes, peak[r]));
+            log_sum[r] = logarithm(sum_of_powers(row, classes, peak[r]));
             loss[r] = weight[r] = 0;
             if (label == ignored) continue;
             if (label < 0 || label >= classes) { any = 1; continue; }

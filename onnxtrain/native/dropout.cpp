@@ -1,4 +1,5 @@
-// Dropout by draws from a key: y = x * (draw >= least ? scale : 0), elements in the order of a contiguous tensor.
+// Dropout by draws from a key: y = x * (draw >= least ? scale : 0) + residual, elements in the order of a contiguous
+// tensor. residual may be null; y may lie where x does.
 
 constexpr int64_t CHUNK = 1024;  // elements whose draws are made together
 
@@ -14,24 +15,36 @@ template <class F> static void in_chunks(const int64_t *key, int64_t count, int6
     });
 }
 
-template <class T>
-static void dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads) {
+// join(offset, count, x * factor) for all vectors: what y is there.
+template <class T, class F>
+static void dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads, const F &join) {
     const int16_t low = int16_t(least);
     in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *draws) {
-        int64_t i = 0;
-        for (; i + LANES<T> <= n; i += LANES<T>) store<T>(y + at + i, load<T>(x + at + i) * factor<T>(draws + i, low, scale));
-        for (; i < n; i++) y[at + i] = x[at + i] * (draws[i] >= low ? scale : T(0));
+        each_vector<T>(0, n, [=](int64_t i, auto m) {
+            const Vec<T> kept = load_first<T>(x + at + i, m) * factor<T>(draws + i, low, scale);
+            store_first<T>(y + at + i, m, join(at + i, m, kept));
+        });
     });
+}
+
+template <class T>
+static void dropout(const T *x, const T *residual, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads) {
+    if (residual)
+        dropout<T>(x, y, key, least, scale, count, threads, [=](int64_t at, auto n, Vec<T> kept) {
+            return kept + load_first<T>(residual + at, n);
+        });
+    else
+        dropout<T>(x, y, key, least, scale, count, threads, [](int64_t, auto, Vec<T> kept) { return kept; });
 }
 
 extern "C" {
 
-void dropout_float(const float *x, float *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
-    dropout<float>(x, y, key, least, float(scale), count, threads);
+void dropout_float(const float *x, const float *residual, float *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
+    dropout<float>(x, residual, y, key, least, float(scale), count, threads);
 }
 
-void dropout_double(const double *x, double *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
-    dropout<double>(x, y, key, least, scale, count, threads);
+void dropout_double(const double *x, const double *residual, double *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
+    dropout<double>(x, residual, y, key, least, scale, count, threads);
 }
 
 // 1 where an element is kept.

@@ -1,13 +1,18 @@
 // Runs loops on the threads of PyTorch's own OpenMP pool: no second pool, no <omp.h>, no compiler flag.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <sched.h>
 #include <type_traits>
+
+// Without <cmath>, which takes as long to read as all these together: 0.06 s of a compile of 0.3.
+static inline float square_root(float x) { return __builtin_sqrtf(x); }
+static inline double square_root(double x) { return __builtin_sqrt(x); }
+static inline float logarithm(float x) { return __builtin_logf(x); }
+static inline double logarithm(double x) { return __builtin_log(x); }
 
 extern "C" void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 extern "C" int omp_get_thread_num();

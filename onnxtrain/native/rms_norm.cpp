@@ -1,7 +1,7 @@
 // Root mean square norm of rows x[count, width] and its gradient; Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
 //
 //     inv_std = 1 / sqrt(mean(x^2) + epsilon)      y = x * inv_std * scale
-//     dx = inv_std * (g - z * mean(g * z))         dscale = sum(dy * z)        with z = x * inv_std, g = dy * scale
+//     dx = inv_std * (g - z * mean(g * z)) + added        dscale = sum(dy * z)        with z = x * inv_std, g = dy * scale
 
 constexpr int64_t BLOCK = 16;  // rows whose dscale is added in the elements' type; blocks are added in double
 constexpr int CHAINS = 4;      // sums that do not wait for each other
@@ -28,7 +28,7 @@ static void forward(const T *x, const T *scale, T *y, T *inv_std, int64_t count,
                 const Vec<T> v = load_first<T>(from + c, n);
                 return v * v;
             });
-            const T inverse = 1 / std::sqrt(squares / T(width) + T(epsilon));
+            const T inverse = 1 / square_root(squares / T(width) + T(epsilon));
             inv_std[r] = inverse;
             if (scale)
                 each_vector<T>(0, width, [=](int64_t c, auto n) {
@@ -40,9 +40,10 @@ static void forward(const T *x, const T *scale, T *y, T *inv_std, int64_t count,
     });
 }
 
-// scale, dx and dscale may be null.
+// scale, added, dx and dscale may be null.
 template <class T>
-static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, T *dx, T *dscale, int64_t count, int64_t width, int64_t threads) {
+static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, const T *added, T *dx, T *dscale,
+                     int64_t count, int64_t width, int64_t threads) {
     threads = std::min(team(count, width, threads), std::max<int64_t>(count, 1));
     const int64_t part = (count + threads - 1) / threads, padded = ::padded<T>(width);
     double *partial = dscale ? static_cast<double *>(std::calloc(size_t(threads * padded), sizeof(double))) : nullptr;
@@ -64,10 +65,11 @@ static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, 
                             return slope(c, n) * (load_first<T>(from + c, n) * inverse);
                         });
                         const T mean = sum / T(width);
+                        const T *other = added ? added + r * width : nullptr;
                         T *to = dx + r * width;
                         each_vector<T>(0, width, [=](int64_t c, auto n) {
-                            const Vec<T> z = load_first<T>(from + c, n) * inverse;
-                            store_first<T>(to + c, n, (slope(c, n) - z * mean) * inverse);
+                            const Vec<T> z = load_first<T>(from + c, n) * inverse, own = (slope(c, n) - z * mean) * inverse;
+                            store_first<T>(to + c, n, other ? own + load_first<T>(other + c, n) : own);
                         });
                     }
                     if (dscale)
@@ -95,9 +97,10 @@ static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, 
                                    double epsilon, int64_t threads) {                                                      \
         forward<TYPE>(x, scale, y, inv_std, count, width, epsilon, threads);                                               \
     }                                                                                                                      \
-    extern "C" void backward_##TYPE(const TYPE *dy, const TYPE *x, const TYPE *scale, const TYPE *inv_std, TYPE *dx,       \
-                                    TYPE *dscale, int64_t count, int64_t width, int64_t threads) {                         \
-        backward<TYPE>(dy, x, scale, inv_std, dx, dscale, count, width, threads);                                          \
+    extern "C" void backward_##TYPE(const TYPE *dy, const TYPE *x, const TYPE *scale, const TYPE *inv_std,                 \
+                                    const TYPE *added, TYPE *dx, TYPE *dscale, int64_t count, int64_t width,               \
+                                    int64_t threads) {                                                                     \
+        backward<TYPE>(dy, x, scale, inv_std, added, dx, dscale, count, width, threads);                                   \
     }
 
 DEFINE(float)

@@ -21,7 +21,7 @@ from onnxtrain.graph import axes as axis_maps
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import TensorType, rank_of
+from onnxtrain.graph.values import TensorType, rank_of, type_of
 from onnxtrain.ops.machine import Machine, Shapes
 
 OPSET = 23  # ai.onnx inside the pipeline; written files may ask for another
@@ -92,6 +92,16 @@ class Call:
 
     def evaluate(self) -> Any:
         return self.function(*map(_value, self.args), **{k: _value(v) for k, v in self.kwargs.items()})
+
+
+class Overwriting(Call):
+    """A call of a function that another one stands beside, which writes the result over its first argument."""
+
+    __slots__ = ("over",)
+
+    def __init__(self, function: Callable[..., Any], over: Callable[..., Any], *args: Any) -> None:
+        super().__init__(function, *args)
+        self.over = over
 
 
 class Infix(Call):
@@ -336,6 +346,8 @@ class OpDef:
         same_elements: whether its output has the elements of its first input in their order, in another shape or
             element type perhaps.
         moves: inputs whose elements its outputs hold as they are, each at most once.
+        adds: the name of an optional input of the first output's type, which is added to that output and no other; "":
+            there is none.
         factor: from the node, see Factor; None where a number that multiplies has to stay where it is.
         cpp: of an elementwise op, its C++ on elements `{0}`, `{1}`, through which NaN goes as in PyTorch; "": none.
             Small programs that become one compiled call are made of them.
@@ -371,6 +383,7 @@ class OpDef:
     sized: frozenset[str] = frozenset()
     same_elements: bool = False
     moves: frozenset[str] = frozenset()
+    adds: str = ""
     factor: Callable[[NodeView], Factor | None] | None = None
     cpp: str = ""
 
@@ -384,7 +397,11 @@ class OpDef:
         return NodeView(node, self, None if wanted is None else frozenset(wanted))
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
-        return self.shapes(self.view(node))
+        types = self.shapes(self.view(node))
+        added = getattr(self.view(node), self.adds) if self.adds else None
+        if added is not None and type_of(added) != types[0]:
+            raise GraphError(f"{self.name} adds a tensor of its result's type", expected=types[0], got=type_of(added))
+        return types
 
     def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
         return self.outputs_of(inputs, attributes) if self.outputs_of else len(self.outputs)

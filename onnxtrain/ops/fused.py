@@ -69,6 +69,7 @@ def fused(
     sized: frozenset[str] = frozenset(),
     fuses: Fuses | None = None,
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
+    adds: str = "",
 ) -> OpDef:
     """Defines an op with a kernel and a body of its own. Backward ops have no gradient: second order runs in PyTorch.
 
@@ -99,6 +100,7 @@ def fused(
             sized=sized,
             fuses=fuses,
             outputs_of=outputs_of,
+            adds=adds,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )

@@ -1,10 +1,11 @@
 """Dropout whose mask is not kept: a key gives it again, in backward and in recompute.
 
-    DropoutKey() -> key                    int64 [2], drawn from the generator: the only random part
-    KeyedDropout(x, key) -> y              y = x * (draw >= dropped ? scale : 0), with the draws of `draws.py`
+    DropoutKey() -> key                   int64 [2], drawn from the generator: the only random part
+    KeyedDropout(x, key, residual) -> y   y = x * (draw >= dropped ? scale : 0) + residual, with the draws of `draws.py`
 
-`dropped` of the 65536 numbers that an element can draw make it 0. The gradient is KeyedDropout itself, of dy. The pass
-`key_dropout` puts them in the place of Dropout where `rng="fast"`.
+`dropped` of the 65536 numbers that an element can draw make it 0. The residual has x's shape and type, or is absent.
+The gradient of x is KeyedDropout itself, of dy. The pass `key_dropout` puts them in the place of Dropout where
+`rng="fast"`, and `fuse_sums` adds the residual.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from onnxtrain.ops.definition import (
     Kernel,
     NodeView,
     OpDef,
+    Overwriting,
     numel,
 )
 from onnxtrain.ops.fused import reshaped, times
@@ -101,31 +103,33 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     flipped = op.Mod(op.Add(quarters, op.scalar(draws.DRAWS // 2, _INT64)), op.scalar(draws.DRAWS, _INT64))
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.of(n.x))
-    return times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), _scale(n))
+    y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), _scale(n))
+    return y if n.residual is None else op.Add(y, n.residual)
 
 
 def _scale(n: NodeView) -> float:
     return scale_of(n.dropped / draws.DRAWS, TORCH_DTYPES[dtype_of(n.x)])
 
 
-def _lower(n: NodeView, x: Any, key: Any) -> Call:
-    return Call(draws.drop, x, key, n.dropped, _scale(n))
+def _lower(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
+    return Overwriting(draws.drop, draws.drop_, x, key, n.dropped, _scale(n), residual)
 
 
-def _lower_compiled(n: NodeView, x: Any, key: Any) -> Call:
+def _lower_compiled(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
     draws.LIBRARY.request()
-    return Call(draws.drop_compiled, x, key, n.dropped, _scale(n))
+    return Overwriting(draws.drop_compiled, draws.drop_compiled_, x, key, n.dropped, _scale(n), residual)
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    return [op.own.KeyedDropout(dy, n.key, dropped=n.dropped), None]
+    dx = op.own.KeyedDropout(dy, n.key, dropped=n.dropped) if n.wants("x") else None
+    return [dx, None, dy][: len(n.node.inputs)]
 
 
 KEYED_DROPOUT = define(
     OpDef(
         domain=OWN,
         name="KeyedDropout",
-        inputs=("x", "key"),
+        inputs=("x", "key", "residual?"),
         outputs=("y",),
         attributes={"dropped": REQUIRED},
         since=1,
@@ -135,11 +139,15 @@ KEYED_DROPOUT = define(
         native_ok=never,
         gradient=(Gradient(_gradient, reads=("key",)),),
         stops=frozenset({"key"}),
-        kernels=(Kernel(lower=_lower_compiled, applies=may_compile), Kernel(lower=_lower, waits=always)),
+        kernels=(
+            Kernel(lower=_lower_compiled, applies=may_compile, in_place=0),
+            Kernel(lower=_lower, waits=always, in_place=0),
+        ),
         axes=no_axes,  # an element's place decides its draw
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(2, numel(n.x)),
+        flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
         host=None,
+        adds="residual",
     )
 )

@@ -26,6 +26,7 @@ from onnxtrain.passes.fold_scales import fold_scales
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_gates import fuse_gates
 from onnxtrain.passes.fuse_patterns import fuse_patterns
+from onnxtrain.passes.fuse_sums import fuse_gradient_sums, fuse_sums
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.keep_scores import keep_scores
 from onnxtrain.passes.key_dropout import key_dropout
@@ -58,7 +59,8 @@ FORWARD: tuple[Pass, ...] = (
     split_slices,  # after gathers moved: what is picked far up is no slice of the same tensor any more
     chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
-    pack_masks,  # likewise: 32 elements share a word
+    fuse_sums,  # after keys took the place of masks: dropout by a key adds a residual
+    pack_masks,  # after all that match Dropout, as keys: 32 elements share a word
     keep_scores,  # after all that match losses
     drop_unused,  # last: what the others left behind
 )
@@ -66,6 +68,7 @@ FORWARD: tuple[Pass, ...] = (
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
     dedupe,  # several rules compute the same sizes and views
+    fuse_gradient_sums,  # after equal nodes are one: who reads a result is known
     mask_pooled_gradients,  # before anything is planned: less is kept
     gradients_with_loss,  # which gradients are read is known now
     drop_unused,  # gradients that nobody asked for

@@ -3,8 +3,8 @@
     linear = F.linear(x, w)         # its own memory, which nobody reads after relu
     relu = linear.relu_()
 
-An input may be written over when it was made in this program (no argument, no constant), is not a view, and nothing
-that may lie in its memory is read later or leaves the program.
+An input may be written over when it was made in this program (no argument, no constant), is no view but of all of it in
+another shape, and nothing that may lie in its memory is read later or leaves the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnxtrain.graph.alias import AliasSets
+from onnxtrain.graph.alias import AliasSets, viewed
 from onnxtrain.graph.values import ATEN, type_of
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.ops.definition import Kernel
@@ -33,11 +33,14 @@ def overwritten(part: Part, last_uses: Mapping[ir.Value, int], kernels: Mapping[
     found: dict[ir.Node, int] = {}
     for position, node in enumerate(part.nodes):
         index = kernels[node].in_place if node in kernels else None
-        value = None if index is None else node.inputs[index]
-        if index is None or value is None or value in part.host or not _is_fresh(value, own):
+        value = node.inputs[index] if index is not None and index < len(node.inputs) else None
+        if index is None or value is None or value in part.host:
+            continue
+        root = sets.root(value)
+        if not _is_fresh(root, own) or not _is_all_of(value, root):
             continue
         members = sets.aliases_of(value)
-        alone = sets.root(value) is value and sum(v in members for v in node.inputs) == 1
+        alone = sum(v in members for v in node.inputs) == 1
         dead = all(last_uses.get(member, -1) <= position for member in members)
         if alone and dead and type_of(value) == type_of(node.outputs[0]) and not any(map(_is_kept, members)):
             found[node] = index
@@ -48,6 +51,18 @@ def _is_kept(value: ir.Value) -> bool:
     """Whether a user's function or an ATen operator reads it, which may keep it for its own backward."""
     readers = [node for node, _ in value.uses()]
     return any(node.domain == ATEN or Effects.PYTHON in definition_of(node).effects for node in readers)
+
+
+def _is_all_of(value: ir.Value, root: ir.Value) -> bool:
+    """Whether a view holds each element of its root once."""
+    while value is not root:
+        node = value.producer()
+        if node is None or not definition_of(node).same_elements:
+            return False
+        source = viewed(node, value.index() or 0, definition_of(node))
+        assert source is not None, "what is no root is a view"
+        value = source
+    return True
 
 
 def _is_fresh(value: ir.Value, own: set[ir.Node]) -> bool:

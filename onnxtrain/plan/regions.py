@@ -50,7 +50,7 @@ class Region:
 
     @property
     def gains(self) -> bool:
-        """Whether a node of it is of a kind that was measured to gain beside a neighbour; alone it has its own kernel."""
+        """Whether a node of it is of a kind that was measured to gain beside a neighbour, and it has one."""
         found = [definition_of(node).fuses for node in self.part.nodes]
         return len(found) > 1 and any(fuses is not None and fuses.gains for fuses in found)
 

@@ -42,6 +42,11 @@ def zeros_then(write: Callable[..., Any]) -> Callable[..., Any]:
     return lambda shape, *inputs: write(torch.zeros(shape, dtype=inputs[-1].dtype), *inputs)
 
 
+def then_plus(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What `reference` gives of all inputs but the last, and the last."""
+    return lambda *inputs: reference(*inputs[:-1]) + inputs[-1]
+
+
 def gather(x: Any, rows: Any) -> Any:
     return x[:, rows]
 
@@ -219,6 +224,29 @@ CASES = [
         label="last",
     ),
     OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("7 h"), places("b s", 6), Spec("b s h"), Spec("7 h")),
+        then_plus(zeros_then(lambda z, i, dy: z.index_put((i,), dy, True))),
+        label="table-sum",
+    ),
+    OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("b 7 h"), places("s", 6), Spec("b s h"), Spec("b 7 h")),
+        then_plus(zeros_then(lambda z, i, dy: z.index_add(1, i, dy))),
+        {"axis": 1},
+        label="sum",
+    ),
+    OpCase(
+        MS,
+        "GatherGrad",
+        (SizesOf("b 7"), number(3), Spec("b"), Spec("b 7")),
+        then_plus(zeros_then(lambda z, i, dy: z.select_scatter(dy, 1, 3))),
+        {"axis": 1},
+        label="select-sum",
+    ),
+    OpCase(
         OWN,
         "Embedding",
         (Spec("7 h"), places("b s", 6)),
@@ -239,6 +267,25 @@ CASES = [
         (SizesOf("4 h"), places("b s", 3), Spec("b s h")),
         embedding_grad(padding_idx=1, scale_grad_by_freq=True),
         {"padding_idx": 1, "scale_grad_by_freq": 1},
+    ),
+    OpCase(
+        OWN,
+        "EmbeddingGrad",
+        (SizesOf("4 h"), places("b s", 3), Spec("b s h"), Spec("4 h")),
+        then_plus(embedding_grad(padding_idx=1, scale_grad_by_freq=True)),
+        {"padding_idx": 1, "scale_grad_by_freq": 1},
+        label="sum",
+    ),
+    *(
+        OpCase(
+            OWN,
+            "EmbeddingGrad",
+            (SizesOf("4 h"), places("b s", 3), Spec("b s h"), *added),
+            then_plus(embedding_grad(padding_idx=1)) if added else embedding_grad(padding_idx=1),
+            {"padding_idx": 1},
+            label=f"padding{'-sum' * len(added)}",
+        )
+        for added in ((), (Spec("4 h"),))
     ),
     # Elements
     OpCase("", "GatherElements", (Spec("b 7 h"), places("b s h", 6)), lambda x, i: x.gather(1, i), {"axis": 1}),

@@ -24,9 +24,10 @@ def draws(key: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def keyed_dropout(dropped: int):
-    def reference(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def reference(x: torch.Tensor, key: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         mask = draws(key, x.numel()).view(x.shape) >= dropped - 2**15
-        return x * mask * torch.ones((), dtype=x.dtype).div_(1 - dropped / 2**16)
+        y = x * mask * torch.ones((), dtype=x.dtype).div_(1 - dropped / 2**16)
+        return y if residual is None else y + residual
 
     return reference
 
@@ -43,11 +44,12 @@ CASES = [
         OpCase(
             "onnxtrain",
             "KeyedDropout",
-            (Spec("b s h"), _KEY),
+            (Spec("b s h"), _KEY, *residual),
             keyed_dropout(dropped),
             attributes={"dropped": dropped},
-            label=str(dropped),
+            label=f"{dropped}{'-residual' * len(residual)}",
         )
         for dropped in (6554, 49152)
+        for residual in ((), (Spec("b s h"),))
     ),
 ]

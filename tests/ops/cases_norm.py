@@ -63,9 +63,9 @@ def group_norm_grad(dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Any
     return dx.reshape(x.shape), (dy * z.reshape(x.shape)).sum((0, 2, 3)), dy.sum((0, 2, 3))
 
 
-def rms_grad(dy: Any, x: Any, scale: Any, inv_std: Any) -> Any:
+def rms_grad(dy: Any, x: Any, scale: Any, inv_std: Any, added: Any = 0) -> Any:
     z, g = x * inv_std, dy * scale
-    return inv_std * (g - z * (g * z).mean(-1, keepdim=True)), (dy * z).sum((0, 1))
+    return inv_std * (g - z * (g * z).mean(-1, keepdim=True)) + added, (dy * z).sum((0, 1))
 
 
 def with_grad_of_layer_norm(x: Any) -> Any:
@@ -193,6 +193,13 @@ CASES = [
         "SimplifiedLayerNormalizationGrad",
         (Spec("b s 8"), Spec("b s 8"), Spec("8"), Spec("b s 1", **POSITIVE)),
         rms_grad,
+    ),
+    OpCase(
+        "com.microsoft",
+        "SimplifiedLayerNormalizationGrad",
+        (Spec("b s 8"), Spec("b s 8"), Spec("8"), Spec("b s 1", **POSITIVE), Spec("b s 8")),
+        rms_grad,
+        label="sum",
     ),
     OpCase(
         "com.microsoft",

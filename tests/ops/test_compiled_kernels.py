@@ -24,6 +24,7 @@ from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.loss import rows
+from onnxtrain.ops.machine import Machine
 from onnxtrain.ops.native import NOTE
 from onnxtrain.ops.norm import rms_kernels
 from onnxtrain.ops.recurrent import kernels as recurrent_kernels
@@ -93,7 +94,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return model
 
     found: Counter[str] = Counter()
-    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY):
+    for library in (*compiled.LIBRARIES.values(), draws.LIBRARY, rows.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, found))
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
@@ -270,8 +271,9 @@ def test_rms_norm_of_few_elements_matches_autograd(
     ("shape", "axis"), [((128, 128), 1), ((5, 7, 471), 2), ((33, 8, 80), 1), ((3, 17, 1001), 2)], ids=str
 )
 @pytest.mark.parametrize("scaled", [True, False], ids=("scaled", "plain"))
+@pytest.mark.parametrize("sum_", [True, False], ids=("sum", "alone"))
 def test_rms_norm_matches_autograd(
-    shape: tuple[int, ...], axis: int, scaled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], axis: int, scaled: bool, sum_: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[str] = Counter()
     monkeypatch.setattr(rms_kernels.LIBRARY, "functions", counting(rms_kernels.LIBRARY, found))
@@ -280,13 +282,15 @@ def test_rms_norm_matches_autograd(
     def eager(x: torch.Tensor, scale: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
         leaves = [t.detach().requires_grad_() for t in (x, scale) if t is not None]
         y = torch.nn.functional.rms_norm(leaves[0], shape[axis:], *leaves[1:], eps=epsilon)
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        dx, *others = torch.autograd.grad(y, leaves, dy)
+        return [y.detach(), dx if added is None else dx + added, *others]
 
     x, dy = torch.randn(shape, dtype=dtype) * 3, torch.randn(shape, dtype=dtype)
+    added = torch.randn(shape, dtype=dtype) if sum_ else None
     scale = torch.randn(shape[axis:], dtype=dtype) if scaled else None
     x.view(-1, x[(0,) * axis].numel())[1] = 0  # epsilon alone
     y, inv_std = rms_kernels.rms_norm(x, axis, scale, epsilon)
-    dx, dscale = rms_kernels.rms_norm_backward(dy, x, axis, scale, inv_std, [True, True])
+    dx, dscale = rms_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, [True, True])
     assert len(found) == 2
     assert (dscale is None) == (scale is None)
     exact = eager(x.double(), None if scale is None else scale.double(), dy.double())
@@ -295,7 +299,7 @@ def test_rms_norm_matches_autograd(
     ):
         assert_no_worse_than_eager(what, ours, theirs, right)
     for mask in ([True, False], [False, True]):
-        one = rms_kernels.rms_norm_backward(dy, x, axis, scale, inv_std, mask)
+        one = rms_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, mask)
         assert [g is None for g in one] == [not mask[0], not mask[1] or scale is None]
         assert all(g is None or torch.equal(g, both) for g, both in zip(one, (dx, dscale), strict=True))
 
@@ -354,7 +358,7 @@ def test_dropout_is_that_of_the_same_mask(
     lengths: tuple[int, int], widths: tuple[int, int], shared: int, causal: bool, dtype: torch.dtype
 ) -> None:
     """Against autograd through the formula with the mask that the key gives, in float32 and in float64."""
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[dtype].wait()
     (rows, columns), dropped = lengths, 6554
     q, dy = heads(3, 4, rows, widths[0], dtype), torch.randn(3, 4, rows, widths[1]).to(dtype)
     k, v = (heads(3, shared, columns, width, dtype) for width in widths)
@@ -409,7 +413,7 @@ def _masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["later", "padding", "left", "nothing", "bias", "random", "bool", "bool-finite"])
 def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
     """Columns hidden from a block of rows are left out; rows that see nothing weigh all columns, as eager's do."""
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[dtype].wait()
     rows, columns, width = 70, 101, 24
     q, dy = heads(3, 4, rows, width, dtype), heads(3, 4, rows, width, dtype)
     k, v = heads(3, 4, columns, width, dtype), heads(3, 4, columns, width, dtype)
@@ -444,7 +448,7 @@ def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["added", "shown"])
 def test_hidden_columns_are_not_read(name: str) -> None:
     """NaN there would get everywhere: 0 * NaN is NaN."""
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(2, 2, 96, 16) for _ in range(3))
     shown = torch.ones(2, 1, 1, 96, dtype=torch.bool)
     shown[0, ..., 32:] = False
@@ -460,7 +464,7 @@ def test_hidden_columns_are_not_read(name: str) -> None:
 
 
 def test_threads_do_not_change_a_bit() -> None:
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(5, 3, 77, 24) for _ in range(3))
     drops = Drops(draws.draw_key(), 6554, 1.1)
     found = []
@@ -477,7 +481,7 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 def test_nan_and_infinity_go_through() -> None:
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[torch.float32].wait()
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     q[0, 0, 1, 2] = math.nan
     v[0, 0, 3, 5] = math.inf
@@ -486,8 +490,24 @@ def test_nan_and_infinity_go_through() -> None:
     torch.testing.assert_close(y, expected, equal_nan=True)
 
 
+def test_only_the_type_that_a_graph_has_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Library, "request", lambda library: asked.append(library.name))
+
+    def request(dtype: ir.DataType) -> None:
+        compiled.request(ir.Value(name="q", type=ir.TensorType(dtype)))
+
+    request(ir.DataType.FLOAT16)
+    assert asked == []
+    request(ir.DataType.FLOAT)
+    assert asked == ["attention-float"]
+    monkeypatch.setattr(compiled, "this_machine", lambda: Machine("", "", {torch.bfloat16: 1.8}))
+    request(ir.DataType.BFLOAT16)
+    assert asked == ["attention-float"]
+
+
 def test_offsets_outside_of_the_tokens_are_not_read() -> None:
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[torch.float32].wait()
     q = torch.randn(6, 2, 8)
     good = torch.tensor([0, 2, 6])
     assert compiled.forward_of_sequences(q, q, q, Packed(good, good)) is not None
@@ -502,14 +522,34 @@ def test_both_ways_draw_the_same(count: int) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.randn(count).to(dtype)
         assert torch.equal(draws.drop_compiled(x, key, 6554, 1.109375), draws.drop(x, key, 6554, 1.109375))
+    assert torch.equal(draws.kept_compiled(key, count, 6554), draws.kept(key, count, 6554))
     strided = torch.randn(count, 2)[:, 0]
     assert torch.equal(draws.drop_compiled(strided, key, 6554, 1.1), draws.drop(strided, key, 6554, 1.1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 33, 1025, 262_144 + 5])
+def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
+    """Of whole numbers nothing is rounded, in one step or in two."""
+    assert draws.LIBRARY.wait()
+    key = draws.draw_key()
+    x, residual = torch.randint(-40, 40, (2, count))
+    dropped = 1.5 * x * (cases_keyed_dropout.draws(key, count) >= 6554 - 2**15)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        dense = residual.to(dtype)
+        for added in (None, dense, torch.stack([dense, dense], 1)[:, 0]):
+            expected = (dropped if added is None else dropped + residual).to(dtype)
+            for plain, over in ((draws.drop, draws.drop_), (draws.drop_compiled, draws.drop_compiled_)):
+                given = x.to(dtype)
+                assert torch.equal(plain(given, key, 6554, 1.5, added), expected)
+                assert torch.equal(given, x.to(dtype))
+                assert over(given, key, 6554, 1.5, added) is given
+                assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
-    assert compiled.LIBRARY.wait()
+    assert compiled.LIBRARIES[torch.float32].wait()
     seen: list[Scores] = []
     for way in ("forward", "backward"):
         plain = getattr(compiled, way)
@@ -623,9 +663,9 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     """Kernels as processors without AVX-512, and without AVX, get them: the same draws, the same gradients."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda: (*plain[:-1], f"-march={processor}"))
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
-    for library in (compiled.LIBRARY, draws.LIBRARY, rows.LIBRARY, *others):
+    for library in (*compiled.LIBRARIES.values(), draws.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not
@@ -636,8 +676,9 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
         test_tanh_gelu_matches_autograd((5, 7, 471), dtype, monkeypatch)
         for activation in activations.COMPILED_GATES:
             test_gated_activation_matches_autograd((5, 7, 471), True, activation, dtype, monkeypatch)
-        test_rms_norm_matches_autograd((3, 17, 1001), 2, True, dtype, monkeypatch)
+        test_rms_norm_matches_autograd((3, 17, 1001), 2, True, True, dtype, monkeypatch)
         test_lstm_matches_autograd(5, 9, 40, True, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):
         test_both_ways_draw_the_same(count)
+        test_both_ways_add_the_residual_and_write_over(count)
     test_nan_and_infinity_go_through()

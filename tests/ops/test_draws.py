@@ -125,7 +125,7 @@ def masks(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def ours() -> ORTModule:
-    assert compiled.LIBRARY.wait() or True  # where there is no compiler, PyTorch's operators draw the same
+    compiled.LIBRARIES[torch.float32].wait()  # where there is no compiler, PyTorch's operators draw the same
     return ORTModule(Layers(), rng="fast")
 
 
@@ -175,9 +175,10 @@ def test_forward_and_backward_may_take_different_ways(
     there: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that gets ready between forward and backward, and one that is gone."""
-    if not compiled.LIBRARY.wait():
+    library = compiled.LIBRARIES[torch.float64]
+    if not library.wait():
         pytest.skip("needs a C++ compiler")
-    functions = compiled.LIBRARY.functions
+    functions = library.functions
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
         return (F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.25),)
@@ -188,9 +189,9 @@ def test_forward_and_backward_may_take_different_ways(
     found = []
     for forward, backward in ((False, False), there):
         torch.manual_seed(1)
-        monkeypatch.setattr(compiled.LIBRARY, "functions", functions if forward else None)
+        monkeypatch.setattr(library, "functions", functions if forward else None)
         (y,) = module(*leaves)
-        monkeypatch.setattr(compiled.LIBRARY, "functions", functions if backward else None)
+        monkeypatch.setattr(library, "functions", functions if backward else None)
         found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)

@@ -14,6 +14,7 @@ SAMPLES = 3  # undisturbed ones, after the first call, in which a library makes 
 MOST_CALLS = 10  # on a busy machine few calls are undisturbed
 HOPELESS = {1: 3.0, 2: 1.5}  # after so many samples: not tried again where it took so many times the best
 DISTURBED = 0.03  # of a call: how long its threads may wait for a core
+SHARE = 0.05  # of the time of all calls, which those may take that try something while threads have to wait
 CLEARLY = 0.97  # of the expected kernel's time: less is noise
 FAR_OFF = 4.0  # times the best: what is expected to take so much is not even tried
 WORTH_SECONDS = 30e-6  # where the fastest is expected to take less, nothing is measured
@@ -61,6 +62,8 @@ class Answer:
         sizes: the shapes at which it was first asked; times are of these shapes.
         samples: for each candidate, its times.
         spent: seconds that all calls took together.
+        tried: those of them that others than the best so far took.
+        disturbed: whether threads had to wait for a core in the last call.
         choice: the fastest, once that is settled.
         reference: what these shapes were expected to take; 0 before this process asked.
     """
@@ -68,6 +71,8 @@ class Answer:
     sizes: str
     samples: dict[str, Samples] = field(default_factory=dict)
     spent: float = 0.0
+    tried: float = 0.0
+    disturbed: bool = False
     choice: str = ""
     reference: float = 0.0
 
@@ -76,10 +81,20 @@ class Answer:
         """Whether it is settled, and all candidates were measured: the next process may trust it."""
         return bool(self.choice) and all(s.clean for s in self.samples.values())
 
+    def _best(self, candidates: Sequence[str]) -> str:
+        """The fastest so far; the first, where nothing is measured."""
+        return min(candidates, key=lambda c: self._of(c).seconds)
+
     def next(self, candidates: Sequence[str]) -> str:
-        """The candidate to call now: the choice, or the one that was called least."""
+        """The candidate to call now: the choice, or the one that was called least.
+
+        While the machine is busy, as with compilers at the beginning, a call says little and is longer than others: it
+        goes to the best so far, unless trying took but a small share of the time.
+        """
         if self.choice in candidates:
             return self.choice
+        if self.disturbed and self.tried > SHARE * self.spent:
+            return self._best(candidates)
         open_ones = (c for c in candidates if not self._is_done(c))  # none where another thread is about to settle it
         return min(open_ones, key=lambda c: self._of(c).calls, default=candidates[0])
 
@@ -96,6 +111,9 @@ class Answer:
     def add(self, candidate: str, seconds: float, waited: float = 0.0) -> None:
         """Takes in one call, of which threads `waited` so long for a core."""
         self.spent += seconds
+        self.disturbed = waited > DISTURBED * seconds
+        if candidate != self._best((*self.samples, candidate)):
+            self.tried += seconds
         self.samples.setdefault(candidate, Samples()).add(seconds, waited)
 
     def settle(self, candidates: Sequence[str], at_once: bool = False) -> None:
@@ -105,7 +123,7 @@ class Answer:
         """
         if self.choice in candidates or not (at_once or all(map(self._is_done, candidates))):
             return
-        first, best = candidates[0], min(candidates, key=lambda c: self._of(c).seconds)
+        first, best = candidates[0], self._best(candidates)
         clearly = self._of(first).clean > 0 and self._of(best).seconds < CLEARLY * self._of(first).seconds
         self.choice = best if clearly else first
 

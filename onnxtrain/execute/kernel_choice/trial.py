@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.times import FAR_OFF, WORTH_SECONDS, Answer, Answers, rounded
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
@@ -100,19 +101,21 @@ class Trial:
         machine = this_machine()
         expected = {k.name: k.seconds(self._view, shapes, machine) for k in self._kernels}
         by_name = {k.name: k for k in self._kernels}
-        far_off = FAR_OFF * min(expected.values())
-        order = sorted((name for name, s in expected.items() if s < far_off), key=expected.__getitem__)
+        least = min(expected.values())
+        order = sorted((name for name, s in expected.items() if s < FAR_OFF * least), key=expected.__getitem__)
+        sizes = " ".join(map(_text, arguments, self._patterns))
+        known = self._answers.get(f"{self._name} {sizes}")
+        usable = known is not None and known.choice in order
+        if not usable:
+            worse = worse_nearby(self._name, sizes, order, self._answers)
+            order = [name for name in order if name not in worse]
         candidates = {name: by_name[name] for name in order}
-        key = " ".join([self._name, *map(_text, arguments, self._patterns)])
-        known = self._answers.get(key)
-        usable = known is not None and known.choice in candidates
-        worth = self._measuring and len(order) > 1 and expected[order[0]] >= WORTH_SECONDS
-        if not usable and not worth:
+        if not usable and not (self._measuring and len(order) > 1 and least >= WORTH_SECONDS):
             return _Case(candidates, None, 1.0)
-        answer = self._answers.setdefault(key, Answer(" ".join(map(str, map(list, shapes)))))
+        answer = self._answers.setdefault(f"{self._name} {sizes}", Answer(" ".join(map(str, map(list, shapes)))))
         if answer.reference == 0.0:
-            answer.reference = expected[order[0]]
-        return _Case(candidates, answer, answer.reference / expected[order[0]])
+            answer.reference = least
+        return _Case(candidates, answer, answer.reference / least)
 
 
 class _Threads:

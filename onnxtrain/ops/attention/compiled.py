@@ -22,25 +22,60 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+from collections.abc import Callable
 
+import onnx_ir as ir
 import torch
 
+from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
+from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.draws import least_kept
 from onnxtrain.ops.machine import this_machine
 
 Tensor = torch.Tensor
 
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
-LIBRARY = Library(
-    "attention",
-    text("vectors.h", "exponential.h", "draws.h", "attention.cpp"),
-    {f"{way}_{name}": "p" * count for name in _NAMES.values() for way, count in (("forward", 8), ("backward", 11))},
-)
+
+
+def _library(name: str) -> Library:
+    sums = "double" if name == "double" else "float"
+    return Library(
+        f"attention-{name}",
+        f"{text('vectors.h', 'exponential.h', 'draws.h', 'attention.cpp')}\nFUNCTIONS({name}, {name}, {sums})\n",
+        {f"forward_{name}": "p" * 8, f"backward_{name}": "p" * 11},
+    )
+
+
+LIBRARIES = {dtype: _library(name) for dtype, name in _NAMES.items()}  # 1.1 s to compile each
 _PROBLEM = struct.Struct("10q 24q 4q 4q 3q q 3d")  # `Problem` of attention.cpp
 _NONE3, _NONE4 = (0,) * 3, (0,) * 4
+
+
+def library_of(dtype: torch.dtype) -> Library | None:
+    """The library for q, k and v of this type; None where PyTorch's operators serve for good."""
+    if dtype == torch.bfloat16 and this_machine().narrow[torch.bfloat16] > 1:
+        return None  # the kernel computes in float32: processors with instructions for bfloat16 are faster with them
+    return LIBRARIES.get(dtype)
+
+
+def library_for(q: ir.Value) -> Library | None:
+    """The same for q of a graph."""
+    return library_of(TORCH_DTYPES[dtype_of(q)])
+
+
+def request(q: ir.Value) -> None:
+    """Asks for q's library."""
+    library = library_for(q)
+    if library is not None:
+        library.request()
+
+
+def _function(way: str, q: Tensor) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(LIBRARIES[q.dtype].functions, f"{way}_{_NAMES[q.dtype]}")
+    return function
 
 
 def forward(
@@ -58,8 +93,7 @@ def forward(
     y = q.new_empty((batch, heads, rows, v.size(3))) if contiguous else _by_rows(q, rows, v.size(3))
     sums = q.new_empty((batch, heads, rows), dtype=sums_type(q))
     problem = _problem(q, k, v, (y,), added, shown, scores, drops)
-    run = getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")
-    run(problem, *pointers(q, k, v, added, shown, y, sums))
+    _function("forward", q)(problem, *pointers(q, k, v, added, shown, y, sums))
     return y, sums
 
 
@@ -81,8 +115,7 @@ def backward(
     found = [_by_rows(x, x.size(2), x.size(3)) for x in (q, k, v)]
     dscores = q.new_empty((*q.shape[:3], k.size(2)), dtype=sums_type(q)) if of_scores else None
     problem = _problem(q, k, v, (dy, dy, *found), added, shown, scores, drops)
-    run = getattr(LIBRARY.functions, f"backward_{_NAMES[q.dtype]}")
-    run(problem, *pointers(dy, q, k, v, added, shown, *found, dscores))
+    _function("backward", q)(problem, *pointers(dy, q, k, v, added, shown, *found, dscores))
     return tuple(found) if dscores is None else (*found, dscores)
 
 
@@ -94,7 +127,7 @@ def forward_of_sequences(q: Tensor, k: Tensor, v: Tensor, packed: Packed, drops:
     y = _fresh(q, offsets[0], v.size(2))
     sums = q.new_empty((q.size(1), q.size(0)), dtype=sums_type(q))
     problem = _problem(q, k, v, (y,), None, None, _scores(packed), drops, offsets)
-    getattr(LIBRARY.functions, f"forward_{_NAMES[q.dtype]}")(problem, *pointers(q, k, v, None, None, y, sums))
+    _function("forward", q)(problem, *pointers(q, k, v, None, None, y, sums))
     return y
 
 
@@ -108,8 +141,7 @@ def backward_of_sequences(
     dy = _dense_rows(dy)
     found = (_fresh(q, offsets[0], q.size(2)), *(_fresh(x, offsets[1], x.size(2)) for x in (k, v)))
     problem = _problem(q, k, v, (dy, dy, *found), None, None, _scores(packed), drops, offsets)
-    run = getattr(LIBRARY.functions, f"backward_{_NAMES[q.dtype]}")
-    run(problem, *pointers(dy, q, k, v, None, None, *found, None))
+    _function("backward", q)(problem, *pointers(dy, q, k, v, None, None, *found, None))
     return found
 
 
@@ -151,10 +183,9 @@ def sums_type(q: Tensor) -> torch.dtype:
 
 def _reads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel is there and does such tensors."""
-    if LIBRARY.functions is None or q.dtype not in _NAMES or not q.dtype == k.dtype == v.dtype:
+    library = library_of(q.dtype)
+    if library is None or library.functions is None or not q.dtype == k.dtype == v.dtype:
         return False
-    if q.dtype == torch.bfloat16 and this_machine().narrow[torch.bfloat16] > 1:
-        return False  # the kernel computes in float32: processors with instructions for bfloat16 are faster with them
     return all(x.stride(-1) == 1 or x.size(-1) == 1 for x in (q, k, v)) and q.numel() > 0 and k.numel() > 0
 
 

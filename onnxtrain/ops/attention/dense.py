@@ -30,7 +30,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.attention.compiled import LIBRARY
+from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.definitions import (
     define_attention,
     define_gradient,
@@ -231,7 +231,7 @@ def _lower_grad(n: NodeView, *inputs: Any) -> Call:
 
 def _scores_compiled(n: NodeView, bias: Any, mask: Any, fill: Any) -> Call:
     """As the compiled kernel takes them: without a bias or mask that only says that they are causal."""
-    LIBRARY.request()
+    compiled.request(n.q)
     number = -math.inf if n.fill is None else number_of(n.fill)
     early = [hides_later(n.bias), hides_later(n.mask) and number == -math.inf]
     bias, mask = None if early[0] else bias, None if early[1] else mask
@@ -262,7 +262,8 @@ def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
 
 def _compiled_bytes(n: NodeView) -> dict[str, sizes.Size]:
     """The logsumexp in the place of the probabilities, and the key in that of the noise."""
-    if not LIBRARY.wait():
+    library = compiled.library_for(n.q)
+    if library is None or not library.wait():
         return {}
     rows = sizes.multiply(1, *sizes.of(n.q)[:3])
     return {"probabilities": sizes.multiply(rows, int(accumulated(dtype_of(n.q)).itemsize)), "noise": KEY_BYTES}

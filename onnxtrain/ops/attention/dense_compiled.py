@@ -11,7 +11,7 @@ import torch
 from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.dense_kernels import attend, attend_backward
 from onnxtrain.ops.attention.scores import Drops, Scores
-from onnxtrain.ops.draws import draw_key, kept
+from onnxtrain.ops.draws import draw_key, kept_compiled
 
 Tensor = torch.Tensor
 
@@ -62,4 +62,4 @@ def attend_backward_compiled(
 def _noise(q: Tensor, k: Tensor, key: Tensor, dropped: int) -> Tensor:
     """The mask that the compiled kernel draws: bool [b, h, l, s]."""
     shape = (*q.shape[:3], k.size(2))
-    return kept(key, torch.Size(shape).numel(), dropped).view(shape).view(torch.bool)
+    return kept_compiled(key, torch.Size(shape).numel(), dropped).view(shape).view(torch.bool)

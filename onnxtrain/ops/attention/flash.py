@@ -204,7 +204,7 @@ def _lower(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
 
 
 def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
-    compiled.LIBRARY.request()
+    compiled.request(n.q)
     return Call(attention, q, k, v, mask, bool(n.is_causal), n.scale, True)
 
 
@@ -213,7 +213,7 @@ def _lower_grad(n: NodeView, *inputs: Any) -> Call:
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
-    compiled.LIBRARY.request()
+    compiled.request(n.q)
     return Call(attention_backward, *inputs, bool(n.is_causal), n.scale, True)
 
 

@@ -28,7 +28,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.attention.compiled import LIBRARY
+from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.definitions import (
     define_attention,
     define_gradient,
@@ -261,18 +261,18 @@ def _lower_grad(n: NodeView, *inputs: Any) -> Call:
 
 
 def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
-    LIBRARY.request()
+    compiled.request(n.q)
     return Call(varlen_compiled, q, k, v, _packed(n, *sequences))
 
 
 def _lower_dropout_compiled(n: NodeView, *inputs: Any) -> Call:
-    LIBRARY.request()
+    compiled.request(n.q)
     q, k, v, *sequences, _, _ = inputs
     return Call(varlen_dropout_compiled, q, k, v, _packed(n, *sequences), *drops(n))
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
-    LIBRARY.request()
+    compiled.request(n.q)
     dy, q, k, v, *sequences, _, kept, noise, _ = inputs
     return Call(
         varlen_backward_compiled, dy, q, k, v, _packed(n, *sequences), kept, noise, *drops_in_gradient(n)

@@ -11,7 +11,7 @@ import torch
 from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.scores import Drops, Packed
 from onnxtrain.ops.attention.varlen_kernels import score_count, varlen_attention, varlen_attention_backward
-from onnxtrain.ops.draws import draw_key, kept
+from onnxtrain.ops.draws import draw_key, kept_compiled
 
 Tensor = torch.Tensor
 
@@ -61,4 +61,4 @@ def _nothing(q: Tensor) -> Tensor:
 
 def _noise(q: Tensor, packed: Packed, key: Tensor, dropped: int) -> Tensor:
     """The mask that the compiled kernel draws, one sequence after another."""
-    return kept(key, score_count(packed, q.size(1)), dropped).view(torch.bool)
+    return kept_compiled(key, score_count(packed, q.size(1)), dropped).view(torch.bool)

@@ -1,7 +1,8 @@
 """Gather and Embedding: rows of a tensor, picked along one axis by a tensor of row numbers; and their gradients.
 
     Gather(x[.., v, ..], rows[i..]) -> y[.., i.., ..]          y[.., i.., ..] = x[.., rows[i..], ..]
-    GatherGrad(shape, rows, dy) -> dx                          dx[.., v, ..] = sum of dy[.., i.., ..] over rows[i..] = v
+    GatherGrad(shape, rows, dy, added) -> dx                   dx[.., v, ..] = added[.., v, ..]
+                                                                   + sum of dy[.., i.., ..] over rows[i..] = v
 
 Row numbers below 0 count from the end. PyTorch's kernels raise on them: what is captured from PyTorch has none.
 """
@@ -19,8 +20,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops import large_memory
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
+from onnxtrain.ops.definition import Call, Kernel, Method, NodeView, Overwriting, numel
 from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
@@ -124,7 +126,8 @@ GATHER = movement(
 )
 
 
-# GatherGrad(shape, rows, dy, axis) -> dx[shape]
+# GatherGrad(shape, rows, dy, added) -> dx[shape]. A table of words that also gives their scores has two gradients: the
+# rows that were picked are added to the other one, in place of zeros and a sum of two tensors of the table's size.
 
 
 def _scattered_type(n: NodeView) -> Sequence[TensorType]:
@@ -161,38 +164,106 @@ def _index_put(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.
     return torch.ops.aten._index_put_impl_(dy.new_zeros(shape), places, dy, True, True)  # type: ignore[no-any-return]
 
 
-def _lower_embedding_grad(n: NodeView, shape: Any, rows: Any, dy: Any) -> Call:
+def row_sums(shape: tuple[int, int], rows: torch.Tensor, dy: torch.Tensor, padding: int) -> torch.Tensor:
+    """For each of shape[0] rows of a table the sum of the dy that picked it; 0 for the row `padding` from 0 up.
+
+    The numbers of aten::embedding_dense_backward, bit for bit in float32, in memory that is cheap to fill: 5.1 ms for
+    [30522, 384] and 2048 rows, not 12.5 (2 threads of a virtual Xeon).
+    """
+    sums = large_memory.empty(shape, dy).zero_().index_add_(0, rows.reshape(-1), dy.reshape(rows.numel(), shape[1]))
+    if padding >= 0:
+        sums[padding].zero_()
+    return sums
+
+
+def plus_row_sums(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, padding: int) -> torch.Tensor:
+    """Gives added + row_sums(added.shape, rows, dy, padding)."""
+    return plus_row_sums_(added.clone(), rows, dy, padding)
+
+
+def plus_row_sums_(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, padding: int) -> torch.Tensor:
+    """The same, written over `added`: 0.15 ms for [8000, 256] and 512 rows, where zeros and a sum take 0.53.
+
+    What picked the same row is summed first: a large number would swallow small ones that come one by one.
+    """
+    picked, places = torch.unique(rows, return_inverse=True)
+    sums = row_sums((picked.numel(), added.size(1)), places, dy, -1)
+    if padding >= 0:
+        sums.masked_fill_((picked == padding)[:, None], 0)
+    return added.index_add_(0, picked, sums)
+
+
+def _lower_row_sums(n: NodeView, shape: Any, rows: Any, dy: Any, added: Any) -> Call:
+    padding = getattr(n, "padding_idx", -1)
+    rows = _rows_of_table(n, shape, rows)
+    if added is None:
+        return Call(row_sums, shape, rows, dy, padding)
+    return Overwriting(plus_row_sums, plus_row_sums_, added, rows, dy, padding)
+
+
+def _lower_embedding_grad(n: NodeView, shape: Any, rows: Any, dy: Any, added: Any) -> Call:
     padding, by_frequency = getattr(n, "padding_idx", -1), bool(getattr(n, "scale_grad_by_freq", 0))
-    rows = _rows_of_grad(n, shape, rows) if n.definition.name == "GatherGrad" else rows
-    return Call(torch.ops.aten.embedding_dense_backward.default, dy, rows, shape[0], padding, by_frequency)
+    rows = _rows_of_table(n, shape, rows)
+    call = Call(torch.ops.aten.embedding_dense_backward.default, dy, rows, shape[0], padding, by_frequency)
+    return _plus(added, call)
 
 
+def _rows_of_table(n: NodeView, shape: Any, rows: Any) -> Any:
+    return _rows_of_grad(n, shape, rows) if n.definition.name == "GatherGrad" else rows
+
+
+def _plus(added: Any, call: Call) -> Call:
+    return call if added is None else Call(torch.add, added, call)
+
+
+def _bytes_of_sums(n: NodeView) -> Size:
+    """What `plus_row_sums_` takes beside its result, at most."""
+    return 0 if n.added is None else sizes.multiply(numel(n.dy), int(dtype_of(n.dy).itemsize))
+
+
+_ADDED = 3  # the index of that input
 _GATHER_GRAD_KERNELS = (
     Kernel(
-        lower=lambda n, shape, row, dy: Call(_select_grad, shape, _gather_grad_axis(n), row, dy),
+        lower=lambda n, shape, row, dy, added: _plus(added, Call(_select_grad, shape, _gather_grad_axis(n), row, dy)),
         host=frozenset({0, 1}),
         applies=lambda n, device: _is_index(n.rows),
+        in_place=_ADDED,
+    ),
+    Kernel(
+        lower=_lower_row_sums,
+        host=frozenset({0}),
+        applies=lambda n, device: device == "cpu" and _is_table(n),
+        workspace=_bytes_of_sums,
+        in_place=_ADDED,
     ),
     Kernel(
         lower=_lower_embedding_grad,
         host=frozenset({0}),
-        applies=lambda n, device: _gather_grad_axis(n) == 0 and len(sizes.of(n.dx)) == 2,
+        applies=lambda n, device: _is_table(n),
+        in_place=_ADDED,
     ),
     Kernel(
-        lower=lambda n, shape, rows, dy: _lower_add(n, _index_add, shape, rows, dy),
+        lower=lambda n, shape, rows, dy, added: _plus(added, _lower_add(n, _index_add, shape, rows, dy)),
         host=frozenset({0}),
         applies=lambda n, device: device == "cpu",
+        in_place=_ADDED,
     ),
     Kernel(
-        lower=lambda n, shape, rows, dy: _lower_add(n, _index_add, shape, rows, dy),
+        lower=lambda n, shape, rows, dy, added: _plus(added, _lower_add(n, _index_add, shape, rows, dy)),
         host=frozenset({0}),
         deterministic=False,  # atomic additions
+        in_place=_ADDED,
     ),
     Kernel(
-        lower=lambda n, shape, rows, dy: _lower_add(n, _index_put, shape, rows, dy),
+        lower=lambda n, shape, rows, dy, added: _plus(added, _lower_add(n, _index_put, shape, rows, dy)),
         host=frozenset({0}),
+        in_place=_ADDED,
     ),
 )
+
+
+def _is_table(n: NodeView) -> bool:
+    return _gather_grad_axis(n) == 0 and len(sizes.of(n.dx)) == 2
 
 
 def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -201,7 +272,11 @@ def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
     count = sizes.multiply(1, *sizes.of(n.rows))
     updates = reshaped(op, n.dy, (*shape[:axis], count, *shape[axis + rank :]))
     start = zeros(op, sizes.of(n.dx), dtype_of(n.dy))
-    return scatter_rows(op, start, reshaped(op, n.rows, (count,)), updates, axis, reduction="add")
+    return _sum(op, scatter_rows(op, start, reshaped(op, n.rows, (count,)), updates, axis, reduction="add"), n.added)
+
+
+def _sum(op: Builder, dx: ir.Value, added: ir.Value | None) -> ir.Value:
+    return dx if added is None else op.Add(dx, added)
 
 
 def _gather_grad_axes(n: NodeView) -> str:
@@ -209,12 +284,13 @@ def _gather_grad_axes(n: NodeView) -> str:
     right = names("a", len(sizes.of(n.dx)))
     picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
     outer = [*right[:axis], f"[a{axis}]", *right[axis + 1 :]]
-    return axis_map([None, picked, [*right[:axis], *picked, *right[axis + 1 :]]], outer)
+    operands = [None, picked, [*right[:axis], *picked, *right[axis + 1 :]], outer]
+    return axis_map(operands[: len(n.node.inputs)], outer)
 
 
 GATHER_GRAD = movement(
     "GatherGrad",
-    ("shape", "rows", "dy"),
+    ("shape", "rows", "dy", "added?"),
     _scattered_type,
     _GATHER_GRAD_KERNELS,
     None,
@@ -224,6 +300,7 @@ GATHER_GRAD = movement(
     body=_gather_grad_body,
     axes=_gather_grad_axes,
     stops=frozenset({"shape", "rows"}),
+    adds="added",
 )
 
 
@@ -271,26 +348,36 @@ def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
         one = op.Expand(op.scalar(1.0, dtype), op.shape_of(flat))
         counts = scatter_rows(op, zeros(op, (vocabulary,), dtype), flat, one, 0, reduction="add")
         dy = op.Div(dy, op.Unsqueeze(op.Gather(counts, rows, axis=0), op.constant([-1], ir.DataType.INT64)))
-    result: ir.Value = op.ms.GatherGrad(n.shape, n.rows, dy, axis=0)
+    result: ir.Value = op.ms.GatherGrad(n.shape, n.rows, dy, n.added, axis=0)
     return result
 
 
 def _embedding_grad_axes(n: NodeView) -> str:
     picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
-    return axis_map([None, picked, [*picked, "h"]], ["[v]", "h"])
+    result = ["[v]", "h"]
+    return axis_map([None, picked, [*picked, "h"], result][: len(n.node.inputs)], result)
 
 
 EMBEDDING_GRAD = movement(
     "EmbeddingGrad",
-    ("shape", "rows", "dy"),
+    ("shape", "rows", "dy", "added?"),
     _scattered_type,
-    _lower_embedding_grad,
+    (
+        Kernel(
+            lower=_lower_row_sums,
+            host=frozenset({0}),
+            applies=lambda n, device: device == "cpu" and not n.scale_grad_by_freq,
+            workspace=_bytes_of_sums,
+            in_place=_ADDED,
+        ),
+        Kernel(lower=_lower_embedding_grad, host=frozenset({0}), in_place=_ADDED),
+    ),
     None,
-    takes_ints=frozenset({0}),
     domain=OWN,
     outputs=("dx",),
     attributes={"padding_idx": -1, "scale_grad_by_freq": 0},
     body=_embedding_grad_body,
     axes=_embedding_grad_axes,
     stops=frozenset({"shape", "rows"}),
+    adds="added",
 )

@@ -343,8 +343,8 @@ fused(
 )
 
 
-# SimplifiedLayerNormalizationGrad(dy, x, scale, inv_std) -> dx, dscale        with z = x * inv_std, g = dy * scale
-#     dx = inv_std * (g - z * mean(g * z))        dscale = sum(dy * z)
+# SimplifiedLayerNormalizationGrad(dy, x, scale, inv_std, added) -> dx, dscale      with z = x * inv_std, g = dy * scale
+#     dx = inv_std * (g - z * mean(g * z)) + added        dscale = sum(dy * z)
 
 
 def _rms_norm_grad_types(n: NodeView) -> Sequence[TensorType]:
@@ -358,38 +358,34 @@ def _rms_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     z = op.Mul(cast(op, n.x, dtype), n.inv_std)
     g = dy if n.scale is None else op.Mul(dy, cast(op, n.scale, dtype))
     dx = op.Mul(op.Sub(g, op.Mul(z, average(op, op.Mul(g, z), rest))), n.inv_std)
+    dx = cast(op, dx, dtype_of(n.x))
     dscale = total(op, op.Mul(dy, z), rows, keepdims=False)
-    return cast(op, dx, dtype_of(n.x)), cast(op, dscale, _parameter(n).dtype)
+    return dx if n.added is None else op.Add(dx, n.added), cast(op, dscale, _parameter(n).dtype)
 
 
 fused(
     MICROSOFT,
     "SimplifiedLayerNormalizationGrad",
-    ("dy", "x", "scale?", "inv_std"),
+    ("dy", "x", "scale?", "inv_std", "added?"),
     ("dx", "dscale"),
     attributes={"axis": -1, "output_mask": (1, 1)},
     shapes=_rms_norm_grad_types,
     body=_rms_norm_grad_body,
     kernels=(
         Kernel(
-            lower=lambda n, dy, x, scale, inv_std: Call(
-                rms_kernels.on_cuda_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
-            ),
+            lower=lambda n, *tensors: Call(rms_kernels.on_cuda_backward, *tensors, _axis(n), flags(n.output_mask)),
             applies=_one_type_on_cuda,
         ),
         Kernel(
-            lower=lambda n, dy, x, scale, inv_std: rms_kernels.lowered_backward(
-                dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
-            ),
+            lower=lambda n, *tensors: rms_kernels.lowered_backward(*tensors, _axis(n), flags(n.output_mask)),
             applies=may_compile,
             workspace=lambda n: _wide_bytes(n, 3),  # of the operators that serve at first
         ),
     ),
-    lower=lambda n, dy, x, scale, inv_std: Call(
-        rms_kernels.composed_backward, dy, x, _axis(n), scale, inv_std, flags(n.output_mask)
-    ),
+    lower=lambda n, *tensors: Call(rms_kernels.composed_backward, *tensors, _axis(n), flags(n.output_mask)),
     workspace=lambda n: _wide_bytes(n, 3),
-    axes=_norm_axes("X, X, H, S -> X, H"),
+    axes=_norm_axes("X, X, H, S, X -> X, H"),
     flops=_flops(10),
     fuses=Fuses(gains=True),
+    adds="added",
 )

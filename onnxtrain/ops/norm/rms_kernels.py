@@ -24,7 +24,7 @@ LIBRARY = Library(
     {
         f"{way}_{name}": letters
         for name in _NAMES.values()
-        for way, letters in (("forward", "ppppiidi"), ("backward", "ppppppiii"))
+        for way, letters in (("forward", "ppppiidi"), ("backward", "pppppppiii"))
     },
 )
 
@@ -52,21 +52,21 @@ def composed(x: Tensor, axis: int, scale: Tensor | None, epsilon: float) -> tupl
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, axis: int, scale: Tensor | None, inv_std: Tensor, mask: list[bool]
+    dy: Tensor, x: Tensor, scale: Tensor | None, inv_std: Tensor, added: Tensor | None, axis: int, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and scale, those that the mask names."""
-    if LIBRARY.functions is None or not _are_plain(x, dy, scale, inv_std):
-        return composed_backward(dy, x, axis, scale, inv_std, mask)
+    """The gradients of x and scale, those that the mask names; `added` is added to that of x."""
+    if LIBRARY.functions is None or not _are_plain(x, dy, scale, inv_std, added):
+        return composed_backward(dy, x, scale, inv_std, added, axis, mask)
     width = math.prod(x.shape[axis:])
     dx = large_memory.empty(x.shape, x) if mask[0] else None
     dscale = torch.empty_like(scale) if mask[1] and scale is not None else None
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[x.dtype]}")
-    run(*pointers(dy, x, scale, inv_std, dx, dscale), x.numel() // width, width, torch.get_num_threads())
+    run(*pointers(dy, x, scale, inv_std, added, dx, dscale), x.numel() // width, width, torch.get_num_threads())
     return dx, dscale
 
 
 def composed_backward(
-    dy: Tensor, x: Tensor, axis: int, scale: Tensor | None, inv_std: Tensor, mask: list[bool]
+    dy: Tensor, x: Tensor, scale: Tensor | None, inv_std: Tensor, added: Tensor | None, axis: int, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """By PyTorch's operators, in fewer passes over memory than autograd's own."""
     wide = inv_std.dtype
@@ -84,6 +84,8 @@ def composed_backward(
             weighted = weighted.mul_(scale) if dscale is not weighted else weighted * scale
         slope = g.addcmul(z, weighted.mean(rest, keepdim=True), value=-1)
         dx = slope.mul_(inv_std).to(x.dtype)
+        if added is not None:
+            dx = dx.add_(added)
     return dx, dscale
 
 
@@ -92,9 +94,12 @@ def on_cuda(x: Tensor, axis: int, scale: Tensor | None, epsilon: float) -> Any:
     return torch._fused_rms_norm(x, x.shape[axis:], scale, epsilon)
 
 
-def on_cuda_backward(dy: Tensor, x: Tensor, axis: int, scale: Tensor | None, inv_std: Tensor, mask: list[bool]) -> Any:
+def on_cuda_backward(
+    dy: Tensor, x: Tensor, scale: Tensor | None, inv_std: Tensor, added: Tensor | None, axis: int, mask: list[bool]
+) -> Any:
     """PyTorch's kernel of the gradient."""
-    return torch.ops.aten._fused_rms_norm_backward.default(dy, x, x.shape[axis:], inv_std, scale, mask)
+    dx, dscale = torch.ops.aten._fused_rms_norm_backward.default(dy, x, x.shape[axis:], inv_std, scale, mask)
+    return dx if added is None else dx.add_(added), dscale
 
 
 def lowered(x: Any, axis: int, scale: Any, epsilon: float) -> Call:
@@ -103,10 +108,10 @@ def lowered(x: Any, axis: int, scale: Any, epsilon: float) -> Call:
     return Call(rms_norm, x, axis, scale, epsilon)
 
 
-def lowered_backward(dy: Any, x: Any, axis: int, scale: Any, inv_std: Any, mask: list[bool]) -> Call:
+def lowered_backward(*arguments: Any) -> Call:
     """A call of `rms_norm_backward`, for a node that may run compiled."""
     LIBRARY.request()
-    return Call(rms_norm_backward, dy, x, axis, scale, inv_std, mask)
+    return Call(rms_norm_backward, *arguments)
 
 
 def _are_plain(x: Tensor, *others: Tensor | None) -> bool:

@@ -53,6 +53,7 @@ def movement(
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
     same_elements: bool = False,
     moves: frozenset[str] = NO_STOPS,
+    adds: str = "",
 ) -> OpDef:
     """Defines an op that moves elements.
 
@@ -86,6 +87,7 @@ def movement(
             shape_only=shape_only,
             same_elements=same_elements,
             moves=moves,
+            adds=adds,
         )
     )
 

@@ -1,0 +1,479 @@
+"""What is added to the result of dropout, or of a norm's gradient, is added where that is written, by one op."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import GraphError
+from onnxtrain.onnx_file import known_name
+from onnxtrain.ops import builder, draws
+from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.index import gather
+from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.passes.changes import Changes
+from onnxtrain.passes.fuse_sums import fuse_sums
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.ops import cases_keyed_dropout
+from tests.ops.captures import OfTensors
+from tests.ops.test_compiled_kernels import counting
+from tests.passes.less_work import wrap
+from tests.passes.test_fuse_gates import backward_kinds, kinds
+from tests.passes.test_pack_tokens import FORMS
+from tests.passes.test_pack_transformer_layers import Sentences
+from tests.passes.test_pack_without_mask import batch_of
+
+Tensor = torch.Tensor
+Form = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+P = 0.25
+SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 5}, {"b": 2, "s": 4}, {"b": 1, "s": 7})
+
+
+def keyed(x: Tensor) -> Tensor:
+    """Dropout with the mask of the key that the generator gives next."""
+    return cases_keyed_dropout.keyed_dropout(round(P * 2**16))(x, draws.draw_key())
+
+
+def ahead(drop, x, residual):
+    return residual + drop(x.sin())
+
+
+def behind(drop, x, residual):
+    return drop(x.sin()) + residual
+
+
+def residual_read_elsewhere(drop, x, residual):
+    return (residual + drop(x)) * residual.cos()
+
+
+def residual_of_itself(drop, x, residual):
+    x = x * residual
+    return x + drop(x)
+
+
+def residual_is_a_view(drop, x, residual):
+    return torch.stack([residual, x])[0] + drop(x.sin())
+
+
+def transposed(drop, x, residual):
+    return residual.transpose(0, 1) + drop(x.sin().transpose(0, 1))
+
+
+def two_dropouts(drop, x, residual):
+    return drop(x.sin()) + drop(residual.cos())
+
+
+def sum_of_three(drop, x, residual):
+    return residual + drop(x) + x.exp()
+
+
+ONCE: tuple[Form, ...] = (
+    ahead,
+    behind,
+    residual_read_elsewhere,
+    residual_of_itself,
+    residual_is_a_view,
+    transposed,
+    two_dropouts,
+    sum_of_three,
+)
+
+
+def two_layers(drop, x, residual):
+    h = residual + drop(x.sin())
+    return h + drop(h.cos())
+
+
+def broadcast(drop, x, residual):
+    return residual[:, :1] + drop(x)
+
+
+def broadcast_dropout(drop, x, residual):
+    return residual + drop(x[:1])
+
+
+def of_a_narrow_type(drop, x, residual):
+    return residual + drop(x.to(torch.bfloat16))
+
+
+def dropout_read_elsewhere(drop, x, residual):
+    y = drop(x)
+    return (residual + y) * y
+
+
+def twice_the_dropout(drop, x, residual):
+    y = drop(x)
+    return y + y - residual
+
+
+def difference(drop, x, residual):
+    return residual - drop(x)
+
+
+STAYS: tuple[Form, ...] = (
+    broadcast,
+    broadcast_dropout,
+    of_a_narrow_type,
+    dropout_read_elsewhere,
+    twice_the_dropout,
+    difference,
+)
+
+
+def results(module: nn.Module, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The output and the gradients under a random cotangent, with the masks of one seed."""
+    leaves = [t.to(dtype).requires_grad_() for t in tensors]
+    torch.manual_seed(8)
+    y = module(*leaves)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, cotangent)]
+
+
+def check(form: Form, dtype: torch.dtype = torch.float32, **options: Any) -> ORTModule:
+    """Compares with PyTorch under the same masks, at all sizes, on one capture."""
+    ours = ORTModule(OfTensors(lambda x, residual: form(lambda t: F.dropout(t, P), x, residual)), **options)
+    eager = OfTensors(lambda x, residual: form(keyed, x, residual))
+    for known in SIZES:
+        tensors = [torch.randn(known["b"], known["s"], 6).to(dtype) for _ in range(2)]
+        found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
+        for what, got, theirs, exact in zip(("y", "dx", "dresidual"), *found, strict=True):
+            assert_no_worse_than_eager(f"{what} at {known}", got, theirs, exact)
+    assert ours.__dict__["_engine"].captures == 1
+    return ours
+
+
+def with_residual(ours: nn.Module, part: str = "forward") -> int:
+    """How many KeyedDropouts of a program add a residual."""
+    nodes = getattr(ours.__dict__["_engine"].newest().parts, part).nodes
+    return sum(n.op_type == "KeyedDropout" and len(n.inputs) == 3 for n in nodes)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((form, torch.float32) for form in ONCE), (ahead, torch.float64), (ahead, torch.bfloat16)],
+    ids=lambda p: getattr(p, "__name__", str(p)),
+)
+def test_a_form_becomes_one_op(form: Form, dtype: torch.dtype) -> None:
+    ours = check(form, dtype)
+    assert with_residual(ours) == 1
+    assert kinds(ours).count("Add") == (form is sum_of_three)
+    x_is_read_elsewhere = form in (residual_of_itself, sum_of_three)  # so its gradient is a sum as well
+    assert with_residual(ours, "backward") == x_is_read_elsewhere
+    assert "KeyedDropout" in backward_kinds(ours)
+
+
+def test_each_layer_adds_its_own() -> None:
+    ours = check(two_layers)
+    assert with_residual(ours) == 2
+    assert "Add" not in kinds(ours)
+
+
+@pytest.mark.parametrize("form", STAYS, ids=lambda f: f.__name__)
+def test_what_only_looks_like_it_stays(form: Form) -> None:
+    ours = check(form)
+    assert "KeyedDropout" in kinds(ours)
+    assert with_residual(ours) == 0
+    refused = [r.reason for r in ours.__dict__["_engine"].newest().report.refused if r.pass_name == "fuse_sums"]
+    assert refused == ["is no part of KeyedDropout: dropout is read elsewhere"] * (form is dropout_read_elsewhere)
+
+
+def test_a_dropout_that_is_given_out_stays() -> None:
+    def both(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.dropout(x, P)
+        return residual + y, y
+
+    ours = ORTModule(OfTensors(both))
+    x, residual = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+    h, y = ours(x, residual)
+    assert torch.equal(h, residual + y)
+    assert with_residual(ours) == 0
+
+
+@pytest.mark.parametrize("form", [ahead, two_dropouts, two_layers], ids=lambda f: f.__name__)
+def test_the_pass_changes_no_draw(form: Form) -> None:
+    """By operators, which round alike with and without it: every bit of a result shows the mask."""
+    tensors = [torch.randn(5, 7, 6) for _ in range(2)]
+    found = [
+        results(
+            ORTModule(
+                OfTensors(lambda x, r: form(lambda t: F.dropout(t, P), x, r)), native=False, disabled_passes=names
+            ),
+            tensors,
+            torch.float32,
+        )
+        for names in ((), ("fuse_sums",))
+    ]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("p", "training", "rng"), [(0.0, True, "fast"), (1.0, True, "fast"), (P, False, "fast"), (P, True, "torch")]
+)
+def test_what_draws_nothing_or_as_eager_is_left_alone(p: float, training: bool, rng: str) -> None:
+    module = OfTensors(lambda x, residual: residual + F.dropout(x * 2, p, training))
+    ours = ORTModule(module, rng=rng)
+    tensors = [torch.randn(5, 6) for _ in range(2)]
+    for got, expected in zip(*(results(m, tensors, torch.float32) for m in (ours, module)), strict=True):
+        assert torch.equal(got, expected)
+    assert "KeyedDropout" not in kinds(ours)
+    assert "Add" in kinds(ours)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_one_gradient_alone(wanted: int) -> None:
+    ours = ORTModule(OfTensors(lambda x, residual: residual + F.dropout(x, P)))
+    tensors = [torch.randn(4, 6, requires_grad=i == wanted) for i in range(2)]
+    dy = torch.randn(4, 6)
+    torch.manual_seed(1)
+    (got,) = torch.autograd.grad(ours(*tensors), tensors[wanted], dy)
+    torch.manual_seed(1)
+    expected = keyed(dy) if wanted == 0 else dy
+    torch.testing.assert_close(got, expected)
+    assert backward_kinds(ours) == ["KeyedDropout"] * (wanted == 0)
+
+
+def test_a_residual_of_another_shape_is_refused() -> None:
+    op = builder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="shapes"))
+    x, key = op.constant([[1.0, 2.0]], ir.DataType.FLOAT), op.constant([1, 2], ir.DataType.INT64)
+    with pytest.raises(GraphError, match="KeyedDropout adds a tensor of its result's type"):
+        op.own.KeyedDropout(x, key, op.constant([1.0, 2.0], ir.DataType.FLOAT), dropped=6554)
+
+
+class Layers(nn.Module):
+    """Pre-norm blocks."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(count))
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + F.dropout(linear(norm(x)), P, self.training)
+        return x.square().mean()
+
+
+def gradients(ours: nn.Module, rows: int) -> list[Tensor]:
+    ours.zero_grad()
+    torch.manual_seed(4)
+    x = torch.randn(rows, 16)
+    ours(x).backward()
+    return [p.grad.clone() for p in ours.parameters() if p.grad is not None]
+
+
+def test_a_budget_draws_the_same_masks_again() -> None:
+    torch.manual_seed(0)
+    layers = Layers(8)
+    plain, least = ORTModule(layers, native=False), ORTModule(layers, native=False, memory_budget_bytes=0.5)
+    for rows in (256, 33):
+        found = [gradients(m, rows) for m in (plain, least)]
+        assert len(found[0]) == 32
+        assert all(map(torch.equal, *found))
+    assert with_residual(plain, "backward") == 0
+    assert with_residual(least, "backward") > 0
+
+
+def test_the_sum_is_written_over_what_is_dropped() -> None:
+    """Nobody reads the product behind dropout: no more memory is asked for. By operators, and by the kernel."""
+    torch.manual_seed(0)
+    layers = Layers()
+    names = ("drop_", "drop_compiled_")
+    for native, name in zip((False, True), names, strict=True):
+        ours = ORTModule(layers, native=native)
+        gradients(ours, 9)
+        source = ours.__dict__["_engine"].newest().unit.forward.source
+        assert source.count(f" {name}(linear") == 3, source
+
+
+def test_what_is_read_elsewhere_is_not_written_over() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y, z = self.inner(x), self.inner(x.cos())
+            return x + F.dropout(y, P), y.t() @ x, F.dropout(z.t(), P) @ z  # a view and its base
+
+    torch.manual_seed(0)
+    module = Reads()
+    ours = ORTModule(module)
+    x = torch.randn(5, 6)
+    torch.manual_seed(2)
+    h, product, own = ours(x)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        y, z = module.inner(x), module.inner(x.cos())
+        torch.testing.assert_close(h, x + keyed(y))
+        torch.testing.assert_close(product, y.t() @ x)
+        torch.testing.assert_close(own, keyed(z.t()) @ z)
+
+
+def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
+    """Padding goes before keys come: masks are those of the rows that are left, with the pass and without."""
+    words, labels = batch_of(FORMS["right"])
+    losses = []
+    for disabled in ((), ("fuse_sums",)):
+        torch.manual_seed(0)
+        packed = wrap(Sentences(dropout=P), tmp_path, skip_padding="always", native=False, disabled_passes=disabled)
+        torch.manual_seed(5)
+        losses.append(packed(words, labels))
+        graph = ir.load(tmp_path / "m_packed_optimized_pre_grad_training.onnx").graph
+        nodes = [node for node in graph if known_name(node.op_type) == "KeyedDropout"]
+        assert sum(len(node.inputs) == 3 for node in nodes) == (0 if disabled else 4)
+        assert len(nodes) == 6
+    assert torch.equal(*losses)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_one_call_of_the_kernel_drops_and_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(draws.LIBRARY, "functions", counting(draws.LIBRARY, found))
+    ours = ORTModule(Layers())
+    gradients(ours, 9)
+    assert found == {"dropout_float": 6}
+    source = ours.__dict__["_engine"].newest().unit.forward.source
+    assert " + " not in source
+    assert ".add" not in source
+
+
+class RmsNorms(nn.Module):
+    """Pre-norm blocks as T5 and Llama have them: the gradient of each norm's input is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(6, eps=1e-5) for _ in range(2))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = x + self.linear(norm(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("least", [1, 2**60], ids=("compiled", "operators"))
+def test_the_gradient_of_a_norm_adds_that_of_the_residual(
+    least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rms_kernels, "_LEAST", least)
+    torch.manual_seed(0)
+    module = RmsNorms().to(dtype)
+    ours, exact = ORTModule(module), copy.deepcopy(module).double()
+    for known in SIZES:
+        x = torch.randn(known["b"], known["s"], 6).to(dtype)
+        dy = torch.randn_like(x)
+        found = []
+        for run, wide in ((ours, dtype), (module, dtype), (exact, torch.float64)):
+            leaf = x.to(wide).requires_grad_()
+            found.append(torch.autograd.grad(run(leaf), [leaf, *run.parameters()], dy.to(wide)))
+        names = ["dx", *(name for name, _ in module.named_parameters())]
+        for what, *gradients in zip(names, *found, strict=True):
+            assert_no_worse_than_eager(f"{what} at {known}", *gradients)
+    nodes = ours.__dict__["_engine"].newest().parts.backward.nodes
+    assert [len(n.inputs) for n in nodes if n.op_type == "SimplifiedLayerNormalizationGrad"] == [5, 5]
+    assert "adds another tensor in 2 SimplifiedLayerNormalizationGrads" in str(ours.report())
+
+
+def test_a_sum_of_what_comes_later_is_named() -> None:
+    """All that the op reads would be held until then."""
+    op = builder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="late"))
+    x, inv_std = op.constant([[1.0, 2.0]], ir.DataType.FLOAT), op.constant([[3.0]], ir.DataType.FLOAT)
+    dx, _ = op.ms.SimplifiedLayerNormalizationGrad(x, x, None, inv_std)
+    later = op.Exp(x)
+    op.graph.outputs.append(op.Add(dx, later))
+    changes = Changes("fuse_sums")
+    fuse_sums(op.graph, changes)
+    assert op.graph[-1].op_type == "Add"
+    assert [r.reason.split(": ")[1] for r in changes.refused] == [f"{later.name} is computed later"]
+
+
+def test_a_sum_behind_a_checkpoint_stays() -> None:
+    """It is kept, as in eager: within the checkpoint it would be computed again, and the product before it."""
+
+    class Checkpointed(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, linear in zip(self.norms, self.linears, strict=True):
+                run = lambda x, norm=norm, linear=linear: F.dropout(linear(norm(x)), P)
+                x = x + checkpoint(run, x, use_reentrant=False)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    ours = ORTModule(Checkpointed(), native=False)
+    gradients(ours, 9)
+    assert with_residual(ours) == 0
+    assert kinds(ours).count("Add") == 3
+    assert backward_kinds(ours).count("LayerNormalization") == 3
+    assert "Linear" not in backward_kinds(ours)
+
+
+class Tied(nn.Module):
+    """A table of words that also gives their scores, as in GPT-2 and T5."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        self.words = nn.Embedding(23, 6, padding_idx=padding)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.linear(self.words(words).tanh(), self.words.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padding", [None, 0])
+def test_rows_of_a_tied_table_are_added_to_its_other_gradient(padding: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = Tied(padding).to(dtype)
+    ours, exact = ORTModule(module), copy.deepcopy(module).double()
+    for known in SIZES:
+        words = torch.randint(0, 5, (known["b"], known["s"]))  # many of them several times
+        dy = torch.randn(known["b"], known["s"], 23).to(dtype)
+        gradients = [
+            torch.autograd.grad(run(words), [run.get_parameter("words.weight")], dy.to(wide))[0]
+            for run, wide in ((ours, dtype), (module, dtype), (exact, torch.float64))
+        ]
+        assert_no_worse_than_eager(f"the table at {known}", *gradients)
+    backward = ours.__dict__["_engine"].newest().parts.backward.nodes
+    assert [len(n.inputs) for n in backward if n.op_type in ("GatherGrad", "EmbeddingGrad")] == [4]
+    assert "Add" not in backward_kinds(ours)
+    (program,) = ours.__dict__["_engine"].newest().unit._backwards.values()
+    assert "= plus_row_sums_(" in program.program.source
+
+
+def test_a_gradient_that_the_caller_gave_is_not_written_over() -> None:
+    module = OfTensors(lambda table, rows: (F.embedding(rows, table), table * 1))
+    table, rows = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 3], [3, 0]])
+    given = torch.randn(2, 2, 4), torch.randn(7, 4)
+    copies = [t.clone() for t in given]
+    found = [torch.autograd.grad(run(table, rows), table, given)[0] for run in (ORTModule(module), module)]
+    torch.testing.assert_close(*found)
+    assert all(map(torch.equal, given, copies))
+
+
+def test_large_numbers_swallow_no_small_ones_of_a_table() -> None:
+    """4096 times 2^-25 to one row of ones: each alone would be lost."""
+    rows, dy = torch.full((64, 64), 3), torch.full((64, 64, 2), 2.0**-25)
+    found = gather.plus_row_sums(torch.ones(5, 2), rows, dy, -1)
+    expected = torch.ones(5, 2)
+    expected[3] += 4096 * 2.0**-25
+    assert torch.equal(found, expected)
+    assert torch.equal(gather.plus_row_sums(torch.ones(5, 2), rows, dy, 3), torch.ones(5, 2))
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_sums_of_rows_are_aten_s(padding: int) -> None:
+    rows, dy = torch.randint(0, 7, (5, 40)), torch.randn(5, 40, 9)
+    expected = torch.ops.aten.embedding_dense_backward.default(dy, rows, 7, padding, False)
+    assert torch.equal(gather.row_sums((7, 9), rows, dy, padding), expected)
+    assert torch.equal(gather.row_sums((7, 9), rows[:0], dy[:0], padding), torch.zeros(7, 9))
