@@ -487,6 +487,19 @@ def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: 
     assert load(file_of(tmp_path)) == {}
 
 
+def test_the_command_measures_whatever_is_known_at_other_sizes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = "onnxtrain::Linear() float 512x128 256x128 256"
+    save(file_of(tmp_path), {known: answered(aten=1e-3, onednn=2e-3)})
+    seen: list[set[str]] = []
+    monkeypatch.setattr(trial, "worse_nearby", lambda *given: seen.append(set(given[3])) or set())
+    assert cli.main(["tune", "--shapes", "256x128x256", "--folder", str(tmp_path)]) == 0
+    assert seen
+    assert not any(known in answers for answers in seen)
+    assert known in load(file_of(tmp_path))
+
+
 @pytest.mark.parametrize("text", ["12", "0x4x4", "axbxc", "1x2x3x4"])
 def test_the_command_says_what_sizes_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--shapes", text]) == cli.USAGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from onnxtrain.errors import OptionError
-from onnxtrain.execute.kernel_choice.stored import file_of, load, setting
+from onnxtrain.execute.kernel_choice.stored import file_of, load, save, setting
 from onnxtrain.execute.kernel_choice.times import Answers
 from onnxtrain.execute.kernel_choice.tuned import answers_in
 from onnxtrain.module import ORTModule
@@ -48,15 +49,25 @@ def _time(seconds: float) -> str:
 
 @only_errors()
 def fill(shape: Shape, dtype: torch.dtype, folder: Path | None) -> bool:
-    """Runs steps of a linear layer until its kernels are chosen; whether they are."""
+    """Runs steps of a linear layer until its kernels are chosen; whether they are.
+
+    In a folder of its own first: what is known at other sizes would leave candidates out.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        apart = file_of(Path(scratch))
+        settled = _run(shape, dtype, apart.parent, answers_in(apart))
+        save(file_of(folder), answers_in(apart))
+    return settled
+
+
+def _run(shape: Shape, dtype: torch.dtype, folder: Path, answers: Answers) -> bool:
     rows, inputs, outputs = shape
     module = ORTModule(torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder)
     x = torch.randn(rows, inputs).to(dtype).requires_grad_()
     cotangent = torch.randn(rows, outputs).to(dtype)
     for _ in range(_MOST_STEPS):
         module(x).backward(cotangent)
-        if all(answer.choice for answer in answers_in(file_of(folder)).values()):
-            module(x).backward(cotangent)  # a program notices in the step after
+        if all(answer.choice for answer in answers.values()):
             return True
     return False
 

@@ -96,6 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     for library in (*compiled.LIBRARIES.values(), draws.LIBRARY, rows.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, found))
+    monkeypatch.setattr(rows, "_LEAST", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
     monkeypatch.setattr(torch.Tensor, "bernoulli_", keyed)
@@ -316,6 +317,19 @@ def test_cross_entropy_refuses_a_label_that_is_no_class(calls: Counter[str]) -> 
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):
         rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, 7, -100]), None, 1, -100)
     assert calls["forward_float"] == 1
+
+
+@pytest.mark.parametrize(("shape", "asks"), [((16, 2), False), ((64, 64), True)], ids=str)
+def test_cross_entropy_of_few_scores_compiles_nothing(
+    shape: tuple[int, int], asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Library, "request", lambda library: asked.append(library.name))
+    scores, target = torch.randn(shape, requires_grad=True), torch.randint(shape[1], shape[:1])
+    module = ORTModule(OfTensors(lambda x, y: (torch.nn.functional.cross_entropy(x, y),)))
+    (loss,) = module(scores, target)
+    loss.backward()
+    assert ("cross_entropy" in asked) == asks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

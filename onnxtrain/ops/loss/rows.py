@@ -16,6 +16,7 @@ and nll_loss 10.2 and 21.4, these ops by PyTorch's operators 15.5 and 14.1, by t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -44,6 +45,7 @@ from onnxtrain.ops.native import may_compile
 Tensor = torch.Tensor
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
+_LEAST = 4096  # scores: below it nothing is gained that is worth a compile of 0.4 s
 LIBRARY = Library(
     "cross_entropy",
     text("vectors.h", "exponential.h", "cross_entropy.cpp"),
@@ -103,14 +105,14 @@ def rows_loss_compiled(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The compiled kernel as soon as it is there. A label that is no class is PyTorch's to refuse."""
-    name = _NAMES.get(scores.dtype)
-    if LIBRARY.functions is None or name is None or not _is_plain(scores, labels, weights):
+    native = _native(scores, labels, weights)
+    if native is None:
         return rows_loss(scores, labels, weights, reduction, ignore_index)
     rows, classes = scores.shape
     each, weight, peak, log_sum = (scores.new_empty(rows) for _ in range(4))
     wrong = torch.empty((), dtype=torch.int64)
     found = pointers(each, weight, peak, log_sum, wrong)
-    run = getattr(LIBRARY.functions, f"forward_{name}")
+    run = getattr(native, f"forward_{_NAMES[scores.dtype]}")
     run(*pointers(scores, labels, weights), ignore_index, *found, rows, classes, torch.get_num_threads())
     if wrong.item():
         return rows_loss(scores, labels, weights, reduction, ignore_index)
@@ -133,28 +135,33 @@ def rows_gradient_compiled(
     ignore_index: int,
 ) -> Tensor:
     """The compiled kernel as soon as it is there, whichever way forward went."""
-    name = _NAMES.get(scores.dtype)
-    if LIBRARY.functions is None or name is None or not _is_plain(scores, labels, weights):
+    native = _native(scores, labels, weights)
+    if native is None:
         return rows_gradient(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
     rows, classes = scores.shape
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
     dx = large_memory.empty(scores.shape, scores)
     given = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())
-    run = getattr(LIBRARY.functions, f"backward_{name}")
+    run = getattr(native, f"backward_{_NAMES[scores.dtype]}")
     run(*pointers(*given), ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())
     return dx
 
 
-def _is_plain(scores: Tensor, labels: Tensor, weights: Tensor | None) -> bool:
-    """Whether these are rows as the compiled kernel reads them."""
-    return (
-        scores.dim() == 2
-        and scores.numel() > 0
+def _native(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Any:
+    """The compiled functions, where they are there and such rows are theirs; asks for them where they are not."""
+    plain = (
+        scores.dtype in _NAMES
+        and scores.dim() == 2
+        and scores.numel() >= _LEAST
         and scores.is_contiguous()
         and labels.is_contiguous()
         and (weights is None or weights.is_contiguous())
     )
+    if not plain:
+        return None
+    LIBRARY.request()
+    return LIBRARY.functions
 
 
 # CrossEntropy
@@ -204,7 +211,6 @@ def _lower(n: NodeView, scores: Tensor, labels: Tensor, weights: Tensor | None, 
 def _lower_compiled(
     n: NodeView, scores: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int | None
 ) -> Call:
-    LIBRARY.request()
     return Call(rows_loss_compiled, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
 
 
@@ -253,7 +259,6 @@ def _lower_grad(n: NodeView, *given: Tensor) -> Call:
 
 
 def _lower_grad_compiled(n: NodeView, *given: Tensor) -> Call:
-    LIBRARY.request()
     return Call(rows_gradient_compiled, *_grad_arguments(n, *given))
 
 
