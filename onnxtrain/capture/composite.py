@@ -126,7 +126,8 @@ def quiet() -> Iterator[None]:
 def size_decisions(env: ShapeEnv | None) -> Iterator[list[Any]]:
     """Collects what is decided inside from sizes, as conditions that do not follow from the known ones.
 
-    `env` itself stays as it was.
+    Where the answer is that for which PyTorch promises a way for all sizes (`guard_or_false`, as it asks whether a
+    tensor is contiguous), nothing is decided. `env` itself stays as it was.
     """
     made: list[Any] = []
     if env is None:
@@ -136,6 +137,9 @@ def size_decisions(env: ShapeEnv | None) -> Iterator[list[Any]]:
 
     def noting(expr: Any, *args: Any, **kwargs: Any) -> Any:
         value = evaluate(expr, *args, **kwargs)
+        for_all = kwargs.get("fallback_value")
+        if for_all is not None and bool(value) == for_all:
+            return value
         if getattr(expr, "free_symbols", None) and env._maybe_evaluate_static(expr) is None:
             truth = {sympy.true: expr, sympy.false: sympy.Not(expr)}
             made.append(truth.get(value, sympy.Eq(expr, value, evaluate=False)))

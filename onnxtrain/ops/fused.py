@@ -55,6 +55,7 @@ def fused(
     flops: Callable[[NodeView], Size],
     attributes: Mapping[str, Any] | None = None,
     from_torch: Mapping[str, FromTorch] | None = None,
+    # Backward ops have none: second order runs in PyTorch.
     gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE] = NOT_DIFFERENTIABLE,
     stops: frozenset[str] = frozenset(),
     since: int = 1,
@@ -71,10 +72,7 @@ def fused(
     outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
     adds: str = "",
 ) -> OpDef:
-    """Defines an op with a kernel and a body of its own. Backward ops have no gradient: second order runs in PyTorch.
-
-    `kernels` come before `lower`, `others` beside it; `atomic_on_gpu`: on a GPU it adds in no fixed order.
-    """
+    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`."""
     own = Kernel(lower=lower, host=host, waits=waits, workspace=workspace, seconds=seconds)
     return define(
         OpDef(
@@ -107,7 +105,10 @@ def fused(
 
 
 def _with_others(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool) -> tuple[Kernel, ...]:
-    """A kernel that may add in a fixed order on a CPU only, and others: expected seconds, then measurements decide."""
+    """A kernel that may add in a fixed order on a CPU only, and others: expected seconds, then measurements decide.
+
+    `atomic_on_gpu`: on a GPU it adds in no fixed order.
+    """
     own = replace(kernel, name="aten" if others else "")
     if not atomic_on_gpu:
         return own, *others

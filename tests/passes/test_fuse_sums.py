@@ -21,7 +21,6 @@ from onnxtrain.errors import GraphError
 from onnxtrain.onnx_file import known_name
 from onnxtrain.ops import builder, draws
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.index import gather
 from onnxtrain.ops.norm import rms_kernels
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.fuse_sums import fuse_sums
@@ -417,63 +416,3 @@ def test_a_sum_behind_a_checkpoint_stays() -> None:
     assert kinds(ours).count("Add") == 3
     assert backward_kinds(ours).count("LayerNormalization") == 3
     assert "Linear" not in backward_kinds(ours)
-
-
-class Tied(nn.Module):
-    """A table of words that also gives their scores, as in GPT-2 and T5."""
-
-    def __init__(self, padding: int | None) -> None:
-        super().__init__()
-        self.words = nn.Embedding(23, 6, padding_idx=padding)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return F.linear(self.words(words).tanh(), self.words.weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("padding", [None, 0])
-def test_rows_of_a_tied_table_are_added_to_its_other_gradient(padding: int | None, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    module = Tied(padding).to(dtype)
-    ours, exact = ORTModule(module), copy.deepcopy(module).double()
-    for known in SIZES:
-        words = torch.randint(0, 5, (known["b"], known["s"]))  # many of them several times
-        dy = torch.randn(known["b"], known["s"], 23).to(dtype)
-        gradients = [
-            torch.autograd.grad(run(words), [run.get_parameter("words.weight")], dy.to(wide))[0]
-            for run, wide in ((ours, dtype), (module, dtype), (exact, torch.float64))
-        ]
-        assert_no_worse_than_eager(f"the table at {known}", *gradients)
-    backward = ours.__dict__["_engine"].newest().parts.backward.nodes
-    assert [len(n.inputs) for n in backward if n.op_type in ("GatherGrad", "EmbeddingGrad")] == [4]
-    assert "Add" not in backward_kinds(ours)
-    (program,) = ours.__dict__["_engine"].newest().unit._backwards.values()
-    assert "= plus_row_sums_(" in program.program.source
-
-
-def test_a_gradient_that_the_caller_gave_is_not_written_over() -> None:
-    module = OfTensors(lambda table, rows: (F.embedding(rows, table), table * 1))
-    table, rows = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 3], [3, 0]])
-    given = torch.randn(2, 2, 4), torch.randn(7, 4)
-    copies = [t.clone() for t in given]
-    found = [torch.autograd.grad(run(table, rows), table, given)[0] for run in (ORTModule(module), module)]
-    torch.testing.assert_close(*found)
-    assert all(map(torch.equal, given, copies))
-
-
-def test_large_numbers_swallow_no_small_ones_of_a_table() -> None:
-    """4096 times 2^-25 to one row of ones: each alone would be lost."""
-    rows, dy = torch.full((64, 64), 3), torch.full((64, 64, 2), 2.0**-25)
-    found = gather.plus_row_sums(torch.ones(5, 2), rows, dy, -1)
-    expected = torch.ones(5, 2)
-    expected[3] += 4096 * 2.0**-25
-    assert torch.equal(found, expected)
-    assert torch.equal(gather.plus_row_sums(torch.ones(5, 2), rows, dy, 3), torch.ones(5, 2))
-
-
-@pytest.mark.parametrize("padding", [-1, 2])
-def test_sums_of_rows_are_aten_s(padding: int) -> None:
-    rows, dy = torch.randint(0, 7, (5, 40)), torch.randn(5, 40, 9)
-    expected = torch.ops.aten.embedding_dense_backward.default(dy, rows, 7, padding, False)
-    assert torch.equal(gather.row_sums((7, 9), rows, dy, padding), expected)
-    assert torch.equal(gather.row_sums((7, 9), rows[:0], dy[:0], padding), torch.zeros(7, 9))

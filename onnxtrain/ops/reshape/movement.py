@@ -61,8 +61,6 @@ def movement(
     rule, which reads `reads`, or None where the op is not differentiable; `view` says that outputs may be views of the
     first input.
     """
-    if not isinstance(kernels, tuple):
-        kernels = (Kernel(lower=kernels, host=takes_ints),)
     return define(
         OpDef(
             domain=domain,
@@ -77,7 +75,7 @@ def movement(
             native_ok=(lambda n: True) if domain == ONNX else (lambda n: False),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             stops=stops,
-            kernels=kernels,
+            kernels=kernels if isinstance(kernels, tuple) else (Kernel(lower=kernels, host=takes_ints),),
             axes=axes,
             effects=effects,
             aliases={0: 0} if view else {},

@@ -167,17 +167,17 @@ def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
     cuts = _common_cuts([source[i] for i in xs], [target[j] for j in ys])
     for (i0, j0), (i1, j1) in itertools.pairwise(cuts):
         inner, outer = xs[i0:i1], ys[j0:j1]
-        if len(inner) == 1:
+        if len(inner) == 1 and outer:
             parts = [f"a{inner[0]}_{k}" for k in range(len(outer))]
             left[inner[0]] = f"({' '.join(parts)})" if len(parts) > 1 else parts[0]
             for j, part in zip(outer, parts, strict=True):
                 right[j] = part
-        elif len(outer) == 1:
+        elif len(outer) == 1 and inner:
             parts = [f"a{i}" for i in inner]
             right[outer[0]] = f"({' '.join(parts)})"
             for i, part in zip(inner, parts, strict=True):
                 left[i] = part
-        else:  # several axes became several others: none of them passes
+        else:  # several axes became several others, or none, as [n] that is one element: none of them passes
             for i in inner:
                 left[i] = f"x{i}"
             for j in outer:
