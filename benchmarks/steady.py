@@ -179,7 +179,7 @@ def is_compiling() -> bool:
     """Whether a compiler, or anything else, runs as a child of this process and has work to do."""
     for child in psutil.Process().children(recursive=True):
         try:
-            if child.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
+            if child.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED):
                 return True
         except psutil.NoSuchProcess:
             continue

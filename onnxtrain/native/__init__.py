@@ -17,7 +17,7 @@ answers for sizes, strides and types: nothing is checked on the way, and a call 
 
     library.py    Library: asks for its code once, and gives its functions out
     build.py      the cache on disk
-    background.py the child processes: at low priority, one after the other
+    background.py the child processes: at low priority, one after the other; pieces of Python beside a training
     compiler.py   which compiler, which flags
 
 Libraries are kept under `cache_folder("native")`, by source, flags, compiler and processor. Where there is no compiler

@@ -289,7 +289,7 @@ class Fuses(NamedTuple):
     """That an op is no more than loops over elements, or over rows: a compiler may join them with its neighbours'.
 
     Attributes:
-        gains: whether kernels of regions that hold it were measured to be faster than its own.
+        gains: whether kernels of regions that hold it and a neighbour were measured to be faster than its own.
     """
 
     gains: bool = False

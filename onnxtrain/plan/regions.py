@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -50,8 +50,9 @@ class Region:
 
     @property
     def gains(self) -> bool:
-        """Whether a node of it is of a kind that was measured to gain."""
-        return any((fuses := definition_of(n).fuses) is not None and fuses.gains for n in self.part.nodes)
+        """Whether a node of it is of a kind that was measured to gain beside a neighbour, and it has one."""
+        found = [definition_of(node).fuses for node in self.part.nodes]
+        return len(found) > 1 and any(fuses is not None and fuses.gains for fuses in found)
 
     def __str__(self) -> str:
         return " + ".join(node.op_type for node in self.part.nodes)
@@ -89,14 +90,15 @@ def find(part: Part, storages: Storages) -> Found:
         else:
             groups.add(node, _frame(node))
     order, memory = _Order(part), _Memory(part, storages)
+    peak = memory.peak(order)
     regions = []
     for members, frame in groups:
         group = sorted(members, key=order.position.__getitem__)  # as they will stand side by side
         region = _region(part, group, frame, storages)
         moved = order.moved(set(group)) if region.saved else None
-        more = memory.peak(moved) - memory.peak(order) if moved is not None else 0
+        more = memory.peak(moved) - peak if moved is not None else 0
         if moved is not None and more <= 0:
-            order = moved
+            order, peak = moved, peak + more
             regions.append(region)
         elif moved is not None:
             refused |= dict.fromkeys(group, f"{region} as one call would hold {more} bytes more at the peak")
@@ -243,45 +245,46 @@ def _scratch_tensors(node: ir.Node, frame: Sizes, storages: Storages) -> int:
 
 
 class _Memory:
-    """What a part holds at its peak, in bytes."""
+    """What a part holds at its peak, in bytes. What does not depend on the order is looked up once."""
 
     def __init__(self, part: Part, storages: Storages) -> None:
-        self._part, self._storages = part, storages
         self._given = frozenset(part.inputs)
+        self._outputs = [storages.root(v) for v in part.outputs if v is not None]
         tensors = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
-        self._in_place = overwritten(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
+        in_place = overwritten(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
+        self._touched: dict[ir.Node, Sequence[ir.Value]] = {}  # the memory that a node reads and writes
+        self._at_once = dict.fromkeys(part.nodes, 0)  # what it takes beside: scratch, less what it writes over
+        for node in part.nodes:
+            values = [v for v in _looped(node) if v not in part.host]
+            self._touched[node] = list(dict.fromkeys(map(storages.root, values)))
+        for node in tensors:
+            over = storages.bytes_of(node.outputs[0]) if node in in_place else 0
+            self._at_once[node] = storages.workspace(node) - over
+        roots = dict.fromkeys(v for touched in self._touched.values() for v in touched)
+        self._bytes = {v: storages.bytes_of(v) for v in roots if v.producer() is not None}  # others are held elsewhere
 
     def peak(self, order: _Order) -> int:
         """The peak where the nodes of each region are one call: its inputs are held until its outputs are there."""
-        calls = [list(nodes) for _, nodes in groupby(order.nodes, lambda n: order.blocks.get(n, n))]
         made: dict[ir.Value, int] = {}
         last: dict[ir.Value, int] = {}
-        for position, call in enumerate(calls):
-            for node in call:
-                for value in (*node.inputs, *node.outputs):
-                    if value is not None and value.const_value is None and value not in self._part.host:
-                        root = self._storages.root(value)
-                        made.setdefault(root, position)
-                        last[root] = position
-        last |= {self._storages.root(v): len(calls) for v in self._part.outputs if v is not None}
-        change = [0] * (len(calls) + 2)
+        change = [0] * (len(order.nodes) + 2)
+        position, block = -1, None
+        for node in order.nodes:
+            own = order.blocks.get(node)
+            if own is None or own is not block:
+                position, block = position + 1, own
+                if own is None:
+                    change[position] += self._at_once[node]
+                    change[position + 1] -= self._at_once[node]
+            for value in self._touched[node]:
+                made.setdefault(value, position)
+                last[value] = position
+        last |= dict.fromkeys(self._outputs, position + 1)
         for value, first in made.items():
-            is_given = value.producer() is None  # a parameter or the user's: held from elsewhere
             end = last[value] + 1
-            if is_given or (first == end - 1 and value.producer() in order.blocks):  # inside a region: in registers
+            if value not in self._bytes or (first == end - 1 and value.producer() in order.blocks):  # in registers
                 continue
             begin = 0 if value in self._given else first
-            change[begin] += self._storages.bytes_of(value)
-            change[end] -= self._storages.bytes_of(value)
-        for position, call in enumerate(calls):
-            change_at = self._at_once(call[0], order)
-            change[position] += change_at
-            change[position + 1] -= change_at
+            change[begin] += self._bytes[value]
+            change[end] -= self._bytes[value]
         return max(accumulate(change), default=0)
-
-    def _at_once(self, node: ir.Node, order: _Order) -> int:
-        """What a call takes beside what lives longer: its scratch, less the input that it writes over."""
-        if node in order.blocks:
-            return 0
-        scratch = 0 if self._part.host.issuperset(node.outputs) else self._storages.workspace(node)
-        return scratch - (self._storages.bytes_of(node.outputs[0]) if node in self._in_place else 0)

@@ -6,8 +6,11 @@ import json
 import logging
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -24,7 +27,7 @@ from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.program import FusedProgram
 from onnxtrain.execute.regions.request import BESIDE, Request
 from onnxtrain.graph.builder import Builder
-from onnxtrain.native import compiler
+from onnxtrain.native import background, compiler
 from onnxtrain.native.build import BuildError
 from onnxtrain.plan.regions import find
 from onnxtrain.plan.storage import Storages
@@ -79,6 +82,15 @@ def test_only_measured_kinds_gain() -> None:
         "add + RMS norm",
         "RMS norm, backward",
     }
+
+
+def test_a_norm_without_a_neighbour_is_left_to_its_own_kernel() -> None:
+    def norm(op: Builder, x: ir.Value, scale: ir.Value) -> ir.Value:
+        return op.ms.SimplifiedLayerNormalization(x, scale, axis=-1, epsilon=1e-6)[0]
+
+    (region,) = regions_of(part_of(norm, ["b s 48", "48"]))[1]
+    assert names([region]) == ["SimplifiedLayerNormalization"]
+    assert not region.gains
 
 
 def test_what_would_make_a_cycle_stays_apart() -> None:
@@ -334,6 +346,38 @@ def test_each_region_runs_by_its_kernel_as_soon_as_it_is_there(
     assert sum(len(program.calls) for program in trained.programs) > some
     assert all(program.settled for program in trained.programs)
     trained.check(3, 5)
+
+
+def test_no_step_waits_for_more_than_a_piece(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done on other threads is divided into pieces, with a rest behind each."""
+    rests: Counter[int] = Counter()  # of each thread
+    before: dict[int, list[int]] = {}  # so many rests before each piece
+    did: set[str] = set()
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, thread_time=time.thread_time, sleep=lambda s: rests.update([threading.get_ident()])
+    )
+    monkeypatch.setattr(background, "time", clock)
+
+    def noted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noting(*arguments: Any) -> Any:
+            thread = threading.current_thread()
+            if thread is not threading.main_thread():
+                before.setdefault(id(thread), []).append(rests[threading.get_ident()])
+                did.add(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    pieces = ("Storages", "find", "Request", "load", "RegionCall")
+    for name in pieces:
+        noted(fused, name)
+    noted(FusedProgram, "_fused")
+    trained = Trained(monkeypatch, regions="on")
+    trained.prepared()
+    assert did == {*pieces, "_fused"}
+    assert all(numbers == list(range(len(numbers))) for numbers in before.values())
 
 
 @pytest.mark.parametrize(("narrow", "order"), [(1, [16, 8]), (3, [8, 16])])

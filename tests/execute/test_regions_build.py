@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -189,6 +190,28 @@ def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(child, "load", lambda path, device: nodes_as_kernel(tmp_path))
     child.compile_in(tmp_path)
     assert is_whole(tmp_path / request.LIBRARY)
+
+
+def test_two_threads_say_a_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As forward and backward do, where no region compiles."""
+    both, said = threading.Barrier(2), threading.Event()
+
+    def slowly(record: logging.LogRecord) -> bool:
+        said.wait(0.1)  # the other one's turn
+        return True
+
+    def refuse() -> None:
+        both.wait()
+        building.refuse(a_request(), "it broke")
+
+    building._LOG.addFilter(slowly)
+    threads = [threading.Thread(target=refuse) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    building._LOG.removeFilter(slowly)
+    assert [r.getMessage() for r in caplog.records].count(caplog.records[0].getMessage()) == 1
 
 
 # The cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -247,6 +248,22 @@ def test_the_step_that_asks_has_the_processor_for_itself(monkeypatch: pytest.Mon
     assert [seconds for thread, seconds in slept if thread == threading.get_ident()] == [0.75, 0.0]
 
 
+def test_a_piece_of_python_is_followed_by_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as long, by a clock of the test's own. No other thread has a piece meanwhile."""
+    now, slept = [5.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append((seconds, background._pieces.locked()))
+
+    monkeypatch.setattr(background, "time", SimpleNamespace(thread_time=lambda: now[0], sleep=sleep))
+    for seconds in (0.5, 0.25):
+        with background.piece():
+            assert background._pieces.locked()
+            now[0] += seconds
+    assert slept == [(5.0, True), (2.5, True)]
+    assert not background._pieces.locked()
+
+
 def test_what_is_there_waits_for_no_compiler() -> None:
     check(counter())
     with background.turn():
@@ -275,14 +292,15 @@ sleep 100
     library.request()
     another.request()  # waiting here would take longer than the process is waited for
     assert library.functions is None
-    while not pathlib.Path({str(notes)!r}).exists():
+    notes = pathlib.Path({str(notes)!r})
+    while not (notes.exists() and notes.read_text()):
         time.sleep(0.01)
     """
     output, _ = (process := in_process(code, CXX=str(slow))).communicate(timeout=60)
     assert process.returncode == 0, output
     assert output == "", "what was ended is no failure"
     pid, niceness, session = map(int, notes.read_text().split())
-    assert niceness == min(os.nice(0) + 5, 19)
+    assert niceness == min(os.nice(0) + int(background._NICENESS), 19)
     assert session == os.getsid(0), "Linux gives a session of its own as much time as the program's"
     for _ in range(100):
         if not is_running(pid):
@@ -290,6 +308,36 @@ sleep 100
         time.sleep(0.05)
     assert not is_running(pid)
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of processes are in /proc")
+def test_a_compiler_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It and what it started. One that pauses ends when it is asked to."""
+    monkeypatch.setattr(background, "_ending", ending := threading.Event())
+    monkeypatch.setattr(background, "_RUN_S", 0.02)
+    monkeypatch.setattr(background, "_PAUSE_S", 0.02)
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    child = background.start(command, subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout as said:
+        started = int(said.readline())
+    for pid in (child.pid, started):
+        wait_for_state(pid, paused=True)
+        wait_for_state(pid, paused=False)
+    monkeypatch.setattr(background, "_PAUSE_S", 60)
+    time.sleep(0.1)  # it may have begun a short pause
+    wait_for_state(child.pid, paused=True)
+    assert background.end(child) == -signal.SIGTERM
+    assert not is_running(child.pid)
+    ending.set()  # the thread's 60 s
+
+
+def wait_for_state(pid: int, *, paused: bool) -> None:
+    for _ in range(5000):
+        if (state_of(pid) == "T") == paused:
+            return
+        time.sleep(0.002)
+    pytest.fail(f"process {pid} is in state {state_of(pid)} all the time")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python itself says nothing
@@ -308,6 +356,11 @@ def test_a_program_that_ends_begins_no_compile(
 
 def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state_of(pid) != "Z"
     except OSError:
         return False
+
+
+def state_of(pid: int) -> str:
+    """R, S, D, T (stopped) or Z."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -13,5 +13,6 @@
     program.py    what `run` of a program is, in turn
 
 A kernel takes any sizes from 2 on of tensors that lie in order; other calls go through the nodes. No step waits:
-Inductor is not imported here, and the other process runs at low priority.
+Inductor is not imported here, the other process runs at low priority, and what is done here between the steps of the
+picture is divided into pieces with rests between them (`native/background.py`).
 """

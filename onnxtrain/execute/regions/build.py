@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 _LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
 _process = Process()
 _refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
+_refusing = threading.Lock()
 
 
 def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tuple[Request, Path | BuildError]]:
@@ -42,9 +44,11 @@ def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tup
 
 def refuse(request: Request, reason: str) -> None:
     """Leaves a region to its operators, in this process. Each reason is logged once."""
-    if reason not in _refused.values():
+    with _refusing:
+        is_new = reason not in _refused.values()
+        _refused[request.key] = reason
+    if is_new:
         _LOG.warning("A fused region is not there, its operators run one by one instead: %s", reason)
-    _refused[request.key] = reason
 
 
 def _built(request: Request, dump: Path | None) -> Path | BuildError:

@@ -19,6 +19,7 @@ from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.execute.regions.request import Request
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.native import background
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops import definition_of
 from onnxtrain.options import Options
@@ -94,11 +95,13 @@ class FusedProgram:
                 self._work.start()
 
     def _prepare(self, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> None:
-        """Off the main thread: to find the regions takes some 100 ms, and to compile one minutes."""
+        """Off the main thread, in pieces: in all it takes some 100 ms, and to compile a region minutes."""
         part = self._program.part
         try:
-            storages = Storages(part.nodes, known_numbers(part, shapes, given), self._device.type)
-            self._part, regions, _ = find(part, storages)
+            with background.piece():
+                storages = Storages(part.nodes, known_numbers(part, shapes, given), self._device.type)
+            with background.piece():
+                self._part, regions, _ = find(part, storages)
         except (GraphError, NameError) as reason:
             _LOG.debug("%s has no regions: %s", self._program.filename, reason)
             return
@@ -109,8 +112,9 @@ class FusedProgram:
             calls = self._calls(request, library, equal[request.key])
             if calls:
                 self.calls += calls
-                fused = self._fused(self.calls)
-                self._run = fused.run
+                with background.piece():
+                    fused = self._fused(self.calls)
+                    self._run = fused.run
         if fused is None:
             _LOG.debug("%s has no compiled regions, of %d", self._program.filename, len(regions))
         elif self._options.regions == "auto":
@@ -128,7 +132,8 @@ class FusedProgram:
             if not self._is_wanted(region, storages):
                 continue
             try:
-                request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
+                with background.piece():
+                    request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
             except GraphError as reason:
                 _LOG.info("The region %s stays as it is: %s", region, reason)
                 continue
@@ -146,8 +151,13 @@ class FusedProgram:
         try:
             if isinstance(library, BuildError):
                 raise library
-            kernel = load(library, self._device)
-            return [RegionCall(region.part, kernel, self._device) for region in regions]
+            with background.piece():
+                kernel = load(library, self._device)
+            calls = []
+            for region in regions:
+                with background.piece():
+                    calls.append(RegionCall(region.part, kernel, self._device))
+            return calls
         except BuildError as reason:
             refuse(request, str(reason))
             _LOG.info("The region %s stays as it is: %s", regions[0], reason)
