@@ -108,8 +108,11 @@ def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[in
 
 
 def _pause(child: subprocess.Popen[bytes]) -> None:
-    """Stops a process and those that it started again and again, as long as it runs."""
-    while not _ending.wait(_RUN_S) and child in _running:
+    """Stops a process and those that it started again and again, as long as it runs.
+
+    Until somebody has waited for its end the number of its group is nobody else's.
+    """
+    while not _ending.wait(_RUN_S) and child in _running and child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGSTOP)
             _ending.wait(_PAUSE_S)
