@@ -1,12 +1,16 @@
 """Results are written over inputs only where nobody can see it."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.ops.activation import compiled as kernels
+from onnxtrain.testing import assert_no_worse_than_eager
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]
 
@@ -224,3 +228,48 @@ def test_backward_does_not_write_over_what_forward_kept() -> None:
         loss = module(x).sum()
         results.append([torch.autograd.grad(loss, model.weight, retain_graph=True) for _ in range(3)])
     torch.testing.assert_close(*results)
+
+
+GRADIENTS = {
+    "threshold_backward_": F.relu,
+    "gelu_backward_": F.gelu,
+    "tanh_gelu_backward_": lambda x: F.gelu(x, approximate="tanh"),
+    "gated_backward_": lambda x: F.silu(x) * (x + 1),
+}
+
+
+def activated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, w: function(x @ w) @ w
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_of_activations_are_written_over_what_nobody_reads(name: str, dtype: torch.dtype) -> None:
+    """By the compiled kernel, which large tensors have as soon as it is there, and by PyTorch's."""
+    kernels.LIBRARY.wait()
+    model = Model(activated(GRADIENTS[name])).to(dtype)
+    ours, exact = ORTModule(model), copy.deepcopy(model).double()
+    for rows in (3, 8000):
+        x = torch.randn(rows, 5, dtype=dtype)
+        dy = torch.randn(rows, 5, dtype=dtype)
+        found = [
+            torch.autograd.grad(run(x.to(wide)), [run.get_parameter("weight")], dy.to(wide))[0]
+            for run, wide in ((ours, dtype), (model, dtype), (exact, torch.float64))
+        ]
+        assert_no_worse_than_eager(name, *found)
+    assert f"{name}(" in sources(ours)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_cotangent_that_others_hold_is_not_written_over(name: str) -> None:
+    """The caller's own; and one that another node of backward reads too."""
+    model = Model(lambda x, w: GRADIENTS[name](x * w[0]))
+    branched = Model(lambda x, w: GRADIENTS[name](x @ w) + (x @ w).cos() @ w)
+    x, dy = torch.randn(8000, 5, dtype=torch.float64), torch.randn(8000, 5, dtype=torch.float64)
+    for each in (model, branched):
+        held = dy.clone()
+        ours = ORTModule(each)
+        found = [torch.autograd.grad(run(x), list(run.parameters()), held)[0] for run in (ours, each)]
+        torch.testing.assert_close(*found)
+        assert torch.equal(held, dy)
+        assert f"{name}(" not in sources(ours)

@@ -87,7 +87,7 @@ def _gelu(name: str, grad_name: str, inputs: tuple[str, ...], approximate: str) 
 
 def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
     def compiled(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
-        return kernels.lowered(kernels.tanh_gelu_backward, dy, _shifted_call(n, x, bias))
+        return kernels.lowered_tanh_gelu_backward(dy, _shifted_call(n, x, bias))
 
     def lower(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
         return Call(torch.ops.aten.gelu_backward.default, dy, _shifted_call(n, x, bias), approximate=approximate)
@@ -99,7 +99,7 @@ def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
         ("dx",),
         shapes=_same_as_x,
         body=lambda op, n: op.ms.GeluGrad(n.dy, _shifted(op, n), approximate=approximate),
-        kernels=(Kernel(lower=compiled, applies=_is_compiled(approximate)),),
+        kernels=(Kernel(lower=compiled, applies=_is_compiled(approximate), in_place=0),),
         lower=lower,
         axes=elementwise_axes,
         flops=_flops,

@@ -19,7 +19,7 @@ import torch
 
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
-from onnxtrain.ops.definition import Call
+from onnxtrain.ops.definition import Call, Overwriting
 
 Tensor = torch.Tensor
 
@@ -60,13 +60,32 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return y
 
 
+def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
+    """Gives dy times the slope of gelu at x."""
+    return torch.ops.aten.gelu_backward.default(dy, x, approximate=approximate)  # type: ignore[no-any-return]
+
+
+def gelu_backward_(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
+    """The same, written over dy."""
+    into = torch.ops.aten.gelu_backward.grad_input
+    return into(dy, x, approximate=approximate, grad_input=dy)  # type: ignore[no-any-return]
+
+
 def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Gives dy times the slope of `tanh_gelu` at x."""
     if not _is_plain(x) or not dy.is_contiguous():
-        return torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh")  # type: ignore[no-any-return]
+        return gelu_backward(dy, x, "tanh")
     dx = large_memory.empty(x.shape, x)
     _run("tanh_gelu_backward", x.dtype, *pointers(dy, x, dx), x.numel())
     return dx
+
+
+def tanh_gelu_backward_(dy: Tensor, x: Tensor) -> Tensor:
+    """The same, written over dy."""
+    if not _is_plain(x) or not dy.is_contiguous():
+        return gelu_backward_(dy, x, "tanh")
+    _run("tanh_gelu_backward", x.dtype, *pointers(dy, x, dy), x.numel())
+    return dy
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -86,10 +105,20 @@ def composed_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up in `gated`, in one pass."""
+    return _gated_backward(dy, gate, up, activation, over=False)
+
+
+def gated_backward_(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The same, that of the gate written over dy."""
+    return _gated_backward(dy, gate, up, activation, over=True)
+
+
+def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, over: bool) -> tuple[Tensor, Tensor]:
     rows = _rows(gate, up)
     if rows is None or not dy.is_contiguous():
-        return composed_gated_backward(dy, gate, up, activation)
-    dgate, dup = large_memory.empty(gate.shape, gate), large_memory.empty(gate.shape, gate)
+        dgate, dup = composed_gated_backward(dy, gate, up, activation)
+        return dy.copy_(dgate) if over else dgate, dup
+    dgate, dup = dy if over else large_memory.empty(gate.shape, gate), large_memory.empty(gate.shape, gate)
     _run(f"gated_{activation}_backward", dy.dtype, *pointers(dy, gate, up, dgate, dup), *rows)
     return dgate, dup
 
@@ -143,3 +172,15 @@ def lowered(function: Any, *arguments: Any) -> Call:
     """A call of one of these functions, for a node that may run compiled."""
     LIBRARY.request()
     return Call(function, *arguments)
+
+
+def lowered_tanh_gelu_backward(dy: Any, x: Any) -> Call:
+    """The same of `tanh_gelu_backward`, which can write over dy."""
+    LIBRARY.request()
+    return Overwriting(tanh_gelu_backward, tanh_gelu_backward_, dy, x)
+
+
+def lowered_gated_backward(dy: Any, gate: Any, up: Any, activation: str) -> Call:
+    """The same of `gated_backward`."""
+    LIBRARY.request()
+    return Overwriting(gated_backward, gated_backward_, dy, gate, up, activation)

@@ -185,7 +185,9 @@ GATED_ACTIVATION_GRAD = fused(
     shapes=lambda n: _types(n, 2),
     body=lambda op, n: (_slope(op, n, op.Mul(n.dy, n.up)), op.Mul(n.dy, _activated(op, n))),
     kernels=(
-        Kernel(lower=lambda n, *xs: kernels.lowered(kernels.gated_backward, *xs, n.activation), applies=_is_compiled),
+        Kernel(
+            lower=lambda n, *xs: kernels.lowered_gated_backward(*xs, n.activation), applies=_is_compiled, in_place=0
+        ),
     ),
     lower=lambda n, *xs: Call(kernels.composed_gated_backward, *xs, n.activation),
     axes=elementwise_axes,

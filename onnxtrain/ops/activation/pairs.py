@@ -49,13 +49,15 @@ def backward(
     flops: int = 4,
     on_gpu: Lower | None = None,
     first: Sequence[Kernel] = (),
+    writes_over: bool = False,
     fuses: Fuses = FUSES,
 ) -> OpDef:
     """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
 
-    `on_gpu` is another way there, and `first` are kernels that are tried before.
+    `on_gpu` is another way there, and `first` are kernels that are tried before. `writes_over`: `lower` gives an
+    `Overwriting`, of dy.
     """
-    kernels = [*first, Kernel(lower=lower)]
+    kernels = [*first, Kernel(lower=lower, in_place=0 if writes_over else None)]
     if on_gpu is not None:
         kernels.insert(0, Kernel(lower=on_gpu, applies=lambda node, device: device == "cuda"))
 
@@ -106,6 +108,7 @@ def activation(
     flops: int = 4,
     grad_on_gpu: Lower | None = None,
     first: tuple[Kernel, Kernel] | None = None,
+    grad_writes_over: bool = False,
     fuses: Fuses = FUSES,
     cpp: str = "",
 ) -> tuple[OpDef, OpDef]:
@@ -145,5 +148,6 @@ def activation(
         flops=flops,
         on_gpu=grad_on_gpu,
         first=first[1:] if first else (),
+        writes_over=grad_writes_over,
         fuses=fuses,
     )

@@ -24,7 +24,17 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.activation.pairs import activation, not_double, scalar
 from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    STANDARD,
+    Call,
+    Effects,
+    Gradient,
+    Kernel,
+    NodeView,
+    OpDef,
+    Overwriting,
+)
 from onnxtrain.ops.registry import define
 
 Grad = ir.Value | None
@@ -72,14 +82,25 @@ def _threshold_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(below, scalar(op, n, 0.0), n.dy)  # type: ignore[no-any-return]
 
 
+def threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Gives dy where x is above the threshold, else 0."""
+    return _aten.threshold_backward.default(dy, x, threshold)  # type: ignore[no-any-return]
+
+
+def threshold_backward_(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The same, written over dy."""
+    return _aten.threshold_backward.grad_input(dy, x, threshold, grad_input=dy)  # type: ignore[no-any-return]
+
+
 RELU, RELU_GRAD = activation(
     "Relu",
     "aten.relu.default",
     lambda n, x: Call(torch.relu, x),
     STANDARD,
-    lambda n, dy, y: Call(_aten.threshold_backward.default, dy, y, 0),
+    lambda n, dy, y: Overwriting(threshold_backward, threshold_backward_, dy, y, 0),
     _relu_grad_body,
     grad_domain=MICROSOFT,
+    grad_writes_over=True,
     saved="y",  # x serves as well: both are above 0 at the same places
     since=14,
     flops=1,
@@ -103,9 +124,10 @@ THRESHOLD, THRESHOLD_GRAD = activation(
     {"aten.threshold.default": _capture_threshold},
     lambda n, x: Call(torch.threshold, x, n.threshold, n.value),
     _threshold_body,
-    lambda n, dy, x: Call(_aten.threshold_backward.default, dy, x, n.threshold),
+    lambda n, dy, x: Overwriting(threshold_backward, threshold_backward_, dy, x, n.threshold),
     _threshold_grad_body,
     domain=OWN,
+    grad_writes_over=True,
     attributes={"threshold": 0.0, "value": 0.0},
     flops=1,
 )

@@ -23,7 +23,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
 from onnxtrain.ops.activation import compiled as kernels
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
-from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView
+from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView, Overwriting
 from onnxtrain.ops.native import may_compile
 
 _aten = torch.ops.aten
@@ -122,15 +122,16 @@ GELU, GELU_GRAD = activation(
     {"aten.gelu.default": _capture_gelu},
     lambda n, x: Call(torch.nn.functional.gelu, x, approximate=n.approximate),
     lambda op, n: op.Mul(n.x, _phi(op, n)),
-    lambda n, dy, x: Call(_aten.gelu_backward.default, dy, x, approximate=n.approximate),
+    lambda n, dy, x: Overwriting(kernels.gelu_backward, kernels.gelu_backward_, dy, x, n.approximate),
     _gelu_grad_body,
     grad_domain=MICROSOFT,
+    grad_writes_over=True,
     attributes={"approximate": "none"},
     since=20,
     flops=10,
     first=(
         Kernel(lower=lambda n, x: kernels.lowered(kernels.tanh_gelu, x), applies=_is_compiled),
-        Kernel(lower=lambda n, dy, x: kernels.lowered(kernels.tanh_gelu_backward, dy, x), applies=_is_compiled),
+        Kernel(lower=lambda n, dy, x: kernels.lowered_tanh_gelu_backward(dy, x), applies=_is_compiled, in_place=0),
     ),
 )
 
