@@ -180,7 +180,7 @@ def lowered_tanh_gelu_backward(dy: Any, x: Any) -> Call:
     return Overwriting(tanh_gelu_backward, tanh_gelu_backward_, dy, x)
 
 
-def lowered_gated_backward(dy: Any, gate: Any, up: Any, activation: str) -> Call:
+def lowered_gated_backward(*arguments: Any) -> Call:
     """The same of `gated_backward`."""
     LIBRARY.request()
-    return Overwriting(gated_backward, gated_backward_, dy, gate, up, activation)
+    return Overwriting(gated_backward, gated_backward_, *arguments)

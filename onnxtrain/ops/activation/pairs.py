@@ -113,8 +113,7 @@ def activation(
     cpp: str = "",
 ) -> tuple[OpDef, OpDef]:
     """Defines y = f(x) and dx = f'(saved) * dy, of the same attributes. `first`: their kernels that are tried first."""
-    grad_name = grad_name or f"{name}Grad"
-    defaults = attributes or {}
+    grad_name, defaults = grad_name or f"{name}Grad", attributes or {}
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         given = {key: getattr(n, key) for key in defaults}
