@@ -400,7 +400,12 @@ class OpDef:
         types = self.shapes(self.view(node))
         added = getattr(self.view(node), self.adds) if self.adds else None
         if added is not None and type_of(added) != types[0]:
-            raise GraphError(f"{self.name} adds a tensor of its result's type", expected=types[0], got=type_of(added))
+            raise GraphError(
+                f"{self.name} adds a tensor of its result's type",
+                expected=str(types[0]),
+                got=str(type_of(added)),
+                todo=f"cast or expand what is given as {self.adds}, or add it by an Add behind",
+            )
         return types
 
     def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:

@@ -90,7 +90,7 @@ def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
         return kernels.lowered_tanh_gelu_backward(dy, _shifted_call(n, x, bias))
 
     def lower(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
-        return Call(torch.ops.aten.gelu_backward.default, dy, _shifted_call(n, x, bias), approximate=approximate)
+        return Call(kernels.gelu_backward, dy, _shifted_call(n, x, bias), approximate)
 
     fused(
         MICROSOFT,

@@ -128,7 +128,7 @@ def composed_gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: st
     dup = _activated(gate, activation).mul_(dy)
     if activation == "silu":
         return torch.ops.aten.silu_backward.default(dy * up, gate), dup
-    return torch.ops.aten.gelu_backward.default(dy * up, gate, approximate=APPROXIMATE[activation]), dup
+    return gelu_backward(dy * up, gate, APPROXIMATE[activation]), dup
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
