@@ -40,7 +40,8 @@ from onnxtrain.plan.in_place import last_uses, overwritten
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
 Joined = Mapping[ir.Node, "JoinedCall"]
-Run = Callable[[Iterable[torch.Tensor], Sequence[int]], "tuple[tuple[Any, ...], tuple[int, ...]]"]
+Results = tuple[tuple[Any, ...], tuple[int, ...]]
+Run = Callable[[Iterable[torch.Tensor], Sequence[int]], Results]
 
 
 class JoinedCall(Protocol):
@@ -101,9 +102,7 @@ class Program:
         """Itself: a module that runs a program can be copied, and its copies run the same code."""
         return self
 
-    def _profiled(
-        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
-    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    def _profiled(self, tensors: Iterable[torch.Tensor], sizes: Sequence[int]) -> Results:
         """Runs the same program with a profiler range per node, made when a profiler first runs."""
         if self._ranged is None:
             writer = _Writer(

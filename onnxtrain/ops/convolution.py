@@ -226,7 +226,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
         return Call(_in_float32, call.function, *call.args)
 
     def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
-        wide = Machine(machine.model, machine.vendor, {})
+        wide = Machine(machine.model, machine.kind, {})
         return n.definition.kernels[0].seconds(n, shapes, wide) + widening_seconds(sum(map(math.prod, shapes)))
 
     narrow = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)

@@ -20,20 +20,21 @@ class Machine:
 
     Attributes:
         model: the processor's name, as it calls itself.
-        vendor: "intel", "amd" or "" for all others.
+        kind: "intel" or "amd" and the widest vectors that PyTorch uses on it, as in "amd avx2"; of others these alone.
         narrow: how many times float32's speed its instructions reach on products of bfloat16 and of float16; below 1
             where they have none for it.
     """
 
     model: str
-    vendor: str
+    kind: str
     narrow: Mapping[torch.dtype, float]
 
 
 @functools.cache
 def this_machine() -> Machine:
     model, vendor = _processor(Path("/proc/cpuinfo"))
-    return Machine(model, vendor, _narrow(_capabilities()))
+    kind = f"{vendor} {torch.backends.cpu.get_cpu_capability().lower()}".strip()
+    return Machine(model, kind, _narrow(_capabilities()))
 
 
 def _processor(file: Path) -> tuple[str, str]:
@@ -75,14 +76,14 @@ def _narrow(has: Mapping[str, Any]) -> Mapping[torch.dtype, float]:
     }
 
 
-# GFLOP/s of one thread, float32. Measured on two: Intel Xeon (Emerald Rapids) 2.8 GHz and AMD EPYC (Zen 5), both with
-# AVX-512, products of a MiniLM step. Other processors stay with what PyTorch does until something is measured.
+# GFLOP/s of one thread, float32: products of a MiniLM step on two, Intel Xeon (Emerald Rapids) 2.8 GHz, AMD EPYC
+# (Zen 5) and AMD EPYC (Zen 3). Others stay with what PyTorch does until something is measured.
 _SPEEDS = {
-    "aten": {"intel": 165.0, "amd": 107.0, "": 60.0},
-    "onednn": {"intel": 150.0, "amd": 240.0, "": 40.0},
-    "onednn transposed": {"intel": 95.0, "amd": 180.0, "": 30.0},
-    "convolution": {"intel": 140.0, "amd": 222.0, "": 30.0},
+    "intel avx512": {"aten": 165.0, "onednn": 150.0, "onednn transposed": 95.0, "convolution": 140.0},
+    "amd avx512": {"aten": 107.0, "onednn": 240.0, "onednn transposed": 180.0, "convolution": 222.0},
+    "amd avx2": {"aten": 68.0, "onednn": 66.0, "onednn transposed": 47.0, "convolution": 20.0},
 }
+_OTHERS = {"aten": 60.0, "onednn": 40.0, "onednn transposed": 30.0, "convolution": 30.0}
 # Seconds before the first multiplication, from products of 16 x 32 x 32.
 _OVERHEADS = {"aten": 3e-6, "onednn": 18e-6, "onednn transposed": 23e-6, "convolution": 20e-6}
 _WIDENED = 5e9  # elements a second and thread
@@ -90,7 +91,7 @@ _WIDENED = 5e9  # elements a second and thread
 
 def expected_seconds(way: str, flops: float, machine: Machine, dtype: torch.dtype = torch.float32) -> float:
     """What multiplications are expected to take in one of the `_SPEEDS`, in elements of this type."""
-    speed = _SPEEDS[way][machine.vendor] * machine.narrow.get(dtype, 1.0) * torch.get_num_threads()
+    speed = _SPEEDS.get(machine.kind, _OTHERS)[way] * machine.narrow.get(dtype, 1.0) * torch.get_num_threads()
     return _OVERHEADS[way] + flops / speed / 1e9
 
 

@@ -11,9 +11,8 @@ each call of a candidate is a step's own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -22,7 +21,7 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel, expected_s
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import WORTH_SECONDS, Answers, rounded
 from onnxtrain.execute.kernel_choice.trial import Trial
-from onnxtrain.execute.program import Joined, KernelOf, Program, drained
+from onnxtrain.execute.program import Joined, KernelOf, Program, Results, drained
 from onnxtrain.graph import sizes
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Call, Kernel
@@ -31,7 +30,6 @@ from onnxtrain.options import Options
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 
-Results = tuple[tuple[Any, ...], tuple[int, ...]]
 _LOCK = threading.Lock()
 _ANSWERS: dict[Path, Answers] = {}  # of this process, by the file that keeps them
 
@@ -107,7 +105,7 @@ class TunedProgram(Program):
     def _elsewhere(self, tensors: list[torch.Tensor], given: Sequence[int]) -> Results:
         """Runs a call whose shapes are not those of the last one, or which other kernels serve."""
         shapes = [tensors[place].shape for place in self._places]
-        size_class = tuple(rounded(size) for shape in shapes for size in shape)
+        size_class = _size_class(shapes)
         settled = self._settled.get(size_class)
         if settled is None:
             return self._try(tensors, given, size_class)
@@ -126,13 +124,21 @@ class TunedProgram(Program):
             }
             self._trying = self._with_kernels(f"{self._name} trying", self._trial_or_expected)
         result = self._trying.run(drained(tensors), given)
-        chosen = [trial.chosen for trial in self._trials.values()]
-        if all(kernel is not None for kernel in chosen):
-            names = tuple(kernel.name for kernel in chosen if kernel is not None)
-            self._settled[size_class] = self._variant(names)
+        chosen = [trial.chosen for trial in self._trials.values() if trial.chosen is not None]
+        if len(chosen) == len(self._trials):
+            self._settled[size_class] = self._variant(chosen)
             if self._measuring:
                 save(self._file, answers_in(self._file))
         return result
+
+    def _profiled(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
+        """Runs with a profiler range per node what runs at these sizes without: the settled kernels, where they are."""
+        held = list(tensors)
+        shapes = [held[place].shape for place in self._places]
+        program = self._settled.get(_size_class(shapes), self)
+        if program is self:
+            return super()._profiled(drained(held), given)
+        return program.run(drained(held), given)
 
     def _trial_or_expected(self, node: ir.Node, device: str) -> Kernel:
         trial = self._trials.get(node)
@@ -140,12 +146,15 @@ class TunedProgram(Program):
             return expected_kernel(node, device)
         return Kernel(lower=lambda n, *arguments: Call(trial, *arguments))
 
-    def _variant(self, names: tuple[str, ...]) -> Program:
+    def _variant(self, kernels: Sequence[Kernel]) -> Program:
         """The program with these kernels of the open nodes."""
+        names = tuple(kernel.name for kernel in kernels)
         known = self._variants.get(names)
         if known is None:
-            chosen = dict(zip(self._open_nodes, names, strict=True))
-            known = self._variants[names] = self._with_kernels(self._name, _Chosen(chosen))
+            chosen = dict(zip(self._open_nodes, kernels, strict=True))
+            known = self._variants[names] = self._with_kernels(
+                self._name, lambda node, device: chosen.get(node) or expected_kernel(node, device)
+            )
             self.source, self.filename = known.source, known.filename
         return known
 
@@ -153,17 +162,8 @@ class TunedProgram(Program):
         return Program(self.part, name, self._device, kernels, layout=self._layout, joined=self._joined)
 
 
-class _Chosen:
-    """Kernels by name for some nodes, and the expected ones for the others."""
-
-    def __init__(self, names: dict[ir.Node, str]) -> None:
-        self._names = names
-
-    def __call__(self, node: ir.Node, device: str) -> Kernel:
-        name = self._names.get(node)
-        if name is None:
-            return expected_kernel(node, device)
-        return next(kernel for kernel in definition_of(node).candidates(node, device) if kernel.name == name)
+def _size_class(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(rounded(size) for shape in shapes for size in shape)
 
 
 def _watched(part: Part, open_nodes: Sequence[ir.Node]) -> list[ir.Value]:
