@@ -27,6 +27,7 @@ from onnxtrain.execute.one_call import program as one_call
 from onnxtrain.execute.program import Joined, Program
 from onnxtrain.execute.recorded import Recordings
 from onnxtrain.execute.regions import program as regions
+from onnxtrain.execute.reused_memory import reuse_memory
 from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
@@ -419,7 +420,7 @@ class _Build:
         return joint.renewed()
 
     def program(self, part: Part, title: str) -> Program:
-        program = make_program(part, f"{self._name} {title}", self.device, self.options, self.layout)
+        program = self._made(part, title, self.layout)
         is_recorded = self._recordings is not None and self._recordings.watch(program) is not None
         if is_recorded or not _may_compile_behind(self.options):
             return program
@@ -439,7 +440,15 @@ class _Build:
         )
 
     def _fused(self, title: str, part: Part, joined: Joined) -> Program:
-        return make_program(part, f"{self._name} {title}, fused", self.device, self.options, joined=joined)
+        return self._made(part, f"{title}, fused", joined=joined)
+
+    def _made(
+        self, part: Part, title: str, layout: ChannelsLast | None = None, joined: Joined | None = None
+    ) -> Program:
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, layout, joined)
+        if self.device.type == "cpu" and self.options.native:
+            reuse_memory(program)
+        return program
 
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
         part = whole(self._model)

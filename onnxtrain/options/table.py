@@ -74,7 +74,8 @@ class Options:
     native: bool = _knob(
         True,
         BOOL,
-        "on a CPU with a C++ compiler, attention and dropout run kernels that are compiled while training goes on",
+        "on a CPU with a C++ compiler, attention, dropout, norms and others run kernels compiled while training "
+        "goes on, and memory of tensors stays at hand from step to step",
         "ONNXTRAIN_NATIVE",
     )
     regions: str = _knob(

@@ -1,0 +1,277 @@
+"""Memory of a program's tensors is kept for the next step, and nobody else's tensors come from it or change."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.execute.reused_memory import LIBRARY
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    assert LIBRARY.wait(), LIBRARY.why_not
+
+
+@pytest.fixture(autouse=True)
+def nothing_held() -> Iterator[None]:
+    """Each test begins without blocks of earlier ones."""
+    gc.collect()
+    LIBRARY.functions.trim()
+    yield
+    gc.collect()
+    LIBRARY.functions.trim()
+
+
+def held() -> tuple[int, int]:
+    """Bytes of blocks in use, and at hand."""
+    counts = (ctypes.c_int64 * 2)()
+    LIBRARY.functions.held(ctypes.addressof(counts), ctypes.addressof(counts) + 8)
+    return counts[0], counts[1]
+
+
+class Wide(nn.Module):
+    """Activations of 0.5 MB for each row of 16."""
+
+    def __init__(self, width: int = 8192) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, width), nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)).exp())
+
+
+def step(module: nn.Module, rows: int = 64) -> torch.Tensor:
+    module.zero_grad()
+    y = module(torch.randn(rows, 16))
+    y.square().mean().backward()
+    return y
+
+
+def inside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What is made while a program runs."""
+    LIBRARY.functions.enter()
+    try:
+        return make()
+    finally:
+        LIBRARY.functions.leave()
+
+
+def test_a_steps_memory_serves_the_next() -> None:
+    module = ORTModule(Wide())
+    for _ in range(6):
+        step(module)
+    in_all = sum(held())
+    assert held()[1] > 2 * MB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        step(module)
+    assert sum(held()) == in_all
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # a step writes to 1500 pages of 4 KB
+
+
+def test_it_goes_back_when_the_module_does() -> None:
+    module = ORTModule(Wide())
+    for _ in range(3):
+        step(module)
+    assert held()[1] > 0
+    del module
+    gc.collect()
+    assert held() == (0, 0)
+
+
+def test_what_a_program_gave_out_stays() -> None:
+    module = ORTModule(Wide())
+    module(torch.randn(64, 16))
+    kept = []
+    for _ in range(8):
+        module.zero_grad()
+        x = torch.randn(512, 16, requires_grad=True)
+        y = module(x)
+        y.sum().backward()
+        found = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+        kept.append((found, [t.clone() for t in found]))
+    for found, copies in kept:
+        assert all(map(torch.equal, found, copies))
+
+
+def test_tensors_outlive_the_module() -> None:
+    module = ORTModule(Wide())
+    step(module)
+    y = inside(lambda: torch.full((MB,), 3.0))
+    del module
+    gc.collect()
+    assert held()[0] >= 4 * MB
+    assert (y == 3).all()
+    del y
+    assert held()[0] == 0
+
+
+def test_elsewhere_memory_is_pytorchs() -> None:
+    inside(lambda: torch.empty(MB))
+    assert held()[1] >= 4 * MB
+    before = held()
+    other = torch.empty(MB)
+    assert held() == before
+    del other
+    assert held() == before
+
+
+def test_small_tensors_are_pytorchs() -> None:
+    tensors = [inside(lambda: torch.empty(1000)), inside(lambda: torch.empty(0))]
+    assert held() == (0, 0)
+    del tensors
+
+
+@pytest.mark.parametrize("width", [8, 8192])
+def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[bool] = []
+    functions = LIBRARY.functions
+    both = SimpleNamespace(enter=lambda: entered.append(True), leave=lambda: None, trim=functions.trim)
+    monkeypatch.setattr(LIBRARY, "functions", both)
+    step(ORTModule(Wide(width)))
+    assert len(entered) == (2 if width > 8 else 0)
+
+
+def test_without_compiled_kernels_it_is_left_alone() -> None:
+    module = ORTModule(Wide(), native=False)
+    for _ in range(3):
+        step(module)
+    assert held() == (0, 0)
+
+
+def test_blocks_are_reused_for_what_is_little_smaller() -> None:
+    del_me = inside(lambda: torch.empty(10 * MB // 4))
+    place = del_me.data_ptr()
+    del del_me
+    assert inside(lambda: torch.empty(9 * MB // 4)).data_ptr() == place
+    assert held()[1] >= 10 * MB
+
+
+def test_sizes_that_vary_do_not_pile_up() -> None:
+    """At most a quarter more than was in use at once, and 16 MB, whatever came before."""
+    most = 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        counts = torch.randint(1, 30, (4,), generator=generator).tolist()
+        tensors = [inside(lambda c=c: torch.empty(c * MB // 4)) for c in counts]
+        most = max(most, sum(t.nbytes for t in tensors))
+        assert sum(held()) <= 1.25 * most + 16 * MB + 4 * 2**13
+        del tensors
+
+
+def test_what_lies_idle_goes_back() -> None:
+    inside(lambda: torch.empty(20 * MB // 4))
+    assert held()[1] >= 20 * MB
+    for _ in range(100):
+        inside(lambda: torch.empty(MB // 4))
+    assert held()[1] < 2 * MB
+
+
+def test_an_error_inside_ends_the_run() -> None:
+    def fail() -> torch.Tensor:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        inside(fail)
+    torch.empty(MB)
+    assert held() == (0, 0)
+
+
+def test_too_much_is_refused_as_ever() -> None:
+    with pytest.raises(RuntimeError, match="memory"):
+        inside(lambda: torch.empty(1 << 60, dtype=torch.int8))
+    inside(lambda: torch.empty(MB))
+    assert held()[1] >= 4 * MB
+
+
+def test_other_uses_of_a_storage() -> None:
+    x = inside(lambda: torch.arange(MB, dtype=torch.float32))
+    x.untyped_storage().resize_(8 * MB)
+    assert x[MB - 1] == MB - 1
+    x.share_memory_()
+    assert x[7] == 7
+    y = inside(lambda: torch.ones(MB))
+    array = y.numpy()
+    del y
+    assert array.sum() == MB
+
+
+def test_convolutions_inside_and_outside_take_turns() -> None:
+    """OneDNN asks PyTorch's allocator for memory of its own, and gives it back whenever it likes."""
+    eager = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
+    ours = ORTModule(eager)
+    for size in (20, 33, 20, 47):
+        x = torch.randn(4, 3, size, size)
+        torch.testing.assert_close(ours(x), eager(x))
+        ours(x).sum().backward()
+
+
+def test_threads() -> None:
+    modules = [ORTModule(Wide()) for _ in range(3)]
+    given: list[torch.Tensor] = []
+
+    def work(module: nn.Module) -> None:
+        torch.manual_seed(1)
+        given.extend(step(module, rows).detach() for rows in (16, 64, 32, 48) * 5)
+
+    threads = [threading.Thread(target=work, args=(m,)) for m in modules]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(given) == 60
+    assert all(t.isfinite().all() for t in given)
+    given.clear()  # on another thread than made them
+    modules.clear()
+    gc.collect()
+    assert held() == (0, 0)
+
+
+def test_a_child_of_a_fork_goes_on() -> None:
+    x = inside(lambda: torch.ones(8192))  # small enough for one thread: OpenMP's others are not in the child
+    child = os.fork()
+    if child == 0:
+        del x
+        y = inside(lambda: torch.ones(8192))
+        os._exit(0 if y.sum() == 8192 and held()[0] > 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert x.sum() == 8192
+
+
+def test_a_profiler_sees_the_tensors() -> None:
+    with torch.profiler.profile(profile_memory=True) as profile:
+        x = inside(lambda: torch.empty(MB))
+        del x
+    sizes = {event.key: event.self_cpu_memory_usage for event in profile.key_averages()}
+    assert (sizes["aten::empty"], sizes["[memory]"]) == (4 * MB, -4 * MB)
+
+
+def test_a_process_ends_with_tensors_alive() -> None:
+    source = (
+        "import torch\n"
+        "from onnxtrain.execute.reused_memory import LIBRARY\n"
+        "assert LIBRARY.wait()\n"
+        "LIBRARY.functions.enter()\n"
+        "x = torch.ones(1 << 20)\n"
+        "print(x.sum().item())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "1048576.0\n"), done.stderr
