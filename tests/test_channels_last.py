@@ -192,15 +192,20 @@ def test_a_step_runs_the_compiled_batch_norm_where_it_may(native: bool, calls: l
     ],
     ids=str,
 )
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("training", "behind"), [(True, ""), (True, "relu"), (True, "residual"), (True, "two readers"), (False, "")]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batch_norms_are_as_exact_as_in_the_usual_order(
-    shape: tuple[int, ...], training: bool, compiled: bool, calls: list[str]
+    shape: tuple[int, ...], training: bool, behind: str, compiled: bool, calls: list[str]
 ) -> None:
-    """PyTorch's own kernels for this order are not: they add all rows one after the other."""
+    """PyTorch's own kernels for this order are not: they add all rows one after the other.
+
+    `behind`: with relu behind, or a residual and relu; of `two readers` dy is a sum.
+    """
     torch.manual_seed(0)
-    channels = shape[1]
-    x, dy = torch.randn(shape) + 0.5, torch.randn(shape)
+    channels, is_sum = shape[1], behind in ("residual", "two readers")
+    x, dy, residual = torch.randn(shape) + 0.5, torch.randn(shape), torch.randn(shape)
     scale, b, mean, var = (
         torch.randn(channels),
         torch.randn(channels),
@@ -208,33 +213,46 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(
         torch.rand(channels) + 0.1,
     )
 
+    if behind:  # whoever rounds across 0 has another gradient there
+        exact_y = nn.functional.batch_norm(x.double(), None, None, scale.double(), b.double(), True, 0.0, 1e-3)
+        dy[(exact_y + residual if is_sum else exact_y).abs() < 1e-4] = 0
+    added = dy.square()  # and 0 where dy is
+
     def run(own: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        x, dy, scale, b, mean, var = tensors
+        x, dy, residual, added, scale, b, mean, var = tensors
         read = (mean, var)
         if training and own:
-            y, *moved, saved_mean, saved_deviation = batch_norm(x, scale, b, mean, var, 0.1, 1e-3, compiled)
+            y, *moved, saved_mean, saved_deviation = batch_norm(
+                x, scale, b, mean, var, residual if is_sum else None, 0.1, 1e-3, bool(behind), compiled
+            )
             read = (saved_mean, saved_deviation)
         elif training:
             moved = [mean.clone(), var.clone()]
             y, *saved = torch.native_batch_norm(x, scale, b, *moved, True, 0.1, 1e-3)
+            y = y + residual if is_sum else y
+            y = torch.relu(y) if behind else y
         else:
             y, moved = torch.batch_norm(x, scale, b, mean, var, False, 0.1, 1e-3, False), []
         if own:
-            found = batch_norm_backward(dy, x, scale, *read, training, 1e-3, [True] * 3, compiled)
+            mask = [True, True, True, is_sum]
+            other = (y if behind else None, added if behind == "two readers" else None)
+            *found, dresidual = batch_norm_backward(dy, x, scale, *read, *other, training, 1e-3, mask, compiled)
         else:
             statistics = (None, None, *saved) if training else (mean, var, None, None)
+            dresidual = dy + added if behind == "two readers" else dy
+            dresidual = dresidual * (y > 0) if behind else dresidual
             found = torch.ops.aten.native_batch_norm_backward(
-                dy, x, scale, *statistics, training, 1e-3, [True, True, True]
+                dresidual, x, scale, *statistics, training, 1e-3, [True, True, True]
             )
-        return [y, *moved, *found]
+        return [y, *([dresidual] if is_sum else []), *moved, *found]
 
-    tensors = (x, dy, scale, b, mean, var)
+    tensors = (x, dy, residual, added, scale, b, mean, var)
     eager, exact = run(False, *tensors), run(False, *(t.double() for t in tensors))
-    last = [t.contiguous(memory_format=LAST) for t in (x, dy)]
-    got = run(True, *last, *tensors[2:])
+    last = [t.contiguous(memory_format=LAST) for t in (x, dy, residual, added)]
+    got = run(True, *last, *tensors[4:])
     for number, (g, e, t) in enumerate(zip(got, eager, exact, strict=True)):
         assert_no_worse_than_eager(f"{number}", g, e, t)
-    mixed = run(True, last[0], dy, *tensors[2:])  # only x decides
+    mixed = run(True, last[0], *tensors[1:])  # only x decides
     for g, m in zip(got, mixed, strict=True):
         torch.testing.assert_close(g, m)
     if 1 not in shape[1:]:

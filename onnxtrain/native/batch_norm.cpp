@@ -1,8 +1,10 @@
-// Batch norm of rows x[m, c], as pictures that lie channels-last are. Sums of few rows are float, their sums double.
+// Batch norm of rows x[m, c], as pictures that lie channels-last are, with the residual that is added to it and the relu
+// behind. Sums of few rows are float, their sums double.
 
 typedef Vec<float> vec;
 typedef double wide __attribute__((vector_size(2 * VECTOR_BYTES)));
-constexpr int64_t BLOCK = 16;  // rows that are added in float
+constexpr int64_t BLOCK = 16;     // rows that are added in float
+constexpr int64_t SAMPLED = 128;  // that a mean is guessed from: it is off by a tenth of the deviation then
 
 static inline void add_to(double *total, vec v) {
     wide sum;
@@ -48,6 +50,53 @@ struct Rows {
         std::free(partial);
     }
 
+    // The mean of some rows that lie scattered over all: every part of the golden ratio of `count`, which no pattern meets.
+    void guess(const float *x, float *centre) const {
+        double *total = static_cast<double *>(std::calloc(size_t(padded), sizeof(double)));
+        for (int64_t i = 0; i < SAMPLED; i++) {
+            const double place = double(i) * 0.6180339887498949;
+            const int64_t row = int64_t((place - double(int64_t(place))) * double(count));
+            each_vector<float>(0, channels, [&](int64_t c, auto n) { add_to(total + c, load_first<float>(x + row * channels + c, n)); });
+        }
+        for (int64_t c = 0; c < channels; c++) centre[c] = float(total[c] / SAMPLED);
+        std::free(total);
+    }
+
+    // The sums of x - centre and of its squares.
+    void moments(const float *x, const float *centre, double *totals) const {
+        sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
+            const vec d = load_first<float>(x + o, n) - load<float>(centre + c);
+            s[0] += d;
+            s[1] += d * d;
+        });
+    }
+
+    // mean[c] and var[c] of m rows, of which some give a guess of the mean: so one pass reads all of them and not two.
+    // Where the guess was so far off that squares around it lose digits, a second one takes the mean that it found.
+    void statistics(const float *x, double *mean, double *var) const {
+        double *totals = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
+        float *centre = static_cast<float *>(std::calloc(size_t(padded), sizeof(float)));
+        bool far = count < 8 * SAMPLED;
+        if (far) sums(totals, [=](int64_t o, int64_t, auto n, vec *s) { s[0] += load_first<float>(x + o, n); });
+        else guess(x, centre);
+        for (int pass = far; pass < 2; pass++) {
+            if (pass == 1) {
+                for (int64_t c = 0; c < channels; c++) centre[c] += float(totals[c] / double(count));
+            }
+            moments(x, centre, totals);
+            far = false;
+            for (int64_t c = 0; c < channels; c++) {
+                const double off = totals[c] / double(count);  // what rounding the mean to float left, or the guess
+                mean[c] = centre[c] + off;
+                var[c] = std::max(totals[padded + c] / double(count) - off * off, 0.0);
+                far |= !(off * off <= 0.25 * var[c]);
+            }
+            if (!far) break;
+        }
+        std::free(centre);
+        std::free(totals);
+    }
+
     // value(offset, channel, n): the n elements that are written there.
     template <class Value> void each(float *y, const Value &value) const {
         deal([&](int64_t, int64_t first, int64_t last) {
@@ -59,53 +108,76 @@ struct Rows {
     }
 };
 
+// f(flags...) with each as a constant, so that the loops inside ask nothing.
+template <class F> static inline void with_flags(const F &f) { f(); }
+template <class F, class... Flags> static inline void with_flags(const F &f, bool flag, Flags... flags) {
+    if (flag) with_flags([&](auto... others) { f(std::true_type(), others...); }, flags...);
+    else with_flags([&](auto... others) { f(std::false_type(), others...); }, flags...);
+}
+
 extern "C" {
 
-// y = (x - mean) * inv_std * scale + b; gives mean, var (of m, not m - 1) and inv_std. scale and b may be null.
-void forward(const float *x, const float *scale, const float *b, float *y, float *mean, float *var, float *inv_std,
-             int64_t count, int64_t channels, double epsilon, int64_t threads) {
+// y = (x - mean) * inv_std * scale + b + residual, of it max(., 0) where `relu`. Gives mean and inv_std of the rows, and
+// the running statistics moved by `momentum` towards mean and var (of m - 1). scale, b and residual may be null, and so
+// may the running statistics and what they become.
+void forward(const float *x, const float *scale, const float *b, const float *residual, const float *running_mean,
+             const float *running_var, float *y, float *moved_mean, float *moved_var, float *mean, float *inv_std,
+             int64_t count, int64_t channels, double momentum, double epsilon, int64_t relu, int64_t threads) {
     const Rows rows(count, channels, threads);
     const int64_t padded = rows.padded;
-    double *totals = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
+    double *means = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double))), *variances = means + padded;
     float *centre = static_cast<float *>(std::calloc(size_t(3 * padded), sizeof(float)));
     float *factor = centre + padded, *shift = factor + padded;
-    rows.sums(totals, [=](int64_t o, int64_t, auto n, vec *s) { s[0] += load_first<float>(x + o, n); });
-    for (int64_t c = 0; c < channels; c++) mean[c] = centre[c] = float(totals[c] / double(count));
-    rows.sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
-        const vec d = load_first<float>(x + o, n) - load<float>(centre + c);
-        s[0] += d;
-        s[1] += d * d;
-    });
+    rows.statistics(x, means, variances);
     for (int64_t c = 0; c < channels; c++) {
-        const double off = totals[c] / double(count);  // what rounding the mean to float left
-        const double v = std::max(totals[padded + c] / double(count) - off * off, 0.0), inverse = 1 / square_root(v + epsilon);
-        var[c] = float(v);
+        const double v = variances[c], inverse = 1 / square_root(v + epsilon);
+        mean[c] = centre[c] = float(means[c]);
         inv_std[c] = float(inverse);
         factor[c] = scale ? float(inverse * scale[c]) : float(inverse);
         shift[c] = b ? b[c] : 0.0f;
+        if (moved_mean) {
+            const double unbiased = v * double(count) / double(count - 1);  // of one row inf or NaN, as in PyTorch
+            moved_mean[c] = float(running_mean[c] + momentum * (means[c] - running_mean[c]));
+            moved_var[c] = float((1 - momentum) * running_var[c] + momentum * unbiased);
+        }
     }
-    rows.each(y, [=](int64_t o, int64_t c, auto n) {
-        return (load_first<float>(x + o, n) - load<float>(centre + c)) * load<float>(factor + c) + load<float>(shift + c);
-    });
+    const auto write = [&](auto adds, auto cuts) {
+        rows.each(y, [=](int64_t o, int64_t c, auto n) {
+            vec v = (load_first<float>(x + o, n) - load<float>(centre + c)) * load<float>(factor + c) + load<float>(shift + c);
+            if constexpr (adds) v += load_first<float>(residual + o, n);
+            if constexpr (cuts) v = v < 0 ? vec{} : v;
+            return v;
+        });
+    };
+    with_flags(write, residual != nullptr, relu != 0);
     std::free(centre);
-    std::free(totals);
+    std::free(means);
 }
 
-// dscale = sum(dy * z), db = sum(dy), dx = scale * inv_std * (dy - (db + z * dscale) / m) with z = (x - mean) * inv_std;
-// where mean and inv_std are not those of the rows, dx = scale * inv_std * dy. dx and scale may be null.
-void backward(const float *dy, const float *x, const float *scale, const float *mean, const float *inv_std, float *dx,
-              float *dscale, float *db, int64_t count, int64_t channels, int64_t of_rows, int64_t threads) {
+// dscale = sum(g * z), db = sum(g), dx = scale * inv_std * (g - (db + z * dscale) / m) with z = (x - mean) * inv_std;
+// where mean and inv_std are not those of the rows, dx = scale * inv_std * g. g is dy + added, and 0 where y is given and
+// not above 0; it is written to dresidual where that is given. scale, y, added, dx and dresidual may be null.
+void backward(const float *dy, const float *x, const float *scale, const float *mean, const float *inv_std, const float *y,
+              const float *added, float *dx, float *dscale, float *db, float *dresidual, int64_t count, int64_t channels,
+              int64_t of_rows, int64_t threads) {
     const Rows rows(count, channels, threads);
     const int64_t padded = rows.padded;
     double *totals = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
     float *centre = static_cast<float *>(std::calloc(size_t(4 * padded), sizeof(float)));
     float *factor = centre + padded, *slope = factor + padded, *shift = slope + padded;
     std::copy(mean, mean + channels, centre);
-    rows.sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
-        const vec g = load_first<float>(dy + o, n);
-        s[0] += g;
-        s[1] += g * (load_first<float>(x + o, n) - load<float>(centre + c));
-    });
+    float *const kept = dresidual ? dresidual : added ? dx : nullptr;  // g, where that is read at less cost than made again
+    const auto add = [&](auto sums, auto masks, auto writes) {
+        rows.sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
+            vec g = load_first<float>(dy + o, n);
+            if constexpr (sums) g += load_first<float>(added + o, n);
+            if constexpr (masks) g = load_first<float>(y + o, n) <= 0 ? vec{} : g;
+            if constexpr (writes) store_first<float>(kept + o, n, g);
+            s[0] += g;
+            s[1] += g * (load_first<float>(x + o, n) - load<float>(centre + c));
+        });
+    };
+    with_flags(add, added != nullptr, y != nullptr, kept != nullptr);
     for (int64_t c = 0; c < channels; c++) {
         const double inverse = inv_std[c], f = scale ? inverse * scale[c] : inverse;
         const double ds = totals[padded + c] * inverse;
@@ -115,12 +187,17 @@ void backward(const float *dy, const float *x, const float *scale, const float *
         slope[c] = of_rows ? float(inverse * ds / double(count)) : 0.0f;
         shift[c] = of_rows ? float(-totals[c] * f / double(count)) : 0.0f;
     }
-    if (dx)
+    const float *const source = kept ? kept : dy;
+    const auto write = [&](auto masks) {
         rows.each(dx, [=](int64_t o, int64_t c, auto n) {
+            vec g = load_first<float>(source + o, n);
+            if constexpr (masks) g = load_first<float>(y + o, n) <= 0 ? vec{} : g;
             // x is centred first: a rounded constant of a channel would add up in the sums of dx further back.
             const vec d = load_first<float>(x + o, n) - load<float>(centre + c);
-            return (load_first<float>(dy + o, n) - d * load<float>(slope + c)) * load<float>(factor + c) + load<float>(shift + c);
+            return (g - d * load<float>(slope + c)) * load<float>(factor + c) + load<float>(shift + c);
         });
+    };
+    if (dx) with_flags(write, y && !kept);
     std::free(centre);
     std::free(totals);
 }

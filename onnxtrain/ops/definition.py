@@ -348,6 +348,10 @@ class OpDef:
         moves: inputs whose elements its outputs hold as they are, each at most once.
         adds: the name of an optional input of the first output's type, which is added to that output and no other; "":
             there is none.
+        adds_first: the name of an optional input of the first input's type, which is added to that input before all
+            else; "": there is none.
+        activates: the ops that it may apply to its first output, behind what it `adds`: its attribute `activation`
+            names one of them, or is "".
         factor: from the node, see Factor; None where a number that multiplies has to stay where it is.
         cpp: of an elementwise op, its C++ on elements `{0}`, `{1}`, through which NaN goes as in PyTorch; "": none.
             Small programs that become one compiled call are made of them.
@@ -384,6 +388,8 @@ class OpDef:
     same_elements: bool = False
     moves: frozenset[str] = frozenset()
     adds: str = ""
+    adds_first: str = ""
+    activates: frozenset[str] = frozenset()
     factor: Callable[[NodeView], Factor | None] | None = None
     cpp: str = ""
 

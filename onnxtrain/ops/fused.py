@@ -21,10 +21,8 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
-    Fuses,
     Gradient,
     Kernel,
-    Layout,
     NodeView,
     NotDifferentiable,
     OpDef,
@@ -66,13 +64,12 @@ def fused(
     workspace: Callable[[NodeView], Size] = lambda node: 0,
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
-    layout: Layout | None = None,
-    sized: frozenset[str] = frozenset(),
-    fuses: Fuses | None = None,
-    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
-    adds: str = "",
+    **facts: Any,
 ) -> OpDef:
-    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`."""
+    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`.
+
+    `facts` are further ones of `OpDef`, of those that may be left out.
+    """
     own = Kernel(lower=lower, host=host, waits=waits, workspace=workspace, seconds=seconds)
     return define(
         OpDef(
@@ -94,11 +91,7 @@ def fused(
             aliases={},
             flops=flops,
             host=None,
-            layout=layout,
-            sized=sized,
-            fuses=fuses,
-            outputs_of=outputs_of,
-            adds=adds,
+            **facts,
             detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )

@@ -23,6 +23,7 @@ from onnxtrain.passes.drop_identities import drop_identities
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.passes.fold_scales import fold_scales
+from onnxtrain.passes.fuse_activations import fuse_activations
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_gates import fuse_gates
 from onnxtrain.passes.fuse_patterns import fuse_patterns
@@ -60,6 +61,7 @@ FORWARD: tuple[Pass, ...] = (
     chunk_losses,  # after the rows of a loss were picked: it joins what computes them
     key_dropout,  # after all that match Dropout or move rows through it
     fuse_sums,  # after keys took the place of masks: dropout by a key adds a residual
+    fuse_activations,  # after sums: what is added comes before what is applied
     pack_masks,  # after all that match Dropout, as keys: 32 elements share a word
     keep_scores,  # after all that match losses
     drop_unused,  # last: what the others left behind

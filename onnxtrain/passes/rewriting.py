@@ -50,6 +50,11 @@ def only_user(value: ir.Value) -> ir.Node | None:
     return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
 
 
+def same_checkpoint(node: ir.Node, other: ir.Node) -> bool:
+    """Whether the model's own checkpoints compute both again, or neither: what is behind one is kept."""
+    return node.metadata_props.get("checkpoint") == other.metadata_props.get("checkpoint")
+
+
 def leaves(value: ir.Value) -> bool:
     """Whether the value, or a view of it, is an output of the graph."""
     return value.is_graph_output() or any(

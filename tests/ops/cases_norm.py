@@ -31,6 +31,12 @@ def rms_reference(x: Any, scale: Any) -> Any:
     return y, None
 
 
+def batch_norm_then_relu(*inputs: Any) -> Any:
+    *inputs, residual = inputs
+    y, *others = batch_norm(*inputs)
+    return torch.relu(y if residual is None else y + residual), *others
+
+
 def batch_norm(x: Any, scale: Any, b: Any, mean: Any, var: Any) -> Any:
     if mean is None:
         return F.batch_norm(x, None, None, scale, b, True, 0.25, EPS), None, None
@@ -54,6 +60,11 @@ def batch_norm_grad(dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Any
     dz = dy * scale.view(view)
     dx = inv_std.view(view) * (dz - dz.sum(axes, keepdim=True) / count - z * (dz * z).sum(axes, keepdim=True) / count)
     return dx, (dy * z).sum(axes), dy.sum(axes)
+
+
+def masked_batch_norm_grad(dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any, y: Any) -> Any:
+    g = torch.where(y <= 0, 0.0, dy)
+    return *batch_norm_grad(g, x, scale, mean, inv_std), g
 
 
 def group_norm_grad(dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Any:
@@ -230,11 +241,65 @@ CASES = [
     ),
     OpCase(
         "com.microsoft",
+        "BatchNormInternal",
+        (Spec("n 6 h w"), *CHANNELS, *RUNNING, Spec("n 6 h w")),
+        lambda *inputs: (batch_norm(*inputs[:5])[0] + inputs[5], *batch_norm(*inputs[:5])[1:]),
+        {"epsilon": EPS, "momentum": 0.75},
+        sizes=IMAGES,
+        label="sum",
+    ),
+    OpCase(
+        "com.microsoft",
+        "BatchNormInternal",
+        (Spec("n 6 h w"), *CHANNELS, *RUNNING, Spec("n 6 h w")),
+        batch_norm_then_relu,
+        {"epsilon": EPS, "momentum": 0.75, "activation": "Relu"},
+        sizes=IMAGES,
+        label="sum relu",
+    ),
+    OpCase(
+        "com.microsoft",
+        "BatchNormInternal",
+        (Spec("n 6 h"), *CHANNELS, None, None, None),
+        batch_norm_then_relu,
+        {"epsilon": EPS, "momentum": 0.75, "activation": "Relu"},
+        sizes=IMAGES,
+        label="relu",
+    ),
+    OpCase(
+        "com.microsoft",
         "BatchNormalizationGrad",
         (Spec("n 6 h w"), Spec("n 6 h w"), Spec("6"), Spec("6"), Spec("6", **POSITIVE)),
-        batch_norm_grad,
+        lambda *inputs: (*batch_norm_grad(*inputs), None),
         {"epsilon": EPS},
         sizes=IMAGES,
+    ),
+    OpCase(
+        "com.microsoft",
+        "BatchNormalizationGrad",
+        (Spec("n 6 h w"), Spec("n 6 h w"), Spec("6"), Spec("6"), Spec("6", **POSITIVE), Spec("n 6 h w")),
+        masked_batch_norm_grad,
+        {"epsilon": EPS, "output_mask": (1, 1, 1, 1)},
+        sizes=IMAGES,
+        label="relu",
+    ),
+    OpCase(
+        "com.microsoft",
+        "BatchNormalizationGrad",
+        (*[Spec("n 6 h w")] * 2, Spec("6"), Spec("6"), Spec("6", **POSITIVE), *[Spec("n 6 h w")] * 2),
+        lambda dy, *inputs: masked_batch_norm_grad(dy + inputs[5], *inputs[:5]),
+        {"epsilon": EPS, "output_mask": (1, 1, 1, 1)},
+        sizes=IMAGES,
+        label="sum relu",
+    ),
+    OpCase(
+        "com.microsoft",
+        "BatchNormalizationGrad",
+        (*[Spec("n 6 h w")] * 2, Spec("6"), Spec("6"), Spec("6", **POSITIVE), None, Spec("n 6 h w")),
+        lambda dy, x, scale, mean, inv_std, y, added: (*batch_norm_grad(dy + added, x, scale, mean, inv_std), None),
+        {"epsilon": EPS},
+        sizes=IMAGES,
+        label="sum",
     ),
     OpCase(
         "",

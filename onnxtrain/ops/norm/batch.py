@@ -1,8 +1,8 @@
 """Norms over the batch, channel by channel.
 
-    BatchNormInternal(x[n, c, d], scale[c], b[c], input_mean[c], input_var[c])
+    BatchNormInternal(x[n, c, d], scale[c], b[c], input_mean[c], input_var[c], residual[n, c, d])
             -> y[n, c, d], running_mean[c], running_var[c], saved_mean[c], saved_inv_std[c]
-        y = (x - mean) * inv_std * scale + b           mean, var over n and d, inv_std = 1 / sqrt(var + epsilon)
+        y = act((x - mean) * inv_std * scale + b + residual)   mean, var over n and d, inv_std = 1 / sqrt(var + epsilon)
         running_mean = momentum * input_mean + (1 - momentum) * mean
         running_var = momentum * input_var + (1 - momentum) * var * m / (m - 1)          m = n * d
     BatchNormalization(x, scale, b, input_mean, input_var) -> y        with the running statistics: in eval mode
@@ -10,7 +10,7 @@
 `d` stands for all axes after the channels. Two things are PyTorch's and not ONNX's: the running variance is the
 unbiased one, and without running statistics (`track_running_stats=False`) there is nothing to update: the running
 outputs are then those of this batch, and the kernel leaves them out. `momentum` is ONNX's: 1 minus PyTorch's. The
-statistics are float32, of a double x double.
+statistics are float32, of a double x double. `act` is the op that `activation` names, Relu, or nothing.
 
 Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167 (algorithm 1).
 """
@@ -29,7 +29,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, Layout, NodeView, numel
+from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, Layout, NodeView, OpDef, numel
 from onnxtrain.ops.fused import (
     average,
     count_over,
@@ -48,6 +48,8 @@ from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.norm.channels_last import (
     batch_norm_backward_channels_last,
     batch_norm_channels_last,
+    before_relu,
+    finished,
     is_channels_last,
 )
 
@@ -96,16 +98,24 @@ def _channel_axes(pattern: str) -> Any:
 
 
 def batch_norm(
-    x: Any, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float, compiled: bool = False
+    x: Any,
+    scale: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    residual: Any,
+    momentum: float,
+    epsilon: float,
+    relu: bool = False,
+    compiled: bool = False,
 ) -> tuple[Any, ...]:
     """PyTorch's kernel, which updates the running statistics in place: here in copies. `compiled`: or one of ours."""
+    if is_channels_last(x):
+        return batch_norm_channels_last(x, scale, b, mean, var, residual, momentum, epsilon, relu, compiled)
     if mean is not None:
         mean, var = mean.clone(), var.clone()
-    if is_channels_last(x):
-        y, *saved = batch_norm_channels_last(x, scale, b, mean, var, momentum, epsilon, compiled)
-    else:
-        y, *saved = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
-    return y, mean, var, *saved
+    y, *saved = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
+    return finished(y, residual, relu), mean, var, *saved
 
 
 def batch_norm_backward(
@@ -114,21 +124,30 @@ def batch_norm_backward(
     scale: Any,
     mean: Any,
     deviation: Any,
+    y: Any,
+    added: Any,
     batch: bool,
     epsilon: float,
     mask: list[bool],
     compiled: bool = False,
 ) -> tuple[Any, ...]:
-    """PyTorch's kernel; `deviation` is 1 / standard deviation of the `batch`, or else the running variance."""
+    """PyTorch's kernel; `deviation` is 1 / standard deviation of the `batch`, or else the running variance.
+
+    Gives a fourth gradient, the residual's, where the mask has as many.
+    """
     if is_channels_last(x):
         inv_std = deviation if batch else (deviation + epsilon).rsqrt_()
-        return batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, batch, mask, compiled)
+        return batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, y, added, batch, mask, compiled)
     statistics = (None, None, mean, deviation) if batch else (mean, deviation, None, None)
-    return aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask)  # type: ignore[no-any-return]  # torch.ops has no types
+    dy = before_relu(dy, y, added)
+    found = aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask[:3])
+    return *found, *(dy if m else None for m in mask[3:])
 
 
 def _lower_batch_norm(*, compiled: bool) -> Callable[..., Call]:
-    return lambda n, *arguments: Call(batch_norm, *arguments, _complement(n.momentum), n.epsilon, compiled)
+    return lambda n, *arguments: Call(
+        batch_norm, *arguments, _complement(n.momentum), n.epsilon, n.activation == "Relu", compiled
+    )
 
 
 def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
@@ -157,7 +176,12 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
         running_mean = _moved(op, n, n.input_mean, running_mean)
     if n.input_var is not None:
         running_var = _moved(op, n, n.input_var, running_var)
-    return cast(op, y, dtype_of(n.x)), running_mean, running_var, saved_mean, saved_inv_std
+    y = cast(op, y, dtype_of(n.x))
+    if n.residual is not None:
+        y = op.Add(y, n.residual)
+    if n.activation:
+        y = op.op(ONNX, n.activation)(y)
+    return y, running_mean, running_var, saved_mean, saved_inv_std
 
 
 def _moved(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
@@ -168,12 +192,18 @@ def _moved(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.V
 
 
 def _batch_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
-    dy = only_first(n, cotangents)
-    mask = wanted(n, "x", "scale", "b")
-    grads = op.ms.BatchNormalizationGrad(
-        dy, n.x, n.scale, n.saved_mean, n.saved_inv_std, epsilon=n.epsilon, output_mask=mask
+    """Behind an activation the residual's gradient is the one in front of it, which the backward op computes anyway."""
+    dy, y = only_first(n, cotangents), n.y if n.activation else None
+    mask = wanted(n, "x", "scale", "b", "residual")
+    residual = mask.pop()
+    statistics = (n.saved_mean, n.saved_inv_std)
+    *grads, dresidual = op.ms.BatchNormalizationGrad(
+        dy, n.x, n.scale, *statistics, y, epsilon=n.epsilon, output_mask=[*mask, residual if y is not None else 0]
     )
-    return masked(grads, mask, n)
+    found = masked(grads, mask, n)
+    if residual:
+        found[-1] = dy if y is None else dresidual
+    return found
 
 
 def _capture_functional(
@@ -239,9 +269,9 @@ def _repeated(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.
 fused(
     MICROSOFT,
     "BatchNormInternal",
-    ("x", "scale?", "b?", "input_mean?", "input_var?"),
+    ("x", "scale?", "b?", "input_mean?", "input_var?", "residual?"),
     ("y", "running_mean", "running_var", "saved_mean", "saved_inv_std"),
-    attributes={"epsilon": 1e-5, "momentum": 0.9},
+    attributes={"epsilon": 1e-5, "momentum": 0.9, "activation": ""},
     from_torch={
         "aten._native_batch_norm_legit_functional.default": _capture_functional,
         "aten._native_batch_norm_legit.no_stats": _capture_no_stats,
@@ -249,28 +279,34 @@ fused(
     },
     shapes=_batch_norm_types,
     body=_batch_norm_body,
-    gradient=(Gradient(_batch_norm_gradient, reads=("x", "scale", "saved_mean", "saved_inv_std")),),
+    gradient=(Gradient(_batch_norm_gradient, reads=("x", "scale", "saved_mean", "saved_inv_std", "y")),),
     stops=frozenset({"input_mean", "input_var"}),
     kernels=(Kernel(lower=_lower_batch_norm(compiled=True), applies=may_compile),),
     lower=_lower_batch_norm(compiled=False),
-    axes=_channel_axes("X C C C C -> X C C C C"),
+    axes=_channel_axes("X C C C C X -> X C C C C"),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
-    layout=Layout(frozenset({"x", "y"})),
+    layout=Layout(frozenset({"x", "y", "residual"})),
+    adds="residual",
+    activates=frozenset({"Relu"}),
 )
 
 
-# BatchNormalizationGrad(dy, x, scale, mean, inv_std) -> dx, dscale, db        with z = (x - mean) * inv_std
-#     dx = scale * inv_std * (dy - (db + z * dscale) / m)        dscale = sum(dy * z)        db = sum(dy)
+# BatchNormalizationGrad(dy, x, scale, mean, inv_std, y, added) -> dx, dscale, db, dresidual
+#     dx = scale * inv_std * (g - (db + z * dscale) / m)   dscale = sum(g * z)   db = sum(g)   z = (x - mean) * inv_std
+#     g = dresidual = dy + added; where y, what Relu gave, is there: 0 where it is not above 0
 
 
 def _grad_types(n: NodeView) -> Sequence[TensorType]:
-    return type_of(n.x), _parameter(n), _parameter(n)
+    return (type_of(n.x), _parameter(n), _parameter(n), type_of(n.x))[: len(n.definition.outputs)]
 
 
 def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """Dx = scale * inv_std * (dy - c * (dscale * inv_std / m) - db / m) with c = x - mean; quotients are by channel."""
+    """Dx = scale * inv_std * (g - c * (dscale * inv_std / m) - db / m) with c = x - mean; quotients are by channel."""
     dtype, others = statistics_type(dtype_of(n.x)), _others(n)
-    dy = cast(op, n.dy, dtype)
+    dresidual = n.dy if n.added is None else op.Add(n.dy, n.added)
+    if n.y is not None:
+        dresidual = op.ms.ReluGrad(dresidual, n.y)
+    dy = cast(op, dresidual, dtype)
     inv_std = _aligned(op, n, n.inv_std, dtype)
     centred = op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.mean, dtype))
     db = total(op, dy, others)
@@ -278,7 +314,7 @@ def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     count = op.size(count_over(n.x, others), dtype)
     along = op.Mul(centred, op.Div(op.Mul(dscale, inv_std), count))
     slope = op.Sub(dy, op.Add(along, op.Div(db, count)))
-    return _results(op, n, op.Mul(slope, _factor(op, n, inv_std)), dscale, db)
+    return *_results(op, n, op.Mul(slope, _factor(op, n, inv_std)), dscale, db), dresidual
 
 
 def _factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
@@ -293,31 +329,54 @@ def _results(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Va
     return cast(op, dx, dtype_of(n.x)), *sums
 
 
-def _define_grad(domain: str, name: str, mean: str, deviation: str, body: Body, *, batch: bool, flops: int) -> None:
-    """A backward op that reads the statistics `mean` and `deviation`: of the batch, or the running ones."""
+def _define_grad(
+    domain: str,
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    body: Body,
+    *,
+    batch: bool,
+    flops: int,
+    adds_first: str = "",
+) -> OpDef:
+    """A backward op that reads the statistics of the `batch`, or the running ones."""
 
     def lower(*, compiled: bool) -> Callable[..., Call]:
-        return lambda n, *arguments: Call(
-            batch_norm_backward, *arguments, batch, n.epsilon, flags(n.output_mask), compiled
+        return lambda n, dy, x, scale, mean, deviation, y=None, added=None: Call(
+            batch_norm_backward,
+            *(dy, x, scale, mean, deviation, y, added, batch, n.epsilon, flags(n.output_mask), compiled),
         )
 
-    fused(
+    pictures = {"dy": "X", "x": "X", "y": "X", "added": "X", "dx": "X", "dresidual": "X"}
+    sides = (" ".join(pictures.get(v.rstrip("?"), "C") for v in side) for side in (inputs, outputs))
+    return fused(
         domain,
         name,
-        ("dy", "x", "scale?", mean, deviation),
-        ("dx", "dscale", "db"),
-        attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1)},
+        inputs,
+        outputs,
+        attributes={"epsilon": 1e-5, "output_mask": (1, 1, 1, 0)[: len(outputs)]},
         shapes=_grad_types,
         body=body,
         kernels=(Kernel(lower=lower(compiled=True), applies=may_compile),),
         lower=lower(compiled=False),
-        axes=_channel_axes("X X C C C -> X C C"),
+        axes=_channel_axes(" -> ".join(sides)),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
-        layout=Layout(frozenset({"dy", "x", "dx"})),
+        layout=Layout(frozenset(pictures) & {v.rstrip("?") for v in (*inputs, *outputs)}),
+        adds_first=adds_first,
     )
 
 
-_define_grad(MICROSOFT, "BatchNormalizationGrad", "mean", "inv_std", _batch_norm_grad_body, batch=True, flops=12)
+BATCH_NORM_GRAD = _define_grad(
+    MICROSOFT,
+    "BatchNormalizationGrad",
+    ("dy", "x", "scale?", "mean", "inv_std", "y?", "added?"),
+    ("dx", "dscale", "db", "dresidual"),
+    _batch_norm_grad_body,
+    batch=True,
+    flops=12,
+    adds_first="added",
+)
 
 
 # BatchNormalization with the running statistics, which get no gradient
@@ -389,5 +448,11 @@ def _inference_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 _define_grad(
-    OWN, "BatchNormalizationInferenceGrad", "input_mean", "input_var", _inference_grad_body, batch=False, flops=6
+    OWN,
+    "BatchNormalizationInferenceGrad",
+    ("dy", "x", "scale?", "input_mean", "input_var"),
+    ("dx", "dscale", "db"),
+    _inference_grad_body,
+    batch=False,
+    flops=6,
 )

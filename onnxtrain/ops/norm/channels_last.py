@@ -21,7 +21,7 @@ aten = torch.ops.aten
 LIBRARY = Library(
     "batch_norm",
     text("vectors.h", "batch_norm.cpp"),
-    {"forward": "pppppppiidi", "backward": "ppppppppiiii"},
+    {"forward": "pppppppppppiiddii", "backward": "pppppppppppiiii"},
 )
 _LEAST_CHANNELS = 16  # for the compiled kernel: a vector holds as many
 _MOST_ROWS, _LEAST_ROWS = 16, 4  # that are added one after the other; of fewer, too many sums would be left
@@ -48,28 +48,48 @@ def _grouped(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def batch_norm_channels_last(
-    x: torch.Tensor, scale: Any, b: Any, mean: Any, var: Any, momentum: float, epsilon: float, compiled: bool
+    x: torch.Tensor,
+    scale: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    residual: Any,
+    momentum: float,
+    epsilon: float,
+    relu: bool,
+    compiled: bool,
 ) -> tuple[Any, ...]:
-    """As PyTorch's in training: moves both running statistics in place, where there are any.
+    """As PyTorch's in training, then adds the residual where there is one, and where `relu` gives max(., 0) of it.
 
     `compiled` says whether the compiled kernel may run, as soon as it is there.
 
     Returns:
-        y, mean and 1 / standard deviation.
+        y, the moved running statistics where there are any, mean and 1 / standard deviation.
     """
-    count = x.numel() // x.size(1)
-    if compiled and (native := _native(x, scale, b)) is not None:
-        y, batch_mean, batch_var, inv_std = _compiled(native, x, scale, b, epsilon)
-    elif _rows(count):
-        y, batch_mean, batch_var, inv_std = _in_groups(x, scale, b, epsilon)
-    else:
-        y, *saved = torch.native_batch_norm(x.contiguous(), scale, b, mean, var, True, momentum, epsilon)
-        return y.contiguous(memory_format=torch.channels_last), *saved
+    count = x.size(0) * x.size(2) * x.size(3)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    if compiled and (native := _native(x, scale, b, mean, var)) is not None:
+        return _compiled(native, x, scale, b, mean, var, residual, momentum, epsilon, relu)
     if mean is not None:
-        mean.lerp_(batch_mean, momentum)
-        unbiased = batch_var * (count / (count - 1) if count > 1 else math.inf)  # as in PyTorch
-        var.mul_(1 - momentum).add_(unbiased, alpha=momentum)
-    return y, batch_mean, inv_std
+        mean, var = mean.clone(), var.clone()
+    if _rows(count):
+        y, batch_mean, batch_var, inv_std = _in_groups(x, scale, b, epsilon)
+        if mean is not None:
+            mean.lerp_(batch_mean, momentum)
+            unbiased = batch_var * (count / (count - 1) if count > 1 else math.inf)  # as in PyTorch
+            var.mul_(1 - momentum).add_(unbiased, alpha=momentum)
+    else:
+        y, batch_mean, inv_std = torch.native_batch_norm(x.contiguous(), scale, b, mean, var, True, momentum, epsilon)
+        y = y.contiguous(memory_format=torch.channels_last)
+    return finished(y, residual, relu), mean, var, batch_mean, inv_std
+
+
+def finished(y: torch.Tensor, residual: Any, relu: bool) -> torch.Tensor:
+    """What is behind a batch norm, written over its y."""
+    if residual is not None:
+        y.add_(residual)
+    return y.relu_() if relu else y
 
 
 def _in_groups(x: torch.Tensor, scale: Any, b: Any, epsilon: float) -> tuple[torch.Tensor, ...]:
@@ -93,13 +113,25 @@ def _native(x: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
     return LIBRARY.functions
 
 
-def _compiled(native: Any, x: torch.Tensor, scale: Any, b: Any, epsilon: float) -> tuple[torch.Tensor, ...]:
-    """Gives y, mean, variance and 1 / standard deviation."""
+def _compiled(
+    native: Any,
+    x: torch.Tensor,
+    scale: Any,
+    b: Any,
+    mean: Any,
+    var: Any,
+    residual: Any,
+    momentum: float,
+    epsilon: float,
+    relu: bool,
+) -> tuple[Any, ...]:
     y, channels = torch.empty_like(x), x.size(1)
-    mean, var, inv_std = x.new_empty(3, channels)
-    tensors = (x, scale, b, y, mean, var, inv_std)
-    native.forward(*pointers(*tensors), x.numel() // channels, channels, epsilon, torch.get_num_threads())
-    return y, mean, var, inv_std
+    batch_mean, inv_std = x.new_empty(2, channels)
+    moved_mean, moved_var = (None, None) if mean is None else x.new_empty(2, channels)
+    tensors = (x, scale, b, residual, mean, var, y, moved_mean, moved_var, batch_mean, inv_std)
+    numbers = (x.numel() // channels, channels, momentum, epsilon, relu, torch.get_num_threads())
+    native.forward(*pointers(*tensors), *numbers)
+    return y, moved_mean, moved_var, batch_mean, inv_std
 
 
 def batch_norm_backward_channels_last(
@@ -108,23 +140,29 @@ def batch_norm_backward_channels_last(
     scale: Any,
     mean: torch.Tensor,
     inv_std: torch.Tensor,
+    y: Any,
+    added: Any,
     batch: bool,
     mask: list[bool],
     compiled: bool,
-) -> tuple[Any, Any, Any]:
-    """The gradients of x, scale and b, of those that the mask names.
+) -> tuple[Any, ...]:
+    """The gradients of x, scale, b and residual, of those that the mask names.
 
-    `batch`: mean and deviation are those of x and depend on it. `compiled`: the compiled kernel may run.
+    `y`: what a relu gave, whose gradient is dy, or dy + `added`. `batch`: mean and deviation are those of x and depend
+    on it. `compiled`: the compiled kernel may run.
     """
     channels, count = x.size(1), x.numel() // x.size(1)
     dy = dy.contiguous(memory_format=torch.channels_last)
     if compiled and (native := _native(x, scale, mean, inv_std)) is not None:
-        return _compiled_backward(native, dy, x, scale, mean, inv_std, batch, mask)
+        return _compiled_backward(native, dy, x, scale, mean, inv_std, y, added, batch, mask)
+    dy = before_relu(dy, y, added)
+    dresidual = dy if mask[3] else None
     rows = _rows(count)
     if not rows:
         in_order = (dy.contiguous(), x.contiguous(), scale, mean, inv_std.square().reciprocal_(), mean, inv_std)
-        dx, dscale, db = aten.native_batch_norm_backward(*in_order, batch, 0.0, mask)
-        return None if dx is None else dx.contiguous(memory_format=torch.channels_last), dscale, db
+        dx, dscale, db = aten.native_batch_norm_backward(*in_order, batch, 0.0, mask[:3])
+        dx = None if dx is None else dx.contiguous(memory_format=torch.channels_last)
+        return dx, dscale, db, dresidual
     groups = x.numel() // rows // channels
     statistics = (mean.repeat(groups), inv_std.repeat(groups))
     _, sums_z, sums = aten.native_batch_norm_backward(
@@ -135,18 +173,34 @@ def batch_norm_backward_channels_last(
     if mask[0]:
         factor = inv_std if scale is None else inv_std * scale
         dx = _slope(dy, x, factor, mean, inv_std, dscale / count, db / count) if batch else dy * _per_channel(factor)
-    return dx, dscale if mask[1] else None, db if mask[2] else None
+    return dx, dscale if mask[1] else None, db if mask[2] else None, dresidual
+
+
+def before_relu(dy: torch.Tensor, y: Any, added: Any) -> torch.Tensor:
+    """The gradient dy, with what is added to it, in front of the relu that gave y, where there was one."""
+    dy = dy if added is None else dy + added
+    return dy if y is None else aten.threshold_backward.default(dy, y, 0)
 
 
 def _compiled_backward(
-    native: Any, dy: Any, x: torch.Tensor, scale: Any, mean: Any, inv_std: Any, batch: bool, mask: list[bool]
-) -> tuple[Any, Any, Any]:
+    native: Any,
+    dy: Any,
+    x: torch.Tensor,
+    scale: Any,
+    mean: Any,
+    inv_std: Any,
+    y: Any,
+    added: Any,
+    batch: bool,
+    mask: list[bool],
+) -> tuple[Any, ...]:
     channels = x.size(1)
-    dx = torch.empty_like(x) if mask[0] else None
-    dscale, db = x.new_empty(channels), x.new_empty(channels)
-    tensors = (dy, x, scale, mean, inv_std, dx, dscale, db)
+    dx, dresidual = (torch.empty_like(x) if m else None for m in (mask[0], mask[3]))
+    dscale, db = x.new_empty(2, channels)
+    y, added = (None if t is None else t.contiguous(memory_format=torch.channels_last) for t in (y, added))
+    tensors = (dy, x, scale, mean, inv_std, y, added, dx, dscale, db, dresidual)
     native.backward(*pointers(*tensors), x.numel() // channels, channels, batch, torch.get_num_threads())
-    return dx, dscale if mask[1] else None, db if mask[2] else None
+    return dx, dscale if mask[1] else None, db if mask[2] else None, dresidual
 
 
 def _slope(dy: torch.Tensor, x: torch.Tensor, factor: Any, mean: Any, inv_std: Any, dscale: Any, db: Any) -> Any:

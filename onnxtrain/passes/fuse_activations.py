@@ -1,0 +1,41 @@
+"""Lets an op apply an activation to its result where it writes it: one pass over memory, and not two.
+
+    before   y = BatchNormInternal(x, …, residual);  z = Relu(y)
+    after    z = BatchNormInternal(x, …, residual, activation="Relu")
+
+Definitions say which ops can, and which activations (`activates`). Refuses where the result is read elsewhere too.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph.values import ONNX
+from onnxtrain.ops import definition_of, view
+from onnxtrain.passes.changes import Changes, counted
+from onnxtrain.passes.rewriting import only_user, same_checkpoint, substitute
+
+
+def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
+    """Makes one node of every such result and the activation behind it."""
+    done: dict[str, int] = {}
+    for node in list(graph):
+        y = node.inputs[0] if node.domain == ONNX and len(node.inputs) == 1 else None
+        source = None if y is None else y.producer()
+        if y is None or source is None or not _activates(source, y, node) or not same_checkpoint(source, node):
+            continue
+        if only_user(y) is not node:
+            changes.refuse(node, f"is no part of {source.op_type}: {y.name} is read elsewhere")
+            continue
+        source.attributes["activation"] = ir.AttrString("activation", node.op_type)
+        substitute(graph, node.outputs[0], y, [node])
+        done[source.op_type] = done.get(source.op_type, 0) + 1
+    changes.made += [f"activates in {counted(count, name)}" for name, count in done.items()]
+
+
+def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:
+    """Whether the node that gives y could apply `node` to it, and applies nothing yet."""
+    definition = definition_of(source)
+    if node.op_type not in definition.activates or y.index() != 0:
+        return False
+    return not (view(source).activation or node.attributes)
