@@ -262,3 +262,47 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(
         assert set(calls) == ({"forward", "backward"} if training else {"backward"})
     else:
         assert not calls
+
+
+def far_from_sampled(rows: int, channels: int) -> torch.Tensor:
+    """Rows of which those that the mean is guessed from are 5, and the others nearly 0."""
+    sampled = [int((i * 0.6180339887498949 % 1) * rows) for i in range(128)]
+    x = torch.randn(rows, channels) * 1e-3
+    x[sampled] = 5.0
+    return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        far_from_sampled,
+        lambda rows, channels: torch.randn(rows, channels) + 1e3,
+        lambda rows, channels: torch.full((rows, channels), 0.1),
+        lambda rows, channels: torch.randn(rows, channels) * (torch.arange(rows)[:, None] % 97 == 0),
+        lambda rows, channels: torch.cat([torch.zeros(rows - 1, channels), torch.full((1, channels), 1e4)]),
+    ],
+    ids=["guess is far off", "far from 0", "all the same", "mostly 0", "one is large"],
+)
+def test_moments_of_rows_that_a_guess_of_the_mean_could_spoil(
+    make: Callable[[int, int], torch.Tensor], calls: list[str]
+) -> None:
+    torch.manual_seed(0)
+    n, side, channels = 4, 32, 24
+    x = make(n * side * side, channels).view(n, side, side, channels).permute(0, 3, 1, 2)
+    assert x.is_contiguous(memory_format=LAST)
+    zeros, ones = torch.zeros(channels), torch.ones(channels)
+
+    def run(own: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+        mean, var, values = zeros.to(dtype), ones.to(dtype), x.to(dtype)
+        if own:
+            y, *moved, saved, inv_std = batch_norm(values, None, None, mean, var, None, 1.0, 1e-5, False, True)
+        else:
+            moved = [mean, var]
+            values = values.contiguous() if dtype == torch.float32 else values
+            y, saved, inv_std = torch.native_batch_norm(values, None, None, *moved, True, 1.0, 1e-5)
+        return [y, saved, inv_std, *moved]
+
+    found = run(True, torch.float32), run(False, torch.float32), run(False, torch.float64)
+    for name, got, eager, exact in zip(("y", "mean", "inv_std", "running mean", "running var"), *found, strict=True):
+        assert_no_worse_than_eager(name, got, eager, exact)
+    assert calls == ["forward"]
