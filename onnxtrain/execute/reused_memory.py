@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from onnxtrain.execute.kernel_choice.expected import expected_shapes
 from onnxtrain.execute.program import Program, Results
+from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library, text
 from onnxtrain.plan.cut import Part
@@ -24,6 +24,7 @@ LIBRARY = Library(
     "memory", text("memory.cpp"), {"enter": "", "leave": "", "trim": "", "held": "pp"}, short=True, torch_headers=True
 )
 _LEAST = 16 << 10  # bytes of a tensor, as there
+_UNKNOWN = 32
 
 
 def reuse_memory(program: Program) -> None:
@@ -48,13 +49,13 @@ def reuse_memory(program: Program) -> None:
 
 
 def _has_large(part: Part) -> bool:
-    """Whether a tensor in it is large; sizes that are not known yet are taken to be moderately large."""
-    return any(
-        math.prod(shape) * dtype_of(value).itemsize >= _LEAST
-        for node in part.nodes
-        for value, shape in zip(node.inputs, expected_shapes(node), strict=True)
-        if value is not None and value not in part.host
-    )
+    """Whether a tensor in it is large, or may be: sizes that are not known yet count as moderately large."""
+    read = (v for node in part.nodes for v in node.inputs if v is not None and v not in part.host)
+    return any(math.prod(map(_number, sizes.of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
+
+
+def _number(size: sizes.Size) -> int:
+    return size if isinstance(size, int) else _UNKNOWN
 
 
 def _trim() -> None:

@@ -57,8 +57,10 @@ def _fuse(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
 def _fuse_into_readers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
     done: dict[str, int] = {}
     for node in sums:
+        if node.op_type != "Add":
+            continue
         y = node.outputs[0]
-        reader = only_user(y) if node.op_type == "Add" else None
+        reader = only_user(y)
         if reader is None or not _adds_first(reader, y) or not same_checkpoint(reader, node):
             continue
         one, other = node.inputs

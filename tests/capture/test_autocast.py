@@ -89,7 +89,19 @@ CAST_INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", CAST_INSIDE)
 def test_composites_cast_as_in_eager(name: str) -> None:
+    if "lstm" in name and not eager_has_narrow_lstms():
+        pytest.skip("PyTorch has no LSTM in bfloat16 on this processor")
     check(CAST_INSIDE[name])
+
+
+def eager_has_narrow_lstms() -> bool:
+    """Under autocast oneDNN computes them, which needs AVX-512."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(4, 4)(torch.randn(2, 2, 4))
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "cell"])

@@ -137,7 +137,9 @@ def batch_norm_backward(
     """
     if is_channels_last(x):
         inv_std = deviation if batch else (deviation + epsilon).rsqrt_()
-        return batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, y, added, batch, mask, compiled)
+        whole = [*mask, False][:4]  # an op without a residual has no flag for it
+        found = batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, y, added, batch, whole, compiled)
+        return found[: len(mask)]
     statistics = (None, None, mean, deviation) if batch else (mean, deviation, None, None)
     dy = before_relu(dy, y, added)
     found = aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask[:3])
