@@ -24,7 +24,7 @@ LIBRARY = Library(
     "memory", text("memory.cpp"), {"enter": "", "leave": "", "trim": "", "held": "pp"}, short=True, torch_headers=True
 )
 _LEAST = 16 << 10  # bytes of a tensor, as there
-_UNKNOWN = 32
+_UNKNOWN = 32  # for a size that is not known yet
 
 
 def reuse_memory(program: Program) -> None:

@@ -81,9 +81,9 @@ def _narrow(has: Mapping[str, Any]) -> Mapping[torch.dtype, float]:
 _SPEEDS = {
     "intel avx512": {"aten": 165.0, "onednn": 150.0, "onednn transposed": 95.0, "convolution": 140.0},
     "amd avx512": {"aten": 107.0, "onednn": 240.0, "onednn transposed": 180.0, "convolution": 222.0},
-    "amd avx2": {"aten": 68.0, "onednn": 66.0, "onednn transposed": 47.0, "convolution": 20.0},
+    "amd avx2": {"aten": 68.0, "onednn": 66.0, "onednn transposed": 47.0},
 }
-_OTHERS = {"aten": 60.0, "onednn": 40.0, "onednn transposed": 30.0, "convolution": 30.0}
+_OTHERS = {"aten": 60.0, "onednn": 40.0, "onednn transposed": 30.0}
 # Seconds before the first multiplication, from products of 16 x 32 x 32.
 _OVERHEADS = {"aten": 3e-6, "onednn": 18e-6, "onednn transposed": 23e-6, "convolution": 20e-6}
 _WIDENED = 5e9  # elements a second and thread
