@@ -30,6 +30,7 @@ from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
 from onnxtrain.ops.matmul.candidates import onednn_product, product_by_convolution
+from tests.processor import skip_without_narrow_linears
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
 QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
@@ -97,6 +98,7 @@ def test_contenders_take_the_same_step(contender: str) -> None:
 
 
 def test_onednn_runs_each_linear_under_autocast_too() -> None:
+    skip_without_narrow_linears()
     model = torch.nn.Linear(64, 32)
     x = torch.randn(16, 64, requires_grad=True)
     own = CONTENDERS[ONEDNN](torch.nn.Sequential(model))

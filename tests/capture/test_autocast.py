@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from onnxtrain import ORTModule
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.processor import skip_without_narrow_lstms
 
 WIDTH = 6
 
@@ -89,19 +90,9 @@ CAST_INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", CAST_INSIDE)
 def test_composites_cast_as_in_eager(name: str) -> None:
-    if "lstm" in name and not eager_has_narrow_lstms():
-        pytest.skip("PyTorch has no LSTM in bfloat16 on this processor")
+    if "lstm" in name:
+        skip_without_narrow_lstms()
     check(CAST_INSIDE[name])
-
-
-def eager_has_narrow_lstms() -> bool:
-    """Under autocast oneDNN computes them, which needs AVX-512."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.nn.LSTM(4, 4)(torch.randn(2, 2, 4))
-    except RuntimeError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "cell"])

@@ -25,6 +25,7 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.traversal import is_used
 from tests.device.stock import Stock
 from tests.device.test_artifacts_imports import by_hand, node
+from tests.processor import integer_products_saturate
 
 TRAINED = 1400  # digits to train with; the others are the test
 
@@ -163,17 +164,24 @@ def test_training_brings_accuracy_back(trained: Path, tmp_path: Path, learn_scal
     assert accuracy(logits(training.integers())) > reached
 
 
-def assert_same_levels(training: Training, model: onnx.ModelProto, options: dict[str, Any]) -> None:
+def assert_same_levels(training: Training, model: onnx.ModelProto, weight_type: str, options: dict[str, Any]) -> None:
     """The quantized model computes what the graph with FakeQuant does, in steps of the output's scale.
 
-    Exactly the same levels; but steps of 16 bits are as fine as the rounding of float32's sums, and a few differ.
+    The same levels: of 3970 values one or two may lie so near the middle between two levels that float32's rounding
+    decides. Steps of 16 bits are as fine as the rounding of whole sums, and a few differ.
     """
     step, found = initializers(model)["logits_scale"], training.value("logits")
     fine = options.get("activation_type") == QuantType.QUInt16
-    for fused in (False, True):
+    for fused in (False,) if saturates(weight_type, options) else (False, True):
         gap = np.abs(logits(model, fused=fused) - found) / step
-        assert gap.max() < (8 if fine else 1e-3)
-        assert (gap > 1e-2).mean() < 0.05
+        assert gap.max() < (8 if fine else 1.01)
+        assert (gap > 1e-2).mean() < (0.05 if fine else 0.001)
+
+
+def saturates(weight_type: str, options: dict[str, Any]) -> bool:
+    """Whether onnxruntime's own products of such integers are wrong on this processor, whoever made the model."""
+    narrow = options.get("activation_type") != QuantType.QUInt16 and "extra_options" not in options
+    return weight_type == "QInt8" and narrow and integer_products_saturate()
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -194,7 +202,7 @@ def test_integers_compute_what_was_trained(
 ) -> None:
     model = quantized(trained, tmp_path, weight_type, **options)
     training = Training(model, tmp_path, learn_scales=learn_scales)
-    assert_same_levels(training, onnx.load(model), options)
+    assert_same_levels(training, onnx.load(model), weight_type, options)
     untrained, original = initializers(training.integers()), initializers(onnx.load(model))
     for name in original.keys() & untrained.keys():
         np.testing.assert_array_equal(untrained[name], original[name])
@@ -208,7 +216,7 @@ def test_integers_compute_what_was_trained(
         (weight,) = session.run([name], {"x": IMAGES[:1]})
         found.graph.output.pop()
         np.testing.assert_allclose(weight, training.value(name), rtol=1e-6 if learn_scales else 0, atol=0)
-    assert_same_levels(training, found, options)
+    assert_same_levels(training, found, weight_type, options)
 
 
 def test_weights_come_back_as_integers(trained: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.fused import flags, fused, masked, only_first, total, wanted
 from onnxtrain.ops.loss.reduction import number_of
 from onnxtrain.ops.machine import Machine, Shapes, expected_seconds
-from onnxtrain.ops.matmul.candidates import in_onednn, onednn_product, product_by_convolution
+from onnxtrain.ops.matmul.candidates import convolves, in_onednn, onednn_product, product_by_convolution
 
 Tensor = torch.Tensor
 
@@ -310,7 +310,8 @@ def _onednn(lower: Callable[[Products], Callable[..., Call]]) -> tuple[Kernel, .
             lower=lower(ONEDNN),
             name="onednn",
             seconds=_seconds("onednn", "onednn", "convolution"),
-            applies=lambda n, device: device == "cpu" and in_onednn(dtype_of(n.x)),
+            # Its dw is a product by convolution.
+            applies=lambda n, device: device == "cpu" and in_onednn(dtype_of(n.x)) and convolves(),
         ),
     )
 

@@ -197,7 +197,7 @@ def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf
             lower=lower_convolution,
             name="convolution",
             seconds=lambda n, s, machine: _convolution_seconds(dims(n, s), machine),
-            applies=applies(lambda n, found: found.transposed is not None and _in_onednn(n, found) and _convolves()),
+            applies=applies(lambda n, found: found.transposed is not None and _in_onednn(n, found) and convolves()),
         ),
         Kernel(
             lower=call(in_float32),
@@ -226,7 +226,7 @@ def _may_be_large(n: NodeView) -> bool:
     return isinstance(count, str) or count * dtype_of(y).itemsize >= large_memory.LARGE
 
 
-def _convolves() -> bool:
+def convolves() -> bool:
     """Whether weight gradients by oneDNN's convolution are a candidate on this processor.
 
     Without AVX-512 they take 3.4 times as long as MKL's product and add all rows one after the other: less exact than
