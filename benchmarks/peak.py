@@ -28,7 +28,7 @@ extern "C" void multiply_adds(int64_t threads, int64_t rounds, int64_t *operatio
 }
 """
 _LIBRARY = Library("peak", text("vectors.h") + _SOURCE, {"multiply_adds": "iipp"})
-_ROUNDS, _TRIALS = 2_000_000, 7
+_ROUNDS, _TRIALS = 2_000_000, 3
 
 
 def peak_flops() -> float | None:

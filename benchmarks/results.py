@@ -92,7 +92,8 @@ class Measured:
         turn: how many steps a contender takes in a round; times are those of one.
         products_flops: floating-point operations of these products.
         kept: how much of these operations onnxtrain's step has: it leaves out rows that nobody reads.
-        peak_flops: those that the processor makes in a second at most; None where that is not known.
+        peak_flops: those that the processor makes in a second at most, the median of all rounds; None where that is
+            not known.
     """
 
     workload: str

@@ -92,7 +92,7 @@ def measure(
         "products": products.count if products else 0,
         "products_flops": products.operations if products else 0,
         "kept": _kept(steppers, batches[0], products) if products else 1.0,
-        "peak_flops": peak_flops() if products and workload.device == "cpu" else None,
+        "peak_flops": statistics.median(times[_PEAK]) if times[_PEAK] else None,
         "others_cores": busy,
     }
 
@@ -107,6 +107,7 @@ def _kept(steppers: dict[str, Stepper], batch: Batch, products: Products) -> flo
 
 
 _PRODUCTS = "products alone"
+_PEAK = "most operations a second"  # in each round too: a virtual processor's speed may halve from one to the next
 _PROFILED = (EAGER, ONNXTRAIN)
 
 
@@ -121,8 +122,8 @@ def _timed(
     products: Products | None,
     tell: Tell,
 ) -> dict[str, list[float]]:
-    """The seconds of a step, in each round, by contender; and those of the products."""
-    times: dict[str, list[float]] = {contender: [] for contender in (*contenders, _PRODUCTS)}
+    """The seconds of a step, in each round, by contender; those of the products; and what the processor made."""
+    times: dict[str, list[float]] = {contender: [] for contender in (*contenders, _PRODUCTS, _PEAK)}
     shown = time.monotonic()
     gc.collect()
     gc.disable()  # else a collection falls on whoever is running just then
@@ -140,6 +141,8 @@ def _timed(
                 times[contender].append(prepare_s + statistics.mean(turn))
             if products is not None and products.count:
                 times[_PRODUCTS].append(statistics.mean(products.run() for _ in range(steps)))
+                if workload.device == "cpu" and (peak := peak_flops()) is not None:
+                    times[_PEAK].append(peak)
             if time.monotonic() - shown > _SHOW_EVERY_S:
                 shown = time.monotonic()
                 tell(f"round {number + 1} of {rounds}")
