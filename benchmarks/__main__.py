@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import behind, processes, results, tables
 from benchmarks.chart import speed_chart
-from benchmarks.contenders import COMPILING, CONTENDERS, ONNXTRAIN, USUAL, can_compile, of_device
+from benchmarks.contenders import COMPILING, CONTENDERS, ONNXTRAIN, USUAL, can_compile, of_workload
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, describe_machine
@@ -118,7 +118,7 @@ class Run:
         return Behind(behind.WORKLOAD.title, circumstances, during_s, after_s, found["compiling_s"])
 
     def _workload(self, workload: Workload) -> Measured:
-        contenders = [name for name in of_device(workload.device) if name in self._plan.contenders]
+        contenders = [name for name in of_workload(workload) if name in self._plan.contenders]
         firsts: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
         inductor = []
         if self._plan.warm and not self._read_files:  # one process first: the files that all read are then in memory

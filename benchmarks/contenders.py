@@ -111,9 +111,19 @@ OWN = (ONNXTRAIN, REGIONS, ALL_REGIONS)  # those that change while they run
 USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed unless others are named
 
 
-def of_device(device: str) -> tuple[str, ...]:
-    """The contenders that there are on a device: oneDNN computes on a CPU."""
-    return tuple(name for name in CONTENDERS if device == "cpu" or name != ONEDNN)
+def of_workload(workload: Workload) -> tuple[str, ...]:
+    """The contenders that can run it: oneDNN computes on a CPU, and not in every type on each."""
+    onednn = workload.device == "cpu" and (not workload.narrow or onednn_has_bfloat16())
+    return tuple(name for name in CONTENDERS if onednn or name != ONEDNN)
+
+
+def onednn_has_bfloat16() -> bool:
+    """Says whether its inner product takes bfloat16 here; without AVX-512 it does not."""
+    try:
+        _inner_product(*torch.ones(2, 4, 4, dtype=torch.bfloat16), None)
+    except RuntimeError:
+        return False
+    return True
 
 
 PARTS = ("gradients cleared", "forward", "loss outside the model", "backward", "optimizer")

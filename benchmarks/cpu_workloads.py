@@ -101,6 +101,7 @@ _ON_A_CPU = (
         make_batches=lambda: [models.classified_tokens(16, 128)],
         rounds=15,
         goals=Goals({"eager": 1.25}),
+        narrow=True,
         **_LANGUAGE | {"loss": _in_bfloat16},
     ),
     Workload(

@@ -41,6 +41,7 @@ class Workload:
         cold: nothing is prepared or warmed up before the clock runs, and no cache has anything.
         optimized: whether the optimizer's step belongs to it.
         device: "cpu" or "cuda".
+        narrow: whether it runs under autocast to bfloat16.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Workload:
     cold: bool = False
     optimized: bool = True
     device: str = "cpu"
+    narrow: bool = False
 
 
 def model_loss(forward: Forward, batch: Batch) -> torch.Tensor:

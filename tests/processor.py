@@ -28,13 +28,6 @@ def _has_narrow_lstms() -> bool:
     return True
 
 
-def skip_without_narrow_linears() -> None:
-    try:
-        torch.ops.mkldnn._linear_pointwise(*torch.ones(2, 4, 4, dtype=torch.bfloat16), None, "none", [], "")
-    except RuntimeError:
-        pytest.skip("oneDNN has no inner product in bfloat16 on this processor")
-
-
 @functools.cache
 def integer_products_saturate() -> bool:
     """Whether onnxruntime adds pairs of uint8 times int8 in 16 bits, as it does without VNNI instructions.

@@ -19,7 +19,18 @@ from rich.table import Table
 import benchmarks.__main__ as program
 from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables, warm_start
 from benchmarks.chart import speed_chart
-from benchmarks.contenders import COMPILE, CONTENDERS, EAGER, ONEDNN, ONNXTRAIN, Stepper, make_batches, make_model
+from benchmarks.contenders import (
+    COMPILE,
+    CONTENDERS,
+    EAGER,
+    ONEDNN,
+    ONNXTRAIN,
+    Stepper,
+    make_batches,
+    make_model,
+    of_workload,
+    onednn_has_bfloat16,
+)
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine
@@ -30,7 +41,6 @@ from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
 from onnxtrain.ops.matmul.candidates import onednn_product, product_by_convolution
-from tests.processor import skip_without_narrow_linears
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
 QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
@@ -98,7 +108,8 @@ def test_contenders_take_the_same_step(contender: str) -> None:
 
 
 def test_onednn_runs_each_linear_under_autocast_too() -> None:
-    skip_without_narrow_linears()
+    if not onednn_has_bfloat16():
+        pytest.skip("oneDNN has no inner product in bfloat16 on this processor")
     model = torch.nn.Linear(64, 32)
     x = torch.randn(16, 64, requires_grad=True)
     own = CONTENDERS[ONEDNN](torch.nn.Sequential(model))
@@ -109,6 +120,16 @@ def test_onednn_runs_each_linear_under_autocast_too() -> None:
     y.sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_who_cannot_run_a_workload_is_left_out(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.contenders.onednn_has_bfloat16", lambda: has)
+    narrow = next(workload for workload in CPU_WORKLOADS if workload.narrow)
+    assert (ONEDNN in of_workload(narrow)) is has
+    assert ONEDNN in of_workload(MLP)
+    assert ONEDNN not in of_workload(GPU_WORKLOADS[0])
+    assert {EAGER, ONNXTRAIN, COMPILE} <= set(of_workload(narrow))
 
 
 def test_products_are_those_of_the_step() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import onnx_ir as ir
 
@@ -21,8 +21,10 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
+    Fuses,
     Gradient,
     Kernel,
+    Layout,
     NodeView,
     NotDifferentiable,
     OpDef,
@@ -30,6 +32,18 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.machine import Machine, Shapes
 from onnxtrain.ops.registry import FROM_TORCH, define
+
+
+class Facts(TypedDict, total=False):
+    """Those of `OpDef` that `fused` hands on as they are."""
+
+    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
+    layout: Layout
+    fuses: Fuses
+    sized: frozenset[str]
+    adds: str
+    adds_first: str
+    activates: frozenset[str]
 
 
 def never(node: NodeView) -> bool:
@@ -64,12 +78,9 @@ def fused(
     workspace: Callable[[NodeView], Size] = lambda node: 0,
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
-    **facts: Any,
+    **facts: Unpack[Facts],
 ) -> OpDef:
-    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`.
-
-    `facts` are further ones of `OpDef`, of those that may be left out.
-    """
+    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`."""
     own = Kernel(lower=lower, host=host, waits=waits, workspace=workspace, seconds=seconds)
     return define(
         OpDef(
