@@ -28,6 +28,11 @@ def _has_narrow_lstms() -> bool:
     return True
 
 
+def has_narrow_convolutions() -> bool:
+    """Whether oneDNN computes those in bfloat16; elsewhere PyTorch does, by other kernels."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @functools.cache
 def integer_products_saturate() -> bool:
     """Whether onnxruntime adds pairs of uint8 times int8 in 16 bits, as it does without VNNI instructions.

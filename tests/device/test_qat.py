@@ -167,15 +167,16 @@ def test_training_brings_accuracy_back(trained: Path, tmp_path: Path, learn_scal
 def assert_same_levels(training: Training, model: onnx.ModelProto, weight_type: str, options: dict[str, Any]) -> None:
     """The quantized model computes what the graph with FakeQuant does, in steps of the output's scale.
 
-    The same levels: of 3970 values one or two may lie so near the middle between two levels that float32's rounding
-    decides. Steps of 16 bits are as fine as the rounding of whole sums, and a few differ.
+    Exactly the same levels; but steps of 16 bits are as fine as the rounding of float32's sums, and a few differ. Where
+    onnxruntime's products saturate, its sums in float32 are others too: one value of 3970 lay between two levels.
     """
     step, found = initializers(model)["logits_scale"], training.value("logits")
     fine = options.get("activation_type") == QuantType.QUInt16
     for fused in (False,) if saturates(weight_type, options) else (False, True):
         gap = np.abs(logits(model, fused=fused) - found) / step
-        assert gap.max() < (8 if fine else 1.01)
-        assert (gap > 1e-2).mean() < (0.05 if fine else 0.001)
+        between = integer_products_saturate() and not fine
+        assert gap.max() < (8 if fine else 1.01 if between else 1e-3)
+        assert (gap > 1e-2).mean() < (0.001 if between else 0.05)
 
 
 def saturates(weight_type: str, options: dict[str, Any]) -> bool:

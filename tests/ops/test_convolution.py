@@ -9,6 +9,7 @@ from torch import nn
 from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
+from onnxtrain.ops.machine import Machine
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
@@ -59,11 +60,21 @@ def test_only_the_gradients_that_are_asked_for():
     check_capture(lambda x, w: F.conv2d(x.detach(), w), Spec("n 4 8 h"), Spec("6 4 3 3"), sizes=({"n": 2, "h": 5},))
 
 
+NARROW = Machine("", "intel avx512", {torch.bfloat16: 6.0})
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_other_types(dtype):
-    """Narrow types may be widened (`kernels` of the op) where the processor has no instructions for them."""
-    for module in (nn.Conv2d(4, 6, 3, padding=1), nn.ConvTranspose2d(4, 6, 3, stride=2)):
-        check_module(module, *calls(2, 3, 2), dtype=dtype, exact=dtype == torch.float64)
+def test_other_types(dtype, monkeypatch):
+    """As on a processor with instructions for bfloat16; on others its operands may be widened."""
+    for chooses in ("expected", "trial"):
+        monkeypatch.setattr(f"onnxtrain.execute.kernel_choice.{chooses}.this_machine", lambda: NARROW)
+    check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=dtype, exact=True)
+    check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=dtype, exact=True)
+
+
+def test_bfloat16_as_this_processor_computes_it():
+    check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=torch.bfloat16)
+    check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=torch.bfloat16)
 
 
 def test_under_autocast():
