@@ -245,6 +245,8 @@ class Kernel:
             take tensors only.
         seconds: what it is expected to take, from the node, the shapes of its inputs and the machine, where it has a
             name; infinite where it should not even be tried.
+        is_there: whether it can run by now; None where it never will, as without a compiler. Until then its call does
+            the same in another way, which says nothing about its speed.
     """
 
     lower: Callable[..., Call]
@@ -259,6 +261,7 @@ class Kernel:
     in_place: int | None = None
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
+    is_there: Callable[[], bool | None] = lambda: True
 
 
 class Replay(NamedTuple):

@@ -26,7 +26,7 @@ from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, A
 from onnxtrain.ops.machine import this_machine
 
 _LOG = logging.getLogger("onnxtrain")
-_VERSION = 2  # of the file's form, and of what the candidates' names mean
+_VERSION = 3  # of the file's form, and of what candidates there are
 _LOCK_SECONDS = 0.2  # a training step does not wait longer: what was measured is written next time
 
 

@@ -95,8 +95,9 @@ class Answer:
             return self.choice
         if self.disturbed and self.tried > SHARE * self.spent:
             return self._best(candidates)
-        open_ones = (c for c in candidates if not self._is_done(c))  # none where another thread is about to settle it
-        return min(open_ones, key=lambda c: self._of(c).calls, default=candidates[0])
+        # None where another thread is about to settle it, or where a candidate is not there yet.
+        open_ones = (c for c in candidates if not self._is_done(c))
+        return min(open_ones, key=lambda c: self._of(c).calls, default=self._best(candidates))
 
     def _of(self, candidate: str) -> Samples:
         return self.samples.get(candidate, Samples())

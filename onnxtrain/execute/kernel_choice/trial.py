@@ -42,6 +42,10 @@ class _Case:
             return next(iter(self.candidates.values()))
         return self.candidates.get(self.answer.choice)
 
+    def forget_those_that_never_come(self) -> None:
+        for name in [name for name, kernel in self.candidates.items() if kernel.is_there() is None]:
+            del self.candidates[name]
+
 
 class Trial:
     """Runs a node by one candidate a call, and notes what it took.
@@ -85,8 +89,9 @@ class Trial:
     def _measured(self, case: _Case, arguments: Sequence[torch.Tensor | None]) -> Any:
         answer = case.answer
         assert answer is not None
+        case.forget_those_that_never_come()
         names = tuple(case.candidates)
-        name = answer.next(names)
+        name = answer.next(tuple(n for n in names if case.candidates[n].is_there()))
         call: Call = case.candidates[name].lower(self._view, *arguments)
         before, started = _THREADS.seconds_waited(), time.perf_counter()
         result = call.evaluate()

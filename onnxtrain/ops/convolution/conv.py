@@ -33,9 +33,11 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients, is_there
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
 from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
 from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, widening_seconds
+from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.spatial import (
     as_list,
     covered,
@@ -469,6 +471,16 @@ def _lower_conv_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     return _lower_grad(n, dy, x, w, [0] * (rank_of(n.x) - 2), False)
 
 
+def _lower_compiled(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
+    LIBRARY.request()
+    return Call(convolution_gradients, dy, x, w, *_geometry(n), flags(n.output_mask))
+
+
+def _compiles(n: NodeView, device: str) -> bool:
+    of_pictures = rank_of(n.x) == 4 and n.group == 1 and dtype_of(n.x) == ir.DataType.FLOAT
+    return of_pictures and bool(n.output_mask[1]) and may_compile(n, device)
+
+
 def _lower_conv_transpose_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     return _lower_grad(n, dy, x, w, _output_padding(n), True)
 
@@ -482,7 +494,17 @@ fused(
     shapes=_grad_types,
     body=_conv_grad_body,
     lower=_lower_conv_grad,
-    others=(in_float32(_lower_conv_grad),),
+    others=(
+        in_float32(_lower_conv_grad),
+        Kernel(
+            lower=_lower_compiled,
+            name="compiled",
+            # Not before it is measured: it comes in mid-run.
+            seconds=lambda n, shapes, machine: 1.05 * n.definition.kernels[0].seconds(n, shapes, machine),
+            applies=_compiles,
+            is_there=is_there,
+        ),
+    ),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
     layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
     sized=frozenset({"w"}),

@@ -1,0 +1,225 @@
+"""The compiled gradient of a convolution's weight, and when it is tried."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from onnxtrain import ORTModule, testing
+from onnxtrain.execute.kernel_choice import trial, tuned
+from onnxtrain.execute.kernel_choice.stored import file_of, load
+from onnxtrain.execute.kernel_choice.times import SAMPLES, Answer
+from onnxtrain.native import Library, compiler
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients, weight_gradient
+from onnxtrain.ops.definition import Kernel
+from onnxtrain.ops.native import NOTE
+from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from tests.ops import cases_convolution
+from tests.ops.test_compiled_kernels import counting
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the compiled kernel ran."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(LIBRARY, "functions", counting(LIBRARY, found))
+    return found
+
+
+CASES = [case for case in cases_convolution.CASES if case.name == "ConvGrad"]
+
+
+def compiled(node: ir.Node, device: str) -> Kernel:
+    """The candidate of the compiled kernel where there is one."""
+    found = definition_of(node).candidates(node, device)
+    return next((kernel for kernel in found if kernel.name == "compiled"), found[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_autograd(case: OpCase, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = testing.case_graph
+
+    def noted(case: OpCase, dtype: torch.dtype) -> Any:
+        model = plain(case, dtype)
+        for node in model.graph:
+            node.metadata_props[NOTE] = "on"
+        return model
+
+    monkeypatch.setattr(testing, "case_graph", noted)
+    check = CaseCheck(case, torch.float32, compiled)
+    ran = [check.check_sizes(known) for known in case.size_sets()]
+    assert ran[0]
+    attributes = dict(case.attributes)
+    of_pictures = len(attributes["strides"]) == 2 and attributes["group"] == 1
+    wants_weight = attributes.get("output_mask", (1, 1, 1))[1] == 1
+    assert bool(calls) == (of_pictures and wants_weight)
+
+
+def gradients(
+    x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, geometry: tuple[list[int], ...]
+) -> tuple[torch.Tensor, ...]:
+    """Eager PyTorch's, of x, w and b."""
+    b = torch.zeros(w.size(0), dtype=w.dtype)
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+    return torch.autograd.grad(torch.nn.functional.conv2d(*leaves, *geometry), leaves, dy)
+
+
+# Pictures, channels, outputs, size, window, strides, pads, dilations.
+GEOMETRIES = [
+    (2, 3, 5, (7, 9), (3, 3), (1, 1), (1, 1), (1, 1)),
+    (1, 1, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
+    (3, 32, 32, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+    (2, 7, 17, (11, 6), (3, 2), (2, 3), (1, 0), (1, 1)),
+    (2, 13, 33, (10, 12), (2, 3), (1, 2), (2, 3), (3, 2)),
+    (1, 6, 16, (4, 300), (3, 3), (1, 1), (1, 1), (1, 1)),  # a row longer than a block
+    (5, 64, 20, (5, 5), (5, 5), (1, 1), (2, 2), (1, 1)),  # several pictures in a block
+    (3, 25, 96, (33, 17), (1, 1), (2, 2), (0, 0), (1, 1)),
+    (2, 8, 8, (3, 3), (3, 3), (1, 1), (4, 4), (1, 1)),  # windows that lie outside of the picture
+    (4, 120, 150, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1)),  # threads share the outputs
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_all_geometries(geometry: tuple[Any, ...], layout: torch.memory_format, threads: int, calls: Any) -> None:
+    images, channels, outs, size, window, *how = geometry
+    torch.manual_seed(0)
+    strides, pads, dilations = (list(v) for v in how)
+    x = torch.randn(images, channels, *size).contiguous(memory_format=layout)
+    w = torch.randn(outs, channels, *window).contiguous(memory_format=layout)
+    y = torch.nn.functional.conv2d(x, w, None, strides, pads, dilations)
+    dy = torch.randn_like(y)
+    count = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = convolution_gradients(dy, x, w, strides, pads, dilations, [True, True, True])
+        again = weight_gradient(dy, x, w, strides, pads, dilations)
+    finally:
+        torch.set_num_threads(count)
+    assert calls == {"weight_gradient": 2}
+    assert found[1] is not None
+    assert torch.equal(again, found[1]), "two runs give the same bits"
+    eager = gradients(x, w, dy, (strides, pads, dilations))
+    exact = gradients(x.double(), w.double(), dy.double(), (strides, pads, dilations))
+    for name, got, theirs, true in zip(("dx", "dw", "db"), found, eager, exact, strict=True):
+        assert got is not None
+        assert_no_worse_than_eager(name, got, theirs, true)
+
+
+def test_numbers_that_are_missing_or_infinite_stay_where_they_belong(calls: Counter[str]) -> None:
+    """What stands behind the last channel in a tile, or beside a picture, is zero and not what lay there."""
+    x, dy = torch.ones(1, 7, 4, 4), torch.ones(1, 9, 4, 4)
+    x[0, 3, 0, 0], x[0, 6, 3, 3], dy[0, 8, 1, 1] = math.nan, math.inf, math.nan
+    geometry = ([1, 1], [1, 1], [1, 1])
+    w = torch.empty(9, 7, 3, 3)
+    found = weight_gradient(dy, x, w, *geometry)
+    assert calls
+    expected = gradients(x.double(), w.double(), dy.double(), geometry)[1]
+    torch.testing.assert_close(found.double(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("empty", ["images", "channels"])  # no outputs PyTorch refuses
+def test_no_elements(empty: str, calls: Counter[str]) -> None:
+    sizes = {"images": 2, "channels": 3, "outs": 4, empty: 0}
+    x, w = torch.ones(sizes["images"], sizes["channels"], 5, 5), torch.ones(sizes["outs"], sizes["channels"], 3, 3)
+    dy = torch.ones(sizes["images"], sizes["outs"], 5, 5)
+    found = weight_gradient(dy, x, w, [1, 1], [1, 1], [1, 1])
+    assert torch.equal(found, torch.zeros_like(w))
+    assert not calls
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
+    plain = compiler.flags()
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
+    library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
+    assert library.wait(), library.why_not
+    for geometry, layout in itertools.product(GEOMETRIES, (torch.channels_last, torch.contiguous_format)):
+        found: Counter[str] = Counter()
+        monkeypatch.setattr(LIBRARY, "functions", counting(library, found))
+        test_all_geometries(geometry, layout, 2, found)
+
+
+# When it is tried
+
+
+class Pictures(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where times are kept: the compiled kernel takes half as long as others, and everything is worth a measurement."""
+    for module in (trial, tuned):
+        monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(trial, "FAR_OFF", math.inf)
+    monkeypatch.setattr(trial._THREADS, "seconds_since", lambda before: 0.0)  # this machine may be busy
+    add = Answer.add
+    monkeypatch.setattr(Answer, "add", lambda self, name, *_: add(self, name, 1e-3 if name == "compiled" else 2e-3))
+    return tmp_path
+
+
+def steps(folder: Path, count: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    module, x = ORTModule(Pictures(), tuning_results_path=folder, **options), torch.randn(2, 3, 8, 8)
+    for _ in range(count):
+        module(x).square().sum().backward()
+
+
+def choices(folder: Path) -> set[str]:
+    return {answer.choice for key, answer in load(file_of(folder)).items() if "ConvGrad" in key}
+
+
+def test_it_is_chosen_where_it_is_faster(answers: Path, calls: Counter[str]) -> None:
+    steps(answers, 2 * SAMPLES + 4)
+    assert calls
+    assert choices(answers) == {"compiled"}
+
+
+def test_nothing_is_settled_before_it_is_there(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LIBRARY.wait()
+    functions = LIBRARY.functions
+    monkeypatch.setattr(LIBRARY, "functions", None)
+    torch.manual_seed(0)
+    module, x = ORTModule(Pictures(), tuning_results_path=answers), torch.randn(2, 3, 8, 8)
+    for _ in range(5 * SAMPLES):
+        module(x).square().sum().backward()
+    assert choices(answers) == set()
+    monkeypatch.setattr(LIBRARY, "functions", functions)
+    for _ in range(SAMPLES + 2):
+        module(x).square().sum().backward()
+    assert choices(answers) == {"compiled"}
+
+
+def test_without_a_compiler_the_others_settle_it(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIBRARY, "functions", None)
+    monkeypatch.setattr(LIBRARY, "why_not", "there is no compiler")
+    steps(answers, 2 * SAMPLES + 4)
+    assert choices(answers) <= {"aten"}
+
+
+@pytest.mark.parametrize("options", [{"native": False}, {"rng": "torch"}], ids=str)
+def test_where_it_may_not_come_in_mid_run_it_does_not(options: Any, answers: Path, calls: Counter[str]) -> None:
+    steps(answers, 2 * SAMPLES + 4, **options)
+    assert not calls
