@@ -3,11 +3,8 @@
 // A tile of dw, a few channels by two vectors of outputs, stays in registers over a block of positions. Of the block x lies
 // in panels, one for the channels of a tile, with the zeros of the padding: what a window's place meets is a part of it.
 
-constexpr int TALL = VECTOR_BYTES == 64 ? 12 : 6, ACROSS = 2, WIDE = ACROSS * LANES<float>;
 constexpr int64_t POSITIONS = 256;        // of a block: panels of x and dy of a tile fit into the first-level cache
 constexpr int64_t SHARED = int64_t(1) << 17;  // elements of dw from which threads share it, instead of adding theirs
-
-static inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // In the order in which they come from Python.
 struct Axis { int64_t size, out, window, stride, pad, dilation; };
@@ -40,18 +37,6 @@ struct Blocks : Sizes {
     int64_t sums() const { return channel_tiles * places * TALL * WIDE; }  // for one tile of outputs
 };
 
-template <int N> static inline void copy_pixels(const float *from, int64_t stride, float *to, int64_t count) {
-    for (int64_t i = 0; i < count; i++) std::memcpy(to + i * N, from + i * stride, N * sizeof(float));
-}
-
-// f(std::integral_constant of n), for 1 <= n <= TALL
-template <int N = TALL, class F> static inline void with_constant(int64_t n, const F &f) {
-    if constexpr (N > 1) {
-        if (n < N) return with_constant<N - 1>(n, f);
-    }
-    f(std::integral_constant<int, N>());
-}
-
 static void pack_x(const Blocks &b, const float *x, int64_t first, int64_t count, float *panels) {
     const Axis &w = b.columns;
     const int64_t left = std::min(w.pad, b.met_columns), right = std::max(left, std::min(b.met_columns, w.size + w.pad));
@@ -68,7 +53,7 @@ static void pack_x(const Blocks &b, const float *x, int64_t first, int64_t count
                 std::fill(to + end * n, to + b.met_columns * n, 0.0f);
                 if (begin < end)
                     with_constant(n, [&](auto height) {
-                        copy_pixels<height>(from + (begin - w.pad) * b.channels + b.channel(tile), b.channels, to + begin * n, end - begin);
+                        copy_pieces<height>(from + (begin - w.pad) * b.channels + b.channel(tile), b.channels, to + begin * n, end - begin);
                     });
             }
         }
@@ -81,7 +66,7 @@ static void pack_dy(const Blocks &b, const float *dy, int64_t first, int64_t cou
         const float *from = dy + (b.image(first + u) * b.rows.out + b.first_row(first + u)) * b.columns.out * b.outs + tile * WIDE;
         float *to = panel + u * of_unit * WIDE;
         if (n == WIDE) {
-            copy_pixels<WIDE>(from, b.outs, to, positions);
+            copy_pieces<WIDE>(from, b.outs, to, positions);
             continue;
         }
         for (int64_t p = 0; p < positions; p++, from += b.outs, to += WIDE) std::fill(std::copy(from, from + n, to), to + WIDE, 0.0f);

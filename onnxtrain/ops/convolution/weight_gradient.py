@@ -14,7 +14,7 @@ import torch
 
 from onnxtrain.native import Library, pointers, text
 
-LIBRARY = Library("convolution", text("vectors.h", "convolution.cpp"), {"weight_gradient": "ppppi"})
+LIBRARY = Library("convolution", text("vectors.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"})
 
 
 def is_there() -> bool | None:

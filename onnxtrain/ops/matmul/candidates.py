@@ -4,6 +4,7 @@
     large pages    the same, written to large pages of fresh memory: for results of 32 MB and more
     onednn         oneDNN's inner product, which takes a transposed right operand as it lies
     convolution    a weight gradient dyᵀ @ x as the backward of a 1×1 convolution: nothing is transposed in memory
+    compiled       a kernel of our own (`compiled_product`): for outputs much wider than the product is deep
     float32        narrow operands widened before the product and its result rounded: as exact, and faster where the
                    processor has no instructions for the narrow type
 
@@ -13,6 +14,7 @@ that of a sum, more than the one tolerance allows.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from onnxtrain.ops import large_memory
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
 from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, this_machine, widening_seconds
+from onnxtrain.ops.matmul import compiled_product
+from onnxtrain.ops.native import may_compile
 
 _NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 
@@ -155,9 +159,7 @@ def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf
             of them can.
         dims: from the node and the shapes of its inputs, the sizes of the product.
     """
-
-    def of(n: NodeView) -> Product | None:
-        return product(n, *[None] * len(n.definition.inputs))
+    of = functools.partial(_described, product)
 
     def applies(kind: Callable[[NodeView, Product], bool]) -> Callable[[NodeView, str], bool]:
         return lambda n, device: device == "cpu" and (found := of(n)) is not None and kind(n, found)
@@ -199,6 +201,7 @@ def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf
             seconds=lambda n, s, machine: _convolution_seconds(dims(n, s), machine),
             applies=applies(lambda n, found: found.transposed is not None and _in_onednn(n, found) and convolves()),
         ),
+        _compiled(product, dims),
         Kernel(
             lower=call(in_float32),
             name="float32",
@@ -206,6 +209,35 @@ def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf
             applies=applies(lambda n, found: _dtype(n) in _NARROW),
         ),
     )
+
+
+def _described(product: ProductOf, n: NodeView) -> Product | None:
+    """What the other libraries compute, without tensors."""
+    return product(n, *[None] * len(n.definition.inputs))
+
+
+def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
+    """The candidate of our own kernel, which comes in mid-run: not expected to be faster before it is measured.
+
+    On 2 threads of an AMD EPYC (Zen 3) it is not, where outputs are less than twice as many as the product is deep.
+    """
+
+    def lower(n: NodeView, *arguments: Any) -> Call:
+        compiled_product.LIBRARY.request()
+        found = _sure(product(n, *arguments))
+        return Call(compiled_product.product, found.a, found.b, found.bias, found.alpha)
+
+    def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
+        _, k, width, _ = sizes = dims(n, shapes)
+        return 1.05 * _seconds("aten", sizes, machine) if width >= 2 * k else math.inf
+
+    def applies(n: NodeView, device: str) -> bool:
+        if not may_compile(n, device) or _dtype(n) != ir.DataType.FLOAT:
+            return False
+        found = _described(product, n)
+        return found is not None and found.of_matrix and found.transposed is None
+
+    return Kernel(lower=lower, name="compiled", seconds=seconds, applies=applies, is_there=compiled_product.is_there)
 
 
 def _sure(product: Product | None) -> Product:
