@@ -51,12 +51,12 @@ _WITHOUT_UPDATES = (
 _READS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 
-def is_convertible(program: ExportedProgram) -> bool:
+def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> bool:
     """Whether an export can be converted as it is, before functionalization (which takes as long as the export).
 
-    It can where autocast is off (its casts are not there yet), and every call is defined and changes nothing.
+    It can where autocast is off or its casts are there (`with_casts`), and every call is defined and changes nothing.
     """
-    if torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled() and not with_casts:
         return False
     return not any(
         node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node))

@@ -4,6 +4,7 @@
     rows = zeros[1:];  rows.copy_(x)            ──>  new = copy(rows, x);  zeros = slice_scatter(zeros, new, 1:)
     seen.add_(1)                                ──>  new = add(seen, 1), a result that is written to the buffer `seen`
     batch_norm(x, w, b, mean, var, True, …)     ──>  y, _, _, mean, var = _native_batch_norm_legit_functional(…)
+    linear(x, w), under autocast                ──>  linear(_to_copy(x, …), _to_copy(w, …))
 
 What is written has to be a tensor that forward itself made, or a buffer, as it is or through slices. Which values share
 memory is asked of the fake tensors. Whatever is less plain is left to PyTorch. Of a ResNet of 20 layers the second
@@ -24,11 +25,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from onnxtrain.capture.autocast import casting_composites
 from onnxtrain.capture.batch_norm import BATCH_NORM, functional_batch_norm, updates_statistics
 from onnxtrain.capture.convert import is_convertible, is_grad_switch
+from onnxtrain.capture.explicit_casts import CAST, ExplicitCasts, cast_value
 from onnxtrain.capture.fake_results import fake_results
 from onnxtrain.capture.patches import replaced
+from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
+from onnxtrain.ops.aten import ambient
 
 aten = torch.ops.aten
 
@@ -47,13 +52,15 @@ def make_convertible(program: ExportedProgram) -> bool:
     before = module.graph
     buffers = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind == InputKind.BUFFER}
     try:
+        if casting_composites(program):
+            return False
         with fake_results():
             rewrite = _Rewrite(before, buffers)
-    except _NotPlainError:
+    except (_NotPlainError, CaptureError):
         return False
     with replaced(GraphModule, "recompile", lambda module: None):  # only the graph is read
         module.graph = rewrite.graph
-    if is_convertible(program):
+    if is_convertible(program, with_casts=True):
         program.graph_signature.output_specs[:0] = rewrite.mutations
         return True
     module.graph = before
@@ -86,6 +93,7 @@ class _Rewrite:
         self._sharing: dict[int, list[Node]] = defaultdict(list)  # for each storage, the nodes whose tensors lie there
         self._old: set[Node] = set()  # those of them whose value was written over through another
         self._regions: dict[Node, Any] = {}  # for each region, its results
+        self._casts = ExplicitCasts(ambient())
         self._has_writes = any(map(_writes, graph.nodes))
         for node in graph.nodes:
             self._visit(node)
@@ -104,7 +112,26 @@ class _Rewrite:
         elif node.op == "output":
             self._output(node)
         else:
-            self._made(node, self.graph.node_copy(node, self._value))
+            self._made(node, self._copy(node))
+
+    def _copy(self, node: Node) -> Node:
+        """The same call, of arguments that are cast where autocast casts them."""
+        casts = self._casts.before(node)
+        if casts is None:
+            raise _NotPlainError
+        if not casts:
+            return self.graph.node_copy(node, self._value)
+        arguments: list[Node] = []
+        map_arg((node.args, node.kwargs), arguments.append)
+        cast = {place: self._cast(arguments[place], dtype, node) for place, dtype in casts}
+        places = iter(range(len(arguments)))
+        given: Any = map_arg((node.args, node.kwargs), lambda a: cast.get(next(places)) or self._value(a))
+        call = self.graph.create_node("call_function", node.target, given[0], given[1], node.name)
+        call.meta = dict(node.meta)
+        return call
+
+    def _cast(self, argument: Node, dtype: torch.dtype, origin: Node) -> Node:
+        return self._call(CAST, (argument,), {"dtype": dtype}, cast_value(argument.meta["val"], dtype), origin)
 
     def _made(self, node: Node, value: Node) -> None:
         self._now[node] = value

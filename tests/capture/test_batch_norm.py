@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onnxtrain import FallbackPolicy, ORTModule
-from onnxtrain.capture import export
-from onnxtrain.capture.convert import is_convertible
-from onnxtrain.capture.export import Captured
+from tests.capture.both_ways import BothWays
 
 
 class Function(nn.Module):
@@ -140,24 +137,6 @@ NOT_PLAIN: list[Case] = [
 ]
 
 
-def nodes(captured: Captured) -> list[Any]:
-    """All that a graph does, with numbers for names; nodes say their user's line."""
-    graph = captured.model.graph
-    numbers: dict[Any, int] = {None: -1}
-
-    def number(value: Any) -> int:
-        return numbers.setdefault(value, len(numbers))
-
-    found: list[Any] = [(number(v), v.dtype, str(v.shape)) for v in graph.inputs]
-    for node in graph:
-        attributes = sorted((name, str(value)) for name, value in node.attributes.items())
-        outputs = [(number(v), v.dtype, str(v.shape)) for v in node.outputs]
-        facts = {k: node.metadata_props.get(k) for k in ("module", "aten")}
-        found.append((node.op_type, attributes, [number(v) for v in node.inputs], outputs, facts))
-    outputs = [number(v) for v in graph.outputs]
-    return [*found, outputs, captured.sources, captured.mutations, captured.results, captured.sizes]
-
-
 WITHOUT_GRADIENTS = ("2d", "2d in eval mode", "then_read", "updated_without_gradients")
 
 
@@ -170,31 +149,15 @@ def test_the_graph_is_that_of_pytorchs_functionalization(
     case: Case, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, make, example = case
-    traced: list[int] = []
-    graphs: list[list[Any]] = []
-    functionalize, assemble = export._functionalize, export._assemble
-    monkeypatch.setattr(export, "_functionalize", lambda program: traced.append(1) or functionalize(program))  # type: ignore[func-returns-value]
-
-    def assembled(*args: Any) -> Captured:
-        captured = assemble(*args)
-        graphs.append(nodes(captured))
-        return captured
-
-    monkeypatch.setattr(export, "_assemble", assembled)
+    both = BothWays(monkeypatch)
     torch.manual_seed(0)
     model, x = make(), example()
     copies = [copy.deepcopy(model) for _ in range(2)]
     with torch.set_grad_enabled(gradients):
-        results = []
-        for each, is_ours in zip(copies, (True, False), strict=True):
-            if not is_ours:
-                plain = not traced
-                monkeypatch.setattr(export, "make_convertible", is_convertible)
-            ours = ORTModule(each, fallback_policy=FallbackPolicy.FALLBACK_DISABLE, cache_dir=None)
-            results.append([ours(x), ours(x)])
+        results = [both.calls(each, x, functionalized=way) for each, way in zip(copies, (False, True), strict=True)]
         eager = [model(x), model(x)]
-    assert plain == (case in PLAIN or not gradients)  # without gradients there is no region for `no_grad`
-    assert graphs[0] == graphs[1]
+    assert both.is_plain == (case in PLAIN or not gradients)  # without gradients there is no region for `no_grad`
+    assert both.graphs[0] == both.graphs[1]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     torch.testing.assert_close(results[0], eager)
     for (name, buffer), (_, other) in zip(copies[0].named_buffers(), copies[1].named_buffers(), strict=True):
