@@ -167,6 +167,11 @@ def _composite_calls(module: GraphModule, state: State) -> Iterator[tuple[Node, 
             yield node, state
 
 
+def is_listed(target: Any, state: State) -> bool:
+    """Whether an operator is on the list of autocast in this state, which then casts before it."""
+    return isinstance(target, torch._ops.OpOverload) and _unlisted(target, state) != state
+
+
 def _unlisted(target: Any, state: State) -> State:
     """Of a state, what is not on autocast's own list for this operator: there it casts before, and not inside."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key

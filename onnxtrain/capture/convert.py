@@ -41,16 +41,22 @@ _STATEMENTS = re.compile(
 
 _LITERAL = 64  # elements of a tensor that a trace may hold as it is
 
+# Norms that are given running statistics and leave them as they are.
+_WITHOUT_UPDATES = (
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+)
+
 # `tensor.item()`, before and after functionalization.
 _READS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 
-def is_convertible(program: ExportedProgram) -> bool:
+def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> bool:
     """Whether an export can be converted as it is, before functionalization (which takes as long as the export).
 
-    It can where autocast is off (its casts are not there yet), and every call is defined and changes nothing.
+    It can where autocast is off or its casts are there (`with_casts`), and every call is defined and changes nothing.
     """
-    if torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled() and not with_casts:
         return False
     return not any(
         node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node))
@@ -71,6 +77,8 @@ def _is_plain_call(node: torch.fx.Node) -> bool:
 
 def _may_update_buffers(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
     """Whether a call is given running statistics, which norms update without that their schemas say so."""
+    if target in _WITHOUT_UPDATES:
+        return False
     given = zip(target._schema.arguments, node.args, strict=False)
     return any(
         a.name.startswith("running_") and isinstance(value, torch.fx.Node)

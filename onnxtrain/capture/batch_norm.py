@@ -1,0 +1,99 @@
+"""A batch norm as PyTorch's functionalization writes it, for exports that are converted without it.
+
+    batch_norm(x, w, b, mean, var, training=True)   ──>  _native_batch_norm_legit_functional: y, …, new mean, new var
+    batch_norm(x, w, b, mean, var, training=False)  ──>  _native_batch_norm_legit_no_training: y, …
+    batch_norm(x, w, b, None, None, …)              ──>  _native_batch_norm_legit.no_stats: y, …
+
+PyTorch takes the composite operator apart otherwise where there are no elements, or perhaps on another device: such
+calls are left to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+aten = torch.ops.aten
+BATCH_NORM = aten.batch_norm.default
+_ARGUMENTS = tuple(argument.name for argument in BATCH_NORM._schema.arguments)
+
+
+class FunctionalNorm(NamedTuple):
+    """What stands for a batch norm.
+
+    Attributes:
+        target, arguments: the call.
+        results: the fake tensors that it gives, of which the first is the norm's.
+        updates: for each of the statistics that the norm writes, the number of the result and the node written to.
+    """
+
+    target: Any
+    arguments: tuple[Any, ...]
+    results: tuple[FakeTensor, ...]
+    updates: tuple[tuple[int, Node], ...]
+
+
+def updates_statistics(node: Node) -> bool:
+    """Whether a node is a batch norm that writes to running statistics: its schema does not say so."""
+    if node.target is not BATCH_NORM:
+        return False
+    given = _arguments(node)
+    return bool(given["training"]) and any(given[name] is not None for name in ("running_mean", "running_var"))
+
+
+def functional_batch_norm(node: Node) -> FunctionalNorm | None:
+    """The functional call for a batch norm; None where PyTorch may take it apart in another way."""
+    given = _arguments(node)
+    x, weight, bias, mean, var, training, momentum, eps, _ = (given[name] for name in _ARGUMENTS)
+    if type(training) is not bool or type(momentum) is not float or type(eps) is not float:
+        return None
+    updates: tuple[tuple[int, Node], ...] = ()
+    if isinstance(mean, Node) and isinstance(var, Node):
+        if training:
+            target: Any = aten._native_batch_norm_legit_functional.default
+            arguments: tuple[Any, ...] = (x, weight, bias, mean, var, True, momentum, eps)
+            updates = ((3, mean), (4, var))
+        else:
+            target = aten._native_batch_norm_legit_no_training.default
+            arguments = (x, weight, bias, mean, var, momentum, eps)
+    elif mean is None and var is None and training:
+        target = aten._native_batch_norm_legit.no_stats
+        arguments = (x, weight, bias, True, momentum, eps)
+    else:
+        return None
+    results = _results(target, arguments)
+    if results is None or not _same_type(results[0], node.meta.get("val")):
+        return None
+    if not all(_same_type(results[index], statistic.meta.get("val")) for index, statistic in updates):
+        return None  # the statistics of a module in half precision: PyTorch takes the new ones for float32
+    return FunctionalNorm(target, arguments, results, updates)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    return {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+
+
+def _results(target: Any, arguments: tuple[Any, ...]) -> tuple[FakeTensor, ...] | None:
+    """What the call gives on fake tensors; None for those that it is not known for."""
+    given: Any = map_arg(arguments, lambda n: n.meta.get("val"))
+    tensors = [value for value in given[:5] if value is not None and not isinstance(value, (bool, float))]
+    if not all(isinstance(t, FakeTensor) and t.fake_device.type == "cpu" for t in tensors) or _is_empty(given[0]):
+        return None
+    mode = given[0].fake_mode
+    with mode, mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols():
+        results: tuple[FakeTensor, ...] = target(*given)
+    return results
+
+
+def _is_empty(x: torch.Tensor) -> bool:
+    """Whether there are no elements, as the sizes are now; taken to be so where nobody knows."""
+    count: Any = x.numel()
+    return not (count if isinstance(count, int) else count.node.hint)
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.dim() == b.dim()
