@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tune
 from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
+from onnxtrain.ops.definition import Call, Kernel
 from onnxtrain.ops.machine import Machine
-from onnxtrain.ops.matmul import candidates
+from onnxtrain.ops.matmul import candidates, compiled_product
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
 
 NATIVE, NONE = {torch.bfloat16: 6.0}, {torch.bfloat16: 0.19}
@@ -84,6 +86,29 @@ def test_first_calls_do_not_count() -> None:
     for seconds in (9.0, 1e-3, 2e-3):
         answer.add("onednn", seconds)
     assert answer.samples["onednn"] == Samples(calls=3, clean=2, seconds=1e-3, at_least=1e-3)
+
+
+def test_what_has_to_come_first_is_prepared_when_the_others_are_measured() -> None:
+    there: list[bool | None] = [False]
+    prepared: list[str] = []
+    lower = Kernel(lower=lambda n: Call(max))
+    comes = replace(lower, is_there=lambda: there[0], prepare=lambda: prepared.append("asked"))
+    answer = Answer("")
+    case = trial._Case({"aten": lower, "compiled": comes}, answer, 1.0)
+    for _ in range(SAMPLES + 1):
+        assert case.ready() == ("aten",)
+        assert not prepared
+        answer.add("aten", 1e-3)
+        answer.settle(tuple(case.candidates))
+    assert case.ready() == ("aten",)
+    assert prepared
+    assert case.choice is None
+    there[0] = True
+    assert case.ready() == ("aten", "compiled")
+    there[0] = None  # its compile failed
+    assert case.ready() == ("aten",)
+    answer.settle(tuple(case.candidates))
+    assert case.choice is lower
 
 
 def test_on_a_busy_machine_the_expected_one_stays_and_nothing_is_trusted() -> None:
@@ -309,6 +334,7 @@ def test_reduced_precision_and_switched_off_libraries_are_left_to_pytorch(monkey
 @pytest.fixture
 def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
+    compiled_product.LIBRARY.wait()  # else nothing is settled before it is there
     monkeypatch.setattr(trial, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(tuned, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", float("inf"))

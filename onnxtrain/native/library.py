@@ -79,6 +79,10 @@ class Library:
                 self._work = threading.Thread(target=self._build, args=(turn,), name=name, daemon=True)
                 self._work.start()
 
+    def is_there(self) -> bool | None:
+        """Whether the functions are there; None where they never will be."""
+        return None if self.why_not is not None else self.functions is not None
+
     def wait(self, seconds: float | None = None) -> bool:
         """Requests the functions and waits for them; whether they are there."""
         self.request()

@@ -247,6 +247,7 @@ class Kernel:
             name; infinite where it should not even be tried.
         is_there: whether it can run by now; None where it never will, as without a compiler. Until then its call does
             the same in another way, which says nothing about its speed.
+        prepare: begins what brings it there.
     """
 
     lower: Callable[..., Call]
@@ -262,6 +263,7 @@ class Kernel:
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
     is_there: Callable[[], bool | None] = lambda: True
+    prepare: Callable[[], None] = lambda: None
 
 
 class Replay(NamedTuple):

@@ -96,13 +96,14 @@ class Answer:
         if self.disturbed and self.tried > SHARE * self.spent:
             return self._best(candidates)
         # None where another thread is about to settle it, or where a candidate is not there yet.
-        open_ones = (c for c in candidates if not self._is_done(c))
+        open_ones = (c for c in candidates if not self.is_done(c))
         return min(open_ones, key=lambda c: self._of(c).calls, default=self._best(candidates))
 
     def _of(self, candidate: str) -> Samples:
         return self.samples.get(candidate, Samples())
 
-    def _is_done(self, candidate: str) -> bool:
+    def is_done(self, candidate: str) -> bool:
+        """Whether it was called often enough."""
         own = self._of(candidate)
         best = min(s.seconds for s in (own, *self.samples.values()))
         hopeless = any(own.clean >= count and own.seconds > times * best for count, times in HOPELESS.items())
@@ -122,7 +123,7 @@ class Answer:
 
         The first candidate stays unless another is clearly faster, or where there is nothing to compare.
         """
-        if self.choice in candidates or not (at_once or all(map(self._is_done, candidates))):
+        if self.choice in candidates or not (at_once or all(map(self.is_done, candidates))):
             return
         first, best = candidates[0], self._best(candidates)
         clearly = self._of(first).clean > 0 and self._of(best).seconds < CLEARLY * self._of(first).seconds

@@ -42,9 +42,19 @@ class _Case:
             return next(iter(self.candidates.values()))
         return self.candidates.get(self.answer.choice)
 
-    def forget_those_that_never_come(self) -> None:
-        for name in [name for name, kernel in self.candidates.items() if kernel.is_there() is None]:
-            del self.candidates[name]
+    def ready(self) -> tuple[str, ...]:
+        """The candidates that can run.
+
+        The others are prepared when these have been measured: a compiler takes a processor's time, and where sizes
+        change with every step nothing is ever settled. Those that never come are dropped.
+        """
+        there = {name: kernel.is_there() for name, kernel in self.candidates.items()}
+        self.candidates = {name: kernel for name, kernel in self.candidates.items() if there[name] is not None}
+        ready = tuple(name for name in self.candidates if there[name])
+        if self.answer is not None and len(ready) < len(self.candidates) and all(map(self.answer.is_done, ready)):
+            for name in self.candidates.keys() - ready:
+                self.candidates[name].prepare()
+        return ready
 
 
 class Trial:
@@ -89,16 +99,14 @@ class Trial:
     def _measured(self, case: _Case, arguments: Sequence[torch.Tensor | None]) -> Any:
         answer = case.answer
         assert answer is not None
-        case.forget_those_that_never_come()
-        names = tuple(case.candidates)
-        name = answer.next(tuple(n for n in names if case.candidates[n].is_there()))
+        name = answer.next(case.ready())
         call: Call = case.candidates[name].lower(self._view, *arguments)
         before, started = _THREADS.seconds_waited(), time.perf_counter()
         result = call.evaluate()
         took = time.perf_counter() - started
         waited = _THREADS.seconds_since(before)
         answer.add(name, took * case.scale, waited * case.scale)
-        answer.settle(names, at_once=answer.spent > self._most_seconds)
+        answer.settle(tuple(case.candidates), at_once=answer.spent > self._most_seconds)
         self.chosen = case.choice
         return result
 

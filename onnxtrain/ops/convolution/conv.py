@@ -33,7 +33,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients, is_there
+from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
 from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
 from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, widening_seconds
@@ -502,7 +502,8 @@ fused(
             # Not before it is measured: it comes in mid-run.
             seconds=lambda n, shapes, machine: 1.05 * n.definition.kernels[0].seconds(n, shapes, machine),
             applies=_compiles,
-            is_there=is_there,
+            is_there=LIBRARY.is_there,
+            prepare=LIBRARY.request,
         ),
     ),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),

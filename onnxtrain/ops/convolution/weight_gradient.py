@@ -17,12 +17,6 @@ from onnxtrain.native import Library, pointers, text
 LIBRARY = Library("convolution", text("vectors.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"})
 
 
-def is_there() -> bool | None:
-    """Whether the kernel can run: None where it never will."""
-    LIBRARY.request()
-    return None if LIBRARY.why_not is not None else LIBRARY.functions is not None
-
-
 def weight_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -237,7 +237,14 @@ def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
         found = _described(product, n)
         return found is not None and found.of_matrix and found.transposed is None
 
-    return Kernel(lower=lower, name="compiled", seconds=seconds, applies=applies, is_there=compiled_product.is_there)
+    return Kernel(
+        lower=lower,
+        name="compiled",
+        seconds=seconds,
+        applies=applies,
+        is_there=compiled_product.LIBRARY.is_there,
+        prepare=compiled_product.LIBRARY.request,
+    )
 
 
 def _sure(product: Product | None) -> Product:

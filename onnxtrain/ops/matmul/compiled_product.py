@@ -10,12 +10,6 @@ from onnxtrain.ops import large_memory
 LIBRARY = Library("product", text("vectors.h", "tiles.h", "product.cpp"), {"product": "ppppiiiiiii"})
 
 
-def is_there() -> bool | None:
-    """Whether the kernel can run: None where it never will."""
-    LIBRARY.request()
-    return None if LIBRARY.why_not is not None else LIBRARY.functions is not None
-
-
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
     """Alpha * a[..., m, k] @ b[k, n] + bias[n], float32 on a CPU.
 
