@@ -42,6 +42,7 @@ from onnxtrain.passes import forward_passes, joint_passes, optimize
 from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
 from onnxtrain.plan import channels_last
 from onnxtrain.plan.budget import bytes_allowed, choose
+from onnxtrain.plan.changed_inputs import check_apart, differentiated
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cheap import cheap
 from onnxtrain.plan.cut import Cut, Part, cut, whole
@@ -404,15 +405,16 @@ class _Build:
         # Also for results that may be views of an input: whether they are shows at run time. One that is gets remade
         # outside the boundary and its gradient does not come through it; one that was copied gets it here.
         self._of = (*(True for _ in views), *(False for _ in captured.mutations))
+        self._changed = [mutation.target for mutation in captured.mutations]
 
     def joint(self, given: Flags | None = None) -> Joint:
         """The joint graph for these results' cotangents (None: all that can have one)."""
         of = self._of if given is None else (*given, *(False for _ in self.captured.mutations))
-        return differentiate(with_graph(self._model, clone(self._model.graph)[0]), self._wrt, of)
+        return differentiated(self._model, self._changed, lambda model: differentiate(model, self._wrt, of))
 
     def changed(self, joint: Joint) -> list[ir.Value]:
         """The inputs whose contents are others when backward runs."""
-        return [joint.model.graph.inputs[m.target] for m in self.captured.mutations]
+        return [joint.model.graph.inputs[index] for index in self._changed]
 
     def optimized_joint(self, given: Flags | None = None) -> Joint:
         joint = self.joint(given)
@@ -467,6 +469,7 @@ class _Build:
                     got=self._model.graph.outputs[mutation.output].name,
                     todo="detach() the value before it is written",
                 )
+        check_apart(joint, self._changed)
         full = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
@@ -504,7 +507,7 @@ class _Build:
         return Unit(
             forward=program,
             results=self.captured.results,
-            mutations=[m.target for m in self.captured.mutations],
+            mutations=self._changed,
             differentiable=differentiable,
             views=self.views,
             random=random,

@@ -30,6 +30,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onnxtrain.capture import source_line
+from onnxtrain.capture.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.cheap_tracing import cheap_tracing
 from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
 from onnxtrain.capture.convert import convert
@@ -127,10 +128,12 @@ class _Wrapper(torch.nn.Module):
         watch: SideEffects = self.__dict__["_watch"]
         args, kwargs = self.structure.unflatten(tensors)
         watch.begin()
+        buffers = AssignedBuffers(self.module)
         self.fakes.begin()
         leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
         self.found.output = output
         watch.check()
+        buffers.write()
         changed = self.structure.changed(args, kwargs, tensors)
         if changed:
             raise ChangedArgumentError(
