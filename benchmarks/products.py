@@ -9,10 +9,11 @@ lower by the operations that it has not (`matrix_flops`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from onnxtrain.ops.convolution.weight_gradient import LIBRARY as CONVOLUTIONS
+from onnxtrain.ops.convolution.weight_gradient import convolution_gradients
+from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.ops.matmul.candidates import in_float32, onednn_product, product_by_convolution
 
 aten = torch.ops.aten
@@ -99,14 +103,39 @@ class Products:
 
 
 def matrix_flops(step: Callable[[], object]) -> int:
-    """Floating-point operations of the step's products of two matrices: PyTorch's, oneDNN's, and 1×1 convolutions.
+    """Floating-point operations of the step's products of two matrices: of PyTorch, oneDNN, 1×1 convolutions, our own.
 
     Convolutions that are none of these products are not counted: they are the same in every contender.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile,
+        _compiled_products() as compiled,
+    ):
         step()
     events = profile.events() or ()
-    return sum(_FLOPS[e.name](e.input_shapes) for e in events if e.name in _FLOPS)
+    return sum(compiled) + sum(_FLOPS[e.name](e.input_shapes) for e in events if e.name in _FLOPS)
+
+
+@contextlib.contextmanager
+def _compiled_products() -> Iterator[list[int]]:
+    """The operations of each product by the compiled kernel, which the profiler does not see."""
+    found: list[int] = []
+    functions = compiled_product.LIBRARY.functions
+    if functions is None:
+        yield found
+        return
+    product = functions.product
+
+    def counted(*arguments: Any) -> None:
+        m, n, k = arguments[4:7]
+        found.append(2 * m * n * k)
+        product(*arguments)
+
+    functions.product = counted
+    try:
+        yield found
+    finally:
+        functions.product = product
 
 
 def _flops_of_product(shapes: Shapes) -> int:
@@ -162,6 +191,8 @@ def _ways_of_product(func: Any, given: list[Any]) -> list[Call]:
         return ways
     if a.dtype == torch.float32:
         ways.append(functools.partial(onednn_product, a, b, added if added is None or added.dim() == 1 else None, 1.0))
+        if compiled_product.LIBRARY.wait() and (added is None or added.dim() == 1):
+            ways.append(functools.partial(compiled_product.product, a, b, added, 1.0))
         if added is None and a.stride(0) == 1:  # a weight gradient
             ways.append(functools.partial(product_by_convolution, a.t(), b, 1.0))
     elif a.dtype in (torch.bfloat16, torch.float16):
@@ -179,7 +210,18 @@ def _ways_of_convolution(func: Any, given: list[Any]) -> list[Call]:
             for a, picture in zip(given, pictures, strict=True)
         ]
         ways.append(functools.partial(func, *last))
+        ways += _ways_of_weight_gradient(func, last)
     return ways
+
+
+def _ways_of_weight_gradient(func: Any, given: list[Any]) -> list[Call]:
+    """By the compiled kernel, of convolutions without groups of pictures that lie channels-last."""
+    if func is not aten.convolution_backward.default or not CONVOLUTIONS.wait():
+        return []
+    dy, x, w, _, strides, pads, dilations, transposed, _, groups, mask = given
+    if transposed or groups != 1 or not mask[1] or x.dim() != 4 or x.dtype != torch.float32 or x.device.type != "cpu":
+        return []
+    return [functools.partial(convolution_gradients, dy, x, w, strides, pads, dilations, mask)]
 
 
 _PRODUCTS: dict[Any, Callable[[Any, list[Any]], list[Call]]] = {

@@ -40,6 +40,7 @@ from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, s
 from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
+from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.ops.matmul.candidates import onednn_product, product_by_convolution
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
@@ -156,6 +157,9 @@ def test_operations_are_counted_by_whichever_kernel() -> None:
         product_by_convolution(dy, x, 1.0)
 
     assert matrix_flops(eager) == matrix_flops(others) == 3 * each
+    if compiled_product.LIBRARY.wait():  # there is a compiler
+        assert matrix_flops(lambda: compiled_product.product(x, weight.t(), None, 1.0)) == each
+        compiled_product.product(x, weight.t(), None, 1.0)  # not counted any more
     assert matrix_flops(lambda: torch.nn.functional.conv2d(torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 1, 1))) == 0
 
 
