@@ -138,8 +138,8 @@ def test_only_wide_outputs_are_worth_a_trial() -> None:
     kernel, view = compiled(node, "cpu"), definition.view(node)
     assert kernel.name == "compiled"
     rest = [()] * (len(definition.inputs) - 2)
-    assert kernel.seconds(view, ((512, 256), (512, 256), *rest), machine) < math.inf
-    assert kernel.seconds(view, ((512, 256), (511, 256), *rest), machine) == math.inf
+    assert kernel.seconds(view, ((512, 256), (2048, 256), *rest), machine) < math.inf
+    assert kernel.seconds(view, ((512, 256), (2047, 256), *rest), machine) == math.inf
     wide = ((512, 256), (8000, 256), *rest)
     assert kernel.seconds(view, wide, machine) > definition.candidates(node, "cpu")[0].seconds(view, wide, machine)
 

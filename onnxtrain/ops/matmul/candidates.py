@@ -216,10 +216,14 @@ def _described(product: ProductOf, n: NodeView) -> Product | None:
     return product(n, *[None] * len(n.definition.inputs))
 
 
+_WIDE = 8  # times as many outputs as the product is deep, as scores of a vocabulary are
+
+
 def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
     """The candidate of our own kernel, which comes in mid-run: not expected to be faster before it is measured.
 
-    On 2 threads of an AMD EPYC (Zen 3) it is not, where outputs are less than twice as many as the product is deep.
+    Where outputs are not many times as many as the product is deep it gains little on 2 threads of an AMD EPYC (Zen 3), and
+    its compile beside a run of 20 lengths cost that more.
     """
 
     def lower(n: NodeView, *arguments: Any) -> Call:
@@ -229,7 +233,7 @@ def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
 
     def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         _, k, width, _ = sizes = dims(n, shapes)
-        return 1.05 * _seconds("aten", sizes, machine) if width >= 2 * k else math.inf
+        return 1.05 * _seconds("aten", sizes, machine) if width >= _WIDE * k else math.inf
 
     def applies(n: NodeView, device: str) -> bool:
         if not may_compile(n, device) or _dtype(n) != ir.DataType.FLOAT:
