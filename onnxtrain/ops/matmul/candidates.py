@@ -222,8 +222,7 @@ _WIDE = 8  # times as many outputs as the product is deep, as scores of a vocabu
 def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
     """The candidate of our own kernel, which comes in mid-run: not expected to be faster before it is measured.
 
-    Where outputs are not many times as many as the product is deep it gains little on 2 threads of an AMD EPYC (Zen 3), and
-    its compile beside a run of 20 lengths cost that more.
+    Where outputs are fewer it gains little on 2 threads of an AMD EPYC (Zen 3), and its compile takes a processor.
     """
 
     def lower(n: NodeView, *arguments: Any) -> Call:
