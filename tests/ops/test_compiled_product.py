@@ -10,19 +10,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 import torch
 
 from onnxtrain import testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.definition import Kernel
 from onnxtrain.ops.machine import this_machine
 from onnxtrain.ops.matmul.compiled_product import LIBRARY, product
 from onnxtrain.ops.native import NOTE
-from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from onnxtrain.testing import CaseCheck, assert_no_worse_than_eager
 from tests.ops import cases_matmul
+from tests.ops.compiled_candidates import compiled, let_cases_compile
 from tests.ops.test_compiled_kernels import counting
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -36,24 +35,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def compiled(node: ir.Node, device: str) -> Kernel:
-    """The candidate of the compiled kernel where there is one."""
-    found = definition_of(node).candidates(node, device)
-    return next((kernel for kernel in found if kernel.name == "compiled"), found[0])
-
-
 def test_every_product_op_has_it_and_matches_autograd(
     calls: Counter[str], monkeypatch: pytest.MonkeyPatch, subtests: Any
 ) -> None:
-    plain = testing.case_graph
-
-    def noted(case: OpCase, dtype: torch.dtype) -> Any:
-        model = plain(case, dtype)
-        for node in model.graph:
-            node.metadata_props[NOTE] = "on"
-        return model
-
-    monkeypatch.setattr(testing, "case_graph", noted)
+    let_cases_compile(monkeypatch)
     ran: set[str] = set()
     for case in cases_matmul.CASES:
         with subtests.test(str(case)):

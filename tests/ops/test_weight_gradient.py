@@ -10,21 +10,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 import torch
 
-from onnxtrain import ORTModule, testing
+from onnxtrain import ORTModule
 from onnxtrain.execute.kernel_choice import trial, tuned
 from onnxtrain.execute.kernel_choice.stored import file_of, load
 from onnxtrain.execute.kernel_choice.times import SAMPLES, Answer
 from onnxtrain.native import Library, compiler
-from onnxtrain.ops import definition_of
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients, weight_gradient
-from onnxtrain.ops.definition import Kernel
-from onnxtrain.ops.native import NOTE
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
 from tests.ops import cases_convolution
+from tests.ops.compiled_candidates import compiled, let_cases_compile
 from tests.ops.test_compiled_kernels import counting
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -41,23 +38,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 CASES = [case for case in cases_convolution.CASES if case.name == "ConvGrad"]
 
 
-def compiled(node: ir.Node, device: str) -> Kernel:
-    """The candidate of the compiled kernel where there is one."""
-    found = definition_of(node).candidates(node, device)
-    return next((kernel for kernel in found if kernel.name == "compiled"), found[0])
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_autograd(case: OpCase, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = testing.case_graph
-
-    def noted(case: OpCase, dtype: torch.dtype) -> Any:
-        model = plain(case, dtype)
-        for node in model.graph:
-            node.metadata_props[NOTE] = "on"
-        return model
-
-    monkeypatch.setattr(testing, "case_graph", noted)
+    let_cases_compile(monkeypatch)
     check = CaseCheck(case, torch.float32, compiled)
     ran = [check.check_sizes(known) for known in case.size_sets()]
     assert ran[0]
