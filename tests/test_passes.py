@@ -12,6 +12,7 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.passes import FORWARD, optimize
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.dedupe import dedupe
+from onnxtrain.passes.drop_copies import drop_copies
 from onnxtrain.passes.drop_identities import drop_identities
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
@@ -132,6 +133,40 @@ def test_the_names_of_inputs_and_results_stay(op: Builder) -> None:
     graph = finish(op, op.Neg(op.Identity(x)), op.Identity(y), y, op.Tanh(op.Identity(y)))
     drop_identities(graph, Changes())
     assert ops_of(graph) == ["Exp", "Identity", "Neg", "Identity", "Identity", "Tanh"]
+
+
+def test_a_copy_for_a_reshape_goes(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    turned = op.Transpose(op.Exp(x), perm=[1, 0])
+    flat = op.Reshape(op.own.Clone(turned, memory_format="contiguous_format"), op.constant([-1], ir.DataType.INT64))
+    graph = finish(op, op.Neg(flat))
+    changes = Changes()
+    drop_copies(graph, changes)
+    assert ops_of(graph) == ["Exp", "Transpose", "Reshape", "Neg"]
+    assert changes.made == ["removed 1 node that copied for a Reshape"]
+    given = torch.randn(2, 4)
+    torch.testing.assert_close(run(graph, given)[0], -given.exp().t().reshape(-1))
+
+
+def test_copies_of_what_comes_or_leaves_stay(op: Builder) -> None:
+    """Whoever holds an input or a result may change it."""
+    (x,) = op.graph.inputs
+    flat, y = op.constant([-1], ir.DataType.INT64), op.Exp(x)
+    seen = op.Transpose(y, perm=[1, 0])
+    inner = op.Neg(x)
+    graph = finish(
+        op,
+        op.Neg(op.Reshape(op.own.Clone(op.Transpose(x, perm=[1, 0])), flat)),  # of an input
+        op.Neg(op.Reshape(op.own.Clone(y), flat)),  # of what is a result through a view
+        seen,
+        op.Reshape(op.own.Clone(inner), flat),  # a result
+        op.own.Clone(inner),
+        op.Tanh(op.own.Clone(inner)),  # read by others than a Reshape
+    )
+    changes = Changes()
+    drop_copies(graph, changes)
+    assert ops_of(graph).count("Clone") == 5
+    assert not changes.made
 
 
 def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:

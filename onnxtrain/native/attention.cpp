@@ -36,9 +36,9 @@ static void row_of_tiles(int64_t n, int64_t k, const T *a, int64_t am, int64_t a
 
 template <class T, bool ADD>
 static void product(int64_t m, int64_t n, int64_t k, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, T *c, int64_t cm) {
-    int64_t i = 0;
+    int64_t i = 0;  // fours first, until the rest are whole tiles: single rows wait for each sum
+    for (; i + 4 <= m && (m - i) % TILE_ROWS != 0; i += 4) row_of_tiles<T, 4, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
     for (; i + TILE_ROWS <= m; i += TILE_ROWS) row_of_tiles<T, TILE_ROWS, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
-    for (; i + 4 <= m; i += 4) row_of_tiles<T, 4, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
     for (; i < m; i++) row_of_tiles<T, 1, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
 }
 

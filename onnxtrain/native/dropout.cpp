@@ -1,5 +1,6 @@
 // Dropout by draws from a key: y = x * (draw >= least ? scale : 0) + residual, elements in the order of a contiguous
-// tensor. residual may be null; y may lie where x does.
+// tensor. residual may be null; y may lie where x does. Behind relu: y = max(x, 0) * (...), whose gradient is
+// dx = y > 0 ? dy * scale : 0; a number that is missing stays so, as in PyTorch.
 
 constexpr int64_t CHUNK = 1024;  // elements whose draws are made together
 
@@ -15,14 +16,14 @@ template <class F> static void in_chunks(const int64_t *key, int64_t count, int6
     });
 }
 
-// join(offset, count, x * factor) for all vectors: what y is there.
+// join(offset, count, x, factor) for all vectors: what y is there.
 template <class T, class F>
 static void dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads, const F &join) {
     const int16_t low = int16_t(least);
     in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *draws) {
         each_vector<T>(0, n, [=](int64_t i, auto m) {
-            const Vec<T> kept = load_first<T>(x + at + i, m) * factor<T>(draws + i, low, scale);
-            store_first<T>(y + at + i, m, join(at + i, m, kept));
+            const Vec<T> v = load_first<T>(x + at + i, m), f = factor<T>(draws + i, low, scale);
+            store_first<T>(y + at + i, m, join(at + i, m, v, f));
         });
     });
 }
@@ -30,25 +31,47 @@ static void dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale
 template <class T>
 static void dropout(const T *x, const T *residual, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads) {
     if (residual)
-        dropout<T>(x, y, key, least, scale, count, threads, [=](int64_t at, auto n, Vec<T> kept) {
-            return kept + load_first<T>(residual + at, n);
+        dropout<T>(x, y, key, least, scale, count, threads, [=](int64_t at, auto n, Vec<T> v, Vec<T> f) {
+            return v * f + load_first<T>(residual + at, n);
         });
     else
-        dropout<T>(x, y, key, least, scale, count, threads, [](int64_t, auto, Vec<T> kept) { return kept; });
+        dropout<T>(x, y, key, least, scale, count, threads, [](int64_t, auto, Vec<T> v, Vec<T> f) { return v * f; });
 }
 
-extern "C" {
-
-void dropout_float(const float *x, const float *residual, float *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
-    dropout<float>(x, residual, y, key, least, float(scale), count, threads);
+template <class T>
+static void relu_dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads) {
+    dropout<T>(x, y, key, least, scale, count, threads, [](int64_t, auto, Vec<T> v, Vec<T> f) {
+        return (v < 0 ? Vec<T>{} : v) * f;
+    });
 }
 
-void dropout_double(const double *x, const double *residual, double *y, const int64_t *key, int64_t least, double scale, int64_t count, int64_t threads) {
-    dropout<double>(x, residual, y, key, least, scale, count, threads);
+template <class T>
+static void relu_dropout_backward(const T *dy, const T *y, T *dx, T scale, int64_t count, int64_t threads) {
+    parallel_vectors<T>(count, threads, [=](int64_t at, auto n) {
+        const Vec<T> kept = load_first<T>(y + at, n), d = load_first<T>(dy + at, n) * scale;
+        store_first<T>(dx + at, n, kept <= 0 ? Vec<T>{} : d);
+    });
 }
+
+#define OF_TYPE(TYPE)                                                                                                       \
+    extern "C" void dropout_##TYPE(const TYPE *x, const TYPE *residual, TYPE *y, const int64_t *key, int64_t least,         \
+                                   double scale, int64_t count, int64_t threads) {                                          \
+        dropout<TYPE>(x, residual, y, key, least, TYPE(scale), count, threads);                                             \
+    }                                                                                                                       \
+    extern "C" void relu_dropout_##TYPE(const TYPE *x, TYPE *y, const int64_t *key, int64_t least, double scale,            \
+                                        int64_t count, int64_t threads) {                                                   \
+        relu_dropout<TYPE>(x, y, key, least, TYPE(scale), count, threads);                                                  \
+    }                                                                                                                       \
+    extern "C" void relu_dropout_backward_##TYPE(const TYPE *dy, const TYPE *y, TYPE *dx, double scale, int64_t count,      \
+                                                 int64_t threads) {                                                         \
+        relu_dropout_backward<TYPE>(dy, y, dx, TYPE(scale), count, threads);                                                \
+    }
+
+OF_TYPE(float)
+OF_TYPE(double)
 
 // 1 where an element is kept.
-void kept(uint8_t *mask, const int64_t *key, int64_t least, int64_t count, int64_t threads) {
+extern "C" void kept(uint8_t *mask, const int64_t *key, int64_t least, int64_t count, int64_t threads) {
     typedef int16_t wide __attribute__((vector_size(64)));
     typedef int8_t narrow __attribute__((vector_size(32)));
     const int16_t low = int16_t(least);
@@ -60,6 +83,4 @@ void kept(uint8_t *mask, const int64_t *key, int64_t least, int64_t count, int64
             std::memcpy(mask + at + i, &found, size_t(std::min<int64_t>(32, n - i)));
         }
     });
-}
-
 }

@@ -2,7 +2,7 @@
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64, TILE_ROWS = 8;
 #elif defined(__AVX__)
-constexpr int VECTOR_BYTES = 32, TILE_ROWS = 4;
+constexpr int VECTOR_BYTES = 32, TILE_ROWS = 6;
 #else
 constexpr int VECTOR_BYTES = 16, TILE_ROWS = 4;
 #endif

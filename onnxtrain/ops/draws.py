@@ -27,10 +27,22 @@ GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCE
 SHIFTS = (30, 27, 31)
 _CHUNK = 65536  # words: what is computed on together stays in the cache
 
+_TYPES = {torch.float32: "float", torch.float64: "double"}
 LIBRARY = Library(
     "dropout",
     text("vectors.h", "draws.h", "dropout.cpp"),
-    {"dropout_float": "ppppidii", "dropout_double": "ppppidii", "kept": "ppiii"},
+    {
+        "kept": "ppiii",
+        **{
+            f"{name}_{of}": letters
+            for of in _TYPES.values()
+            for name, letters in (
+                ("dropout", "ppppidii"),
+                ("relu_dropout", "pppidii"),
+                ("relu_dropout_backward", "pppdii"),
+            )
+        },
+    },
 )
 
 
@@ -130,7 +142,14 @@ def _scaled(
     return y if residual is None else y.add_(residual)
 
 
-_COMPILED = {torch.float32: "dropout_float", torch.float64: "dropout_double"}
+def function(name: str, x: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    """The compiled function for tensors of x's type; None where it is not there, or is not for them."""
+    native: Any = LIBRARY.functions
+    if native is None or x.dtype not in _TYPES:
+        return None
+    if not (x.is_contiguous() and all(other is None or other.is_contiguous() for other in others)):
+        return None
+    return getattr(native, f"{name}_{_TYPES[x.dtype]}")
 
 
 def drop_compiled(
@@ -150,13 +169,9 @@ def drop_compiled_(
 def _compiled(
     x: torch.Tensor, key: torch.Tensor, dropped: int, scale: float, residual: torch.Tensor | None, *, over: bool = False
 ) -> torch.Tensor:
-    native: Any = LIBRARY.functions
-    if native is None:
-        return (drop_ if over else drop)(x, key, dropped, scale, residual)
-    name = _COMPILED.get(x.dtype)
-    if name is None or not x.is_contiguous() or not (residual is None or residual.is_contiguous()):
+    run = function("dropout", x, residual)
+    if run is None:
         return _scaled(x, kept_compiled(key, x.numel(), dropped), scale, residual, over=over)
     y = x if over else large_memory.empty(x.shape, x)
-    count, threads = x.numel(), torch.get_num_threads()
-    getattr(native, name)(*pointers(x, residual, y, key), least_kept(dropped), scale, count, threads)
+    run(*pointers(x, residual, y, key), least_kept(dropped), scale, x.numel(), torch.get_num_threads())
     return y

@@ -103,21 +103,22 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     flipped = op.Mod(op.Add(quarters, op.scalar(draws.DRAWS // 2, _INT64)), op.scalar(draws.DRAWS, _INT64))
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.of(n.x))
-    y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), _scale(n))
+    y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), scale_by(n, n.x))
     return y if n.residual is None else op.Add(y, n.residual)
 
 
-def _scale(n: NodeView) -> float:
-    return scale_of(n.dropped / draws.DRAWS, TORCH_DTYPES[dtype_of(n.x)])
+def scale_by(n: NodeView, x: ir.Value) -> float:
+    """What kept elements of x are multiplied by."""
+    return scale_of(n.dropped / draws.DRAWS, TORCH_DTYPES[dtype_of(x)])
 
 
 def _lower(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
-    return Overwriting(draws.drop, draws.drop_, x, key, n.dropped, _scale(n), residual)
+    return Overwriting(draws.drop, draws.drop_, x, key, n.dropped, scale_by(n, n.x), residual)
 
 
 def _lower_compiled(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
     draws.LIBRARY.request()
-    return Overwriting(draws.drop_compiled, draws.drop_compiled_, x, key, n.dropped, _scale(n), residual)
+    return Overwriting(draws.drop_compiled, draws.drop_compiled_, x, key, n.dropped, scale_by(n, n.x), residual)
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:

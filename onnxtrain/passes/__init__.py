@@ -19,6 +19,7 @@ from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.chunk_losses import chunk_losses
 from onnxtrain.passes.dedupe import dedupe
+from onnxtrain.passes.drop_copies import drop_copies
 from onnxtrain.passes.drop_identities import drop_identities
 from onnxtrain.passes.drop_unused import drop_unused
 from onnxtrain.passes.fold_constants import fold_constants
@@ -27,6 +28,7 @@ from onnxtrain.passes.fuse_activations import fuse_activations
 from onnxtrain.passes.fuse_attention import fuse_attention
 from onnxtrain.passes.fuse_gates import fuse_gates
 from onnxtrain.passes.fuse_patterns import fuse_patterns
+from onnxtrain.passes.fuse_relu_dropout import fuse_relu_dropout
 from onnxtrain.passes.fuse_sums import fuse_gradient_sums, fuse_sums
 from onnxtrain.passes.gradients_with_loss import gradients_with_loss
 from onnxtrain.passes.keep_scores import keep_scores
@@ -52,6 +54,7 @@ FORWARD: tuple[Pass, ...] = (
     multiply_convolutions,  # before transposes cancel: it leaves some that do
     cancel_transposes,  # after fusions, which know the transposes of attention
     cancel_casts,  # after fusions, which know the casts of norms
+    drop_copies,  # after fusions, which know copies behind rotary embeddings
     drop_identities,  # after fusions, which know them too; what they hide are neighbours
     drop_unused,  # what nobody reads any more must not hold up rows that move, or be counted as a reader
     fold_scales,  # after fusions, which know the numbers of attention and norms; after casts, which stand in between
@@ -62,6 +65,7 @@ FORWARD: tuple[Pass, ...] = (
     key_dropout,  # after all that match Dropout or move rows through it
     fuse_sums,  # after keys took the place of masks: dropout by a key adds a residual
     fuse_activations,  # after sums: what is added comes before what is applied
+    fuse_relu_dropout,  # after activations: a Relu that a norm applies costs nothing; after sums: none is added then
     pack_masks,  # after all that match Dropout, as keys: 32 elements share a word
     keep_scores,  # after all that match losses
     drop_unused,  # last: what the others left behind

@@ -1,4 +1,4 @@
-"""Cases of dropout by a key. The reference computes SplitMix64 in Python's own integers."""
+"""Cases of dropout by a key, alone and behind relu. The reference computes SplitMix64 in Python's own integers."""
 
 import torch
 
@@ -32,6 +32,21 @@ def keyed_dropout(dropped: int):
     return reference
 
 
+def relu_dropout(dropped: int):
+    def reference(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return keyed_dropout(dropped)(torch.relu(x), key)
+
+    return reference
+
+
+def relu_dropout_grad(dropped: int):
+    def reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones((), dtype=dy.dtype).div_(1 - dropped / 2**16)
+        return torch.where(y > 0, dy * scale, torch.zeros_like(dy))
+
+    return reference
+
+
 def _drawn_key() -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64).random_(-(2**63), None)
 
@@ -51,5 +66,27 @@ CASES = [
         )
         for dropped in (6554, 49152)
         for residual in ((), (Spec("b s h"),))
+    ),
+    *(
+        case
+        for dropped in (6554, 49152)
+        for case in (
+            OpCase(
+                "onnxtrain",
+                "ReluDropout",
+                (Spec("b s h"), _KEY),
+                relu_dropout(dropped),
+                attributes={"dropped": dropped},
+                label=str(dropped),
+            ),
+            OpCase(
+                "onnxtrain",
+                "ReluDropoutGrad",
+                (Spec("b s h"), Spec("b s h")),
+                relu_dropout_grad(dropped),
+                attributes={"dropped": dropped},
+                label=str(dropped),
+            ),
+        )
     ),
 ]

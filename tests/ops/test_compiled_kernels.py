@@ -18,7 +18,7 @@ import torch
 
 from onnxtrain import ORTModule, testing
 from onnxtrain.native import Library, compiler
-from onnxtrain.ops import builder, draws
+from onnxtrain.ops import builder, draws, relu_dropout
 from onnxtrain.ops.activation import compiled as activations
 from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
@@ -50,6 +50,8 @@ OPS = {
     "VarlenAttention",
     "VarlenAttentionDropout",
     "KeyedDropout",
+    "ReluDropout",
+    "ReluDropoutGrad",
 }
 # The cases of gradients alone give a y or probabilities that are not those of q and k; the kernel reads neither.
 CASES = [
@@ -105,7 +107,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def only_first(case: OpCase) -> OpCase:
     """What is kept for backward beside y is the kernel's own affair."""
-    if case.name == "KeyedDropout":
+    if case in cases_keyed_dropout.CASES:
         return case
 
     def reference(*inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -121,7 +123,25 @@ def test_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str])
     check = CaseCheck(only_first(case), dtype)
     ran = [check.check_sizes(known) for known in case.size_sets()]
     assert ran[0]
-    assert bool(calls) != str(case).endswith(BY_OPERATORS)
+    draws_nothing = case.name == "ReluDropoutGrad" and dtype == torch.bfloat16  # masks are made in any case
+    assert bool(calls) != (draws_nothing or str(case).endswith(BY_OPERATORS))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_missing_numbers_stay_behind_relu_and_dropout(native: bool, calls: Counter[str]) -> None:
+    x = SPECIAL.repeat(16)
+    key = torch.tensor([12345, 678])
+    forward, backward = (
+        (relu_dropout.relu_drop_compiled, relu_dropout.backward_compiled)
+        if native
+        else (relu_dropout.relu_drop, relu_dropout.backward)
+    )
+    expected = draws.drop(x.relu(), key, 6554, 1.25)
+    y = forward(x, key, 6554, 1.25)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    dx = backward(torch.full_like(x, 3.0), y, 1.25)
+    torch.testing.assert_close(dx, torch.where(y <= 0, 0.0, 3.75), rtol=0, atol=0)
+    assert bool(calls) == native
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -1,0 +1,187 @@
+"""Relu and dropout by a key in one op: its result tells backward all that it needs.
+
+    ReluDropout(x, key) -> y           y = max(x, 0) * (draw >= dropped ? scale : 0), with the draws of `draws.py`
+    ReluDropoutGrad(dy, y) -> dx       dx = y > 0 ? dy * scale : 0
+
+Apart they keep max(x, 0), draw again for the product that reads y, and once more for dy. The pass `fuse_relu_dropout`
+puts the op in their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import OWN, type_of
+from onnxtrain.native import pointers
+from onnxtrain.ops import draws, large_memory
+from onnxtrain.ops.activation.rectified import threshold_backward, threshold_backward_
+from onnxtrain.ops.composite import no_axes
+from onnxtrain.ops.constructors import always, never
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    REQUIRED,
+    Effects,
+    Gradient,
+    Kernel,
+    Layout,
+    NodeView,
+    OpDef,
+    Overwriting,
+    numel,
+)
+from onnxtrain.ops.fused import times
+from onnxtrain.ops.keyed_dropout import scale_by
+from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.registry import define
+
+Tensor = torch.Tensor
+
+
+def relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
+    """Gives max(x, 0) with some elements times `scale` and the others times 0; see `draws.drop`."""
+    return draws.drop_(x.relu(), key, dropped, scale)
+
+
+def relu_drop_(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
+    """The same, written over x."""
+    return draws.drop_(x.relu_(), key, dropped, scale)
+
+
+def relu_drop_compiled(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
+    """The same by the compiled kernel as soon as it is there."""
+    return _relu_drop(x, key, dropped, scale, over=False)
+
+
+def relu_drop_compiled_(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
+    """The same, written over x."""
+    return _relu_drop(x, key, dropped, scale, over=True)
+
+
+def _relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float, *, over: bool) -> Tensor:
+    run = draws.function("relu_dropout", x)
+    if run is None:
+        return draws.drop_compiled_(x.relu_() if over else x.relu(), key, dropped, scale)
+    y = x if over else large_memory.empty(x.shape, x)
+    run(*pointers(x, y, key), draws.least_kept(dropped), scale, x.numel(), torch.get_num_threads())
+    return y
+
+
+def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Gives dy * scale where y is above 0, else 0."""
+    return threshold_backward(dy, y, 0).mul_(scale)
+
+
+def backward_(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """The same, written over dy."""
+    return threshold_backward_(dy, y, 0).mul_(scale)
+
+
+def backward_compiled(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """The same by the compiled kernel as soon as it is there."""
+    return _backward(dy, y, scale, over=False)
+
+
+def backward_compiled_(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """The same, written over dy."""
+    return _backward(dy, y, scale, over=True)
+
+
+def _backward(dy: Tensor, y: Tensor, scale: float, *, over: bool) -> Tensor:
+    run = draws.function("relu_dropout_backward", dy, y)
+    if run is None:
+        return (backward_ if over else backward)(dy, y, scale)
+    dx = dy if over else large_memory.empty(dy.shape, dy)
+    run(*pointers(dy, y, dx), scale, dy.numel(), torch.get_num_threads())
+    return dx
+
+
+def _body(op: Builder, n: NodeView) -> ir.Value:
+    return op.own.KeyedDropout(op.Relu(n.x), n.key, dropped=n.dropped)  # type: ignore[no-any-return]
+
+
+def _lower(n: NodeView, x: Any, key: Any) -> Overwriting:
+    return Overwriting(relu_drop, relu_drop_, x, key, n.dropped, scale_by(n, n.x))
+
+
+def _lower_compiled(n: NodeView, x: Any, key: Any) -> Overwriting:
+    draws.LIBRARY.request()
+    return Overwriting(relu_drop_compiled, relu_drop_compiled_, x, key, n.dropped, scale_by(n, n.x))
+
+
+def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
+    return [op.own.ReluDropoutGrad(dy, n.y, dropped=n.dropped) if n.wants("x") else None, None]
+
+
+RELU_DROPOUT = define(
+    OpDef(
+        domain=OWN,
+        name="ReluDropout",
+        inputs=("x", "key"),
+        outputs=("y",),
+        attributes={"dropped": REQUIRED},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (type_of(n.x),),
+        body=_body,
+        native_ok=never,
+        gradient=(Gradient(_gradient, reads=("y",)),),
+        stops=frozenset({"key"}),
+        kernels=(
+            Kernel(lower=_lower_compiled, applies=may_compile, in_place=0),
+            Kernel(lower=_lower, waits=always, in_place=0),
+        ),
+        axes=no_axes,  # an element's place decides its draw
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(3, numel(n.x)),
+        host=None,
+    )
+)
+
+
+def _grad_body(op: Builder, n: NodeView) -> ir.Value:
+    zero = op.scalar(0.0, like=n.dy)
+    scaled = times(op, n.dy, scale_by(n, n.dy))
+    return op.Where(op.LessOrEqual(n.y, zero), zero, scaled)  # type: ignore[no-any-return]
+
+
+def _lower_grad(n: NodeView, dy: Any, y: Any) -> Overwriting:
+    return Overwriting(backward, backward_, dy, y, scale_by(n, n.dy))
+
+
+def _lower_grad_compiled(n: NodeView, dy: Any, y: Any) -> Overwriting:
+    draws.LIBRARY.request()
+    return Overwriting(backward_compiled, backward_compiled_, dy, y, scale_by(n, n.dy))
+
+
+RELU_DROPOUT_GRAD = define(
+    OpDef(
+        domain=OWN,
+        name="ReluDropoutGrad",
+        inputs=("dy", "y"),
+        outputs=("dx",),
+        attributes={"dropped": REQUIRED},
+        since=1,
+        from_torch={},
+        shapes=lambda n: (type_of(n.y),),
+        body=_grad_body,
+        native_ok=never,
+        gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
+        stops=frozenset(),
+        kernels=(
+            Kernel(lower=_lower_grad_compiled, applies=may_compile, in_place=0),
+            Kernel(lower=_lower_grad, in_place=0),
+        ),
+        axes=lambda n: "..., ... -> ...",
+        effects=Effects.NONE,
+        aliases={},
+        flops=lambda n: sizes.multiply(2, numel(n.y)),
+        host=None,
+        layout=Layout(frozenset({"dy", "y", "dx"})),
+    )
+)
