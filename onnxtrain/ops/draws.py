@@ -172,6 +172,6 @@ def _compiled(
     run = function("dropout", x, residual)
     if run is None:
         return _scaled(x, kept_compiled(key, x.numel(), dropped), scale, residual, over=over)
-    y = x if over else large_memory.empty(x.shape, x)
+    y = x if over else large_memory.empty_like(x)
     run(*pointers(x, residual, y, key), least_kept(dropped), scale, x.numel(), torch.get_num_threads())
     return y

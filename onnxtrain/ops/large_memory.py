@@ -18,12 +18,21 @@ import torch
 LARGE = 32 << 20  # bytes: the most to which glibc raises M_MMAP_THRESHOLD by itself
 _PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+_WIDEST = 16  # bytes of an element, at most
 
 
 def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of any elements, with the type and device of `like`."""
     tensor = like.new_empty(shape)
     if tensor.nbytes >= LARGE and tensor.device.type == "cpu":
+        _ask_for_large_pages(tensor)
+    return tensor
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """The same of x's shape, where x is contiguous: 1.6 µs where the way above takes 3.8."""
+    tensor = torch.empty_like(x)
+    if x.numel() >= LARGE // _WIDEST and tensor.nbytes >= LARGE and tensor.device.type == "cpu":
         _ask_for_large_pages(tensor)
     return tensor
 

@@ -66,7 +66,7 @@ def _relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float, *, over: bool
     run = draws.function("relu_dropout", x)
     if run is None:
         return draws.drop_compiled_(x.relu_() if over else x.relu(), key, dropped, scale)
-    y = x if over else large_memory.empty(x.shape, x)
+    y = x if over else large_memory.empty_like(x)
     run(*pointers(x, y, key), draws.least_kept(dropped), scale, x.numel(), torch.get_num_threads())
     return y
 
@@ -95,7 +95,7 @@ def _backward(dy: Tensor, y: Tensor, scale: float, *, over: bool) -> Tensor:
     run = draws.function("relu_dropout_backward", dy, y)
     if run is None:
         return (backward_ if over else backward)(dy, y, scale)
-    dx = dy if over else large_memory.empty(dy.shape, dy)
+    dx = dy if over else large_memory.empty_like(dy)
     run(*pointers(dy, y, dx), scale, dy.numel(), torch.get_num_threads())
     return dx
 

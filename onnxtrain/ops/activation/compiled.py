@@ -55,7 +55,7 @@ def tanh_gelu(x: Tensor) -> Tensor:
     """Gives gelu(x, approximate="tanh")."""
     if not _is_plain(x):
         return torch.nn.functional.gelu(x, approximate="tanh")
-    y = large_memory.empty(x.shape, x)
+    y = large_memory.empty_like(x)
     _run("tanh_gelu", x.dtype, *pointers(x, y), x.numel())
     return y
 
@@ -75,7 +75,7 @@ def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Gives dy times the slope of `tanh_gelu` at x."""
     if not _is_plain(x) or not dy.is_contiguous():
         return gelu_backward(dy, x, "tanh")
-    dx = large_memory.empty(x.shape, x)
+    dx = large_memory.empty_like(x)
     _run("tanh_gelu_backward", x.dtype, *pointers(dy, x, dx), x.numel())
     return dx
 

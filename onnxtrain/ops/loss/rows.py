@@ -141,7 +141,7 @@ def rows_gradient_compiled(
     rows, classes = scores.shape
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
-    dx = large_memory.empty(scores.shape, scores)
+    dx = large_memory.empty_like(scores)
     given = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())
     run = getattr(native, f"backward_{_NAMES[scores.dtype]}")
     run(*pointers(*given), ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())

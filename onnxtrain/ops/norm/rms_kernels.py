@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, axis: int, scale: Tensor | None, epsilon: float) -> tupl
     if LIBRARY.functions is None or not _are_plain(x, scale):
         return composed(x, axis, scale, epsilon)
     width = math.prod(x.shape[axis:])
-    y = large_memory.empty(x.shape, x)
+    y = large_memory.empty_like(x)
     inv_std = x.new_empty((*x.shape[:axis], *[1] * (x.ndim - axis)))
     run = getattr(LIBRARY.functions, f"forward_{_NAMES[x.dtype]}")
     run(*pointers(x, scale, y, inv_std), x.numel() // width, width, epsilon, torch.get_num_threads())
@@ -58,7 +58,7 @@ def rms_norm_backward(
     if LIBRARY.functions is None or not _are_plain(x, dy, scale, inv_std, added):
         return composed_backward(dy, x, scale, inv_std, added, axis, mask)
     width = math.prod(x.shape[axis:])
-    dx = large_memory.empty(x.shape, x) if mask[0] else None
+    dx = large_memory.empty_like(x) if mask[0] else None
     dscale = torch.empty_like(scale) if mask[1] and scale is not None else None
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[x.dtype]}")
     run(*pointers(dy, x, scale, inv_std, added, dx, dscale), x.numel() // width, width, torch.get_num_threads())
