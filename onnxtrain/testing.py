@@ -217,6 +217,7 @@ class CaseCheck:
         self.model = case_graph(case, dtype)
         self.count = len(self.model.graph.outputs)
         self.forward = Program(whole(self.model), f"{case}", CPU, kernels)
+        self._bodies: dict[tuple[bool, ...], tuple[Any, Oracle]] = {}
         self.specs = [s for s in case.inputs if isinstance(s, Spec) and s.value is None]
         self.wrt = [s.grad and s.torch_dtype(dtype).is_floating_point for s in self.specs]
         self.differentiable = (
@@ -339,17 +340,24 @@ class CaseCheck:
             return False
         where = f"{self.case} {dict(known)} {self.dtype} body"
         given = tuple(c is not None for c in eager.cotangents)
-        if self.differentiable and any(given):
-            joint = self._joint(given)
+        joint, oracle = self._body(given if self.differentiable else (False,))
+        if joint is not None:
             feeds = [*tensors, *(c for c, v in zip(eager.cotangents, joint.cotangents, strict=True) if v is not None)]
-            got = run_model(inline_bodies(joint.model), [f for f in feeds if f is not None])
+            got = oracle.run([f for f in feeds if f is not None])
             rest = iter(got[self.count :])
             gradients = [next(rest) if g is not None else None for g in joint.gradients]
             self._compare(f"{where} gradient", gradients, eager.gradients, exact.gradients)
         else:
-            got = run_model(inline_bodies(self.model), tensors)
+            got = oracle.run(tensors)
         self._compare(where, got[: self.count], eager.outputs, exact.outputs)
         return True
+
+    def _body(self, given: tuple[bool, ...]) -> tuple[Any, Oracle]:
+        """The inlined body, with its gradients where any cotangent is given: one graph for all sizes, as in use."""
+        if given not in self._bodies:
+            joint = self._joint(given) if any(given) else None
+            self._bodies[given] = (joint, Oracle(inline_bodies(self.model if joint is None else joint.model)))
+        return self._bodies[given]
 
     def check_axes(self) -> None:
         """Takes rows of inputs along every axis that the axis map lets pass: the outputs must be those rows."""
@@ -465,39 +473,55 @@ def _with_specials(tensor: torch.Tensor) -> torch.Tensor:
 # Oracles
 
 
-def run_model(model: ir.Model, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+class Oracle:
     """Runs an ONNX model on stock onnxruntime, or on `onnx.reference` where onnxruntime has no kernel."""
-    proto = ir.to_proto(model)
-    feeds = {v.name: _array(t, v) for v, t in zip(model.graph.inputs, tensors, strict=True)}
-    try:
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        proto = ir.to_proto(model)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        results = session.run(None, feeds)
-    except Exception as error:  # onnxruntime's error types are not public
-        if "NOT_IMPLEMENTED" not in str(error) and "Could not find an implementation" not in str(error):
-            raise
-        from onnx.reference import ReferenceEvaluator  # noqa: PLC0415  # slow to import, rarely needed
-        from onnx.reference.op_run import OpRun  # noqa: PLC0415
+        try:
+            self.session: Any = onnxruntime.InferenceSession(
+                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime's error types are not public
+            if "NOT_IMPLEMENTED" not in str(error) and "Could not find an implementation" not in str(error):
+                raise
+            self.session = _by_reference(proto)
 
-        class Erf(OpRun):
-            """In x's own precision: onnx's rounds to float32."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs for these inputs."""
+        feeds = {v.name: _array(t, v) for v, t in zip(self.model.graph.inputs, tensors, strict=True)}
+        return [
+            torch.from_numpy(
+                np.asarray(r).astype(np.float32 if v.dtype == ir.DataType.BFLOAT16 else np.asarray(r).dtype)
+            ).to(
+                TORCH_DTYPES[v.dtype]  # type: ignore[index]  # outputs are typed
+            )
+            for r, v in zip(self.session.run(None, feeds), self.model.graph.outputs, strict=True)
+        ]
 
-            op_domain = ""
 
-            def _run(self, x: Any) -> tuple[Any]:
-                return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
+def run_model(model: ir.Model, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A model's outputs by the oracle."""
+    return Oracle(model).run(tensors)
 
-        results = ReferenceEvaluator(proto, new_ops=[Erf]).run(None, feeds)  # type: ignore[arg-type]  # all inputs are named
-    return [
-        torch.from_numpy(
-            np.asarray(r).astype(np.float32 if v.dtype == ir.DataType.BFLOAT16 else np.asarray(r).dtype)
-        ).to(
-            TORCH_DTYPES[v.dtype]  # type: ignore[index]  # outputs are typed
-        )
-        for r, v in zip(results, model.graph.outputs, strict=True)
-    ]
+
+def _by_reference(proto: Any) -> Any:
+    from onnx.reference import ReferenceEvaluator  # noqa: PLC0415  # slow to import, rarely needed
+    from onnx.reference.op_run import OpRun  # noqa: PLC0415
+
+    class Erf(OpRun):
+        """In x's own precision: onnx's rounds to float32."""
+
+        op_domain = ""
+
+        def _run(self, x: Any) -> tuple[Any]:
+            return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
+
+    return ReferenceEvaluator(proto, new_ops=[Erf])
 
 
 def _array(tensor: torch.Tensor, value: ir.Value) -> Any:
