@@ -24,6 +24,18 @@ def pytest_configure(config: pytest.Config) -> None:
         # One thread a worker: several pools of threads on the same cores are slower than none.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    queue_no_seeds()
+
+
+def queue_no_seeds() -> None:
+    """Seeds of accelerators that this machine lacks are not kept for their first use, which never comes.
+
+    PyTorch keeps each with the text of the stack: 1 ms of every torch.manual_seed under pytest, thousands a run.
+    """
+    devices = [(torch.cuda, torch.cuda.random), (torch.xpu, torch.xpu.random), (torch.mtia, torch.mtia)]
+    for device, its_random in devices:
+        if not device.is_available():
+            its_random._lazy_call = lambda callable, **kwargs: None
 
 
 def memory_gb() -> float:
