@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     add("--contenders", nargs="+", choices=tuple(CONTENDERS), default=USUAL, help=f"who is timed (default: {usual})")
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
-    add("--rounds", "--steps", type=int, help="how often each step is timed (default: by workload, 15 to 300)")
+    add("--rounds", "--steps", type=int, help="how often each step is timed, at most (default: by workload, 15 to 300)")
     add("--repeats", type=int, default=1, help="processes for each first step; 0 leaves first steps out (default: 1)")
     add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
     add("--write", nargs="?", type=Path, const=Path("docs"), help="write benchmarks.md and its chart to docs too")

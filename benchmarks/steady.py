@@ -42,6 +42,10 @@ _MOST_WARM_UP_S = 900.0  # a fused region takes some 6 s of a processor, and a m
 _POLL_S = 0.2
 _SHOW_EVERY_S = 1.0
 _LEAST_TURN_S = 0.01
+# Rounds end when they have taken that long: eager under autocast to bfloat16 takes 35 s a step on a processor without
+# instructions for it. So many there are in any case; so are those that see a batch each.
+_MOST_ROUNDS_S = 300.0
+_LEAST_ROUNDS = 5
 
 
 def measure(
@@ -75,7 +79,7 @@ def measure(
     shares = parts(looked_at, largest, steps) if looked_at and not workload.cold else {}
     kinds = {n: spent(lambda own=own: own.step(largest)) for n, own in looked_at.items()}
     return {
-        "items": sum(workload.items(batches[number % len(batches)]) for number in range(rounds)),
+        "items": sum(workload.items(batches[number % len(batches)]) for number in range(len(times[contenders[0]]))),
         "turn": steps,
         "contenders": [
             {
@@ -124,7 +128,8 @@ def _timed(
 ) -> dict[str, list[float]]:
     """The seconds of a step, in each round, by contender; those of the products; and what the processor made."""
     times: dict[str, list[float]] = {contender: [] for contender in (*contenders, _PRODUCTS, _PEAK)}
-    shown = time.monotonic()
+    started = shown = time.monotonic()
+    least = _LEAST_ROUNDS if len(batches) == 1 else rounds
     gc.collect()
     gc.disable()  # else a collection falls on whoever is running just then
     try:
@@ -143,8 +148,11 @@ def _timed(
                 times[_PRODUCTS].append(statistics.mean(products.run() for _ in range(steps)))
                 if workload.device == "cpu" and (peak := peak_flops()) is not None:
                     times[_PEAK].append(peak)
-            if time.monotonic() - shown > _SHOW_EVERY_S:
-                shown = time.monotonic()
+            now = time.monotonic()
+            if number + 1 >= least and now - started > _MOST_ROUNDS_S:
+                break
+            if now - shown > _SHOW_EVERY_S:
+                shown = now
                 tell(f"round {number + 1} of {rounds}")
     finally:
         gc.enable()

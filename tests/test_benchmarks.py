@@ -75,8 +75,10 @@ def test_the_ratio_is_taken_round_by_round() -> None:
     assert speed_over(timed("a", 2.0), timed("b", 3.0)) == (1.5, 1.5, 1.5)
 
 
-def test_contenders_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who took a step, one after the other, where contenders do nothing for a second."""
+    found: list[str] = []
 
     class Fake:
         prepare_s = 0.5
@@ -86,15 +88,30 @@ def test_contenders_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -
             self.contender = contender
 
         def step(self, batch: Batch) -> float:
-            order.append(self.contender)
+            found.append(self.contender)
             return 1.0
 
     monkeypatch.setattr(steady, "Stepper", Fake)
+    return found
+
+
+def test_contenders_take_turns_in_going_first(order: list[str]) -> None:
     cold = dataclasses.replace(MLP, cold=True)
     found = steady.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
     assert order[:6] == [EAGER, ONNXTRAIN, ONNXTRAIN, EAGER, EAGER, ONNXTRAIN]
     assert found["contenders"][1]["rounds_s"] == [1.5, 1.0, 1.0], "to prepare it belongs to a cold first step"
     assert found["items"] == 3 * 16
+
+
+def test_rounds_end_when_they_take_long(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = dataclasses.replace(MLP, cold=True)
+    monkeypatch.setattr(steady, "_MOST_ROUNDS_S", 0.0)
+    found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
+    assert len(found["contenders"][0]["rounds_s"]) == 5
+    assert found["items"] == 5 * 16
+    monkeypatch.setattr(steady, "make_batches", lambda _: make_batches(MLP) * 9)
+    found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
+    assert len(found["contenders"][0]["rounds_s"]) == 9, "each batch has its round"
 
 
 @pytest.mark.parametrize("contender", [ONEDNN, ONNXTRAIN])
