@@ -173,7 +173,7 @@ def _fresh(like: Tensor, offsets: Tensor, width: int) -> Tensor:
 
 def _by_rows(like: Tensor, rows: int, width: int) -> Tensor:
     """A tensor [b, h, rows, width] that lies as [b, rows, h, width]."""
-    batch, heads, own_rows, own_width = like.shape
+    _, heads, own_rows, own_width = like.shape
     if (rows, width) == (own_rows, own_width) and like.stride() == (rows * heads * width, width, heads * width, 1):
         return torch.empty_like(like)  # it keeps the order: 1.4 µs, the way below 4.9
     return like.new_empty((like.size(0), rows, like.size(1), width)).transpose(1, 2)
