@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -74,25 +74,39 @@ def _with_one_line(original: Callable[..., Node], owner: int) -> Callable[..., N
 def _remembered(
     name: str, compute: Callable[[SymNode, SymNode], SymNode], known: dict[Any, SymNode], owner: int
 ) -> Callable[[SymNode, SymNode], SymNode]:
-    """An operation on two sizes that is computed once. What becomes a node of the graph (in proxy mode) is not kept.
+    """An operation on two sizes that is computed once.
 
     One result may serve many: it is never changed, and what its symbols are replaced by is looked up when it is read.
+    In proxy mode it becomes a node of the graph. Where the result has one already, PyTorch makes another that nobody
+    reads: that and its like are 6 % of the export of a T5 of six layers.
     """
+    multiplies = name == "mul"
 
     @wraps(compute)
     def operation(self: SymNode, other: SymNode) -> SymNode:
-        if threading.get_ident() != owner or proxy_tensor.get_proxy_mode() is not None:
+        if threading.get_ident() != owner:
             return compute(self, other)
         hints = self._hint, other._hint
         if type(hints[0]) is not int or type(hints[1]) is not int:  # of unknown size, or no size
             return compute(self, other)
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is not None and multiplies and (self._expr == 1 or other._expr == 1):
+            return compute(self, other)  # gives the other operand itself
         key = (name, id(self.shape_env), self._expr, other._expr, *hints)
         found = known.get(key)
-        if found is None:
-            found = known[key] = compute(self, other)
+        if found is None or (mode is not None and found not in _nodes_of(mode)):
+            found = compute(self, other)
+            if mode is None:
+                known[key] = found
         return found
 
     return operation
+
+
+def _nodes_of(mode: proxy_tensor.ProxyTorchDispatchMode) -> Container[SymNode]:
+    """The sizes that have a node in the graph that is traced."""
+    found: Container[SymNode] = getattr(mode.tracer.symnode_tracker, "sym_node_dict", ())
+    return found
 
 
 def _numbers(wrap: Callable[[SymNode, int], SymNode], owner: int) -> Callable[[SymNode, int], SymNode]:

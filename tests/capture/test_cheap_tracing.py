@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.node import map_arg
 from torch.fx.proxy import TracerBase
@@ -115,6 +116,33 @@ def test_the_program_runs_on_other_sizes() -> None:
         x, y = torch.randn(rows, steps), torch.randn(6, 5)
         for found, expected in zip(program(x, y), Sizes()(x, y), strict=True):
             torch.testing.assert_close(found, expected)
+
+
+def test_a_size_becomes_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    create_node = Graph.create_node
+
+    def noting(graph: Graph, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
+        made.append(str(getattr(target, "__name__", target)))
+        return create_node(graph, op, target, *args, **kwargs)
+
+    class Repeated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.new_zeros(x.shape[0] * 3)
+            for _ in range(20):
+                y = y + x.new_full((x.shape[0] * 3 * 1,), 0.5)
+            return y
+
+    monkeypatch.setattr(Graph, "create_node", noting)
+    counts, programs = [], []
+    for shortcuts in (nullcontext(), cheap_tracing()):
+        made.clear()
+        with capturing(), shortcuts:
+            sizes = ({0: Dim.AUTO, 1: Dim.AUTO},)
+            programs.append(torch.export.export(Repeated(), (torch.zeros(6, 3),), dynamic_shapes=sizes, strict=False))
+        counts.append(made.count("mul"))
+    assert described(programs[0]) == described(programs[1])
+    assert counts[1] < counts[0] / 2
 
 
 def test_nothing_is_left_behind_and_other_threads_are_left_alone() -> None:
