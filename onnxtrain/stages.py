@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -97,6 +97,7 @@ class Stages:
         self._numbers = itertools.count(1)
         self._stages: list[StageReport] = []
         self._dump_folder: Path | None = None
+        self._right: set[Hashable] = set()  # the kinds of nodes that were verified
         self._clock = time.perf_counter()
 
     def record(
@@ -117,7 +118,7 @@ class Stages:
         self._stages.append(done)
         _LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
         if self._options.verify:
-            verify(model, lookup)
+            verify(model, lookup, self._right)
         self._write(name, model)
         self._clock = time.perf_counter()  # what verifying and writing took is no stage's time
         return model
@@ -142,7 +143,7 @@ class Stages:
         """
         took_ms = (time.perf_counter() - self._clock) * 1e3
         if made and self._options.verify:
-            verify(model, lookup)
+            verify(model, lookup, self._right)
         done = StageReport(name, took_ms, len(model.graph), tuple(made), tuple(refused), subgraphs=tuple(subgraphs))
         self._stages.append(done)
         self._write(name, model)

@@ -133,6 +133,31 @@ def test_each_fault_is_found(break_it, message):
         verify(op.graph, lookup)
 
 
+@pytest.mark.parametrize(("break_it", "message"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
+def test_a_fault_is_found_where_nodes_were_right_before(break_it, message):
+    op, a, y = whole()
+    known = set()
+    verify(op.graph, lookup, known)
+    break_it(op, a, y)
+    with pytest.raises(GraphError, match=message):
+        verify(op.graph, lookup, known)
+
+
+def test_nodes_of_one_kind_are_verified_once():
+    asked = []
+
+    def definitions(domain, op_type):
+        asked.append(op_type)
+        return lookup(domain, op_type)
+
+    op, (x,) = graph_of(x=("b", 4))
+    op.graph.outputs.append(op.Neg(op.Softmax(op.Neg(op.Softmax(x, axis=1)), axis=0)))
+    known = set()
+    verify(op.graph, definitions, known)
+    verify(op.graph, definitions, known)
+    assert asked == ["Softmax", "Neg", "Softmax"]
+
+
 def test_the_message_says_where_the_node_comes_from():
     op, a, y = whole()
     wrong_size(op, a, y)
