@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.errors import GraphError
+from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.graph.verify import verify
@@ -156,6 +157,20 @@ def test_nodes_of_one_kind_are_verified_once():
     verify(op.graph, definitions, known)
     verify(op.graph, definitions, known)
     assert asked == ["Softmax", "Neg", "Softmax"]
+
+
+def test_a_shape_that_is_computed_otherwise_is_verified():
+    """Two Reshapes of equal types: what computes the second's shape says that its result is another."""
+    op, (x,) = graph_of(x=("b", 4))
+    b, _ = sizes.of(x)
+    first, second = (op.Reshape(x, op.sizes([b, *others]), allowzero=1) for others in ((1, 4), (4, 1)))
+    op.graph.outputs.extend((op.Neg(first), op.Neg(second)))
+    known = set()
+    verify(op.graph, lookup, known)
+    set_type(second, TensorType(ir.DataType.FLOAT, ("b", 1, 4)))
+    set_type(op.graph.outputs[1], TensorType(ir.DataType.FLOAT, ("b", 1, 4)))
+    with pytest.raises(GraphError, match="Reshape"):
+        verify(op.graph, lookup, known)
 
 
 def test_the_message_says_where_the_node_comes_from():
