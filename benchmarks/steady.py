@@ -37,6 +37,7 @@ from benchmarks.workloads import WORKLOADS
 _LEAST_WARM_UP = 24
 _LEAST_WARM_UP_S = 4.0
 _WARM_UP_OF_OTHERS = 5  # steps of those that change nothing while they run
+_MOST_WARM_UP_OF_OTHERS_S = 60.0  # then those are enough that they have taken
 _COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all contenders see the same batches
 _MOST_WARM_UP_S = 900.0  # a fused region takes some 6 s of a processor, and a model may have ten
 _POLL_S = 0.2
@@ -45,7 +46,7 @@ _LEAST_TURN_S = 0.01
 # Rounds end when they have taken that long: eager under autocast to bfloat16 takes 35 s a step on a processor without
 # instructions for it. So many there are in any case; so are those that see a batch each.
 _MOST_ROUNDS_S = 300.0
-_LEAST_ROUNDS = 5
+_LEAST_ROUNDS = 3
 
 
 def measure(
@@ -181,7 +182,7 @@ def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell)
         if enough and since_compiling > _LEAST_WARM_UP:
             return
         for contender, stepper in steppers.items():
-            if contender in OWN or count < _WARM_UP_OF_OTHERS:
+            if contender in OWN or (count < _WARM_UP_OF_OTHERS and taken < _MOST_WARM_UP_OF_OTHERS_S):
                 stepper.step(batches[count % len(batches)])
         count += 1
 

@@ -107,8 +107,8 @@ def test_rounds_end_when_they_take_long(order: list[str], monkeypatch: pytest.Mo
     cold = dataclasses.replace(MLP, cold=True)
     monkeypatch.setattr(steady, "_MOST_ROUNDS_S", 0.0)
     found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
-    assert len(found["contenders"][0]["rounds_s"]) == 5
-    assert found["items"] == 5 * 16
+    assert len(found["contenders"][0]["rounds_s"]) == 3
+    assert found["items"] == 3 * 16
     monkeypatch.setattr(steady, "make_batches", lambda _: make_batches(MLP) * 9)
     found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
     assert len(found["contenders"][0]["rounds_s"]) == 9, "each batch has its round"
