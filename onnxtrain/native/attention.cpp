@@ -36,8 +36,11 @@ static void row_of_tiles(int64_t n, int64_t k, const T *a, int64_t am, int64_t a
 
 template <class T, bool ADD>
 static void product(int64_t m, int64_t n, int64_t k, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, T *c, int64_t cm) {
-    int64_t i = 0;  // fours first, until the rest are whole tiles: single rows wait for each sum
-    for (; i + 4 <= m && (m - i) % TILE_ROWS != 0; i += 4) row_of_tiles<T, 4, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
+    // A single row waits for each of its sums: tiles of four first, up to two, where fewer rows are left alone then.
+    int64_t fours = 0, i = 0;
+    for (int64_t count = 1; count <= 2 && 4 * count <= m; count++)
+        if ((m - 4 * count) % TILE_ROWS < (m - 4 * fours) % TILE_ROWS) fours = count;
+    for (; i < 4 * fours; i += 4) row_of_tiles<T, 4, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
     for (; i + TILE_ROWS <= m; i += TILE_ROWS) row_of_tiles<T, TILE_ROWS, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
     for (; i < m; i++) row_of_tiles<T, 1, ADD>(n, k, a + i * am, am, ak, b, bk, c + i * cm, cm);
 }
