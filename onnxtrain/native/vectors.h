@@ -1,4 +1,6 @@
-// Vectors of the width that the processor has, in the compilers' own notation: GCC and Clang, any processor.
+// Vectors of the width that the processor has, in the compilers' own notation: GCC and Clang, any processor. TILE_ROWS
+// times two vectors are the sums of a product's tile. Of AVX's 16 registers they take 12: with 4 rows they wait for each
+// other, and attention of [16, 12, 128, 32] takes a quarter longer (22.3 ms backward on one thread of an EPYC, 17.5 with 6).
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64, TILE_ROWS = 8;
 #elif defined(__AVX__)
