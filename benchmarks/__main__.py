@@ -114,8 +114,8 @@ class Run:
     def _behind(self) -> Behind:
         found = processes.run("benchmarks.behind", [], self._caches.empty(), self._watch.doing)
         circumstances = self._circumstances(found.pop("others_cores"))
-        during_s, after_s = tuple(found["during_s"]), tuple(found["after_s"])
-        return Behind(behind.WORKLOAD.title, circumstances, during_s, after_s, found["compiling_s"])
+        during_s, alone_s = (tuple(map(tuple, found[name])) for name in ("during_s", "alone_s"))
+        return Behind(behind.WORKLOAD.title, circumstances, during_s, alone_s, found["compiling_s"])
 
     def _workload(self, workload: Workload) -> Measured:
         contenders = [name for name in of_workload(workload) if name in self._plan.contenders]

@@ -1,8 +1,8 @@
 """Training while kernels are compiled behind it: how much do the steps suffer?
 
-A fresh process with empty caches trains with onnxtrain. The first step, which captures the model, is left out. Steps
-count as "during" as long as a compiler runs. Where that takes too long, the rest is waited for: the steps that the same
-process takes then, the "after", must have the machine for themselves.
+A fresh process with empty caches trains with onnxtrain. The first step, which captures the model, is left out. Of each
+16 steps four have the machine for themselves, as compilers are held meanwhile: both kinds are timed within the same
+moments of the machine, on the same program. It ends when no compiler has run for two such turns.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks.processes import Tell
 from benchmarks.steady import is_compiling
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
+from onnxtrain.native.background import held
 
 WORKLOAD = WORKLOADS["llama"]  # kernels of ours, and regions fused by Inductor, which take far longer
-_AFTER = 20  # steps
-_SETTLING = 24  # steps after the compiler's end, in which what it made is tried; they count as neither
+_BESIDE, _ALONE = 12, 4  # steps of a turn
+_QUIET = 2  # turns without a compiler: between two there may be a pause
 _MOST_S = 600.0
-_POLL_S = 0.2
 
 
 def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[str, Any]:
@@ -34,28 +34,23 @@ def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[
     stepper.step(batch)
     others = OtherPrograms()
     started = last = time.monotonic()
-    during: list[float] = []
+    during: list[list[float]] = []
+    alone: list[list[float]] = []
     quiet = 0
-    while quiet < _SETTLING and time.monotonic() - started < most_s:
-        during.append(stepper.step(batch))
-        if is_compiling():
-            last, quiet = time.monotonic(), 0
-        else:
-            quiet += 1
-        tell(f"step {len(during)}, {'a compiler runs' if quiet == 0 else 'no compiler runs'}")
-    beside_compiler = during[: max(1, len(during) - quiet)]
-    while quiet < _SETTLING:
-        if is_compiling():
-            tell("waiting for the compiler")
-            last, quiet = time.monotonic(), 0
-            time.sleep(_POLL_S)
-        else:
-            stepper.step(batch)
-            quiet += 1
-    after = [stepper.step(batch) for _ in range(_AFTER)]
+    while quiet < _QUIET and time.monotonic() - started < most_s:
+        during.append([])
+        quiet += 1
+        for _ in range(_BESIDE):
+            during[-1].append(stepper.step(batch))
+            if is_compiling():
+                last, quiet = time.monotonic(), 0
+            tell(f"step {sum(map(len, during + alone))}, {'no compiler runs' if quiet else 'a compiler runs'}")
+        with held():
+            alone.append([stepper.step(batch) for _ in range(_ALONE)])
+    turns = max(1, len(during) - quiet)
     return {
-        "during_s": beside_compiler,
-        "after_s": after,
+        "during_s": during[:turns],
+        "alone_s": alone[:turns],
         "compiling_s": last - started,
         "others_cores": others.cores(),
     }

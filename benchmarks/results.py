@@ -8,6 +8,7 @@ Each file holds one run, with the machine and the command: ratios are only taken
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -124,7 +125,11 @@ class Measured:
 
 def speed_over(fast: Rounds, slow: Rounds) -> Quartiles:
     """How many times `slow`'s speed `fast` has: lower quartile, median and upper quartile over the rounds."""
-    ratios = [s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)]
+    return quartiles([s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)])
+
+
+def quartiles(ratios: Sequence[float]) -> Quartiles:
+    """The lower one, the median and the upper one."""
     if len(ratios) == 1:
         return ratios[0], ratios[0], ratios[0]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -137,30 +142,36 @@ MOST_ABOVE_S = 0.3  # that a single step may lie above this
 
 @dataclass(frozen=True)
 class Behind:
-    """Steps in seconds while kernels were compiled behind them, and after that."""
+    """Steps in seconds by turns: while kernels were compiled behind them, and while compilers were held."""
 
     workload: str
     circumstances: Circumstances
-    during_s: tuple[float, ...]
-    after_s: tuple[float, ...]
+    during_s: tuple[tuple[float, ...], ...]
+    alone_s: tuple[tuple[float, ...], ...]
     compiling_s: float
 
     @property
     def during_median_s(self) -> float:
-        return statistics.median(self.during_s)
+        return statistics.median(itertools.chain(*self.during_s))
 
     @property
-    def after_median_s(self) -> float:
-        return statistics.median(self.after_s)
+    def alone_median_s(self) -> float:
+        return statistics.median(itertools.chain(*self.alone_s))
 
     @property
-    def slowdown(self) -> float:
-        return self.during_median_s / self.after_median_s
+    def slowdown(self) -> Quartiles:
+        """How many times as long the median step of a turn takes with compilers: quartiles over the turns."""
+        turns = zip(self.during_s, self.alone_s, strict=True)
+        return quartiles([statistics.median(during) / statistics.median(alone) for during, alone in turns])
+
+    @property
+    def slowest_s(self) -> float:
+        return max(itertools.chain(*self.during_s))
 
     @property
     def longest_above_s(self) -> float:
-        """How much the slowest step during lies above the limit for a median step: 1.5 of one after."""
-        return max(self.during_s) - MOST_SLOWDOWN * self.after_median_s
+        """How much the slowest step during lies above the limit for a median step: 1.5 of one alone."""
+        return self.slowest_s - MOST_SLOWDOWN * self.alone_median_s
 
 
 def write(result: Measured | Behind, folder: Path) -> Path:
@@ -194,4 +205,8 @@ def from_json(values: dict[str, Any]) -> Measured | Behind:
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: _with_tuple(value) for name, value in values.items()}
+
+
+def _with_tuple(value: Any) -> Any:
+    return tuple(map(_with_tuple, value)) if isinstance(value, list) else value

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,25 +198,31 @@ def test_the_peak_is_what_is_held_at_once() -> None:
     assert 2 * x.nbytes <= peak_bytes(step) <= 2 * x.nbytes + 4096
 
 
-def test_steps_behind_a_compiler_are_told_from_those_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiling = iter([True, True, False, True])
+def test_steps_behind_a_compiler_are_told_from_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of one turn between two compilers counts as neither's end."""
+    held, steps = [False], []
+    compiling = iter([False] * 5 + [True] + [False] * 18 + [True])  # in the first turn and in the third
+
+    @contextlib.contextmanager
+    def holding() -> Iterator[None]:
+        held[0] = True
+        yield
+        held[0] = False
+
+    step = Stepper.step
+    monkeypatch.setattr(Stepper, "step", lambda self, batch: (steps.append(held[0]), step(self, batch))[1])
+    monkeypatch.setattr(behind, "held", holding)
     monkeypatch.setattr(behind, "is_compiling", lambda: next(compiling, False))
     found = behind.measure(MLP, lambda _: None)
-    assert len(found["during_s"]) == 4
-    assert len(found["after_s"]) == 20
+    assert [len(turn) for turn in found["during_s"]] == [12] * 3
+    assert [len(turn) for turn in found["alone_s"]] == [4] * 3
+    assert steps == [False, *([False] * 12 + [True] * 4) * 5]
 
 
-def test_what_is_not_compiled_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps beside a compiler would else be those that others are compared with."""
-    compiling, steps, waited = iter([True] * 6), [], []
-    monkeypatch.setattr(behind, "is_compiling", lambda: next(compiling, False))
-    monkeypatch.setattr(behind, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append))
-    step = Stepper.step
-    monkeypatch.setattr(Stepper, "step", lambda self, batch: (steps.append(len(waited)), step(self, batch))[1])
-    found = behind.measure(MLP, lambda _: None, most_s=0.0)
-    assert len(found["after_s"]) == 20
-    assert len(waited) == 6
-    assert steps == [0, *[6] * (24 + 20)]
+def test_compilers_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind, "is_compiling", lambda: True)
+    found = behind.measure(MLP, lambda _: None, most_s=0.1)
+    assert len(found["during_s"]) == len(found["alone_s"]) >= 1
 
 
 def test_a_process_that_fails_says_why() -> None:
@@ -273,14 +280,16 @@ def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_steps_while_kernels_compile_have_two_goals() -> None:
-    good = Behind("MiniLM", QUIET, (1.2, 1.4, 1.7), (1.0, 1.0, 1.0), 3.0)
+    good = Behind("MiniLM", QUIET, ((1.2, 1.4), (1.4, 1.7)), ((1.0, 1.0), (1.0, 1.0)), 3.0)
     assert shown(tables.behind_rows(good)).count("met") == 2
-    bad = dataclasses.replace(good, during_s=(1.6, 1.6, 1.9))
+    bad = dataclasses.replace(good, during_s=((1.6, 1.6), (1.6, 1.9)))
     assert shown(tables.behind_rows(bad)).count("missed") == 2
+    slower = dataclasses.replace(bad, alone_s=((1.0, 1.0), (1.5, 1.5)))
+    assert slower.slowdown[1] == pytest.approx((1.6 + 1.75 / 1.5) / 2), "turn by turn, as the machine's speed changes"
 
 
 def test_results_come_back_from_their_files(tmp_path: Path) -> None:
-    behind_one = Behind("MiniLM", QUIET, (1.2,), (1.0, 1.0), 3.0)
+    behind_one = Behind("MiniLM", QUIET, ((1.2,),), ((1.0, 1.0),), 3.0)
     for result in (made_up(), behind_one):
         results.write(result, tmp_path)
     assert results.read(tmp_path, ["minilm", "gpt2", "behind"]) == [made_up(), behind_one]

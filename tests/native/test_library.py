@@ -324,6 +324,13 @@ def test_a_compiler_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for pid in (child.pid, started):
         wait_for_state(pid, paused=True)
         wait_for_state(pid, paused=False)
+    with background.held():
+        for pid in (child.pid, started):
+            wait_for_state(pid, paused=True)
+            time.sleep(0.1)  # five times as long as a pause
+            assert state_of(pid) == "T"
+        assert background._pieces.locked()
+    wait_for_state(child.pid, paused=False)
     monkeypatch.setattr(background, "_PAUSE_S", 60)
     time.sleep(0.1)  # it may have begun a short pause
     wait_for_state(child.pid, paused=True)
