@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import behind, processes, results, tables
 from benchmarks.chart import speed_chart
-from benchmarks.contenders import COMPILING, CONTENDERS, ONNXTRAIN, USUAL, can_compile, of_workload
+from benchmarks.contenders import COMPILING, CONTENDERS, EAGER, ONNXTRAIN, OWN, USUAL, can_compile, of_workload
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, describe_machine
@@ -36,6 +36,7 @@ _BEHIND = "behind"
 _GROUPS = {"cpu": (*CPU_WORKLOADS, _BEHIND), "gpu": tuple(GPU_WORKLOADS)}
 _NAMES = (*WORKLOADS, _BEHIND)
 _QUICK_ROUNDS = 3
+_REPEATS = 5  # the import of onnxtrain alone takes 0.47 to 0.78 s on a virtual processor, from minute to minute
 _WIDTH = 150  # of tables where no terminal says
 
 
@@ -46,7 +47,7 @@ class Plan:
     names: tuple[str, ...]
     contenders: tuple[str, ...]
     rounds: int | None  # None: each workload's own
-    repeats: int  # processes for each first step
+    repeats: int  # processes for each first step of eager and onnxtrain; the others have one
     warm: bool
     folder: Path
     command: str
@@ -70,14 +71,15 @@ def parse(arguments: Sequence[str]) -> Plan:
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
     add("--rounds", "--steps", type=int, help="how often each step is timed, at most (default: by workload, 15 to 300)")
-    add("--repeats", type=int, default=1, help="processes for each first step; 0 leaves first steps out (default: 1)")
+    several = f"processes for each first step of eager and onnxtrain; 0 leaves first steps out (default: {_REPEATS})"
+    add("--repeats", type=int, help=several)
     add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
     add("--write", nargs="?", type=Path, const=Path("docs"), help="write benchmarks.md and its chart to docs too")
     add("--loaded", action="store_true", help="measure beside busy programs; the figures are marked as disturbed")
     given = parser.parse_args(arguments)
     if given.rounds is not None and given.rounds < 1:
         parser.error(f"--rounds: expected 1 or more, got {given.rounds}")
-    if given.repeats < 0:
+    if given.repeats is not None and given.repeats < 0:
         parser.error(f"--repeats: expected 0 or more, got {given.repeats}")
     asked = {name for one in given.only for name in _GROUPS.get(one, (one,))}
     left_out = COMPILING if given.no_compile or not can_compile() else ()
@@ -85,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Plan:
         names=tuple(name for name in _NAMES if name in asked),
         contenders=tuple(name for name in CONTENDERS if name in given.contenders and name not in left_out),
         rounds=_QUICK_ROUNDS if given.quick and given.rounds is None else given.rounds,
-        repeats=given.repeats,
+        repeats=(1 if given.quick else _REPEATS) if given.repeats is None else given.repeats,
         warm=not given.quick,
         folder=given.out,
         command=" ".join(("python -m benchmarks", *arguments)),
@@ -127,6 +129,8 @@ class Run:
             self._read_files = True
         for repeat in range(0 if workload.cold else self._plan.repeats):
             for name in contenders:
+                if repeat and name not in (EAGER, *OWN):  # whose first steps have no goal, and may take minutes
+                    continue
                 self._watch.doing(f"first step of {name}, process {repeat + 1} of {self._plan.repeats}")
                 caches = self._caches.empty()
                 arguments = [workload.name, name]

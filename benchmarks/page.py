@@ -33,8 +33,8 @@ dynamic=True)`. A step clears the gradients, runs forward and backward, and take
 compiled any more, they take one step each in turn, on the same batch, in an order that changes with every round. Of
 steps shorter than 10 ms a turn has as many as fill that time: one step after another program's would be a step with
 empty caches, which is not how a model trains. Ratios are taken round by round: the median, and quartiles. The first
-step is measured in a fresh process with empty caches; what is imported for it counts, with Python's sources compiled as
-those of an installed package are.
+step is measured in a fresh process with empty caches, eager's and onnxtrain's in several, in turn: the median. What is
+imported for it counts, with Python's sources compiled as those of an installed package are.
 
 **Peak memory** is the most that a step holds at once on top of what was there before it, as PyTorch's allocator counts.
 

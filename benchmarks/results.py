@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,11 @@ class Measured:
         """How much of a contender's step its matrix products would take at their best."""
         kept = self.kept if contender.contender == ONNXTRAIN else 1.0
         return kept * statistics.median(self.products_s) / contender.median_s if self.products_s else None
+
+    def later(self) -> tuple[float, ...]:
+        """Seconds by which onnxtrain's first step takes longer than eager's, of each pair of processes."""
+        ours, eager = self.of(ONNXTRAIN), self.of(EAGER)
+        return () if ours is None or eager is None else tuple(map(sub, ours.first_s, eager.first_s))
 
     def limit(self) -> float | None:
         """How many times eager's speed a step of nothing but onnxtrain's products would have."""

@@ -104,10 +104,12 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
             wanted = workload.goals.speed.get(EAGER)
             less = f": less than the goal of {wanted:g} ×" if wanted is not None and limit < wanted else ""
             yield f"A step of nothing else would have {limit:.2f} × eager's speed{less}."
-    if ours and eager and ours.first_median_s is not None and eager.first_median_s is not None:
-        later = ours.first_median_s - eager.first_median_s
-        met = "met" if later <= MOST_AFTER_EAGER_S else "missed"
-        yield f"First step {later:+.1f} s after eager's; goal {MOST_AFTER_EAGER_S:g} s: {met}."
+    if later := measured.later():
+        middle = statistics.median(later)
+        met = "met" if middle <= MOST_AFTER_EAGER_S else "missed"
+        spread = f" ({min(later):+.1f} to {max(later):+.1f} in {len(later)} pairs of processes)"
+        when = f"First step {middle:+.1f} s after eager's{spread if len(later) > 1 else ''}"
+        yield f"{when}; goal {MOST_AFTER_EAGER_S:g} s: {met}."
     if ours and eager and ours.parts_s and eager.parts_s:
         parts = (f"{part} {duration(eager.parts_s[part])} and {duration(s)}" for part, s in ours.parts_s.items())
         yield f"A step in parts, {EAGER} and {ONNXTRAIN}: {', '.join(parts)}."

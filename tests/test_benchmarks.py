@@ -259,6 +259,10 @@ def test_a_table_says_which_goals_are_met_and_which_missed() -> None:
     assert "First step +3.0 s after eager's; goal 2 s: missed" in text
     assert "Undisturbed: other programs kept 0.01 cores busy" in text
     assert "2.00 × (2.00 – 2.50)" in text
+    pairs = {ONNXTRAIN: (4.0, 5.0, 2.5), EAGER: (1.0, 1.5, 1.0)}
+    more = tuple(dataclasses.replace(t, first_s=pairs.get(t.contender, t.first_s)) for t in made_up().contenders)
+    several = shown(tables.workload_rows(workload, dataclasses.replace(made_up(), contenders=more)))
+    assert "First step +3.0 s after eager's (+1.5 to +3.5 in 3 pairs of processes); goal 2 s: missed" in several
 
 
 def test_a_disturbed_run_says_so() -> None:
@@ -363,12 +367,30 @@ def test_a_warm_start_is_compared_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_
     assert asked[5:] == turn, "the caches were filled"
 
 
+def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
+        if module == "benchmarks.steady":
+            raise InterruptedError
+        asked.append(arguments[-1])
+        return {}
+
+    monkeypatch.setattr(processes, "run", run)
+    plan = program.parse(["--only", MLP.name, "--quick", "--repeats", "3", "--out", str(tmp_path)])
+    watch = SimpleNamespace(begin=lambda name: None, doing=lambda text: None)
+    with pytest.raises(InterruptedError):
+        program.Run(plan, QUIET.machine, tmp_path, watch).measure(MLP.name)
+    assert asked == [*plan.contenders, *[EAGER, ONNXTRAIN] * 2]
+
+
 def test_the_command_line_chooses() -> None:
     plan = program.parse(["--only", "gpt2", "cpu", "--no-compile", "--quick"])
     assert plan.names == (*CPU_WORKLOADS, "behind")
     assert COMPILE not in plan.contenders
     assert (plan.rounds, plan.warm, plan.pages) == (3, False, None)
     assert program.parse(["--only", "--write"]).names == ()
+    assert (plan.repeats, program.parse([]).repeats, program.parse(["--repeats", "0"]).repeats) == (1, 5, 0)
     with pytest.raises(SystemExit):
         program.parse(["--rounds", "0"])
 
