@@ -12,6 +12,7 @@ or with known elements, sizes that agree under a condition only, axes that there
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from onnxtrain.capture.patches import replaced
 
 _ATEN = torch.ops.aten
-_FLOATING = object()
+_FLOATING, _NUMBERS = object(), object()  # kinds of types: floating; and these or integers, without bool and complex
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Fakes:
@@ -35,17 +37,23 @@ class Fakes:
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+        self.mode = mode
 
     def are_plain(self, *tensors: Any, dtype: Any = _FLOATING) -> bool:
-        """Fake tensors of unknown elements, on one device; of a floating type, of this one, or (None) of any."""
+        """Fake tensors of unknown elements, on one device; of a kind of types, of this one, or (None) of any."""
+
+        def fits(of: torch.dtype) -> bool:
+            if dtype is _FLOATING or dtype is _NUMBERS:
+                return of.is_floating_point or (dtype is _NUMBERS and of in _INTEGERS)
+            return dtype in (None, of)
+
         return all(
             type(x) is FakeTensor
-            and x.fake_mode is self._mode
+            and x.fake_mode is self.mode
             and x.constant is None
             and x.real_tensor is None
             and x.layout is torch.strided
-            and (x.dtype.is_floating_point if dtype is _FLOATING else dtype in (None, x.dtype))
+            and fits(x.dtype)
             and not x.is_neg()
             and not x.is_conj()
             and x.fake_device == tensors[0].fake_device
@@ -71,33 +79,42 @@ class Fakes:
         strides: Sequence[Any] | None = None,
     ) -> FakeTensor:
         """A new tensor, its elements in order where no strides are given."""
-        shape, dtype = x.shape if shape is None else shape, dtype or x.dtype
-        with in_kernel_invocation_manager(self._mode):
+        return self.new(x.shape if shape is None else shape, dtype or x.dtype, x.fake_device, strides)
+
+    def new(
+        self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, strides: Sequence[Any] | None = None
+    ) -> FakeTensor:
+        """The same, of no other tensor."""
+        with in_kernel_invocation_manager(self.mode):
             if strides is None:
                 meta = torch.empty(shape, dtype=dtype, device="meta")
             else:
                 meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(self._mode, meta, x.fake_device)
+        return FakeTensor(self.mode, meta, device)
 
     def expanded(self, x: FakeTensor, shape: Sequence[Any]) -> FakeTensor:
-        """A view with this shape, which its own broadcasts to."""
+        """A view with this shape, which its own broadcasts to. Strides are those of ATen's `inferExpandGeometry`."""
         new = len(shape) - x.dim()
-        strides = [
-            0 if _is_one(size) and not _is_one(wide) else stride
-            for size, wide, stride in zip(x.shape, shape[new:], x.stride(), strict=True)
-        ]
-        return self.view(x, shape, [0] * new + strides)
+        sizes, strides = [1] * new + list(x.shape), [0] * new + list(x.stride())
+        for axis in range(len(shape) - 1, -1, -1) if x.dim() else ():
+            if axis < new:
+                strides[axis] = shape[axis + 1] * strides[axis + 1]
+            if _is_one(sizes[axis]) and not _is_one(shape[axis]):
+                strides[axis] = 0
+        return self.view(x, shape, strides)
 
     def view(
         self, x: FakeTensor, shape: Sequence[Any], strides: Sequence[Any], offset: Any | None = None
     ) -> FakeTensor:
         """Of the memory of `x`, from its own first element on or another."""
-        with in_kernel_invocation_manager(self._mode):
+        with in_kernel_invocation_manager(self.mode):
             meta = x.as_strided(shape, strides, x.storage_offset() if offset is None else offset)
-        return FakeTensor(self._mode, meta, x.fake_device)
+        return FakeTensor(self.mode, meta, x.fake_device)
 
 
-Rule: TypeAlias = "Callable[..., FakeTensor | tuple[FakeTensor, ...] | None]"  # of Fakes and the operator's arguments
+Rule: TypeAlias = (
+    "Callable[..., FakeTensor | tuple[FakeTensor, ...] | torch.device | None]"  # of Fakes and the operator's arguments
+)
 
 
 @contextmanager
@@ -127,6 +144,10 @@ def _unary(fakes: Fakes, x: Any) -> FakeTensor | None:
     return fakes.like(x) if fakes.are_plain(x) and fakes.is_in_order(x) else None
 
 
+def _of_numbers(fakes: Fakes, x: Any) -> FakeTensor | None:
+    return fakes.like(x) if fakes.are_plain(x, dtype=_NUMBERS) and fakes.is_in_order(x) else None
+
+
 def _gelu(fakes: Fakes, x: Any, approximate: str = "none") -> FakeTensor | None:
     return _unary(fakes, x)
 
@@ -136,18 +157,41 @@ def _power(fakes: Fakes, x: Any, exponent: Any) -> FakeTensor | None:
 
 
 def _binary(fakes: Fakes, x: Any, y: Any, alpha: Any = 1) -> FakeTensor | None:
-    if type(alpha) not in (int, float):
+    """Of numbers of one type, with which a floating scalar or factor keeps it."""
+    scalars = [value for value in (y, alpha) if not isinstance(value, torch.Tensor)]
+    if any(type(value) not in (int, float) for value in scalars):
         return None
-    return _unary(fakes, x) if type(y) in (int, float) else _broadcast(fakes, x, y)
+    if float in map(type, scalars) and not fakes.are_plain(x):
+        return None
+    return _broadcast(fakes, x, y, kind=_NUMBERS) if isinstance(y, torch.Tensor) else _of_numbers(fakes, x)
+
+
+def _quotient(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
+    return _binary(fakes, x, y) if fakes.are_plain(x) else None
+
+
+def _comparison(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
+    if isinstance(y, torch.Tensor):
+        return _broadcast(fakes, x, y, kind=_NUMBERS, dtype=torch.bool)
+    plain = type(y) in (int, float) and fakes.are_plain(x, dtype=_NUMBERS) and fakes.is_in_order(x)
+    return fakes.like(x, dtype=torch.bool) if plain else None
+
+
+def _both(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
+    return _broadcast(fakes, x, y, kind=torch.bool)
 
 
 def _where(fakes: Fakes, condition: Any, x: Any, y: Any) -> FakeTensor | None:
     return _broadcast(fakes, x, y, condition) if fakes.are_plain(condition, dtype=torch.bool) else None
 
 
-def _broadcast(fakes: Fakes, x: Any, y: Any, *others: FakeTensor) -> FakeTensor | None:
-    """Of two floating tensors; `others` only share the shape."""
-    if not fakes.are_plain(x, y) or x.dtype != y.dtype or any(t.fake_device != x.fake_device for t in others):
+def _broadcast(
+    fakes: Fakes, x: Any, y: Any, *others: FakeTensor, kind: Any = _FLOATING, dtype: torch.dtype | None = None
+) -> FakeTensor | None:
+    """Of two tensors of this kind and of one type; `others` only share the shape."""
+    if not fakes.are_plain(x, y, dtype=kind) or x.dtype != y.dtype:
+        return None
+    if any(t.fake_device != x.fake_device for t in others):
         return None
     shape = _broadcast_shape([t.shape for t in (x, y, *others)])
     if shape is None:
@@ -155,11 +199,11 @@ def _broadcast(fakes: Fakes, x: Any, y: Any, *others: FakeTensor) -> FakeTensor 
     # Of sizes that are known PyTorch's own kernels find the result: they go by the others' strides too.
     open_sizes = any(t._has_symbolic_sizes_strides for t in (x, y, *others))
     if all(map(fakes.is_in_order, (x, y) if open_sizes else (x, y, *others))):
-        return fakes.like(x, shape)
+        return fakes.like(x, shape, dtype)
     if not open_sizes:
         return None
     strides = compute_elementwise_output_strides(fakes.expanded(x, shape), fakes.expanded(y, shape))
-    return fakes.like(x, shape, strides=strides)
+    return fakes.like(x, shape, dtype, strides)
 
 
 def _broadcast_shape(shapes: Sequence[Sequence[Any]]) -> list[Any] | None:
@@ -187,8 +231,9 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _clone(fakes: Fakes, x: Any, *, memory_format: torch.memory_format | None = None) -> FakeTensor | None:
     if memory_format is torch.contiguous_format:
-        return fakes.like(x) if fakes.are_plain(x) else None
-    return _unary(fakes, x) if memory_format in (None, torch.preserve_format) else None
+        return fakes.like(x) if fakes.are_plain(x, dtype=None) else None
+    plain = memory_format in (None, torch.preserve_format) and fakes.are_plain(x, dtype=None) and fakes.is_in_order(x)
+    return fakes.like(x) if plain else None
 
 
 def _cast(fakes: Fakes, x: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FakeTensor | None:
@@ -229,6 +274,78 @@ def _mean(fakes: Fakes, x: Any, dims: Any, keepdim: bool = False, *, dtype: Any 
     return fakes.like(x, kept) if len(left_out) == len(dims) else None
 
 
+def _log_softmax(fakes: Fakes, x: Any, axis: int, half_to_float: bool) -> FakeTensor | None:
+    return None if half_to_float or not _are_axes(x, axis) else _unary(fakes, x)
+
+
+def _cumsum(fakes: Fakes, x: Any, axis: int, *, dtype: torch.dtype | None = None) -> FakeTensor | None:
+    if not fakes.are_plain(x, dtype=None) or not _are_axes(x, axis) or not fakes.is_in_order(x):
+        return None
+    kept = x.dtype.is_floating_point or x.dtype.is_complex
+    return fakes.like(x, dtype=dtype or (x.dtype if kept else torch.int64))
+
+
+def _nll_loss(
+    fakes: Fakes, x: Any, labels: Any, weight: Any, reduction: int, ignored: Any
+) -> tuple[FakeTensor, ...] | None:
+    """Of rows: the loss, and the sum of the weights."""
+    if not fakes.are_plain(x) or not fakes.are_plain(labels, dtype=torch.int64) or weight is not None:
+        return None
+    if x.dim() != 2 or labels.dim() != 1 or not _is_same(x.shape[0], labels.shape[0]):
+        return None
+    if labels.fake_device != x.fake_device or reduction not in (1, 2):
+        return None
+    return fakes.like(x, []), fakes.like(x, [])
+
+
+def _embedding(fakes: Fakes, weight: Any, indices: Any, *rest: Any) -> FakeTensor | None:
+    if not fakes.are_plain(weight) or not fakes.are_plain(indices, dtype=torch.int64) or weight.dim() != 2:
+        return None
+    plain = fakes.is_in_order(weight) and fakes.is_in_order(indices) and weight.fake_device == indices.fake_device
+    return fakes.like(weight, [*indices.shape, weight.shape[1]]) if plain else None
+
+
+def _addmm(fakes: Fakes, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> FakeTensor | None:
+    if not fakes.are_plain(bias, a, b) or len({bias.dtype, a.dtype, b.dtype}) > 1:
+        return None
+    if (bias.dim(), a.dim(), b.dim()) != (1, 2, 2) or not _is_same(a.shape[1], b.shape[0]):
+        return None
+    return fakes.like(a, [a.shape[0], b.shape[1]]) if _is_same(bias.shape[0], b.shape[1]) else None
+
+
+def _joined(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor | None:
+    """Of tensors of one type whose other sizes agree; their order is plain where no size is 1."""
+    first = tensors[0]
+    if not fakes.are_plain(*tensors, dtype=None) or not _are_axes(first, axis):
+        return None
+    axis %= first.dim()
+    for x in tensors:
+        if x.dtype != first.dtype or x.dim() != first.dim() or not fakes.is_in_order(x) or any(map(_is_one, x.shape)):
+            return None
+        if any(not _is_same(n, m) for d, (n, m) in enumerate(zip(x.shape, first.shape, strict=True)) if d != axis):
+            return None
+        if isinstance(x.shape[axis], int) and x.shape[axis] == 0:
+            return None
+    shape = list(first.shape)
+    shape[axis] = sum(x.shape[axis] for x in tensors)
+    return fakes.like(first, shape)
+
+
+def _arange(fakes: Fakes, end: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> FakeTensor | None:
+    """Whole numbers up to one that is known, or to a size of an input."""
+    if isinstance(end, torch.SymInt):
+        counts = end.node.expr.is_Symbol
+    else:
+        counts = type(end) is int and end >= 0
+    if not counts or device is None or any(kwargs.values()):
+        return None
+    return fakes.new([end], dtype or torch.int64, torch.device(device))
+
+
+def _device(fakes: Fakes, x: Any) -> torch.device | None:
+    return x.fake_device if type(x) is FakeTensor and x.fake_mode is fakes.mode else None
+
+
 def _are_axes(x: FakeTensor, *axes: int) -> bool:
     return all(-x.dim() <= axis < x.dim() for axis in axes)
 
@@ -267,10 +384,26 @@ def _unsqueeze(fakes: Fakes, x: Any, axis: int) -> FakeTensor | None:
     return fakes.view(x, [*shape[:axis], 1, *shape[axis:]], strides)
 
 
-def _slice(fakes: Fakes, x: Any, axis: int = 0, start: Any = None, end: Any = None, step: int = 1) -> FakeTensor | None:
-    """Of an axis of known size."""
-    if not fakes.are_plain(x, dtype=None) or not _are_axes(x, axis) or not isinstance(x.shape[axis], int) or step < 1:
+def _expand(fakes: Fakes, x: Any, size: Sequence[Any], *, implicit: bool = False) -> FakeTensor | None:
+    new = len(size) - x.dim() if isinstance(x, torch.Tensor) else -1
+    if new < 0 or not fakes.are_plain(x, dtype=None):
         return None
+    shape = list(size)
+    for axis, own in enumerate(x.shape, new):
+        if isinstance(shape[axis], int) and shape[axis] == -1:
+            shape[axis] = own
+        elif not _is_one(own) and not _is_same(own, shape[axis]):
+            return None
+    return None if any(isinstance(n, int) and n < 0 for n in shape) else fakes.expanded(x, shape)
+
+
+def _slice(fakes: Fakes, x: Any, axis: int = 0, start: Any = None, end: Any = None, step: int = 1) -> FakeTensor | None:
+    """Of an axis of known size, or all of one."""
+    if not fakes.are_plain(x, dtype=None) or not _are_axes(x, axis) or step < 1:
+        return None
+    if not isinstance(x.shape[axis], int):
+        whole = step == 1 and _is_number(start, None, 0) and _is_number(end, None, sys.maxsize)
+        return fakes.view(x, x.shape, x.stride()) if whole else None
     if not all(bound is None or isinstance(bound, int) for bound in (start, end)):
         return None
     shape, strides = list(x.shape), list(x.stride())
@@ -281,10 +414,16 @@ def _slice(fakes: Fakes, x: Any, axis: int = 0, start: Any = None, end: Any = No
     return fakes.view(x, shape, strides, offset)
 
 
+def _is_number(value: Any, *numbers: int | None) -> bool:
+    return not isinstance(value, torch.SymInt) and value in numbers
+
+
 def _view(fakes: Fakes, x: Any, size: Sequence[Any]) -> FakeTensor | None:
-    """Of elements in order, to as many by the sizes' expressions."""
-    if not fakes.are_plain(x, dtype=None) or not fakes.is_in_order(x):
+    """Of elements in order, to as many by the sizes' expressions; or with the last axis divided."""
+    if not fakes.are_plain(x, dtype=None):
         return None
+    if not fakes.is_in_order(x):
+        return _with_divided_rows(fakes, x, size)
     shape, elements = list(size), x.numel()
     open_ = [i for i, n in enumerate(shape) if isinstance(n, int) and n < 0]
     known = math.prod(n for i, n in enumerate(shape) if i not in open_)
@@ -297,19 +436,54 @@ def _view(fakes: Fakes, x: Any, size: Sequence[Any]) -> FakeTensor | None:
     return fakes.view(x, shape, make_contiguous_strides_for(shape))
 
 
+def _with_divided_rows(fakes: Fakes, x: FakeTensor, size: Sequence[Any]) -> FakeTensor | None:
+    """The last axis, of known size, as two: a head's numbers behind its number."""
+    kept, last = list(x.shape[:-1]), size[len(x.shape) - 1 :]
+    if len(size) != x.dim() + 1 or not isinstance(x.shape[-1], int) or not all(isinstance(n, int) for n in last):
+        return None
+    if any(not _is_same(n, m) for n, m in zip(size, kept, strict=False)) or any(map(_is_one, (*kept, *last))):
+        return None
+    heads, width = last
+    if heads == -1:
+        heads = x.shape[-1] // width if width > 0 else 0
+    if width == -1:
+        width = x.shape[-1] // heads if heads > 0 else 0
+    if heads < 1 or width < 1 or heads * width != x.shape[-1]:
+        return None
+    step = x.stride()[-1]
+    return fakes.view(x, [*kept, heads, width], [*x.stride()[:-1], width * step, step])
+
+
 RULES: Mapping[Any, Rule] = {
     **{getattr(_ATEN, name).default: _unary for name in (
-        "cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh",
+        "cos", "exp", "log", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh",
     )},
-    **{getattr(_ATEN, name).Tensor: _binary for name in ("add", "div", "mul", "sub")},
+    **{getattr(_ATEN, name).Tensor: _binary for name in ("add", "mul", "sub")},
+    **{op: _comparison for name in ("eq", "ge", "gt", "le", "lt", "ne") for op in (
+        getattr(_ATEN, name).Tensor, getattr(_ATEN, name).Scalar,
+    )},
+    **{getattr(_ATEN, name).Tensor: _both for name in ("bitwise_and", "bitwise_or")},
+    **{getattr(_ATEN, name).default: _binary for name in ("maximum", "minimum")},
+    torch.ops.prim.device.default: _device,
+    _ATEN._log_softmax.default: _log_softmax,
     _ATEN._native_batch_norm_legit.default: _batch_norm,
     _ATEN._native_batch_norm_legit_functional.default: _functional_batch_norm,
     _ATEN._to_copy.default: _cast,
+    _ATEN._unsafe_view.default: _view,
+    _ATEN.addmm.default: _addmm,
+    _ATEN.arange.default: _arange,
+    _ATEN.cat.default: _joined,
     _ATEN.clone.default: _clone,
+    _ATEN.cumsum.default: _cumsum,
+    _ATEN.div.Tensor: _quotient,
+    _ATEN.embedding.default: _embedding,
+    _ATEN.expand.default: _expand,
     _ATEN.gelu.default: _gelu,
     _ATEN.mean.dim: _mean,
     _ATEN.native_dropout.default: _dropout,
+    **{getattr(_ATEN, name).default: _of_numbers for name in ("abs", "neg")},
     _ATEN.new_empty.default: _new_empty,
+    _ATEN.nll_loss_forward.default: _nll_loss,
     _ATEN.permute.default: _permute,
     _ATEN.pow.Tensor_Scalar: _power,
     _ATEN.slice.Tensor: _slice,

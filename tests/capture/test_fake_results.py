@@ -58,6 +58,10 @@ PICTURES = torch.zeros(2, 3, 5, 4)
 CHANNELS = torch.zeros(3)
 LAST = PICTURES.to(memory_format=torch.channels_last)
 NEGATIVE = torch.zeros(3, 4, dtype=torch.complex64).conj().imag
+SHORT = torch.zeros(3, 4, 5, dtype=torch.int32)
+LABEL = torch.zeros(5, dtype=torch.int64)
+ROWS, SQUARE = torch.zeros(5, 7), torch.zeros(7, 5)
+WIDE = torch.zeros(3, 4, 9)[..., :6]
 TENSORS = (X, ONE, ROW, TRANSPOSED, SLICED, EXPANDED, EMPTY, SCALAR, WHOLE, HALF, BOOL, PICTURES, LAST, NEGATIVE)
 
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
@@ -100,6 +104,61 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     )),
     *((aten.view.default, (x, s), {}) for x in (X, EMPTY, WHOLE) for s in ([-1, 5], [x.shape[0], 20], [-1])),
     *((aten.view.default, (x, [-1]), {}) for x in (EXPANDED[:, :1], SCALAR, PICTURES)),
+    *((op, (x, y), {}) for op in (aten.add.Tensor, aten.sub.Tensor) for x in (WHOLE, BOOL, SHORT) for y in (
+        WHOLE, SHORT, BOOL, LABEL, 2, 0.5, True,
+    )),
+    *((op, (x, x), {}) for op in (aten.eq.Tensor, aten.minimum.default) for x in (X, WHOLE, BOOL, TRANSPOSED)),
+    (aten.add.Tensor, (WHOLE, WHOLE), {"alpha": 2}),
+    (aten.sub.Tensor, (WHOLE, WHOLE), {"alpha": 0.5}),
+    (aten.div.Tensor, (WHOLE, WHOLE), {}),
+    (aten.div.Tensor, (X, 2), {}),
+    *((op, (x, y), {}) for op in (aten.le.Tensor, aten.maximum.default) for x in (
+        X, WHOLE, BOOL, TRANSPOSED, HALF,
+    ) for y in (X, ONE, WHOLE, LABEL, BOOL, TRANSPOSED)),
+    *((op, (x, y), {}) for op in (aten.gt.Scalar, aten.ne.Scalar) for x in (
+        X, WHOLE, BOOL, TRANSPOSED, EMPTY,
+    ) for y in (2, 0.5, True)),
+    *((op, (x, y), {}) for op in (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor) for x, y in (
+        (BOOL, BOOL), (BOOL, BOOL[:, :1]), (WHOLE, WHOLE), (BOOL, WHOLE), (TRANSPOSED.bool(), BOOL),
+    )),
+    *((op, (x,), {}) for op in (aten.neg.default, aten.abs.default) for x in TENSORS),
+    *((aten._log_softmax.default, (x, a, False), {}) for x in (X, TRANSPOSED, WHOLE, SCALAR) for a in (-1, 1)),
+    (aten._log_softmax.default, (HALF, -1, False), {}),
+    *((aten.cumsum.default, (x, 1), {"dtype": d}) for x in (X, WHOLE, BOOL, SHORT, TRANSPOSED, HALF) for d in (
+        None, torch.int32, torch.float64,
+    )),
+    *((aten.nll_loss_forward.default, (ROWS, LABEL, w, r, -100), {}) for w in (None, ROW) for r in (0, 1, 2)),
+    (aten.nll_loss_forward.default, (ROWS[0], LABEL[0], None, 1, -100), {}),
+    (aten.nll_loss_forward.default, (ROWS.bfloat16(), LABEL, None, 1, -100), {}),
+    *((aten.embedding.default, (w, i), {}) for w in (ROWS, ROWS.t(), ROW) for i in (
+        LABEL, WHOLE, SCALAR.long(), SHORT,
+    )),
+    (aten.embedding.default, (ROWS, LABEL, 2, False, True), {}),
+    *((aten.addmm.default, (b, x, y), {}) for b in (ROW, ROWS, SCALAR) for x in (ROWS, ROWS.t()) for y in (
+        SQUARE, SQUARE.t(), ROWS,
+    )),
+    (aten.addmm.default, (ROW, ROWS, SQUARE), {"beta": 0.5, "alpha": 2}),
+    (aten.addmm.default, (ROW.bfloat16(), ROWS, SQUARE), {}),
+    *((aten.cat.default, ([*xs], a), {}) for a in (0, 1, -1) for xs in (
+        (X,), (X, X), (X, TRANSPOSED), (X, ONE), (X, EMPTY), (WHOLE, WHOLE), (X, WHOLE), (X, ROW), (PICTURES, PICTURES),
+        (PICTURES, LAST), (LAST, LAST), (BOOL, BOOL, BOOL), (PICTURES[:, :1], PICTURES[:, :1]), (ROW, ROW[:0]),
+    )),
+    *((aten.expand.default, (x, s), {}) for x in (
+        ONE, ONE[:1], ONE[:, :, :1], ROW, SCALAR, TRANSPOSED, BOOL[:, :1],
+    ) for s in (
+        [3, 4, 5], [-1, 4, -1], [2, 3, 4, 5], [1, 3, 4, 5], [1, 1, 3, 4, 5], [3, 1, 5], [7], [1], [-1, -1, -1], [5, -1],
+    )),
+    *((op, (x, s), {}) for op in (aten.view.default, aten._unsafe_view.default) for x in (
+        SLICED, TRANSPOSED, WIDE,
+    ) for s in (
+        [3, 4, 1, 5], [3, 4, 5, 1], [3, 4, 2, 3], [3, 4, -1, 3], [3, 4, 2, -1], [3, 4, -1, 7], [12, 6], [12, 5],
+        [3, 4, 6],
+    )),
+    *((aten._unsafe_view.default, (x, s), {}) for x in (X, WHOLE) for s in ([-1, 5], [12, 5])),
+    *((aten.arange.default, (n,), {"device": d, "dtype": t}) for n in (0, 3, -1, 2.0) for d, t in (
+        (torch.device("cpu"), None), ("cpu", torch.int32), ("cpu", torch.float64), (None, None),
+    )),
+    *((torch.ops.prim.device.default, (x,), {}) for x in (X, WHOLE)),
     *((op, (x, *[CHANNELS] * 4, training, 0.1, 1e-5), {}) for x in (PICTURES, LAST, PICTURES.bfloat16())
       for training in (True, False) for op in (
         aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default,
@@ -116,14 +175,23 @@ def _both(run: Callable[[FakeTensorMode], Any], open_sizes: bool) -> tuple[Any, 
 def _result(mode: FakeTensorMode, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What is known of a result, whether it is a view, and what sizes are asked for it; or the error."""
     known: dict[int, FakeTensor] = {}
-    fakes = [known.setdefault(id(a), _fake(mode, a)) if isinstance(a, Tensor) else a for a in args]
+
+    def fake(a: Any) -> Any:
+        if isinstance(a, list):
+            return [*map(fake, a)]
+        return known.setdefault(id(a), _fake(mode, a)) if isinstance(a, Tensor) else a
+
+    fakes = [*map(fake, args)]
     try:
         with mode:
             result = operator(*fakes, **kwargs)
     except Exception as error:  # noqa: BLE001  # whatever PyTorch raises
         return type(error), False, set()
     guards = {canonical(guard.expr) for guard in mode.shape_env.guards} if mode.shape_env else set()
-    return _described(result), _storages(result)[0] == _storages(fakes[0])[0], guards
+    if isinstance(result, torch.device):
+        return result, False, guards
+    first = fakes[0]
+    return _described(result), isinstance(first, Tensor) and _storages(result)[0] == _storages(first)[0], guards
 
 
 def canonical(condition: Any) -> Any:
@@ -162,6 +230,64 @@ def test_views_of_views_give_what_pytorch_gives(shape: list[int], data: st.DataO
     assert list(chain(real).shape) == ruled[1][:1]
 
 
+def test_numbers_up_to_a_size() -> None:
+    """Of an input, as it is; what is computed of sizes may be negative, which PyTorch asks."""
+
+    def numbers(mode: FakeTensorMode) -> Any:
+        x = _fake(mode, X)
+        with mode:
+            found = [aten.arange.default(n, device="cpu") for n in (x.shape[0], x.shape[0] - 1)]
+        assert mode.shape_env is not None
+        return _described(found), {canonical(guard.expr) for guard in mode.shape_env.guards}
+
+    plain, ruled = _both(numbers, open_sizes=True)
+    assert ruled == plain
+    mode = _mode(open_sizes=True)
+    size = _fake(mode, X).shape[0]
+    with mode:
+        assert RULES[aten.arange.default](Fakes(mode), size, device="cpu") is not None
+        assert RULES[aten.arange.default](Fakes(mode), size - 1, device="cpu") is None
+
+
+def test_heads_of_a_part_of_a_row() -> None:
+    """Of open sizes but the last, as q, k and v of one projection."""
+    kinds = [DimDynamic.DYNAMIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]
+
+    def heads(mode: FakeTensorMode) -> Any:
+        x = mode.from_tensor(torch.zeros(3, 4, 9), symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+        with mode:
+            part = aten.slice.Tensor(x, 2, 2, 8)
+            found = [aten.view.default(part, [*x.shape[:2], *size]) for size in ((2, 3), (-1, 2), (6, 1))]
+        assert mode.shape_env is not None
+        return _described(found), {canonical(guard.expr) for guard in mode.shape_env.guards}
+
+    plain, ruled = _both(heads, open_sizes=True)
+    assert ruled[0] == plain[0]
+    assert ruled[1] <= plain[1]
+    mode = _mode(open_sizes=True)
+    x = mode.from_tensor(torch.zeros(3, 4, 9), symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+    with mode:
+        part = aten.slice.Tensor(x, 2, 2, 8)
+    assert RULES[aten.view.default](Fakes(mode), part, [*x.shape[:2], 2, 3]) is not None
+    assert RULES[aten.view.default](Fakes(mode), part, [*x.shape[:2], 2, 4]) is None
+
+
+def test_open_sizes_that_agree() -> None:
+    def product(mode: FakeTensorMode) -> Any:
+        x = _fake(mode, ROWS)
+        with mode:
+            means = aten.mean.dim(x, [1])
+            found = [aten.addmm.default(means, x, aten.permute.default(x, [1, 0]))]
+            labels = aten._to_copy.default(means, dtype=torch.int64)
+            found += [t for r in (1, 2) for t in aten.nll_loss_forward.default(x, labels, None, r, -100)]
+        assert mode.shape_env is not None
+        return _described(found), {canonical(guard.expr) for guard in mode.shape_env.guards}
+
+    plain, ruled = _both(product, open_sizes=True)
+    assert ruled[0] == plain[0]
+    assert ruled[1] <= plain[1]
+
+
 def test_rules_are_used() -> None:
     mode = _mode(open_sizes=True)
     x = _fake(mode, X)
@@ -173,8 +299,21 @@ def test_rules_are_used() -> None:
             (aten.view.default, [-1, x.shape[2]]),
             (aten.native_dropout.default, 0.1, True),
             (aten.mean.dim, [1]),
+            (aten.le.Scalar, 2),
+            (aten.expand.default, [2, -1, -1, -1]),
+            (aten.cumsum.default, 1),
+            (aten._log_softmax.default, -1, False),
+            (torch.ops.prim.device.default,),
         ):
             assert RULES[operator](fakes, x, *rest) is not None
+        rows, labels = _fake(mode, ROWS), _fake(mode, LABEL)
+        assert RULES[aten.cat.default](fakes, [x, x], 1) is not None
+        with mode:
+            across = rows.t()
+        assert RULES[aten.addmm.default](fakes, fakes.like(rows, rows.shape[:1]), rows, across) is not None
+        assert RULES[aten.embedding.default](fakes, rows, labels) is not None
+        of_rows = fakes.like(rows, rows.shape[:1], torch.int64)
+        assert RULES[aten.nll_loss_forward.default](fakes, rows, of_rows, None, 1, -100) is not None
 
 
 @pytest.mark.parametrize(
