@@ -1,6 +1,9 @@
 """Speeds as horizontal bars in an SVG that needs no script and reads in light and dark.
 
 workload ─▶ a bar a contender: how many times eager's speed it has, quartiles as a thin line, the number at its end
+
+Of runs that begin cold it is the speed in total, with what is compiled. A bar that would make all others short is cut,
+and ends in a point.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from benchmarks.workload import Workload
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 330, 70, 60
 _BAR, _GAP, _BETWEEN = 13, 3, 16
+_MOST = 5.0  # times eager's speed: longer bars are cut
 _COLOURS = {
     "eager, oneDNN Linears": ("#8a7fc4", "#a79ee0"),
     "onnxtrain": ("#d9541e", "#f08350"),
@@ -25,10 +29,10 @@ _CLASSES = {contender: f"bar{number}" for number, contender in enumerate(_COLOUR
 
 def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
     """The chart; workloads without eager's times are left out."""
-    groups = [(workload, _speeds(measured)) for workload, measured in results]
+    groups = [(workload, _speeds(workload, measured)) for workload, measured in results]
     groups = [(workload, speeds) for workload, speeds in groups if speeds]
     most = max([1.0, *(high for _, speeds in groups for _, _, _, high in speeds)])
-    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    scale = (_WIDTH - _LEFT - _RIGHT) / min(most, _MOST)
     parts: list[str] = []
     top = _TOP
     for workload, speeds in groups:
@@ -47,23 +51,29 @@ def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
     return "\n".join([frame, _style(), *_legend(), *parts, "</svg>", ""])
 
 
-def _speeds(measured: Measured) -> list[tuple[str, float, float, float]]:
+def _speeds(workload: Workload, measured: Measured) -> list[tuple[str, float, float, float]]:
     eager = measured.of(EAGER)
     if eager is None:
         return []
     of_others = [timed for name in CONTENDERS if name in _COLOURS and (timed := measured.of(name)) is not None]
+    if workload.cold:
+        totals = [(timed.contender, eager.total_s / timed.total_s) for timed in of_others]
+        return [(contender, speed, speed, speed) for contender, speed in totals]
     return [(timed.contender, *speed_over(timed, eager)) for timed in of_others]
 
 
 def _bar(contender: str, top: float, scale: float, low: float, speed: float, high: float) -> list[str]:
     middle = top + _BAR / 2
-    said = f"{contender}: {speed:.2f} × (quartiles {low:.2f} – {high:.2f})"
-    bar = f'<rect class="{_CLASSES[contender]}" x="{_LEFT}" y="{top}" width="{speed * scale:.1f}" height="{_BAR}">'
-    ends = f'x1="{_LEFT + low * scale:.1f}" x2="{_LEFT + high * scale:.1f}" y1="{middle}" y2="{middle}"'
+    quartiles = f" (quartiles {low:.2f} – {high:.2f})" if low < high else ""
+    title = f"<title>{escape(f'{contender}: {speed:.2f} ×{quartiles}')}</title>"
+    start, end = (_LEFT + min(value, _MOST) * scale for value in (low, high))
+    right, bottom = _LEFT + min(speed, _MOST) * scale, top + _BAR
+    tip = right + (_BAR / 2 if speed > _MOST else 0)
+    corners = f"{_LEFT},{top} {right:.1f},{top} {tip:.1f},{middle} {right:.1f},{bottom} {_LEFT},{bottom}"
     return [
-        f"{bar}<title>{escape(said)}</title></rect>",
-        f'<line class="range" {ends}/>',
-        _text(_LEFT + max(speed, high) * scale + 6, top + _BAR - 2.5, f"{speed:.2f}", "figure", "start"),
+        f'<polygon class="{_CLASSES[contender]}" points="{corners}">{title}</polygon>',
+        f'<line class="range" x1="{start:.1f}" x2="{end:.1f}" y1="{middle}" y2="{middle}"/>',
+        _text(max(tip, end) + 6, top + _BAR - 2.5, f"{speed:.2f}", "figure", "start"),
     ]
 
 

@@ -330,6 +330,20 @@ def test_the_chart_is_xml_with_a_bar_for_each_contender() -> None:
     ElementTree.fromstring(speed_chart([]))
 
 
+def test_the_chart_shows_totals_of_cold_runs_and_cuts_long_bars() -> None:
+    cold = dataclasses.replace(MINILM, cold=True)
+    fast = dataclasses.replace(
+        made_up(), contenders=(timed(EAGER, 30.0, 30.0), timed(ONEDNN, 20.0, 20.0), timed(ONNXTRAIN, 1.0, 5.0))
+    )
+    root = ElementTree.fromstring(speed_chart([(cold, fast)]))
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == [f"{ONEDNN}: 1.50 ×", f"{ONNXTRAIN}: 10.00 ×"]
+    points = [element.get("points", "").split() for element in root.iter("{http://www.w3.org/2000/svg}polygon")]
+    tips = [max(float(point.split(",")[0]) for point in corners) for corners in points]
+    width = (tips[0] - 330) / 1.5  # of eager's speed
+    assert tips[1] == pytest.approx(330 + 5 * width + 6.5, abs=0.2)
+
+
 def test_the_page_marks_missed_goals_and_says_that_there_was_no_gpu(tmp_path: Path) -> None:
     written = page.write_page([(MINILM, made_up())], None, tmp_path).read_text(encoding="utf-8")
     assert "| *2.00* | *1.00* |" in written
