@@ -112,9 +112,8 @@ class Fakes:
         return FakeTensor(self.mode, meta, x.fake_device)
 
 
-Rule: TypeAlias = (
-    "Callable[..., FakeTensor | tuple[FakeTensor, ...] | torch.device | None]"  # of Fakes and the operator's arguments
-)
+# Of Fakes and the operator's arguments.
+Rule: TypeAlias = "Callable[..., FakeTensor | tuple[FakeTensor, ...] | torch.device | None]"
 
 
 @contextmanager
@@ -140,12 +139,12 @@ def fake_results() -> Iterator[None]:
         yield
 
 
-def _unary(fakes: Fakes, x: Any) -> FakeTensor | None:
-    return fakes.like(x) if fakes.are_plain(x) and fakes.is_in_order(x) else None
+def _unary(fakes: Fakes, x: Any, kind: Any = _FLOATING, dtype: torch.dtype | None = None) -> FakeTensor | None:
+    return fakes.like(x, dtype=dtype) if fakes.are_plain(x, dtype=kind) and fakes.is_in_order(x) else None
 
 
 def _of_numbers(fakes: Fakes, x: Any) -> FakeTensor | None:
-    return fakes.like(x) if fakes.are_plain(x, dtype=_NUMBERS) and fakes.is_in_order(x) else None
+    return _unary(fakes, x, _NUMBERS)
 
 
 def _gelu(fakes: Fakes, x: Any, approximate: str = "none") -> FakeTensor | None:
@@ -173,8 +172,7 @@ def _quotient(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
 def _comparison(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
     if isinstance(y, torch.Tensor):
         return _broadcast(fakes, x, y, kind=_NUMBERS, dtype=torch.bool)
-    plain = type(y) in (int, float) and fakes.are_plain(x, dtype=_NUMBERS) and fakes.is_in_order(x)
-    return fakes.like(x, dtype=torch.bool) if plain else None
+    return _unary(fakes, x, _NUMBERS, torch.bool) if type(y) in (int, float) else None
 
 
 def _both(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
@@ -232,13 +230,11 @@ def _is_same(a: Any, b: Any) -> bool:
 def _clone(fakes: Fakes, x: Any, *, memory_format: torch.memory_format | None = None) -> FakeTensor | None:
     if memory_format is torch.contiguous_format:
         return fakes.like(x) if fakes.are_plain(x, dtype=None) else None
-    plain = memory_format in (None, torch.preserve_format) and fakes.are_plain(x, dtype=None) and fakes.is_in_order(x)
-    return fakes.like(x) if plain else None
+    return _unary(fakes, x, None) if memory_format in (None, torch.preserve_format) else None
 
 
 def _cast(fakes: Fakes, x: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FakeTensor | None:
-    plain = not any(kwargs.values()) and fakes.are_plain(x, dtype=None) and fakes.is_in_order(x)
-    return fakes.like(x, dtype=dtype) if plain else None
+    return None if any(kwargs.values()) else _unary(fakes, x, None, dtype)
 
 
 def _dropout(fakes: Fakes, x: Any, p: float, train: bool | None) -> tuple[FakeTensor, ...] | None:
@@ -279,10 +275,8 @@ def _log_softmax(fakes: Fakes, x: Any, axis: int, half_to_float: bool) -> FakeTe
 
 
 def _cumsum(fakes: Fakes, x: Any, axis: int, *, dtype: torch.dtype | None = None) -> FakeTensor | None:
-    if not fakes.are_plain(x, dtype=None) or not _are_axes(x, axis) or not fakes.is_in_order(x):
-        return None
     kept = x.dtype.is_floating_point or x.dtype.is_complex
-    return fakes.like(x, dtype=dtype or (x.dtype if kept else torch.int64))
+    return _unary(fakes, x, None, dtype or (x.dtype if kept else torch.int64)) if _are_axes(x, axis) else None
 
 
 def _nll_loss(
@@ -315,6 +309,8 @@ def _addmm(fakes: Fakes, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any
 
 def _joined(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor | None:
     """Of tensors of one type whose other sizes agree; their order is plain where no size is 1."""
+    if not tensors:
+        return None
     first = tensors[0]
     if not fakes.are_plain(*tensors, dtype=None) or not _are_axes(first, axis):
         return None
@@ -332,12 +328,13 @@ def _joined(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor |
 
 
 def _arange(fakes: Fakes, end: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> FakeTensor | None:
-    """Whole numbers up to one that is known, or to a size of an input."""
+    """Whole numbers up to one that is known, or to a size: of what may be negative PyTorch asks whether it is."""
     if isinstance(end, torch.SymInt):
-        counts = end.node.expr.is_Symbol
+        known = end.node.shape_env.var_to_range.get(end.node.expr)
+        counts = known is not None and known.lower >= 0
     else:
         counts = type(end) is int and end >= 0
-    if not counts or device is None or any(kwargs.values()):
+    if not counts or device is None or torch.device(device).type == "meta" or any(kwargs.values()):
         return None
     return fakes.new([end], dtype or torch.int64, torch.device(device))
 
@@ -441,8 +438,10 @@ def _with_divided_rows(fakes: Fakes, x: FakeTensor, size: Sequence[Any]) -> Fake
     kept, last = list(x.shape[:-1]), size[len(x.shape) - 1 :]
     if len(size) != x.dim() + 1 or not isinstance(x.shape[-1], int) or not all(isinstance(n, int) for n in last):
         return None
-    if any(not _is_same(n, m) for n, m in zip(size, kept, strict=False)) or any(map(_is_one, (*kept, *last))):
+    if any(not _is_same(n, m) for n, m in zip(size, kept, strict=False)):
         return None
+    if any(isinstance(n, int) and n < 2 for n in kept) or any(map(_is_one, last)):
+        return None  # the strides of such axes may be any
     heads, width = last
     if heads == -1:
         heads = x.shape[-1] // width if width > 0 else 0
@@ -458,13 +457,13 @@ RULES: Mapping[Any, Rule] = {
     **{getattr(_ATEN, name).default: _unary for name in (
         "cos", "exp", "log", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh",
     )},
+    **{getattr(_ATEN, name).default: _of_numbers for name in ("abs", "neg")},
     **{getattr(_ATEN, name).Tensor: _binary for name in ("add", "mul", "sub")},
+    **{getattr(_ATEN, name).default: _binary for name in ("maximum", "minimum")},
+    **{getattr(_ATEN, name).Tensor: _both for name in ("bitwise_and", "bitwise_or")},
     **{op: _comparison for name in ("eq", "ge", "gt", "le", "lt", "ne") for op in (
         getattr(_ATEN, name).Tensor, getattr(_ATEN, name).Scalar,
     )},
-    **{getattr(_ATEN, name).Tensor: _both for name in ("bitwise_and", "bitwise_or")},
-    **{getattr(_ATEN, name).default: _binary for name in ("maximum", "minimum")},
-    torch.ops.prim.device.default: _device,
     _ATEN._log_softmax.default: _log_softmax,
     _ATEN._native_batch_norm_legit.default: _batch_norm,
     _ATEN._native_batch_norm_legit_functional.default: _functional_batch_norm,
@@ -481,7 +480,6 @@ RULES: Mapping[Any, Rule] = {
     _ATEN.gelu.default: _gelu,
     _ATEN.mean.dim: _mean,
     _ATEN.native_dropout.default: _dropout,
-    **{getattr(_ATEN, name).default: _of_numbers for name in ("abs", "neg")},
     _ATEN.new_empty.default: _new_empty,
     _ATEN.nll_loss_forward.default: _nll_loss,
     _ATEN.permute.default: _permute,
@@ -491,4 +489,5 @@ RULES: Mapping[Any, Rule] = {
     _ATEN.unsqueeze.default: _unsqueeze,
     _ATEN.view.default: _view,
     _ATEN.where.self: _where,
+    torch.ops.prim.device.default: _device,
 }  # fmt: skip

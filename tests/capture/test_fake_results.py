@@ -141,7 +141,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.addmm.default, (ROW.bfloat16(), ROWS, SQUARE), {}),
     *((aten.cat.default, ([*xs], a), {}) for a in (0, 1, -1) for xs in (
         (X,), (X, X), (X, TRANSPOSED), (X, ONE), (X, EMPTY), (WHOLE, WHOLE), (X, WHOLE), (X, ROW), (PICTURES, PICTURES),
-        (PICTURES, LAST), (LAST, LAST), (BOOL, BOOL, BOOL), (PICTURES[:, :1], PICTURES[:, :1]), (ROW, ROW[:0]),
+        (), (PICTURES, LAST), (LAST, LAST), (BOOL, BOOL, BOOL), (PICTURES[:, :1], PICTURES[:, :1]), (ROW, ROW[:0]),
     )),
     *((aten.expand.default, (x, s), {}) for x in (
         ONE, ONE[:1], ONE[:, :, :1], ROW, SCALAR, TRANSPOSED, BOOL[:, :1],
@@ -149,14 +149,16 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         [3, 4, 5], [-1, 4, -1], [2, 3, 4, 5], [1, 3, 4, 5], [1, 1, 3, 4, 5], [3, 1, 5], [7], [1], [-1, -1, -1], [5, -1],
     )),
     *((op, (x, s), {}) for op in (aten.view.default, aten._unsafe_view.default) for x in (
-        SLICED, TRANSPOSED, WIDE,
+        SLICED, TRANSPOSED, WIDE, WIDE[:0], WIDE[:1],
     ) for s in (
+        [0, 4, 2, 3], [1, 4, 2, 3], [1, 4, -1, 3],
         [3, 4, 1, 5], [3, 4, 5, 1], [3, 4, 2, 3], [3, 4, -1, 3], [3, 4, 2, -1], [3, 4, -1, 7], [12, 6], [12, 5],
         [3, 4, 6],
     )),
     *((aten._unsafe_view.default, (x, s), {}) for x in (X, WHOLE) for s in ([-1, 5], [12, 5])),
     *((aten.arange.default, (n,), {"device": d, "dtype": t}) for n in (0, 3, -1, 2.0) for d, t in (
-        (torch.device("cpu"), None), ("cpu", torch.int32), ("cpu", torch.float64), (None, None),
+        (torch.device("cpu"), None), ("cpu", torch.int32), ("cpu", torch.float64), ("cpu", torch.bool), ("meta", None),
+        (None, None),
     )),
     *((torch.ops.prim.device.default, (x,), {}) for x in (X, WHOLE)),
     *((op, (x, *[CHANNELS] * 4, training, 0.1, 1e-5), {}) for x in (PICTURES, LAST, PICTURES.bfloat16())
@@ -247,6 +249,9 @@ def test_numbers_up_to_a_size() -> None:
     with mode:
         assert RULES[aten.arange.default](Fakes(mode), size, device="cpu") is not None
         assert RULES[aten.arange.default](Fakes(mode), size - 1, device="cpu") is None
+        assert mode.shape_env is not None
+        count = mode.shape_env.create_unbacked_symint()  # an element of a tensor
+        assert RULES[aten.arange.default](Fakes(mode), count, device="cpu") is None
 
 
 def test_heads_of_a_part_of_a_row() -> None:
