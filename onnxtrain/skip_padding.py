@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.export import Captured, Source
-from onnxtrain.compile import Compiled, Rerun, compile_module, may_record, note_kernels, one_device
+from onnxtrain.compile import Compiled, Rerun, compile_module, may_record, one_device
 from onnxtrain.execute.packing import Kept, Question
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded import why_never
@@ -30,7 +30,6 @@ from onnxtrain.ops import view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.options import Options
-from onnxtrain.passes import optimize, passes_before_keys
 from onnxtrain.passes.attention_masks import added_to_scores
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
@@ -49,13 +48,12 @@ def compile_for_batches(
 
     Takes and raises what `compile_module` does.
     """
-    start = time.perf_counter()
-    packing = _Packing(module, captured, options, rerun, one_device(inputs)) if _may_pay(captured, options) else None
-    took_ms = (time.perf_counter() - start) * 1e3
-    compiled = compile_module(module, captured, inputs, options, rerun)
-    if packing is None:
-        return compiled
-    stages = (*compiled.report.stages, packing.stage(took_ms))
+    if not _may_pay(captured, options):
+        return compile_module(module, captured, inputs, options, rerun)
+    packing = _Packing(module, captured, options, rerun)
+    device = one_device(inputs)
+    compiled = compile_module(module, captured, inputs, options, rerun, lambda model: packing.look_at(model, device))
+    stages = (*compiled.report.stages, packing.stage())
     report = replace(compiled.report, stages=stages, variants=packing.reports)
     if packing.plan is None:
         return replace(compiled, report=report)
@@ -71,25 +69,29 @@ def _may_pay(captured: Captured, options: Options) -> bool:
 class _Packing:
     """The way without padding of one captured module."""
 
-    def __init__(
-        self, module: torch.nn.Module, captured: Captured, options: Options, rerun: Rerun, device: torch.device
-    ) -> None:
+    plan: PackingPlan | None = None
+
+    def __init__(self, module: torch.nn.Module, captured: Captured, options: Options, rerun: Rerun) -> None:
         self._module, self._captured, self._options, self._rerun = module, captured, options, rerun
         self._changes = Changes("pack_tokens")
-        self._model = with_graph(captured.model, clone(captured.model.graph)[0])
+        self._took_ms = 0.0
         self._units: dict[bool, Compiled] = {}
         self.reports: dict[str, CompileReport] = {}
-        note_kernels(self._model.graph, options, device)
-        optimize(self._model, passes_before_keys(options))
+
+    def look_at(self, model: ir.Model, device: torch.device) -> None:
+        """Plans how the captured graph, with the passes before keys, would run without padding."""
+        start = time.perf_counter()
+        self._model = with_graph(model, clone(model.graph)[0])
         self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes), device)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())
             program = Program(whole(asked), f"{asked.graph.name} padding", torch.device("cpu"))
             reads = [index for index, value in enumerate(asked.graph.inputs) if value.uses()]
-            always = options.skip_padding == "always"
+            always = self._options.skip_padding == "always"
             self._fills = self._may_fill(self.plan, device)
             self._question = Question(program, reads, self.plan.masks, self.plan.readers, always, self._fills)
-            self._sources = _sources_of((self.plan.batch, self.plan.steps), captured)
+            self._sources = _sources_of((self.plan.batch, self.plan.steps), self._captured)
+        self._took_ms = (time.perf_counter() - start) * 1e3
 
     def _where_it_pays(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
         """The plan; None where packed attention waits for a GPU at each layer."""
@@ -117,11 +119,11 @@ class _Packing:
             )
         return not refused
 
-    def stage(self, took_ms: float) -> StageReport:
+    def stage(self) -> StageReport:
         """What was found, for the report."""
-        done = PassReport("pack_tokens", took_ms, tuple(self._changes.made), tuple(self._changes.refused))
+        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.made), tuple(self._changes.refused))
         made = tuple(f"{done.name}: {text}" for text in done.made)
-        return StageReport("pack", took_ms, len(self._model.graph), made, done.refused, (done,))
+        return StageReport("pack", self._took_ms, len(self._model.graph), made, done.refused, (done,))
 
     def runner(self, dense: Any) -> Any:
         """Runs each batch packed or as `dense` does."""

@@ -7,6 +7,8 @@
 * Every node gets a traceback as text, with the source lines of all its frames: we read one line of it.
 * Whether a result is contiguous in one of three orders is asked for each node, and written beside it.
 * The Python source of each graph module is written and compiled anew for every change, and never run.
+* The sizes and strides of all results are searched for symbols of unknown value where there are none: 4 % of T5's.
+* Names in the modules around each node are shortened node by node, which is the same few again: 4 %.
 """
 
 from __future__ import annotations
@@ -16,21 +18,27 @@ import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 from torch._dynamo import config as dynamo_config
-from torch.fx import Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch._export.utils import _get_shape_env_from_gm
+from torch.export import _trace, exported_program
+from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.fx.proxy import TracerBase
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.fake_results import fake_results
 from onnxtrain.capture.patches import replaced
 
 _ARITHMETIC = ("add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
+_UNKNOWN = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
 
 @contextmanager
@@ -45,6 +53,11 @@ def cheap_tracing() -> Iterator[None]:
         stack.enter_context(replaced(proxy_tensor, "_extract_tensor_metadata", metadata))
         stack.enter_context(replaced(TracerBase, "create_node", _with_one_line(TracerBase.create_node, owner)))
         stack.enter_context(replaced(SymNode, "wrap_int", _numbers(SymNode.wrap_int, owner)))
+        stack.enter_context(replaced(exported_program, "_create_graph_module_for_export", _make_graph_module))
+        bindings = _trace._replace_unbacked_bindings
+        stack.enter_context(replaced(_trace, "_replace_unbacked_bindings", _where_any_are_unknown(bindings)))
+        trees = SimpleNamespace(**{**vars(pytree), "tree_map": _mapped(pytree.tree_map)})
+        stack.enter_context(replaced(_trace, "pytree", trees))
         known: dict[Any, SymNode] = {}
         for name in _ARITHMETIC:
             compute = getattr(SymNode, f"_{name}")
@@ -123,3 +136,38 @@ def _numbers(wrap: Callable[[SymNode, int], SymNode], owner: int) -> Callable[[S
         return found
 
     return number
+
+
+def _where_any_are_unknown(original: Callable[[GraphModule], None]) -> Callable[[GraphModule], None]:
+    """A `_replace_unbacked_bindings` that searches where there is a symbol of unknown value."""
+
+    @wraps(original)
+    def replace(module: GraphModule) -> None:
+        sizes = _get_shape_env_from_gm(module)
+        if sizes is None or any(symbol_is_type(s, _UNKNOWN) for s in sizes.var_to_range):
+            return original(module)
+        for node in module.graph.nodes:
+            node.meta.pop("unbacked_bindings", None)
+        return None
+
+    return replace
+
+
+def _mapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `tree_map` that remembers what became of a dictionary of tuples of texts."""
+    known: dict[Any, dict[Any, Any]] = {}
+
+    @wraps(original)
+    def tree_map(function: Callable[..., Any], tree: Any, *rests: Any, **options: Any) -> Any:
+        if type(tree) is not dict or rests or options or not all(map(_is_of_texts, tree.values())):
+            return original(function, tree, *rests, **options)
+        key = (function, *tree.items())
+        if key not in known:
+            known[key] = original(function, tree)
+        return dict(known[key])
+
+    return tree_map
+
+
+def _is_of_texts(value: Any) -> bool:
+    return type(value) is tuple and all(type(part) is str for part in value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import onnx_ir as ir
@@ -319,9 +320,9 @@ class _Walk:
     def _name_nodes(self, node: torch.fx.Node, before: int) -> None:
         if self._origin is not None:
             return
-        added = list(self._graph)[before:] if len(self._graph) > before else []
-        for index, inner in enumerate(added):
-            inner.name = node.name if index == len(added) - 1 else f"{node.name}.{index}"
+        added = len(self._graph) - before
+        for back, inner in enumerate(islice(reversed(self._graph), added)):
+            inner.name = f"{node.name}.{added - 1 - back}" if back else node.name
 
     def _argument(self, argument: Any) -> Any:
         match argument:

@@ -19,98 +19,13 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from onnxtrain.capture.fakes import FLOATING, NUMBERS, Fakes, broadcast_shape, is_one, is_same
 from onnxtrain.capture.patches import replaced
 
 _ATEN = torch.ops.aten
-_FLOATING, _NUMBERS = object(), object()  # kinds of types: floating; and these or integers, without bool and complex
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-class Fakes:
-    """What rules ask of fake tensors, and how they make new ones.
-
-    Args:
-        mode: the mode that the tensors belong to.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-
-    def are_plain(self, *tensors: Any, dtype: Any = _FLOATING) -> bool:
-        """Fake tensors of unknown elements, on one device; of a kind of types, of this one, or (None) of any."""
-
-        def fits(of: torch.dtype) -> bool:
-            if dtype is _FLOATING or dtype is _NUMBERS:
-                return of.is_floating_point or (dtype is _NUMBERS and of in _INTEGERS)
-            return dtype in (None, of)
-
-        return all(
-            type(x) is FakeTensor
-            and x.fake_mode is self.mode
-            and x.constant is None
-            and x.real_tensor is None
-            and x.layout is torch.strided
-            and fits(x.dtype)
-            and not x.is_neg()
-            and not x.is_conj()
-            and x.fake_device == tensors[0].fake_device
-            for x in tensors
-        )
-
-    def is_in_order(self, x: FakeTensor) -> bool:
-        """Whether the elements lie row by row, by the sizes' expressions: nothing is asked that becomes a condition."""
-        expected: Any = 1
-        for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-            if _is_one(size):
-                continue
-            if not _is_same(stride, expected):
-                return False
-            expected = expected * torch.sym_max(size, 1)
-        return True
-
-    def like(
-        self,
-        x: FakeTensor,
-        shape: Sequence[Any] | None = None,
-        dtype: torch.dtype | None = None,
-        strides: Sequence[Any] | None = None,
-    ) -> FakeTensor:
-        """A new tensor, its elements in order where no strides are given."""
-        return self.new(x.shape if shape is None else shape, dtype or x.dtype, x.fake_device, strides)
-
-    def new(
-        self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, strides: Sequence[Any] | None = None
-    ) -> FakeTensor:
-        """The same, of no other tensor."""
-        with in_kernel_invocation_manager(self.mode):
-            if strides is None:
-                meta = torch.empty(shape, dtype=dtype, device="meta")
-            else:
-                meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(self.mode, meta, device)
-
-    def expanded(self, x: FakeTensor, shape: Sequence[Any]) -> FakeTensor:
-        """A view with this shape, which its own broadcasts to. Strides are those of ATen's `inferExpandGeometry`."""
-        new = len(shape) - x.dim()
-        sizes, strides = [1] * new + list(x.shape), [0] * new + list(x.stride())
-        for axis in range(len(shape) - 1, -1, -1) if x.dim() else ():
-            if axis < new:
-                strides[axis] = shape[axis + 1] * strides[axis + 1]
-            if _is_one(sizes[axis]) and not _is_one(shape[axis]):
-                strides[axis] = 0
-        return self.view(x, shape, strides)
-
-    def view(
-        self, x: FakeTensor, shape: Sequence[Any], strides: Sequence[Any], offset: Any | None = None
-    ) -> FakeTensor:
-        """Of the memory of `x`, from its own first element on or another."""
-        with in_kernel_invocation_manager(self.mode):
-            meta = x.as_strided(shape, strides, x.storage_offset() if offset is None else offset)
-        return FakeTensor(self.mode, meta, x.fake_device)
-
 
 # Of Fakes and the operator's arguments.
 Rule: TypeAlias = "Callable[..., FakeTensor | tuple[FakeTensor, ...] | torch.device | None]"
@@ -139,16 +54,22 @@ def fake_results() -> Iterator[None]:
         yield
 
 
-def _unary(fakes: Fakes, x: Any, kind: Any = _FLOATING, dtype: torch.dtype | None = None) -> FakeTensor | None:
+def _unary(fakes: Fakes, x: Any, kind: Any = FLOATING, dtype: torch.dtype | None = None) -> FakeTensor | None:
+    """Element by element."""
+    return fakes.elementwise([x], x.shape, dtype or x.dtype) if fakes.are_plain(x, dtype=kind) else None
+
+
+def _in_order(fakes: Fakes, x: Any, kind: Any = FLOATING, dtype: torch.dtype | None = None) -> FakeTensor | None:
+    """A result like an operand whose elements lie in order."""
     return fakes.like(x, dtype=dtype) if fakes.are_plain(x, dtype=kind) and fakes.is_in_order(x) else None
 
 
 def _of_numbers(fakes: Fakes, x: Any) -> FakeTensor | None:
-    return _unary(fakes, x, _NUMBERS)
+    return _unary(fakes, x, NUMBERS)
 
 
 def _gelu(fakes: Fakes, x: Any, approximate: str = "none") -> FakeTensor | None:
-    return _unary(fakes, x)
+    return _in_order(fakes, x)
 
 
 def _power(fakes: Fakes, x: Any, exponent: Any) -> FakeTensor | None:
@@ -162,7 +83,7 @@ def _binary(fakes: Fakes, x: Any, y: Any, alpha: Any = 1) -> FakeTensor | None:
         return None
     if float in map(type, scalars) and not fakes.are_plain(x):
         return None
-    return _broadcast(fakes, x, y, kind=_NUMBERS) if isinstance(y, torch.Tensor) else _of_numbers(fakes, x)
+    return _broadcast(fakes, x, y, kind=NUMBERS) if isinstance(y, torch.Tensor) else _of_numbers(fakes, x)
 
 
 def _quotient(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
@@ -171,8 +92,8 @@ def _quotient(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
 
 def _comparison(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
     if isinstance(y, torch.Tensor):
-        return _broadcast(fakes, x, y, kind=_NUMBERS, dtype=torch.bool)
-    return _unary(fakes, x, _NUMBERS, torch.bool) if type(y) in (int, float) else None
+        return _broadcast(fakes, x, y, kind=NUMBERS, dtype=torch.bool)
+    return _unary(fakes, x, NUMBERS, torch.bool) if type(y) in (int, float) else None
 
 
 def _both(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
@@ -180,65 +101,40 @@ def _both(fakes: Fakes, x: Any, y: Any) -> FakeTensor | None:
 
 
 def _where(fakes: Fakes, condition: Any, x: Any, y: Any) -> FakeTensor | None:
-    return _broadcast(fakes, x, y, condition) if fakes.are_plain(condition, dtype=torch.bool) else None
+    return _broadcast(fakes, x, y, condition, kind=None) if fakes.are_plain(condition, dtype=torch.bool) else None
 
 
 def _broadcast(
-    fakes: Fakes, x: Any, y: Any, *others: FakeTensor, kind: Any = _FLOATING, dtype: torch.dtype | None = None
+    fakes: Fakes, x: Any, y: Any, *others: FakeTensor, kind: Any = FLOATING, dtype: torch.dtype | None = None
 ) -> FakeTensor | None:
     """Of two tensors of this kind and of one type; `others` only share the shape."""
     if not fakes.are_plain(x, y, dtype=kind) or x.dtype != y.dtype:
         return None
     if any(t.fake_device != x.fake_device for t in others):
         return None
-    shape = _broadcast_shape([t.shape for t in (x, y, *others)])
-    if shape is None:
-        return None
-    # Of sizes that are known PyTorch's own kernels find the result: they go by the others' strides too.
-    open_sizes = any(t._has_symbolic_sizes_strides for t in (x, y, *others))
-    if all(map(fakes.is_in_order, (x, y) if open_sizes else (x, y, *others))):
-        return fakes.like(x, shape, dtype)
-    if not open_sizes:
-        return None
-    strides = compute_elementwise_output_strides(fakes.expanded(x, shape), fakes.expanded(y, shape))
-    return fakes.like(x, shape, dtype, strides)
-
-
-def _broadcast_shape(shapes: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """None where two sizes are not the same by their expressions, and neither is 1."""
-    found = []
-    for axis in range(-max(map(len, shapes)), 0):
-        sizes = [s[axis] for s in shapes if len(s) >= -axis]
-        wide = [n for n in sizes if not _is_one(n)]
-        if any(not _is_same(wide[0], n) for n in wide[1:]):
-            return None
-        found.append(wide[0] if wide else 1)
-    return found
-
-
-def _is_one(size: Any) -> bool:
-    """Whether it is the number: of an expression nothing is asked, for the answer would become a condition."""
-    return isinstance(size, int) and size == 1
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return bool(a.node.expr == b.node.expr)
+    shape = broadcast_shape([t.shape for t in (x, y, *others)])
+    return None if shape is None else fakes.elementwise([x, y], shape, dtype or x.dtype, others)
 
 
 def _clone(fakes: Fakes, x: Any, *, memory_format: torch.memory_format | None = None) -> FakeTensor | None:
     if memory_format is torch.contiguous_format:
         return fakes.like(x) if fakes.are_plain(x, dtype=None) else None
-    return _unary(fakes, x, None) if memory_format in (None, torch.preserve_format) else None
+    return _in_order(fakes, x, None) if memory_format in (None, torch.preserve_format) else None
 
 
-def _cast(fakes: Fakes, x: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FakeTensor | None:
-    return None if any(kwargs.values()) else _unary(fakes, x, None, dtype)
+def _cast(
+    fakes: Fakes, x: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **kwargs: Any
+) -> FakeTensor | None:
+    stays = fakes.are_plain(x, dtype=None) and _is_here(x, device)
+    return None if any(kwargs.values()) or not stays else _in_order(fakes, x, None, dtype)
+
+
+def _is_here(x: FakeTensor, device: torch.device | None) -> bool:
+    return device is None or device == x.fake_device
 
 
 def _dropout(fakes: Fakes, x: Any, p: float, train: bool | None) -> tuple[FakeTensor, ...] | None:
-    y = _unary(fakes, x) if train and 0 < p < 1 else None
+    y = _in_order(fakes, x) if train and 0 < p < 1 else None
     return None if y is None else (y, fakes.like(x, dtype=torch.bool))
 
 
@@ -249,7 +145,7 @@ def _batch_norm(fakes: Fakes, x: Any, weight: Any, bias: Any, *rest: Any) -> tup
         return None
     if x.dtype not in (torch.float32, torch.float64) or not fakes.is_in_order(x):
         return None
-    if any(t.dim() != 1 or not _is_same(t.shape[0], x.shape[1]) for t in given):
+    if any(t.dim() != 1 or not is_same(t.shape[0], x.shape[1]) for t in given):
         return None
     return fakes.like(x), fakes.like(x, x.shape[1:2]), fakes.like(x, x.shape[1:2])
 
@@ -271,12 +167,12 @@ def _mean(fakes: Fakes, x: Any, dims: Any, keepdim: bool = False, *, dtype: Any 
 
 
 def _log_softmax(fakes: Fakes, x: Any, axis: int, half_to_float: bool) -> FakeTensor | None:
-    return None if half_to_float or not _are_axes(x, axis) else _unary(fakes, x)
+    return None if half_to_float or not _are_axes(x, axis) else _in_order(fakes, x)
 
 
 def _cumsum(fakes: Fakes, x: Any, axis: int, *, dtype: torch.dtype | None = None) -> FakeTensor | None:
     kept = x.dtype.is_floating_point or x.dtype.is_complex
-    return _unary(fakes, x, None, dtype or (x.dtype if kept else torch.int64)) if _are_axes(x, axis) else None
+    return _in_order(fakes, x, None, dtype or (x.dtype if kept else torch.int64)) if _are_axes(x, axis) else None
 
 
 def _nll_loss(
@@ -285,7 +181,7 @@ def _nll_loss(
     """Of rows: the loss, and the sum of the weights."""
     if not fakes.are_plain(x) or not fakes.are_plain(labels, dtype=torch.int64) or weight is not None:
         return None
-    if x.dim() != 2 or labels.dim() != 1 or not _is_same(x.shape[0], labels.shape[0]):
+    if x.dim() != 2 or labels.dim() != 1 or not is_same(x.shape[0], labels.shape[0]):
         return None
     if labels.fake_device != x.fake_device or reduction not in (1, 2):
         return None
@@ -295,20 +191,20 @@ def _nll_loss(
 def _embedding(fakes: Fakes, weight: Any, indices: Any, *rest: Any) -> FakeTensor | None:
     if not fakes.are_plain(weight) or not fakes.are_plain(indices, dtype=torch.int64) or weight.dim() != 2:
         return None
-    plain = fakes.is_in_order(weight) and fakes.is_in_order(indices) and weight.fake_device == indices.fake_device
+    plain = fakes.is_in_order(weight) and weight.fake_device == indices.fake_device
     return fakes.like(weight, [*indices.shape, weight.shape[1]]) if plain else None
 
 
 def _addmm(fakes: Fakes, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> FakeTensor | None:
     if not fakes.are_plain(bias, a, b) or len({bias.dtype, a.dtype, b.dtype}) > 1:
         return None
-    if (bias.dim(), a.dim(), b.dim()) != (1, 2, 2) or not _is_same(a.shape[1], b.shape[0]):
+    if (bias.dim(), a.dim(), b.dim()) != (1, 2, 2) or not is_same(a.shape[1], b.shape[0]):
         return None
-    return fakes.like(a, [a.shape[0], b.shape[1]]) if _is_same(bias.shape[0], b.shape[1]) else None
+    return fakes.like(a, [a.shape[0], b.shape[1]]) if is_same(bias.shape[0], b.shape[1]) else None
 
 
 def _joined(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor | None:
-    """Of tensors of one type whose other sizes agree; their order is plain where no size is 1."""
+    """Of tensors of one type whose other sizes agree; in order, unless the channels of images may lie last in all."""
     if not tensors:
         return None
     first = tensors[0]
@@ -316,15 +212,55 @@ def _joined(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor |
         return None
     axis %= first.dim()
     for x in tensors:
-        if x.dtype != first.dtype or x.dim() != first.dim() or not fakes.is_in_order(x) or any(map(_is_one, x.shape)):
+        if x.dtype != first.dtype or x.dim() != first.dim() or _may_be_channels_last(x):
             return None
-        if any(not _is_same(n, m) for d, (n, m) in enumerate(zip(x.shape, first.shape, strict=True)) if d != axis):
+        if any(not is_same(n, m) for d, (n, m) in enumerate(zip(x.shape, first.shape, strict=True)) if d != axis):
             return None
         if isinstance(x.shape[axis], int) and x.shape[axis] == 0:
             return None
     shape = list(first.shape)
     shape[axis] = sum(x.shape[axis] for x in tensors)
     return fakes.like(first, shape)
+
+
+def _may_be_channels_last(x: FakeTensor) -> bool:
+    """Whether memory formats of images are asked for, and channels may lie next to each other."""
+    if x.dim() not in (4, 5):
+        return False
+    channels, step = x.shape[1], x.stride()[1]
+    return not isinstance(step, int) or step == 1 or not isinstance(channels, int) or channels == 1
+
+
+def _index(fakes: Fakes, x: Any, indices: Sequence[Any]) -> FakeTensor | None:
+    """Of one tensor of numbers for each axis."""
+    if not fakes.are_plain(x, dtype=None) or len(indices) != x.dim() or any(i is None for i in indices):
+        return None
+    if not fakes.are_plain(*indices, dtype=torch.int64) or any(i.fake_device != x.fake_device for i in indices):
+        return None
+    shape = broadcast_shape([i.shape for i in indices])
+    return None if shape is None or not x._has_symbolic_sizes_strides else fakes.like(x, shape)
+
+
+def _filled(fakes: Fakes, x: Any, *value: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> FakeTensor | None:
+    return None if any(kwargs.values()) else _in_order(fakes, x, None, dtype)
+
+
+def _masked(fakes: Fakes, x: Any, mask: Any, value: Any) -> FakeTensor | None:
+    """Of a number that the type holds."""
+    holds = (float, int) if fakes.are_plain(x) else (int,)
+    if type(value) not in holds or not fakes.are_plain(x, dtype=NUMBERS) or not fakes.are_plain(mask, dtype=torch.bool):
+        return None
+    if x.fake_device != mask.fake_device or not fakes.is_in_order(x) or not fakes.is_in_order(mask):
+        return None
+    return fakes.like(x) if broadcast_shape([x.shape, mask.shape]) == list(x.shape) else None
+
+
+def _scalar(
+    fakes: Fakes, value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, **kwargs: Any
+) -> FakeTensor | None:
+    if type(value) not in (int, float, bool) or dtype is None or device is None or any(kwargs.values()):
+        return None
+    return fakes.new([], dtype, device) if layout is torch.strided and device.type == "cpu" else None
 
 
 def _arange(fakes: Fakes, end: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> FakeTensor | None:
@@ -348,7 +284,7 @@ def _are_axes(x: FakeTensor, *axes: int) -> bool:
 
 
 def _new_empty(fakes: Fakes, x: Any, size: Sequence[Any], **kwargs: Any) -> FakeTensor | None:
-    plain = not any(kwargs.values()) and fakes.are_plain(x)
+    plain = not any(kwargs.values()) and fakes.are_plain(x, dtype=None)
     return fakes.like(x, size) if plain and not any(isinstance(n, int) and n < 0 for n in size) else None
 
 
@@ -389,7 +325,7 @@ def _expand(fakes: Fakes, x: Any, size: Sequence[Any], *, implicit: bool = False
     for axis, own in enumerate(x.shape, new):
         if isinstance(shape[axis], int) and shape[axis] == -1:
             shape[axis] = own
-        elif not _is_one(own) and not _is_same(own, shape[axis]):
+        elif not is_one(own) and not is_same(own, shape[axis]):
             return None
     return None if any(isinstance(n, int) and n < 0 for n in shape) else fakes.expanded(x, shape)
 
@@ -419,8 +355,9 @@ def _view(fakes: Fakes, x: Any, size: Sequence[Any]) -> FakeTensor | None:
     """Of elements in order, to as many by the sizes' expressions; or with the last axis divided."""
     if not fakes.are_plain(x, dtype=None):
         return None
-    if not fakes.is_in_order(x):
-        return _with_divided_rows(fakes, x, size)
+    if not fakes.is_contiguous(x):
+        kept = len(size) == x.dim() and all(map(is_same, size, x.shape)) and not any(map(is_one, size))
+        return fakes.view(x, x.shape, x.stride()) if kept else _with_divided_rows(fakes, x, size)
     shape, elements = list(size), x.numel()
     open_ = [i for i, n in enumerate(shape) if isinstance(n, int) and n < 0]
     known = math.prod(n for i, n in enumerate(shape) if i not in open_)
@@ -428,7 +365,7 @@ def _view(fakes: Fakes, x: Any, size: Sequence[Any]) -> FakeTensor | None:
         return None
     for i in open_:
         shape[i] = elements // known
-    if not _is_same(math.prod(shape), elements):
+    if not is_same(math.prod(shape), elements):
         return None
     return fakes.view(x, shape, make_contiguous_strides_for(shape))
 
@@ -438,9 +375,9 @@ def _with_divided_rows(fakes: Fakes, x: FakeTensor, size: Sequence[Any]) -> Fake
     kept, last = list(x.shape[:-1]), size[len(x.shape) - 1 :]
     if len(size) != x.dim() + 1 or not isinstance(x.shape[-1], int) or not all(isinstance(n, int) for n in last):
         return None
-    if any(not _is_same(n, m) for n, m in zip(size, kept, strict=False)):
+    if any(not is_same(n, m) for n, m in zip(size, kept, strict=False)):
         return None
-    if any(isinstance(n, int) and n < 2 for n in kept) or any(map(_is_one, last)):
+    if any(isinstance(n, int) and n < 2 for n in kept) or any(map(is_one, last)):
         return None  # the strides of such axes may be any
     heads, width = last
     if heads == -1:
@@ -461,6 +398,7 @@ RULES: Mapping[Any, Rule] = {
     **{getattr(_ATEN, name).Tensor: _binary for name in ("add", "mul", "sub")},
     **{getattr(_ATEN, name).default: _binary for name in ("maximum", "minimum")},
     **{getattr(_ATEN, name).Tensor: _both for name in ("bitwise_and", "bitwise_or")},
+    **{getattr(_ATEN, name).default: _filled for name in ("full_like", "ones_like", "zeros_like")},
     **{op: _comparison for name in ("eq", "ge", "gt", "le", "lt", "ne") for op in (
         getattr(_ATEN, name).Tensor, getattr(_ATEN, name).Scalar,
     )},
@@ -478,12 +416,15 @@ RULES: Mapping[Any, Rule] = {
     _ATEN.embedding.default: _embedding,
     _ATEN.expand.default: _expand,
     _ATEN.gelu.default: _gelu,
+    _ATEN.index.Tensor: _index,
+    _ATEN.masked_fill.Scalar: _masked,
     _ATEN.mean.dim: _mean,
     _ATEN.native_dropout.default: _dropout,
     _ATEN.new_empty.default: _new_empty,
     _ATEN.nll_loss_forward.default: _nll_loss,
     _ATEN.permute.default: _permute,
     _ATEN.pow.Tensor_Scalar: _power,
+    _ATEN.scalar_tensor.default: _scalar,
     _ATEN.slice.Tensor: _slice,
     _ATEN.transpose.int: _transpose,
     _ATEN.unsqueeze.default: _unsqueeze,

@@ -48,7 +48,8 @@ def type_of(value: ir.Value) -> TensorType:
 
 
 def rank_of(value: ir.Value) -> int:
-    return len(sizes.of(value))
+    """The number of a value's dimensions. Raises ValueError where the shape is not known."""
+    return len(value.shape) if value.shape is not None else len(sizes.of(value))
 
 
 def set_type(value: ir.Value, tensor_type: TensorType) -> None:

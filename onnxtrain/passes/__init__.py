@@ -95,11 +95,6 @@ def joint_passes(options: Options) -> tuple[Pass, ...]:
     return _enabled(JOINT, options)
 
 
-def passes_before_keys(options: Options) -> tuple[Pass, ...]:
-    """The passes before those that make an element's place matter: what packs tokens comes between."""
-    return _enabled(FORWARD[: FORWARD.index(key_dropout)], options)
-
-
 def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
     known = {run.__name__ for run in (*FORWARD, *JOINT)}
     disabled = options.disabled_passes or ()
@@ -119,6 +114,21 @@ def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
     }
     switched_off = {run for run, on in wanted.items() if not (options.compute_optimizer and on)}
     return tuple(run for run in passes if run not in switched_off and run.__name__ not in disabled)
+
+
+def optimize_forward(
+    model: ir.Model, options: Options, before_keys: Callable[[ir.Model], None] | None = None
+) -> Changes:
+    """Runs the forward passes over `model`, in place; returns what they did. Raises what `forward_passes` does.
+
+    `before_keys` looks at the graph before those that make an element's place matter: what packs tokens begins there.
+    """
+    keys = FORWARD.index(key_dropout)
+    changes = optimize(model, _enabled(FORWARD[:keys], options))
+    if before_keys is not None:
+        before_keys(model)
+    changes.add(optimize(model, _enabled(FORWARD[keys:], options)))
+    return changes
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:

@@ -30,6 +30,12 @@ class Changes:
     refused: list[Refusal] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
 
+    def add(self, later: Changes) -> None:
+        """Notes what passes did that ran behind these."""
+        self.made += later.made
+        self.refused += later.refused
+        self.passes += later.passes
+
     def refuse(self, node: ir.Node, reason: str) -> None:
         """Notes that `node` was left alone, and why."""
         self.refused.append(Refusal(self.pass_name, node.name or node.op_type, reason, traversal.origin(node) or ""))

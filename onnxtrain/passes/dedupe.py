@@ -57,11 +57,14 @@ def _narrows(node: ir.Node) -> bool:
     return dtype_of(node.outputs[0]).itemsize < dtype_of(value).itemsize
 
 
-def _attribute_key(attribute: ir.Attr) -> str:
+def _attribute_key(attribute: ir.Attr) -> tuple[ir.AttributeType, str]:
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.as_tensor()
-        return f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}"  # a large tensor prints abbreviated
-    return f"{attribute.type} {attribute.value!r}"
+        return (
+            attribute.type,
+            f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}",
+        )  # a large tensor prints abbreviated
+    return attribute.type, repr(attribute.value)
 
 
 def _key(node: ir.Node) -> Any:

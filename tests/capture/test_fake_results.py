@@ -62,6 +62,7 @@ SHORT = torch.zeros(3, 4, 5, dtype=torch.int32)
 LABEL = torch.zeros(5, dtype=torch.int64)
 ROWS, SQUARE = torch.zeros(5, 7), torch.zeros(7, 5)
 WIDE = torch.zeros(3, 4, 9)[..., :6]
+PIXELS = torch.zeros(1, 3, 1, 1).transpose(0, 1)  # in order with the channels first and last
 TENSORS = (X, ONE, ROW, TRANSPOSED, SLICED, EXPANDED, EMPTY, SCALAR, WHOLE, HALF, BOOL, PICTURES, LAST, NEGATIVE)
 
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
@@ -121,7 +122,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     *((op, (x, y), {}) for op in (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor) for x, y in (
         (BOOL, BOOL), (BOOL, BOOL[:, :1]), (WHOLE, WHOLE), (BOOL, WHOLE), (TRANSPOSED.bool(), BOOL),
     )),
-    *((op, (x,), {}) for op in (aten.neg.default, aten.abs.default) for x in TENSORS),
+    *((op, (x,), {}) for op in (aten.neg.default, aten.abs.default) for x in (*TENSORS, PIXELS)),
     *((aten._log_softmax.default, (x, a, False), {}) for x in (X, TRANSPOSED, WHOLE, SCALAR) for a in (-1, 1)),
     (aten._log_softmax.default, (HALF, -1, False), {}),
     *((aten.cumsum.default, (x, 1), {"dtype": d}) for x in (X, WHOLE, BOOL, SHORT, TRANSPOSED, HALF) for d in (
@@ -134,6 +135,9 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         LABEL, WHOLE, SCALAR.long(), SHORT,
     )),
     (aten.embedding.default, (ROWS, LABEL, 2, False, True), {}),
+    *((aten.embedding.default, (w, i), {}) for w in (ROWS, WIDE[0]) for i in (
+        LABEL[:1].expand(5), LABEL[::2], WHOLE[:1].expand(3, 4, 5), WHOLE.transpose(0, 1), WHOLE[..., :1],
+    )),
     *((aten.addmm.default, (b, x, y), {}) for b in (ROW, ROWS, SCALAR) for x in (ROWS, ROWS.t()) for y in (
         SQUARE, SQUARE.t(), ROWS,
     )),
@@ -161,6 +165,23 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (None, None),
     )),
     *((torch.ops.prim.device.default, (x,), {}) for x in (X, WHOLE)),
+    *((aten._to_copy.default, (WHOLE,), {"dtype": torch.bool, "device": torch.device(d)}) for d in ("cpu", "meta")),
+    *((op, (x, *v), {"dtype": d}) for op, v in (
+        (aten.zeros_like.default, ()), (aten.ones_like.default, ()), (aten.full_like.default, (0.5,)),
+    ) for x in (X, TRANSPOSED, EMPTY, WHOLE, LAST) for d in (None, torch.int32)),
+    (aten.full_like.default, (X, 1), {"device": torch.device("meta")}),
+    *((aten.masked_fill.Scalar, (x, m, v), {}) for x in (X, WHOLE, BOOL) for m in (
+        BOOL, BOOL[:, :1], TRANSPOSED.bool(),
+    ) for v in (0, 0.5, True)),
+    *((aten.scalar_tensor.default, (v,), {"dtype": d, "device": torch.device("cpu"), "layout": layout})
+      for v in (0.5, 2, True) for d in (torch.float32, torch.bool, None) for layout in (torch.strided, None)),
+    *((aten.index.Tensor, (x, i), {}) for x in (WHOLE[0], WHOLE[0].t(), BOOL[0, :1].expand(4, 5)) for i in (
+        [LABEL, LABEL], [LABEL[:, None], LABEL[None, :3]], [LABEL], [LABEL, None], [None, LABEL], [LABEL, SHORT[0, 0]],
+        [LABEL, LABEL[:3]], [BOOL[0]], [LABEL.view(5, 1, 1).expand(5, 2, 3), LABEL[:3]],
+    )),
+    (aten.view.default, (SLICED, [3, 4, 5]), {}),
+    (aten.view.default, (SLICED, [3, -1, 5]), {}),
+    (aten.view.default, (TRANSPOSED[:1], [1, 4, 5]), {}),
     *((op, (x, *[CHANNELS] * 4, training, 0.1, 1e-5), {}) for x in (PICTURES, LAST, PICTURES.bfloat16())
       for training in (True, False) for op in (
         aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default,
@@ -230,6 +251,66 @@ def test_views_of_views_give_what_pytorch_gives(shape: list[int], data: st.DataO
     plain, ruled = _both(lambda mode: _described(chain(_fake(mode, real))), open_sizes=False)
     assert ruled == plain
     assert list(chain(real).shape) == ruled[1][:1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 3, "open"]), min_size=1, max_size=4), st.data())
+def test_orders_of_elements_are_those_of_pytorch(shape: list[Any], data: st.DataObject) -> None:
+    """Of a unary and a binary operator, on tensors whose axes lie in any order, parts of larger ones or broadcast."""
+    rank = len(shape)
+    operands = []
+    for _ in range(2):
+        kept = [data.draw(st.sampled_from([1, n])) for n in shape]
+        order = data.draw(st.permutations(range(rank)))
+        gaps = [n != "open" and data.draw(st.booleans()) for n in kept]
+        operands.append((kept, order, gaps, data.draw(st.booleans())))
+
+    def operand(mode: FakeTensorMode, kept: list[Any], order: list[int], gaps: list[bool], expands: bool) -> Tensor:
+        kinds = [DimDynamic.DYNAMIC if kept[d] == "open" else DimDynamic.STATIC for d in order]
+        real = torch.zeros([5 if kept[d] == "open" else kept[d] + gaps[d] for d in order])
+        whole = mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+        x = aten.permute.default(whole, [order.index(d) for d in range(rank)])
+        for axis, size in enumerate(kept):
+            x = aten.slice.Tensor(x, axis, 0, size) if gaps[axis] else x
+        return aten.expand.default(x, [-1 if n == "open" else n for n in shape]) if expands else x
+
+    def results(mode: FakeTensorMode) -> Any:
+        with mode:
+            first, second = (operand(mode, *given) for given in operands)
+            found = [aten.neg.default(first), aten.cat.default([first, first], -1), aten.clone.default(first)]
+            found += [aten.add.Tensor(first, second), aten.maximum.default(second, first)]
+            return _described(found)
+
+    plain, ruled = _both(results, open_sizes=True)
+    assert ruled == plain
+
+
+def test_orders_of_open_sizes() -> None:
+    """What expressions say of all sizes is enough for a rotary embedding: halves of heads, negated and joined."""
+    kinds = [DimDynamic.DYNAMIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC]
+
+    def turned(mode: FakeTensorMode) -> Any:
+        x = mode.from_tensor(torch.zeros(3, 5, 8, 4), symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+        with mode:
+            heads = aten.permute.default(x, [0, 2, 1, 3])
+            halves = [aten.slice.Tensor(heads, 3, *bounds) for bounds in ((0, 2), (2, 4))]
+            negative = aten.neg.default(halves[1])
+            joined = aten.cat.default([negative, halves[0]], -1)
+            same = aten.view.default(heads, list(heads.shape))
+            found = [negative, joined, same, aten.mul.Tensor(heads, joined), aten.mul.Tensor(joined, heads)]
+        assert mode.shape_env is not None
+        return _described(found), {canonical(guard.expr) for guard in mode.shape_env.guards}
+
+    plain, ruled = _both(turned, open_sizes=True)
+    assert ruled[0] == plain[0]
+    assert ruled[1] == set()
+    mode = _mode(open_sizes=True)
+    x = mode.from_tensor(torch.zeros(3, 5, 8, 4), symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+    with mode:
+        heads = aten.permute.default(x, [0, 2, 1, 3])
+        part = aten.slice.Tensor(heads, 3, 0, 2)
+    for operator, *args in ((aten.neg.default, part), (aten.cat.default, [part, part], -1), (aten.sub.Tensor, part, 1)):
+        assert RULES[operator](Fakes(mode), *args) is not None, operator
 
 
 def test_numbers_up_to_a_size() -> None:

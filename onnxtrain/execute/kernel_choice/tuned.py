@@ -17,15 +17,13 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from onnxtrain.execute.kernel_choice.expected import expected_kernel, expected_shapes
+from onnxtrain.execute.kernel_choice.expected import ExpectedOnce
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import WORTH_SECONDS, Answers, rounded
 from onnxtrain.execute.kernel_choice.trial import Trial
 from onnxtrain.execute.program import Joined, KernelOf, Program, Results, drained
 from onnxtrain.graph import sizes
-from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Call, Kernel
-from onnxtrain.ops.machine import this_machine
 from onnxtrain.options import Options
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
@@ -56,22 +54,21 @@ def make_program(
     """
     exact = options.rng == "torch" or torch.are_deterministic_algorithms_enabled()
     inside = {n for call in (joined or {}).values() for n in call.part.nodes}
-    open_nodes = [] if exact else [n for n in part.nodes if n not in inside and _is_open(n, device.type)]
+    expected = ExpectedOnce()
+    open_nodes = [] if exact else [n for n in part.nodes if n not in inside and _is_open(n, expected, device.type)]
     if not open_nodes:
-        return Program(part, name, device, layout=layout, joined=joined)
-    return TunedProgram(part, name, device, open_nodes, options, layout, joined)
+        return Program(part, name, device, expected, layout=layout, joined=joined)
+    return TunedProgram(part, name, device, open_nodes, expected, options, layout, joined)
 
 
-def _is_open(node: ir.Node, device: str) -> bool:
+def _is_open(node: ir.Node, expected: ExpectedOnce, device: str) -> bool:
     """Whether speed decides between kernels, and may matter at some size."""
-    definition = definition_of(node)
-    candidates = definition.candidates(node, device)
+    candidates = expected.seconds(node, device)
     if len(candidates) == 1:
         return False
     if any(isinstance(size, str) for value in node.inputs if value is not None for size in sizes.of(value)):
         return True
-    view, shapes, machine = definition.view(node), expected_shapes(node), this_machine()
-    return min(kernel.seconds(view, shapes, machine) for kernel in candidates) >= WORTH_SECONDS
+    return min(seconds for _, seconds in candidates) >= WORTH_SECONDS
 
 
 class TunedProgram(Program):
@@ -83,12 +80,13 @@ class TunedProgram(Program):
         name: str,
         device: torch.device,
         open_nodes: Sequence[ir.Node],
+        expected: ExpectedOnce,
         options: Options,
         layout: ChannelsLast | None = None,
         joined: Joined | None = None,
     ) -> None:
         watched = _watched(part, open_nodes)
-        super().__init__(part, name, device, entry=watched, layout=layout, joined=joined)
+        super().__init__(part, name, device, expected, entry=watched, layout=layout, joined=joined)
         self.namespace["elsewhere"] = self._elsewhere
         self._as_written: Callable[..., Results] = self.run
         self._places = [part.inputs.index(value) for value in watched]
@@ -98,7 +96,8 @@ class TunedProgram(Program):
         self._file = file_of(options.tuning_results_path)
         self._trials: dict[ir.Node, Trial] = {}
         self._trying: Program | None = None
-        self._own = tuple(expected_kernel(node, device.type).name for node in open_nodes)
+        self._expected = expected
+        self._own = tuple(expected(node, device.type).name for node in open_nodes)
         self._variants: dict[tuple[str, ...], Program] = {self._own: self}
         self._settled: dict[tuple[int, ...], Program] = {}
 
@@ -143,7 +142,7 @@ class TunedProgram(Program):
     def _trial_or_expected(self, node: ir.Node, device: str) -> Kernel:
         trial = self._trials.get(node)
         if trial is None:
-            return expected_kernel(node, device)
+            return self._expected(node, device)
         return Kernel(lower=lambda n, *arguments: Call(trial, *arguments))
 
     def _variant(self, kernels: Sequence[Kernel]) -> Program:
@@ -153,7 +152,7 @@ class TunedProgram(Program):
         if known is None:
             chosen = dict(zip(self._open_nodes, kernels, strict=True))
             known = self._variants[names] = self._with_kernels(
-                self._name, lambda node, device: chosen.get(node) or expected_kernel(node, device)
+                self._name, lambda node, device: chosen.get(node) or self._expected(node, device)
             )
             self.source, self.filename = known.source, known.filename
         return known
