@@ -30,21 +30,26 @@ def compiled() -> None:
     assert LIBRARY.wait(), LIBRARY.why_not
 
 
+_BEFORE = SimpleNamespace(in_use=0)
+
+
 @pytest.fixture(autouse=True)
 def nothing_held() -> Iterator[None]:
-    """Each test begins without blocks of earlier ones."""
+    """Each test begins without blocks at hand, and does not count those that other files' tests still use."""
     gc.collect()
     LIBRARY.functions.trim()
+    _BEFORE.in_use = 0
+    _BEFORE.in_use = held()[0]
     yield
     gc.collect()
     LIBRARY.functions.trim()
 
 
 def held() -> tuple[int, int]:
-    """Bytes of blocks in use, and at hand."""
+    """Bytes of blocks in use since the test began, and at hand."""
     counts = (ctypes.c_int64 * 2)()
     LIBRARY.functions.held(ctypes.addressof(counts), ctypes.addressof(counts) + 8)
-    return counts[0], counts[1]
+    return counts[0] - _BEFORE.in_use, counts[1]
 
 
 class Wide(nn.Module):
