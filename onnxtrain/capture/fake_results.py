@@ -119,7 +119,18 @@ def _broadcast(
 def _clone(fakes: Fakes, x: Any, *, memory_format: torch.memory_format | None = None) -> FakeTensor | None:
     if memory_format is torch.contiguous_format:
         return fakes.like(x) if fakes.are_plain(x, dtype=None) else None
-    return _in_order(fakes, x, None) if memory_format in (None, torch.preserve_format) else None
+    if memory_format not in (None, torch.preserve_format) or not fakes.are_plain(x, dtype=None):
+        return None
+    if any(map(is_one, x.shape)) or not x._has_symbolic_sizes_strides:
+        return _in_order(fakes, x, None)
+    return fakes.elementwise([x], x.shape, x.dtype)  # of elements that lie close together the same order, else that
+
+
+def _copied(fakes: Fakes, x: Any, y: Any, non_blocking: bool = False) -> FakeTensor | None:
+    """Written over `x`, of which each element gets its own."""
+    if not fakes.are_plain(x, y, dtype=None) or x.dim() != y.dim():
+        return None
+    return x if all(map(is_same, x.shape, y.shape)) else None
 
 
 def _cast(
@@ -411,6 +422,7 @@ RULES: Mapping[Any, Rule] = {
     _ATEN.arange.default: _arange,
     _ATEN.cat.default: _joined,
     _ATEN.clone.default: _clone,
+    _ATEN.copy_.default: _copied,
     _ATEN.cumsum.default: _cumsum,
     _ATEN.div.Tensor: _quotient,
     _ATEN.embedding.default: _embedding,

@@ -265,6 +265,8 @@ def _functional(node: Node) -> Any:
         raise _NotPlainError
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise _NotPlainError
+    if found is aten.copy.default:  # casts to the type of what it writes to
+        return found
     given: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args, kwargs = given
     mode = args[0].fake_mode

@@ -165,6 +165,9 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (None, None),
     )),
     *((torch.ops.prim.device.default, (x,), {}) for x in (X, WHOLE)),
+    *((aten.copy_.default, (x, y), {}) for x in (X, SLICED, TRANSPOSED, WHOLE, EMPTY) for y in (
+        X, ONE, WHOLE, TRANSPOSED, SCALAR, ROWS,
+    )),
     *((aten._to_copy.default, (WHOLE,), {"dtype": torch.bool, "device": torch.device(d)}) for d in ("cpu", "meta")),
     *((op, (x, *v), {"dtype": d}) for op, v in (
         (aten.zeros_like.default, ()), (aten.ones_like.default, ()), (aten.full_like.default, (0.5,)),
