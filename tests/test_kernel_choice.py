@@ -515,7 +515,7 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
     if not looks:
         monkeypatch.setattr(trial, "worse_nearby", lambda *_: set())
     module = ORTModule(Net(), tuning_results_path=tmp_path)
-    steps(module, torch.randn(64, 16), 1)
+    steps(module, torch.randn(64, 16), 2)
     answers = tuned.answers_in(file_of(tmp_path))
     asked = set(answers)
     assert asked
@@ -523,6 +523,17 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
         answers[key] = answered(aten=1e-3, onednn=2e-3, convolution=2e-3, compiled=2e-3)
     steps(module, torch.randn(96, 16), 2)
     assert (set(answers) == asked) == looks
+
+
+@pytest.mark.usefixtures("everything_is_worth_it")
+def test_sizes_that_come_once_try_nothing(tmp_path: pathlib.Path) -> None:
+    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    for rows in (64, 96, 160):
+        steps(module, torch.randn(rows, 16), 1)
+    answers = tuned.answers_in(file_of(tmp_path))
+    assert not answers
+    steps(module, torch.randn(96, 16), 1)
+    assert answers
 
 
 def test_expected_shapes_have_a_number_for_every_size() -> None:
