@@ -85,6 +85,8 @@ class _Wrapping(Loader):
         return self.loader.create_module(spec)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy that is not made yet
+            raise AttributeError(name)
         return getattr(self.loader, name)  # get_source and its like
 
 

@@ -2,8 +2,9 @@
 
 The export runs every operator on fake tensors to learn the type of its result. PyTorch finds it by functions that
 compose the operator of others, each of which asks for the order of the elements, broadcasts, and promotes types: of
-dropout it takes 5 ms, of a copy 1.3, and a T5 of six layers has 800 such calls. Where all operands are floating tensors
-of one type whose elements lie in their usual order, so does the result; and a view has other sizes and strides.
+dropout it takes 5 ms, of a copy 1.3, and a T5 of six layers has 800 such calls. Where all operands are tensors of one
+type whose elements lie in their usual order, so does the result; in another order, where their strides' expressions say
+which; and a view has other sizes and strides.
 
 A rule gives None for everything else, which PyTorch then finds, or refuses: operands of other kinds, on several devices
 or with known elements, sizes that agree under a condition only, axes that there are none of.
@@ -263,7 +264,9 @@ def _masked(fakes: Fakes, x: Any, mask: Any, value: Any) -> FakeTensor | None:
         return None
     if x.fake_device != mask.fake_device or not fakes.is_in_order(x) or not fakes.is_in_order(mask):
         return None
-    return fakes.like(x) if broadcast_shape([x.shape, mask.shape]) == list(x.shape) else None
+    shape = broadcast_shape([x.shape, mask.shape])
+    kept = shape is not None and len(shape) == x.dim() and all(map(is_same, shape, x.shape))
+    return fakes.like(x) if kept else None
 
 
 def _scalar(

@@ -176,6 +176,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     *((aten.masked_fill.Scalar, (x, m, v), {}) for x in (X, WHOLE, BOOL) for m in (
         BOOL, BOOL[:, :1], TRANSPOSED.bool(),
     ) for v in (0, 0.5, True)),
+    *((aten.masked_fill.Scalar, (x, BOOL, 0), {}) for x in (ONE, ROW)),
     *((aten.scalar_tensor.default, (v,), {"dtype": d, "device": torch.device("cpu"), "layout": layout})
       for v in (0.5, 2, True) for d in (torch.float32, torch.bool, None) for layout in (torch.strided, None)),
     *((aten.index.Tensor, (x, i), {}) for x in (WHOLE[0], WHOLE[0].t(), BOOL[0, :1].expand(4, 5)) for i in (
