@@ -67,7 +67,7 @@ def _run(shape: Shape, dtype: torch.dtype, folder: Path, answers: Answers) -> bo
     cotangent = torch.randn(rows, outputs).to(dtype)
     for number in range(_MOST_STEPS):
         module(x).backward(cotangent)
-        if number and all(answer.choice for answer in answers.values()):  # the first step at a size tries nothing
+        if number and all(answer.choice for answer in answers.values()):  # the first step tries nothing
             return True
     return False
 

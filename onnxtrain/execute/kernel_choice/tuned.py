@@ -2,12 +2,11 @@
 
     run ──shapes as last time──> the program as it was written first
      └─other shapes─> settled for them ─yes─> a program with the kernels that are fastest at these sizes
-                         └─no─> seen before ─no─> the program as it was written first
-                                     └─yes─> a program whose nodes try their candidates, until all are settled
+                         └─no─> a program whose nodes try their candidates, until all are settled
 
 So a call at usual sizes costs one comparison of shapes more than without a choice. Nothing waits for a measurement:
-each call of a candidate is a step's own. Nothing is tried at sizes that come once, nor in the first step of all, which
-people wait for: preparing and trying took 0.1 of the 2.3 s of a T5's.
+each call of a candidate is a step's own. Nothing is tried in the first step of all, which people wait for: preparing and
+trying took 0.1 of the 2.3 s of a T5's.
 """
 
 from __future__ import annotations
@@ -102,15 +101,15 @@ class TunedProgram(Program):
         self._own = tuple(expected(node, device.type).name for node in open_nodes)
         self._variants: dict[tuple[str, ...], Program] = {self._own: self}
         self._settled: dict[tuple[int, ...], Program] = {}
-        self._seen: set[tuple[int, ...]] = set()
+        self._has_run = False
 
     def _elsewhere(self, tensors: list[torch.Tensor], given: Sequence[int]) -> Results:
         """Runs a call whose shapes are not those of the last one, or which other kernels serve."""
         shapes = [tensors[place].shape for place in self._places]
         size_class = _size_class(shapes)
         settled = self._settled.get(size_class)
-        if size_class not in self._seen:
-            self._seen.add(size_class)
+        if not self._has_run:
+            self._has_run = True
             return self._as_written(drained(tensors), given, True)
         if settled is None:
             return self._try(tensors, given, size_class)
