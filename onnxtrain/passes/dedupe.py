@@ -58,13 +58,10 @@ def _narrows(node: ir.Node) -> bool:
 
 
 def _attribute_key(attribute: ir.Attr) -> tuple[ir.AttributeType, str]:
-    if attribute.type == ir.AttributeType.TENSOR:
-        tensor = attribute.as_tensor()
-        return (
-            attribute.type,
-            f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}",
-        )  # a large tensor prints abbreviated
-    return attribute.type, repr(attribute.value)
+    if attribute.type != ir.AttributeType.TENSOR:
+        return attribute.type, repr(attribute.value)
+    tensor = attribute.as_tensor()  # a large one prints abbreviated
+    return attribute.type, f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}"
 
 
 def _key(node: ir.Node) -> Any:

@@ -105,12 +105,12 @@ class TunedProgram(Program):
 
     def _elsewhere(self, tensors: list[torch.Tensor], given: Sequence[int]) -> Results:
         """Runs a call whose shapes are not those of the last one, or which other kernels serve."""
-        shapes = [tensors[place].shape for place in self._places]
-        size_class = _size_class(shapes)
-        settled = self._settled.get(size_class)
         if not self._has_run:
             self._has_run = True
             return self._as_written(drained(tensors), given, True)
+        shapes = [tensors[place].shape for place in self._places]
+        size_class = _size_class(shapes)
+        settled = self._settled.get(size_class)
         if settled is None:
             return self._try(tensors, given, size_class)
         if settled is not self:
