@@ -24,11 +24,17 @@ from torch._higher_order_ops.effects import with_effects
 from torch.export._remove_effect_tokens_pass import _remove_effect_tokens
 from torch.export.exported_program import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import has_side_effect
 
 from onnxtrain.capture.autocast import casting, casting_composites, state_types
 from onnxtrain.ops import FROM_TORCH
 
 Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts
+
+# They raise by what elements are, and have no result. torch 2.11 takes the first for dead code and drops it: the
+# inverse of a singular matrix was NaN without a word.
+for _check in (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default):
+    has_side_effect(_check)
 
 
 def composite_parts(program: ExportedProgram) -> Parts:

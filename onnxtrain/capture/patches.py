@@ -22,6 +22,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.traceback import preserve_node_meta
+from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -65,6 +66,8 @@ def capturing() -> Iterator[None]:
         stack.enter_context(preserve_node_meta())  # else nothing is noted
         regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
         stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
+        if hasattr(functional, "_infer_size"):  # torch 2.11: how a loss's weight is broadcast, of numbers alone
+            stack.enter_context(replaced(functional, "_infer_size", torch.broadcast_shapes))
         for lost in _LOST:
             stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
         _UNDER_WAY.flag = True

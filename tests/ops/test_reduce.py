@@ -8,6 +8,7 @@ import torch
 from onnxtrain.testing import OpCase, Spec
 from tests.ops.captures import SIZES, check_body_at_specials, check_capture
 from tests.ops.cases_reduce import CASES, rows_of_minus_inf, ties
+from tests.torch_version import needs_torch
 
 ANY = Spec("b s h")
 WHOLE = Spec("b s h", "int64", -9, 9)
@@ -58,7 +59,6 @@ FUNCTIONS = {
     "amax": (lambda x: x.amax((0, 2)), TIED),
     "amin": (lambda x: x.amin(-1, keepdim=True), TIED),
     "amax-all": (lambda x: x.amax(), ANY),
-    "aminmax": (lambda x: tuple(torch.aminmax(x, dim=-1)), ANY),
     "any": (lambda x: x.any(), TRUTH),
     "any-dim": (lambda x: x.any(-1, keepdim=True), TRUTH),
     "any-dims": (lambda x: torch.any(x, dim=(0, 2)), TRUTH),
@@ -112,6 +112,12 @@ def test_what_functions_become(name: str) -> None:
 def test_what_functions_become_in_bfloat16(name: str) -> None:
     function, spec = FUNCTIONS[name]
     check_capture(function, spec, dtype=torch.bfloat16)
+
+
+@needs_torch(2, 13, "has no gradient of it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_extremes(dtype: torch.dtype) -> None:
+    check_capture(lambda x: tuple(torch.aminmax(x, dim=-1)), ANY, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", IN_ATEN)
