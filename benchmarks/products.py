@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from onnxtrain.execute.reused_memory import LIBRARY as MEMORY
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY as CONVOLUTIONS
 from onnxtrain.ops.convolution.weight_gradient import convolution_gradients
 from onnxtrain.ops.matmul import compiled_product
@@ -90,16 +91,36 @@ class Products:
             self._calls = [best[key][0] for key in record.found]
             self.operations = sum(best[key][1] for key in record.found)
         self.count = len(self._calls)
+        MEMORY.wait()
 
     def run(self) -> float:
         """The seconds that all of them take, one after the other."""
         on_gpu = torch.cuda.is_available()
         started = time.perf_counter()
-        for call in self._calls:
-            call()
+        with _memory_at_hand():
+            for call in self._calls:
+                call()
         if on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def _memory_at_hand() -> Iterator[None]:
+    """Results lie in memory of the round before, as onnxtrain's do: the system clears fresh memory.
+
+    In a process with five contenders BERT's products, with scores of 30,522 words, run at 133 GFLOP/s so, and at 98
+    where memory is given back each time: they took longer than onnxtrain's whole step.
+    """
+    native = MEMORY.functions
+    if native is None:
+        yield
+        return
+    native.enter()
+    try:
+        yield
+    finally:
+        native.leave()
 
 
 def matrix_flops(step: Callable[[], object]) -> int:
