@@ -9,8 +9,8 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def right_number(captures: int) -> bool:
     """Whether a module that should be captured once was.
 
-    Older PyTorch makes conditions of what it checks of a pooling's sizes: it is captured again where one of two axes that
-    was even is odd.
+    Older PyTorch makes conditions of what it checks of a pooling's sizes: it is captured again where one of two axes
+    that was even is odd.
     """
     return captures == 1 or (TORCH < (2, 13) and 1 < captures <= 4)
 
