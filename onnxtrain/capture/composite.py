@@ -28,13 +28,13 @@ from torch.fx.node import has_side_effect
 
 from onnxtrain.capture.autocast import casting, casting_composites, state_types
 from onnxtrain.ops import FROM_TORCH
+from onnxtrain.ops.left_out import CHECKS
 
 Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts
 
-# They raise by what elements are, and have no result. torch 2.11 takes the first for dead code and drops it: the
-# inverse of a singular matrix was NaN without a word.
-for _check in (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default):
-    has_side_effect(_check)
+# torch 2.11 drops checks of linear algebra as dead code: the inverse of a singular matrix was NaN without a word.
+for _name in CHECKS:
+    has_side_effect(getattr(torch.ops.aten, _name).default)
 
 
 def composite_parts(program: ExportedProgram) -> Parts:

@@ -141,6 +141,8 @@ _PADDED = "reads outside of a tensor by a mask: Inductor's own form of padding"
 _CHUNKED = "a layer and its loss chunk by chunk, in PyTorch's own loop"
 _BACKWARD = "a step of PyTorch's own backward: it stands where the operator's gradient was traced"
 
+CHECKS = ("_assert_async", "_linalg_check_errors")
+
 # Of PyTorch: what stays an ATen node, with PyTorch's own kernel and gradient. Names without `aten.` and overload.
 PYTORCH_OPERATORS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -176,7 +178,7 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
         _LINEAR_ALGEBRA,
     ),
     "linalg_matrix_norm": _RANK,
-    **dict.fromkeys(("_assert_async", "_linalg_check_errors"), _CHECK),
+    **dict.fromkeys(CHECKS, _CHECK),
     **dict.fromkeys(
         (
             "digamma",

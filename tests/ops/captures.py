@@ -11,7 +11,7 @@ import torch
 from onnxtrain import ORTModule
 from onnxtrain.graph.values import ATEN
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
-from tests.torch_version import right_number
+from tests.torch_version import most_captures
 
 # The first sizes are captured, the others run on the same capture.
 SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 4, "h": 6}, {"b": 2, "s": 5, "h": 6}, {"b": 1, "s": 7, "h": 6})
@@ -78,7 +78,7 @@ def check_capture(
                 if theirs is not None:
                     assert_no_worse_than_eager(f"{kind} {index} at {dict(known)}", mine, theirs, right)
     engine = ours.__dict__["_engine"]
-    assert right_number(engine.captures), f"{engine.captures} captures"
+    assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
     calls = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not calls, f"not converted: {', '.join(calls)}"
     return ours

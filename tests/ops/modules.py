@@ -13,7 +13,7 @@ import torch
 from onnxtrain import ORTModule
 from onnxtrain.graph.values import ATEN
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.torch_version import right_number
+from tests.torch_version import most_captures
 
 
 def _step(module: torch.nn.Module, inputs: Sequence[Any], dtype: torch.dtype, autocast: bool) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def check_module(
             else:
                 assert_no_worse_than_eager(where, got[name], theirs, truth[name])
     engine = ours.__dict__["_engine"]
-    assert right_number(engine.captures), f"{engine.captures} captures"
+    assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
     left = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not left, f"not converted: {', '.join(left)}"
     return ours

@@ -19,7 +19,7 @@ import torch
 
 from onnxtrain import ORTModule, tolerance
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.torch_version import right_number
+from tests.torch_version import most_captures
 from tests.zoo.entry import Call, ZooModel
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
@@ -247,8 +247,8 @@ def compared(
     if entry.falls_back is None:
         assert not texts, texts
         found = count_captures(compare.got.run)
-        right = found > 0 if captures is None else right_number(found) if captures == 1 else found == captures
-        assert right, f"{found} captures"
+        most = most_captures(compare.got.run) if captures == 1 else captures
+        assert found > 0 if most is None else (captures or 1) <= found <= most, f"{found} captures"
     else:
         assert len(texts) == 1, texts
         assert re.search(entry.falls_back, texts[0]), texts[0]
