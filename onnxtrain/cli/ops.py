@@ -177,7 +177,7 @@ def page() -> str:
     parts.append("## PyTorch's own\n")
     parts.append(_reasons("Operators that stay ATen nodes, with PyTorch's kernel and gradient:", PYTORCH_OPERATORS))
     parts.append(_reasons("Operators of which only these uses stay ATen nodes:", PYTORCH_USES))
-    parts.append("Of PyTorch's operator database, which `tests/test_op_db.py` runs:\n")
+    parts.append("Of PyTorch's operator database, which `tests/ops/test_op_db.py` runs:\n")
     parts.append(
         _reasons("Entries whose gradient is taken at run time, in some of their samples:", PYTORCH_AT_RUN_TIME)
     )

@@ -1,7 +1,7 @@
 """Operators that this package knows of and leaves out, with the reason: what `docs/operators.md` tells its readers.
 
 A test holds that every operator of ONNX is defined or stands here, and every one of ONNX Runtime Training's too. Which
-of PyTorch's stay as they are shows by running its own database of operators (tests/op_db_sweep.py).
+of PyTorch's stay as they are shows by running its own database of operators (tests/ops/op_db_sweep.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.ops import OPS
 from onnxtrain.verification import Difference
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_operators_page_is_current() -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import dynamo
-from tests.test_dynamo import Keeps
+from tests.dynamo.test_dynamo import Keeps
 
 WIDTH = 8
 

@@ -47,7 +47,7 @@ STEPS = """
 import os, sys
 import torch
 from onnxtrain import ORTModule
-from tests.test_memory_flat import SIZES, WIDTH, network
+from tests.module.test_memory_flat import SIZES, WIDTH, network
 
 torch.set_num_threads(1)
 model = ORTModule(network())
@@ -75,7 +75,7 @@ def test_a_process_does_not_grow_in_a_thousand_steps() -> None:
         text=True,
         check=True,
         env=environment,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     first, second = map(int, done.stdout.split())
     assert second - first <= 2**20, f"{(second - first) / 2**20:.1f} MiB more in the second half"

@@ -1,8 +1,8 @@
 """Sweeps PyTorch's own operator database: each differentiable operator captured, and compared with eager at two sizes.
 
-    python -m tests.op_db_sweep                       all of it (a quarter of an hour on one core)
-    python -m tests.op_db_sweep "fft|svd" --verbose   operators whose name matches
-    python -m tests.op_db_sweep --json found.json     the results for other programs
+    python -m tests.ops.op_db_sweep                       all of it (a quarter of an hour on one core)
+    python -m tests.ops.op_db_sweep "fft|svd" --verbose   operators whose name matches
+    python -m tests.ops.op_db_sweep --json found.json     the results for other programs
 
 Each sample becomes a module, which is captured; then outputs and gradients are compared with eager's, on the sample and
 on a second batch of other sizes for the same capture. An operator stands where its worst sample stands:

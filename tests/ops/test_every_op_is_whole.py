@@ -20,7 +20,7 @@ from onnxtrain.testing import CaseCheck, OpCase
 
 CASES: list[OpCase] = [
     case
-    for path in sorted((pathlib.Path(__file__).parent / "ops").glob("cases_*.py"))
+    for path in sorted(pathlib.Path(__file__).parent.glob("cases_*.py"))
     for case in importlib.import_module(f"tests.ops.{path.stem}").CASES
 ]
 DTYPES = [torch.float32, torch.float64]
@@ -87,7 +87,7 @@ def test_factors_tell_the_truth(case: OpCase) -> None:
 def test_every_op_has_a_case() -> None:
     tested = {(case.domain, case.name) for case in CASES}
     tested |= {(ATEN, "ATen"), (ATEN, "ATenGrad")}  # any operator in any arguments: tests/ops/test_aten.py
-    tested |= {(MICROSOFT, "PythonOp"), (MICROSOFT, "PythonOpGrad")}  # any Python: tests/test_python_op.py
+    tested |= {(MICROSOFT, "PythonOp"), (MICROSOFT, "PythonOpGrad")}  # any Python: tests/capture/test_python_op.py
     tested |= {(OWN, "Foreign")}  # any op that is not known: tests/device/test_artifacts_imports.py
     missing = sorted(f"{domain or 'ai.onnx'}::{name}" for domain, name in OPS if (domain, name) not in tested)
     assert not missing, f"no case in tests/ops for {', '.join(missing)}"

@@ -16,7 +16,7 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, lookup
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.testing import CaseCheck, OpCase, case_graph, run_model
-from tests.test_every_op_is_whole import CASES
+from tests.ops.test_every_op_is_whole import CASES
 
 
 def graph_of(check: CaseCheck) -> ir.Model:

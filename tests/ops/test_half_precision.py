@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onnxtrain.testing import CaseCheck, OpCase
-from tests.test_every_op_is_whole import CASES
+from tests.ops.test_every_op_is_whole import CASES
 
 # Their float32 statistics are inputs or outputs of a type of their own: tests/ops/test_attention.py, test_norm.py.
 OTHERS = {"FlashAttention", "FlashAttentionGrad", "WeightNormGrad"}

@@ -3,14 +3,14 @@
 Why an operator is not native, falls back or has its gradient at run time stands in `ops/left_out.py`, and so in
 docs/operators.md.
 
-A fixed sample runs always, the whole database under --slow. `python -m tests.op_db_sweep` prints the counts.
+A fixed sample runs always, the whole database under --slow. `python -m tests.ops.op_db_sweep` prints the counts.
 """
 
 import pytest
 from torch.testing._internal.opinfo.core import OpInfo
 
 from onnxtrain.ops.left_out import PYTORCH_AT_RUN_TIME, PYTORCH_OPERATORS, PYTORCH_RUNS, PYTORCH_USES
-from tests.op_db_sweep import Form, check_operator, differentiable, full_name
+from tests.ops.op_db_sweep import Form, check_operator, differentiable, full_name
 from tests.torch_version import needs_torch
 
 OPERATORS = {full_name(op): op for op in differentiable()}

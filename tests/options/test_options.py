@@ -31,7 +31,7 @@ from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS
 from onnxtrain.options.without_effect import VARIABLES as WITHOUT_EFFECT
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OLD_NAMES = [old.variable for knob in knobs() for old in knob.old_names]
 
 VARIABLES = [knob.variable for knob in knobs() if knob.variable]
@@ -387,46 +387,46 @@ PREDECESSORS_VARIABLES = """
 
 # The test of what each option does: its file under tests/, and its name.
 EFFECTS = {
-    "rng": ("test_traps_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
-    "native": ("test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
+    "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
+    "native": ("passes/test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
     "regions": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
     "regions_dump": ("execute/test_regions_build.py", "test_the_folder_of_debugging_gets_graph_and_library"),
     "cuda_graphs": ("execute/test_recorded.py", "test_training_is_the_same"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
     "recompute_cheap": ("plan/test_cheap.py", "test_no_bit_changes_and_no_input_is_kept"),
-    "compute_optimizer": ("test_options_less_work.py", "test_each_can_be_switched_off"),
-    "label_sparsity": ("test_options_less_work.py", "test_each_can_be_switched_off"),
-    "chunked_loss": ("test_options_less_work.py", "test_each_can_be_switched_off"),
-    "skip_padding": ("test_options_less_work.py", "test_each_can_be_switched_off"),
+    "compute_optimizer": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
+    "label_sparsity": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
+    "chunked_loss": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
+    "skip_padding": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
     "disabled_passes": ("passes/test_zoo_without_passes.py", "test_a_disabled_pass_does_not_run"),
-    "print_input_density": ("test_options_less_work.py", "test_the_density_of_each_step_is_printed"),
-    "count_work": ("test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
-    "save_onnx": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
-    "onnx_prefix": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
-    "save_path": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
-    "onnx_opset": ("test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "print_input_density": ("options/test_options_less_work.py", "test_the_density_of_each_step_is_printed"),
+    "count_work": ("cli/test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
+    "save_onnx": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "onnx_prefix": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "save_path": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "onnx_opset": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
     "log_level": ("observe/test_logs.py", "test_the_level_is_the_loggers"),
-    "fallback_policy": ("test_faults.py", "test_what_onnxtrain_raises_keeps_its_frames"),
-    "fallback_retry": ("test_fallback.py", "test_falling_back_is_tried_once_unless_retry_is_asked_for"),
-    "pieces": ("test_dynamo.py", "test_pieces_can_be_switched_off"),
-    "custom_autograd": ("test_fallback.py", "test_custom_autograd_can_be_switched_off"),
-    "conv_algo_search": ("test_options_effects.py", "test_an_exhaustive_search_is_cudnns_benchmark"),
+    "fallback_policy": ("module/test_faults.py", "test_what_onnxtrain_raises_keeps_its_frames"),
+    "fallback_retry": ("module/test_fallback.py", "test_falling_back_is_tried_once_unless_retry_is_asked_for"),
+    "pieces": ("dynamo/test_dynamo.py", "test_pieces_can_be_switched_off"),
+    "custom_autograd": ("module/test_fallback.py", "test_custom_autograd_can_be_switched_off"),
+    "conv_algo_search": ("options/test_options_effects.py", "test_an_exhaustive_search_is_cudnns_benchmark"),
     "print_memory_stats": ("observe/test_memory.py", "test_each_phase_of_a_step"),
-    "memory_opt_level": ("test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
-    "memory_opt_config": ("test_memory_options.py", "test_a_count_and_a_kind_decide_how_many"),
+    "memory_opt_level": ("plan/test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
+    "memory_opt_config": ("plan/test_memory_options.py", "test_a_count_and_a_kind_decide_how_many"),
     "memory_opt_probe_recompute_level": (
-        "test_memory_options.py",
+        "plan/test_memory_options.py",
         "test_products_are_in_subgraphs_where_they_are_asked_for",
     ),
     "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_those_of_one_backward_bit_for_bit"),
-    "tuning": ("test_kernel_choice.py", "test_with_tuning_off_known_answers_count_and_nothing_is_measured"),
-    "max_tuning_duration_ms": ("test_kernel_choice.py", "test_the_longest_duration_ends_a_measurement"),
-    "tuning_results_path": ("test_kernel_choice.py", "test_the_faster_kernel_is_found_and_kept"),
+    "tuning": ("execute/test_kernel_choice.py", "test_with_tuning_off_known_answers_count_and_nothing_is_measured"),
+    "max_tuning_duration_ms": ("execute/test_kernel_choice.py", "test_the_longest_duration_ends_a_measurement"),
+    "tuning_results_path": ("execute/test_kernel_choice.py", "test_the_faster_kernel_is_found_and_kept"),
     "cache_dir": ("capture/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
     "cache_limit_mb": ("capture/test_stored.py", "test_the_option_cache_limit_mb_bounds_the_folder"),
-    "dump_dir": ("test_stages.py", "test_every_stage_is_dumped_and_each_compilation_to_a_folder_of_its_own"),
-    "verify": ("test_stages.py", "test_a_faulty_graph_is_refused_unless_verify_is_off"),
+    "dump_dir": ("compile/test_stages.py", "test_every_stage_is_dumped_and_each_compilation_to_a_folder_of_its_own"),
+    "verify": ("compile/test_stages.py", "test_a_faulty_graph_is_refused_unless_verify_is_off"),
 }
 
 

@@ -29,6 +29,6 @@ def test_an_exhaustive_search_is_cudnns_benchmark(way: str, expected: str) -> No
         text=True,
         check=True,
         env=environment,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == expected

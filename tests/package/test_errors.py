@@ -70,4 +70,4 @@ assert set(onnxtrain.__all__) <= set(dir(onnxtrain))
 assert not hasattr(onnxtrain, "nothing")
 assert "torch" not in sys.modules, "the options and errors must load without PyTorch"
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])

@@ -18,7 +18,7 @@ from onnxtrain.passes.fuse_patterns import REWRITES, register
 from onnxtrain.passes.patterns import Match, Rewrite, Var, op
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
-from tests.test_fuse_attention import LAYERS
+from tests.passes.test_fuse_attention import LAYERS
 from tests.zoo import huggingface
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import Call, ZooModel, mean_square

@@ -10,7 +10,7 @@ import pytest
 
 from onnxtrain.ops import OPS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
