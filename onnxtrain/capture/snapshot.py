@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import EllipsisType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
@@ -22,6 +21,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from onnxtrain.capture.four_bit import parts, quantization
+from onnxtrain.capture.source_line import PACKAGE, PYTORCH
 from onnxtrain.capture.structure import constant_key
 from onnxtrain.errors import CaptureError
 
@@ -507,12 +507,8 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
             del torch.nn.Module.__getattribute__
 
 
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-
-
 def _is_forward(file: str) -> bool:
     """Whether this may be code of a forward: PyTorch's export, nn.Module and we look into every `__dict__`."""
-    if file.startswith(_TORCH):
-        return file.startswith(f"{_TORCH}/nn/") and file != torch_module.__file__
-    return not file.startswith(_PACKAGE)
+    if file.startswith(PYTORCH):
+        return file.startswith(f"{PYTORCH}nn/") and file != torch_module.__file__
+    return not file.startswith(PACKAGE)

@@ -5,6 +5,7 @@ And tracebacks of the user's own errors, without the frames of onnxtrain.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,8 +13,11 @@ from types import FrameType, TracebackType
 
 import torch
 
-_PYTORCH, _OWN = str(Path(torch.__file__).parent), (str(Path(__file__).parents[1]), "<onnxtrain ")
-_NOT_THE_USERS = (_PYTORCH, *_OWN, "<")
+# With the separator at the end: torchvision, and a user's folder onnxtrain-experiments, begin with these names too.
+PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_OWN = (PACKAGE, "<onnxtrain ")
+_NOT_THE_USERS = (PYTORCH, *_OWN, "<")
 _PYTHONS = ("<frozen ",)  # imports, and what runs scripts
 _WRITTEN_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -75,7 +79,7 @@ def hide_own_frames(error: BaseException) -> bool:
         frames.append(trace)
         trace = trace.tb_next
     files = [frame.tb_frame.f_code.co_filename for frame in frames]
-    raised_in = next((file for file in reversed(files) if not file.startswith((_PYTORCH, *_PYTHONS))), "<")
+    raised_in = next((file for file in reversed(files) if not file.startswith((PYTORCH, *_PYTHONS))), "<")
     if isinstance(error, SyntaxError):  # the file that cannot be read has no frame
         raised_in = error.filename or "<"
     if not is_user_file(raised_in):

@@ -101,6 +101,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(rows, "_LEAST", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
+    monkeypatch.setattr(compiled, "this_machine", lambda: Machine("", "", {torch.bfloat16: 0.19}))  # bfloat16 too
     monkeypatch.setattr(torch.Tensor, "bernoulli_", keyed)
     return found
 

@@ -63,7 +63,10 @@ def is_known_by_version(file: str) -> bool:
     """Whether the code in this file is that of PyTorch, of a package beneath it, of Python or of onnxtrain."""
     if file.startswith((*_FOLDERS, "<frozen ")):
         return True
-    return file.startswith(_LIBRARY) and not file.startswith(_PACKAGES) and "/site-packages/" not in file
+    if file.startswith(_PACKAGES):
+        return False
+    # What lies in a folder of packages within the library's own is no part of Python.
+    return any(file.startswith(library) and "/site-packages/" not in file[len(library) - 1 :] for library in _LIBRARY)
 
 
 @functools.cache
