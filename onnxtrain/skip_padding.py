@@ -165,8 +165,8 @@ def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None
     """The first attention of a plan that, packed, reads on the host of a GPU how long sequences are."""
     for node in (*plan.attentions, *plan.few_queries):
         n = view(node)
-        width = sizes.of(n.q)[3]
-        flash = sizes.of(n.v)[3] == width and flash_runs(device.type, TORCH_DTYPES[dtype_of(n.q)], width)
+        width = sizes.dims_of(n.q)[3]
+        flash = sizes.dims_of(n.v)[3] == width and flash_runs(device.type, TORCH_DTYPES[dtype_of(n.q)], width)
         if not flash or added_to_scores(node).table is not None:
             return node
     return None
@@ -177,7 +177,7 @@ def _sources_of(wanted: Sequence[sizes.Size], captured: Captured) -> list[tuple[
     names = frozenset[str]().union(*map(sizes.symbols, wanted))
     found: dict[str, tuple[str, int, int]] = {}
     for index, value in enumerate(captured.model.graph.inputs):
-        for axis, size in enumerate(sizes.of(value)):
+        for axis, size in enumerate(sizes.dims_of(value)):
             if size in names:
                 found.setdefault(str(size), (str(size), index, axis))
     return list(found.values())

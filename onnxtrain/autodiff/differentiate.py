@@ -207,7 +207,7 @@ class _Walk:
                 got=dtype_of(gradient).name,
                 todo="cast in the gradient rule",
             )
-        have, want = sizes.of(gradient), sizes.of(value)
+        have, want = sizes.dims_of(gradient), sizes.dims_of(value)
         if have == want:
             return gradient
         extra = len(have) - len(want)
@@ -225,7 +225,7 @@ class _Walk:
         widened = [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == 1 and h != 1]
         if widened:
             gradient = self._sum(gradient, widened, keepdims=1)
-        if sizes.of(gradient) != want:
+        if sizes.dims_of(gradient) != want:
             # Sizes that are not proven equal: whether the input was broadcast shows at run time.
             gradient = self._op.own.SumTo(gradient, self._op.shape_of(value))
             set_type(gradient, type_of(value))

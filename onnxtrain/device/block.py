@@ -116,7 +116,7 @@ class Base:
             what = f"Nothing is known of the type of {name!r}."
             raise ArtifactError(what, error.where, got=str(error), todo="declare its type and shape") from error
         value = found.graph.outputs[0]
-        return int(dtype_of(value)), list(sizes.of(value))
+        return int(dtype_of(value)), list(sizes.dims_of(value))
 
     def _inferred(self) -> Iterator[onnx.ValueInfoProto]:
         known = onnx.shape_inference.infer_shapes(without_stubs(self.model)).graph

@@ -97,11 +97,11 @@ def _kept(op: Builder, x: ir.Value, key: ir.Value, number: int, ratio: float) ->
     """Where x is kept: true with the chance 1 - ratio."""
     salt = zlib.crc32(f"dropout {number}".encode()) & _LARGEST_SEED
     start = _hashed(op, _hashed(op, op.Add(op.Mul(key, op.scalar(_STEP, INT32)), op.scalar(salt, INT32))))
-    count = op.size(sizes.multiply(1, *sizes.of(x)))
+    count = op.size(sizes.multiply(1, *sizes.dims_of(x)))
     places = op.Cast(op.Range(op.scalar(0, INT64), count, op.scalar(1, INT64)), to=INT32)
     hashed = _hashed(op, op.Add(op.Mul(places, op.scalar(_STEP, INT32)), start))
     limit = min(round((1 - ratio) * 2**32), 2**32 - 1) - 2**31
-    return reshaped(op, op.Less(hashed, op.scalar(limit, INT32)), sizes.of(x))
+    return reshaped(op, op.Less(hashed, op.scalar(limit, INT32)), sizes.dims_of(x))
 
 
 def _hashed(op: Builder, x: ir.Value) -> ir.Value:

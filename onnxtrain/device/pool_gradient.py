@@ -109,7 +109,7 @@ def _of_windows_apart(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     else:
         missing = [sizes.subtract(s, r) for s, r in zip(spatial(n.x), reach, strict=True)]
         inner = extended(op, whole, missing)
-    return reshaped(op, inner, sizes.of(n.x))
+    return reshaped(op, inner, sizes.dims_of(n.x))
 
 
 def _apart(op: Builder, x: ir.Value, kernel: Sequence[int], windows: Sequence[Size]) -> list[ir.Value]:
@@ -118,7 +118,7 @@ def _apart(op: Builder, x: ir.Value, kernel: Sequence[int], windows: Sequence[Si
     for axis, (size, count) in enumerate(zip(kernel, windows, strict=True), start=2):
         found = []
         for part in parts:
-            before, after = sizes.of(part)[:axis], sizes.of(part)[axis + 1 :]
+            before, after = sizes.dims_of(part)[:axis], sizes.dims_of(part)[axis + 1 :]
             each = reshaped(op, part, [*before, count, size, *after])
             pieces = split(op, each, [1] * size, axis + 1)
             found += [reshaped(op, place, [*before, count, *after]) for place in pieces]
@@ -132,7 +132,7 @@ def _together(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int], win
         joined = []
         for start in range(0, len(parts), size):
             places = parts[start : start + size]
-            before, after = sizes.of(places[0])[:axis], sizes.of(places[0])[axis + 1 :]
+            before, after = sizes.dims_of(places[0])[:axis], sizes.dims_of(places[0])[axis + 1 :]
             along = [op.Unsqueeze(place, axes_constant(op, [axis + 1])) for place in places]
             row = op.Concat(*along, axis=axis + 1) if size > 1 else along[0]
             joined.append(reshaped(op, row, [*before, sizes.multiply(windows[axis - 2], size), *after]))
@@ -158,7 +158,7 @@ def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         taken = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
         free = taken
         shares.append(op.Unsqueeze(op.Mul(share, dy), axes_constant(op, [2])))
-    planes, windows = sizes.multiply(*sizes.of(x)[:2]), len(shares)
+    planes, windows = sizes.multiply(*sizes.dims_of(x)[:2]), len(shares)
     stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial(y)])
     places = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
     spread = op.ConvTranspose(stacked, places, strides=strides, dilations=dilations)
@@ -166,7 +166,7 @@ def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         sizes.maximum(0, sizes.subtract(sizes.add(s, p), r)) for s, p, r in zip(spatial(x), pads, reach, strict=True)
     ]
     inner = cut_out(op, extended(op, spread, missing), pads, spatial(x))
-    return reshaped(op, inner, sizes.of(x))
+    return reshaped(op, inner, sizes.dims_of(x))
 
 
 def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.Value:
@@ -178,6 +178,6 @@ def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.
         return x
     longer = [sizes.add(s, p, more) for s, p, more in zip(spatial(x), pads, after, strict=True)]
     inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), axes_constant(op, range(2, 2 + len(pads))))
-    whole = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
+    whole = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *longer))
     result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
     return result

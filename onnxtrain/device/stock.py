@@ -142,7 +142,7 @@ def _sum_axis_by_axis(graph: ir.Graph) -> None:
             added.append(ir.Node(ONNX, node.op_type, [total, last.outputs[0]], how, name=f"{node.name}/axis_{axis}"))
             total = added[-1].outputs[0]
             total.name = f"{node.name}/axis_{axis}"
-            set_type(total, TensorType(dtype_of(x), sizes.of(x)[:axis]))
+            set_type(total, TensorType(dtype_of(x), sizes.dims_of(x)[:axis]))
         if node.attributes.get_int("keepdims", 1):
             shape = ir.Node(ONNX, "Constant", (), [ir.AttrInt64s("value_ints", [1] * rank)], name=f"{node.name}/shape")
             shape.outputs[0].name = str(shape.name)

@@ -51,7 +51,7 @@ def reuse_memory(program: Program) -> None:
 def _has_large(part: Part) -> bool:
     """Whether a tensor in it is large, or may be: sizes that are not known yet count as moderately large."""
     read = (v for node in part.nodes for v in node.inputs if v is not None and v not in part.host)
-    return any(math.prod(map(_number, sizes.of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
+    return any(math.prod(map(_number, sizes.dims_of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
 
 
 def _number(size: sizes.Size) -> int:

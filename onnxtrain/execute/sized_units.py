@@ -40,7 +40,7 @@ class SizedUnits:
         self._places = {
             size: (index, axis)
             for index, value in enumerate(inputs)
-            for axis, size in enumerate(sizes.of(value))
+            for axis, size in enumerate(sizes.dims_of(value))
             if isinstance(size, str) and size.isidentifier()
         }
         self._planned: list[tuple[dict[str, int], Unit]] = []

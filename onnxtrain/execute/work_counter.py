@@ -35,7 +35,7 @@ class WorkCounter:
         """What a run of the graph takes. Sizes that depend on data are found by running what they depend on."""
         graph = model.graph
         for value, tensor in zip(graph.inputs, self._inputs, strict=False):  # a joint graph has cotangents too
-            for size, length in zip(sizes.of(value), tensor.shape, strict=True):
+            for size, length in zip(sizes.dims_of(value), tensor.shape, strict=True):
                 if isinstance(size, str) and size.isidentifier():
                     self._known.setdefault(size, length)
         while found := unknown(graph, self._known):
@@ -52,5 +52,5 @@ class WorkCounter:
         self._known[name] = result.size(axis)
 
     def _zeros(self, cotangent: ir.Value) -> Tensor:
-        shape = [sizes.evaluate(size, self._known) for size in sizes.of(cotangent)]
+        shape = [sizes.evaluate(size, self._known) for size in sizes.dims_of(cotangent)]
         return torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(cotangent)], device=self._device)

@@ -184,7 +184,7 @@ class Builder:
 
     def shape_of(self, value: ir.Value) -> ir.Value:
         """The shape of `value` as an int64 vector, from the graph's inputs: `value` itself is not read."""
-        return self.sizes(sizes.of(value))
+        return self.sizes(sizes.dims_of(value))
 
     def _size_vector(self, size: Size) -> ir.Value:
         if isinstance(size, int):
@@ -256,7 +256,7 @@ def _attribute(name: str, value: Any) -> ir.Attr:
 def _note_symbols(value: ir.Value, known: dict[str, tuple[ir.Value, int]]) -> None:
     if value.shape is None:
         return
-    for axis, size in enumerate(sizes.of(value)):
+    for axis, size in enumerate(sizes.dims_of(value)):
         if isinstance(size, str) and size.isidentifier():
             known.setdefault(size, (value, axis))
 

@@ -48,7 +48,7 @@ def host_values(nodes: Iterable[ir.Node], definition_of: Callable[[ir.Node], Hos
 def _is_known_length(value: ir.Value) -> bool:
     """Whether the value can be a Python int or a tuple of ints: its length does not depend on sizes."""
     return dtype_of(value) == ir.DataType.INT64 and (
-        rank_of(value) == 0 or (rank_of(value) == 1 and isinstance(sizes.of(value)[0], int))
+        rank_of(value) == 0 or (rank_of(value) == 1 and isinstance(sizes.dims_of(value)[0], int))
     )
 
 

@@ -156,7 +156,7 @@ def evaluate(size: Size, known: Mapping[str, int]) -> int:
     return int(eval(size, {"__builtins__": {}, "max": max, "min": min, "abs": abs}, dict(known)))
 
 
-def of(value: ir.Value) -> Sizes:
+def dims_of(value: ir.Value) -> Sizes:
     """The sizes of a value's dimensions. Raises ValueError where the shape is not known."""
     if value.shape is None:
         raise ValueError(f"the shape of {value.name} is not known")

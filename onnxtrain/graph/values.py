@@ -44,12 +44,12 @@ def dtype_of(value: ir.Value) -> ir.DataType:
 
 
 def type_of(value: ir.Value) -> TensorType:
-    return TensorType(dtype_of(value), sizes.of(value))
+    return TensorType(dtype_of(value), sizes.dims_of(value))
 
 
 def rank_of(value: ir.Value) -> int:
     """The number of a value's dimensions. Raises ValueError where the shape is not known."""
-    return len(value.shape) if value.shape is not None else len(sizes.of(value))
+    return len(value.shape) if value.shape is not None else len(sizes.dims_of(value))
 
 
 def set_type(value: ir.Value, tensor_type: TensorType) -> None:

@@ -145,7 +145,7 @@ def _kind(node: ir.Node, opset: int) -> Hashable | None:
         elif value.dtype is None or value.shape is None:
             return None
         else:
-            values.append((value.dtype, sizes.of(value), value.const_value))
+            values.append((value.dtype, sizes.dims_of(value), value.const_value))
     # Sizes and axes by themselves: a shape may follow from what computes them.
     values += [v for v in node.inputs if v is not None and v.dtype == ir.DataType.INT64 and len(v.shape or ()) <= 1]
     return opset, node.domain, node.op_type, len(node.inputs), tuple(attributes), tuple(values)

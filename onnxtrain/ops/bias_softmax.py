@@ -39,7 +39,7 @@ def _row_axes(n: NodeView, value: ir.Value) -> str:
 
 def _over_the_rest(op: Builder, softmax: Callable[..., ir.Value], axis: int, *operands: ir.Value) -> ir.Value:
     """A softmax of all axes from `axis` on, as one."""
-    shape = sizes.of(operands[0])
+    shape = sizes.dims_of(operands[0])
     if axis == len(shape) - 1:
         return softmax(*operands, axis=axis)
     rows = (sizes.multiply(1, *shape[:axis]), sizes.multiply(1, *shape[axis:]))
@@ -84,7 +84,7 @@ composite(
 
 
 def _dropped_types(n: NodeView) -> Sequence[TensorType]:
-    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.of(n.x)), type_of(n.x)
+    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)), type_of(n.x)
 
 
 def _dropped_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
@@ -168,7 +168,7 @@ def _old_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
         ("dy", "y"),
         ("dx",),
         attributes={"axis": 1},
-        shapes=lambda n: (TensorType(dtype_of(n.dy), sizes.of(n.dy)),),
+        shapes=lambda n: (TensorType(dtype_of(n.dy), sizes.dims_of(n.dy)),),
         body=lambda op, n: _over_the_rest(op, op.op(MICROSOFT, f"{name}_13"), _axis(n, n.dy), n.dy, n.y),
         lower=lambda n, dy, y: Call(softmax_backward, dy, y, _axis(n, n.dy), kernel),
         axes=lambda n: f"{_row_axes(n, n.dy)}, {_row_axes(n, n.dy)} -> {_row_axes(n, n.dy)}",

@@ -36,7 +36,7 @@ def _diff(
     found = op.Concat(*parts, axis=axis) if len(parts) > 1 else x
     is_truth = dtype_of(x) == ir.DataType.BOOL
     for _ in range(n):
-        last = sizes.of(found)[axis]
+        last = sizes.dims_of(found)[axis]
         if last == 0:
             break
         later = op.Slice(found, vector(op, [1]), op.sizes([last]), vector(op, [axis]))
@@ -49,11 +49,11 @@ def _block_diag(op: Builder, tensors: Sequence[ir.Value]) -> Any:
     """Each matrix in rows and columns of its own."""
     dtype = op.out[0].dtype
     matrices = [cast(op, t, dtype) for t in tensors]
-    matrices = [m if rank_of(m) == 2 else reshaped(op, m, (1, sizes.multiply(1, *sizes.of(m)))) for m in matrices]
-    widths = [sizes.of(m)[1] for m in matrices]
+    matrices = [m if rank_of(m) == 2 else reshaped(op, m, (1, sizes.multiply(1, *sizes.dims_of(m)))) for m in matrices]
+    widths = [sizes.dims_of(m)[1] for m in matrices]
     rows = []
     for number, matrix in enumerate(matrices):
-        height = sizes.of(matrix)[0]
+        height = sizes.dims_of(matrix)[0]
         before, after = (sizes.add(0, *part) for part in (widths[:number], widths[number + 1 :]))
         sides = [zeros(op, (height, width), dtype) if width != 0 else None for width in (before, after)]
         parts = [v for v in (sides[0], matrix, sides[1]) if v is not None]
@@ -63,7 +63,7 @@ def _block_diag(op: Builder, tensors: Sequence[ir.Value]) -> Any:
 
 def _covariance(op: Builder, x: ir.Value, correction: int) -> ir.Value:
     """Of the rows of x [n, observations]: [n, n]."""
-    count = sizes.of(x)[1]
+    count = sizes.dims_of(x)[1]
     mean = op.Div(total(op, x, [1]), op.size(count, dtype_of(x)))
     centred = op.Sub(x, mean)
     free = op.size(sizes.maximum(0, sizes.subtract(count, correction)), dtype_of(x))
@@ -72,7 +72,7 @@ def _covariance(op: Builder, x: ir.Value, correction: int) -> ir.Value:
 
 
 def _as_rows(op: Builder, x: ir.Value) -> ir.Value:
-    return x if rank_of(x) == 2 else reshaped(op, x, (1, sizes.multiply(1, *sizes.of(x))))
+    return x if rank_of(x) == 2 else reshaped(op, x, (1, sizes.multiply(1, *sizes.dims_of(x))))
 
 
 def _cov(op: Builder, x: ir.Value, correction: int = 1) -> Any:
@@ -98,7 +98,7 @@ def _renorm(op: Builder, x: ir.Value, p: float, dim: int, maxnorm: float) -> Any
     axis = in_rank(dim, rank_of(x), "the axis of renorm")
     others = [i for i in range(rank_of(x)) if i != axis]
     wide = cast(op, x, statistics_type(dtype_of(x)))
-    gives = TensorType(dtype_of(wide), tuple(s if i == axis else 1 for i, s in enumerate(sizes.of(x))))
+    gives = TensorType(dtype_of(wide), tuple(s if i == axis else 1 for i, s in enumerate(sizes.dims_of(x))))
     norm = another_call(op, "aten.linalg_vector_norm.default", gives, wide, p, others, True)
     scale = op.Div(op.scalar(maxnorm, like=wide), plus(op, norm, _RENORM_EPSILON))
     factor = op.Where(op.Greater(norm, op.scalar(maxnorm, like=wide)), scale, op.scalar(1, like=wide))

@@ -138,7 +138,7 @@ def unary(
 
 
 def _broadcast_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.a), sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
+    return (TensorType(dtype_of(n.a), sizes.broadcast(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
 
 
 def binary(
@@ -228,7 +228,7 @@ def reduced_type(
     n: NodeView, axes: Sequence[int] | None, keepdims: bool, dtype: ir.DataType | None = None
 ) -> TensorType:
     """The type of x reduced over `axes` (all where None)."""
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     gone = set(range(len(shape))) if axes is None else set(normalize_axes(axes, len(shape)))
     kept = [1 if i in gone else s for i, s in enumerate(shape) if keepdims or i not in gone]
     return TensorType(dtype or dtype_of(n.x), tuple(kept))

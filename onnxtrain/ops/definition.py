@@ -467,7 +467,7 @@ class OpDef:
 
 def numel(value: ir.Value | None) -> Size:
     """The number of elements of a value, as a size."""
-    return 0 if value is None else sizes.multiply(1, *sizes.of(value))
+    return 0 if value is None else sizes.multiply(1, *sizes.dims_of(value))
 
 
 def ranks(values: Sequence[ir.Value | None]) -> list[int | None]:

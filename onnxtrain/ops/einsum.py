@@ -40,7 +40,7 @@ def _sizes_by_letter(n: NodeView) -> dict[str, Size]:
         raise GraphError("Einsum's equation has a letter for each axis", got=f"{n.equation}, {len(n.xs)} operands")
     found: dict[str, Size] = {}
     for term, x in zip(operands, n.xs, strict=True):
-        for letter, size in zip(term, sizes.of(x), strict=True):
+        for letter, size in zip(term, sizes.dims_of(x), strict=True):
             if not isinstance(found.get(letter), int):
                 found[letter] = size
     return found
@@ -112,11 +112,14 @@ def _diagonal(op: Builder, term: str, x: ir.Value) -> tuple[str, ir.Value]:
 def contracted(op: Builder, terms: Sequence[str], output: str, operands: Sequence[ir.Value]) -> ir.Value:
     """The Einsum of these letters; an axis of size 1 that another operand broadcasts is left out."""
     wide = {
-        c for term, x in zip(terms, operands, strict=True) for c, s in zip(term, sizes.of(x), strict=True) if s != 1
+        c
+        for term, x in zip(terms, operands, strict=True)
+        for c, s in zip(term, sizes.dims_of(x), strict=True)
+        if s != 1
     }
     kept, values = [], []
     for term, x in zip(terms, operands, strict=True):
-        gone = [i for i, (c, s) in enumerate(zip(term, sizes.of(x), strict=True)) if s == 1 and c in wide]
+        gone = [i for i, (c, s) in enumerate(zip(term, sizes.dims_of(x), strict=True)) if s == 1 and c in wide]
         kept.append("".join(c for i, c in enumerate(term) if i not in gone))
         values.append(op.Squeeze(x, constant_axes(op, *gone)) if gone else x)
     result: ir.Value = op.Einsum(*values, equation=f"{','.join(kept)}->{output}")

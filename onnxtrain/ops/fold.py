@@ -60,7 +60,7 @@ def _places(op: Builder, n: NodeView, axis: int, windows: Size) -> ir.Value:
 
 
 def _columns(n: NodeView) -> Sequence[TensorType]:
-    batch, channels, *size = sizes.of(n.x)
+    batch, channels, *size = sizes.dims_of(n.x)
     rows = sizes.multiply(channels, product(n.kernel_shape))
     return (TensorType(dtype_of(n.x), (batch, rows, product(_windows(n, size)))),)
 
@@ -72,14 +72,14 @@ def _padded(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 
 
 def _im2col_body(op: Builder, n: NodeView) -> ir.Value:
-    down, right = _windows(n, sizes.of(n.x)[2:])
+    down, right = _windows(n, sizes.dims_of(n.x)[2:])
     y = op.Gather(_padded(op, n, n.x), _places(op, n, 0, down), axis=2)  # [n, c, kh, lh, w]
     y = op.Gather(y, _places(op, n, 1, right), axis=4)  # [n, c, kh, lh, kw, lw]
     return reshaped(op, op.Transpose(y, perm=[0, 1, 2, 4, 3, 5]), _columns(n)[0].shape)
 
 
 def _im2col_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.own.Col2Im(dy, op.sizes(sizes.of(n.x)[2:]), **_how(n))
+    dx: ir.Value = op.own.Col2Im(dy, op.sizes(sizes.dims_of(n.x)[2:]), **_how(n))
     return dx
 
 
@@ -121,7 +121,7 @@ def _image(n: NodeView) -> Sequence[TensorType]:
     size = as_sizes(n.size)
     if size is None:
         raise GraphError("Col2Im needs to know its sizes", got=f"{n.size.name}, of unknown contents")
-    batch, rows, _ = sizes.of(n.x)
+    batch, rows, _ = sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (batch, sizes.floor_divide(rows, product(n.kernel_shape)), *size)),)
 
 

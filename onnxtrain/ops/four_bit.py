@@ -58,7 +58,7 @@ def _types(n: NodeView) -> tuple[TensorType]:
         raise GraphError("the type of 4-bit weights", expected="quant_type 0 (FP4) or 1 (NF4)", got=n.quant_type)
     if n.block_size < 16 or n.block_size & (n.block_size - 1):
         raise GraphError("the blocks of 4-bit weights", expected="a power of 2 from 16", got=n.block_size)
-    *outer, inner = sizes.of(n.a)
+    *outer, inner = sizes.dims_of(n.a)
     taken, given = (n.K, n.N) if n.transB else (n.N, n.K)
     if isinstance(inner, int) and inner != taken:
         raise GraphError("MatMulBnb4 multiplies rows of another length", expected=taken, got=inner)

@@ -131,7 +131,9 @@ def _case(node: ir.Node, level: _Known) -> _Case:
     present = [value for value in node.inputs if value is not None]
     definition = definition_of(node)
     input_names = _input_names(definition, len(node.inputs))
-    shapes = (sizes.of(v) for v, name in zip(node.inputs, input_names, strict=True) if v and name in definition.sized)
+    shapes = (
+        sizes.dims_of(v) for v, name in zip(node.inputs, input_names, strict=True) if v and name in definition.sized
+    )
     names = _LocalSizes(present, level, {size for shape in shapes for size in shape if isinstance(size, int)})
     inputs: list[ir.Value | None] = []
     key: list[Any] = []
@@ -141,7 +143,7 @@ def _case(node: ir.Node, level: _Known) -> _Case:
             key.append(None)
             continue
         local = ir.Value(name=name)
-        set_type(local, TensorType(dtype_of(value), names.local(sizes.of(value))))
+        set_type(local, TensorType(dtype_of(value), names.local(sizes.dims_of(value))))
         baked = _baked(value, level)
         local.const_value = baked
         if baked is not None and "scalar" in value.meta:
@@ -166,7 +168,7 @@ def _baked(value: ir.Value, level: _Known) -> ir.TensorProtocol | None:
 
 def _held(value: ir.Value) -> Sizes | None:
     """The sizes that an integer or a short vector of integers holds, where they are known."""
-    if dtype_of(value) != ir.DataType.INT64 or len(sizes.of(value)) > 1 or value.const_value is not None:
+    if dtype_of(value) != ir.DataType.INT64 or len(sizes.dims_of(value)) > 1 or value.const_value is not None:
         return None
     return held_sizes(value)
 
@@ -190,7 +192,7 @@ class _LocalSizes:
         self.caller: dict[str, Size] = {}
         self._level = level
         self._local: dict[Size, str] = {}
-        dims = [size for value in values for size in sizes.of(value)]
+        dims = [size for value in values for size in sizes.dims_of(value)]
         self._plain = {size for size in dims if isinstance(size, str) and size.isidentifier()}
 
     def local(self, shape: Sizes) -> Sizes:
@@ -260,7 +262,7 @@ def _function_graph(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Grap
 
 def _note_sizes(op: Builder, inputs: Sequence[ir.Value | None]) -> None:
     """Lets the builder find a size that only a shape vector holds: at its place in the vector."""
-    dims = {size for value in inputs if value is not None for size in sizes.of(value)}
+    dims = {size for value in inputs if value is not None for size in sizes.dims_of(value)}
     known: dict[str, ir.Value] = op.graph.meta.setdefault("size_values", {})
     for value in inputs:
         if value is None or value.const_value is not None:
@@ -268,7 +270,7 @@ def _note_sizes(op: Builder, inputs: Sequence[ir.Value | None]) -> None:
         for index, size in enumerate(value.meta.get("sizes") or ()):
             if isinstance(size, str) and size.isidentifier() and size not in dims and size not in known:
                 place = op.constant([index], ir.DataType.INT64)
-                known[size] = op.Gather(value, place, axis=0) if sizes.of(value) else op.Unsqueeze(value, place)
+                known[size] = op.Gather(value, place, axis=0) if sizes.dims_of(value) else op.Unsqueeze(value, place)
 
 
 def _constants_to_nodes(graph: ir.Graph) -> None:
@@ -296,4 +298,4 @@ def _describe(node: ir.Node, graph: ir.Graph) -> str:
 def _typed(value: ir.Value) -> str:
     if value.dtype is None:
         return f"{value.name}: absent"
-    return f"{value.name}: {value.dtype.name.lower()}[{', '.join(map(str, sizes.of(value)))}]"
+    return f"{value.name}: {value.dtype.name.lower()}[{', '.join(map(str, sizes.dims_of(value)))}]"

@@ -178,7 +178,7 @@ def total(op: Builder, x: ir.Value, axes: Sequence[int], *, keepdims: bool = Tru
 
 def count_over(x: ir.Value, axes: Sequence[int]) -> Size:
     """How many elements of x are summed into one over `axes`."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     return sizes.multiply(1, *(shape[a] for a in axes))
 
 

@@ -68,7 +68,7 @@ def _numbers(n: NodeView) -> tuple[int, int, bool]:
 
 
 def _sampled(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.x), (*sizes.of(n.x)[:2], *sizes.of(n.grid)[1:-1])),)
+    return (TensorType(dtype_of(n.x), (*sizes.dims_of(n.x)[:2], *sizes.dims_of(n.grid)[1:-1])),)
 
 
 def _axes(n: NodeView) -> str:
@@ -215,8 +215,8 @@ def _tap(
 
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = statistics_type(dtype_of(n.x))
-    (batch, channels), inner = sizes.of(n.x)[:2], spatial(n.x)
-    count, plane = product(sizes.of(n.grid)[1:-1]), product(inner)
+    (batch, channels), inner = sizes.dims_of(n.x)[:2], spatial(n.x)
+    count, plane = product(sizes.dims_of(n.grid)[1:-1]), product(inner)
     grid = reshaped(op, cast(op, n.grid, dtype), [batch, count, len(inner)])
     columns = [op.Squeeze(c, axes_constant(op, [2])) for c in split(op, grid, [1] * len(inner), 2)]
     taps = [_taps(op, n, column, extent) for column, extent in zip(reversed(columns), inner, strict=True)]
@@ -239,8 +239,8 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
                 slopes[axis] = part if slopes[axis] is None else op.Add(slopes[axis], part)
     nothing = times(op, columns[0], 0)
     dgrid = concatenated(op, [unsqueezed(op, nothing if s is None else s, 2) for s in reversed(slopes)], 2)
-    dgrid = reshaped(op, dgrid, sizes.of(n.grid))
-    return cast(op, reshaped(op, dx, sizes.of(n.x)), dtype_of(n.x)), cast(op, dgrid, dtype_of(n.grid))
+    dgrid = reshaped(op, dgrid, sizes.dims_of(n.grid))
+    return cast(op, reshaped(op, dx, sizes.dims_of(n.x)), dtype_of(n.x)), cast(op, dgrid, dtype_of(n.grid))
 
 
 def _flat_place(op: Builder, corner: Sequence[Tap], inner: Sequence[Size]) -> ir.Value:

@@ -102,7 +102,7 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     # The sign bit of 16 bits flipped: numbers from 0 up, in the same order.
     flipped = op.Mod(op.Add(quarters, op.scalar(draws.DRAWS // 2, _INT64)), op.scalar(draws.DRAWS, _INT64))
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
-    mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.of(n.x))
+    mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.dims_of(n.x))
     y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), scale_by(n, n.x))
     return y if n.residual is None else op.Add(y, n.residual)
 

@@ -100,12 +100,12 @@ def _packed(op: Builder, n: NodeView, mask: ir.Value) -> ir.Value:
 
 
 def _unpacked(op: Builder, n: NodeView) -> ir.Value:
-    (words,), count = sizes.of(n.mask), numel(n.dy)
+    (words,), count = sizes.dims_of(n.mask), numel(n.dy)
     columns = op.Div(reshaped(op, op.Cast(n.mask, to=INT64), [words, 1]), _powers(op))
     bits = reshaped(op, op.Mod(columns, op.scalar(2, INT64)), [sizes.multiply(words, _WORD)])
     cut = (bits, op.sizes([0]), op.sizes([count]), op.sizes([0]))
     bits = op.node("", "Slice", cut, {}, types=[TensorType(INT64, (count,))]).outputs[0]
-    return op.Cast(reshaped(op, bits, sizes.of(n.dy)), to=ir.DataType.BOOL)  # type: ignore[no-any-return]
+    return op.Cast(reshaped(op, bits, sizes.dims_of(n.dy)), to=ir.DataType.BOOL)  # type: ignore[no-any-return]
 
 
 # BitmaskDropout
@@ -257,7 +257,7 @@ def _bias_dropout(name: str, inner: str, kernel: Any, mask: Any, axes: Any) -> N
 
 
 def _unpacked_mask(n: NodeView) -> TensorType:
-    return TensorType(ir.DataType.BOOL, sizes.of(n.x))
+    return TensorType(ir.DataType.BOOL, sizes.dims_of(n.x))
 
 
 _bias_dropout("BiasDropout", "Dropout", bias_dropout, _unpacked_mask, elementwise_axes)

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 
 def _quant_types(n: NodeView) -> Sequence[TensorType]:
-    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.of(n.x))
+    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.dims_of(n.x))
 
 
 def _quant_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
@@ -48,7 +48,7 @@ def _quant_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def _broadcasting(op: Builder, parameter: ir.Value) -> ir.Value:
     """One number, or one for each slice of x, in a shape that broadcasts over it."""
-    return reshaped(op, parameter, ()) if sizes.of(parameter) == (1,) else parameter
+    return reshaped(op, parameter, ()) if sizes.dims_of(parameter) == (1,) else parameter
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def _quant_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> l
 
 def _capture(op: Builder, x: ir.Value, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
     dtype = dtype_of(x)
-    if isinstance(scale, ir.Value) and rank_of(scale) and sizes.of(scale) != (1,):
+    if isinstance(scale, ir.Value) and rank_of(scale) and sizes.dims_of(scale) != (1,):
         return NotImplemented
     parts = as_value(op, scale, dtype), as_value(op, zero_point, dtype)
     return op.ms.FakeQuant(x, *parts, quant_min=quant_min, quant_max=quant_max)[0]
@@ -199,10 +199,10 @@ def _beside(op: Builder, n: NodeView, parameter: ir.Value) -> ir.Value:
     """Scale or zero point, of the tensor or of each slice along `axis`, broadcasting over x."""
     if n.block_size:
         raise GraphError(f"{n.definition.name} by blocks is not supported", got=f"block_size={n.block_size}")
-    if not rank_of(parameter) or sizes.of(parameter) == (1,):
+    if not rank_of(parameter) or sizes.dims_of(parameter) == (1,):
         return reshaped(op, parameter, ())
     axis, rank = normalize_axis(n.axis, rank_of(n.x)), rank_of(n.x)
-    return reshaped(op, parameter, [*[1] * axis, *sizes.of(parameter), *[1] * (rank - 1 - axis)])
+    return reshaped(op, parameter, [*[1] * axis, *sizes.dims_of(parameter), *[1] * (rank - 1 - axis)])
 
 
 def beside(parameter: Tensor, x: Tensor, axis: int) -> Tensor:
@@ -251,7 +251,7 @@ composite(
     lambda n, x, scale, zero: Call(quantize, x, scale, zero, n.axis, TORCH_DTYPES[_integer(n)]),
     attributes={"axis": 1, "block_size": 0, "output_dtype": 0, "saturate": 1, "precision": 0},
     since=23,
-    shapes=lambda n: (TensorType(_integer(n), sizes.of(n.x)),),
+    shapes=lambda n: (TensorType(_integer(n), sizes.dims_of(n.x)),),
     axes=no_axes,
     differentiable=False,
     native_ok=lambda n: is_float(dtype_of(n.x)) and dtype_of(n.x) != ir.DataType.DOUBLE,
@@ -263,7 +263,7 @@ composite(
     lambda n, x, scale, zero: Call(dequantize, x, scale, zero, n.axis),
     attributes={"axis": 1, "block_size": 0, "output_dtype": 0},
     since=23,
-    shapes=lambda n: (TensorType(dtype_of(n.scale), sizes.of(n.x)),),
+    shapes=lambda n: (TensorType(dtype_of(n.scale), sizes.dims_of(n.x)),),
     axes=no_axes,
     stops=frozenset({"x", "zero_point"}),
     native_ok=lambda n: dtype_of(n.scale) != ir.DataType.DOUBLE,

@@ -116,7 +116,7 @@ def _of_attribute(n: NodeView) -> Sequence[TensorType]:
 
 
 def _of_input(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(_dtype(n), sizes.of(n.x)),)
+    return (TensorType(_dtype(n), sizes.dims_of(n.x)),)
 
 
 def normal(shape: Sequence[int], mean: float, scale: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -193,7 +193,7 @@ _random(
     "Multinomial",
     ("x",),
     {"dtype": int(ir.DataType.INT32), "sample_size": 1},
-    lambda n: (TensorType(_dtype(n), (sizes.of(n.x)[0], n.sample_size)),),
+    lambda n: (TensorType(_dtype(n), (sizes.dims_of(n.x)[0], n.sample_size)),),
     lambda n, x: Call(multinomial, x, n.sample_size, TORCH_DTYPES[_dtype(n)]),
     7,
 )

@@ -170,7 +170,7 @@ def _lower_fast_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
 
 
 def _dropout_types(n: NodeView) -> Sequence[TensorType]:
-    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.of(n.x))
+    return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.dims_of(n.x))
 
 
 def _dropout_axes(n: NodeView) -> str:
@@ -196,7 +196,7 @@ def dropped_out(op: Builder, x: ir.Value, ratio: float, training: bool = True) -
         return y, mask
     kept = not training or ratio == 0
     y = x if kept else op.Mul(x, op.scalar(0.0, like=x))
-    return y, filled(op, sizes.of(x), kept, ir.DataType.BOOL)
+    return y, filled(op, sizes.dims_of(x), kept, ir.DataType.BOOL)
 
 
 def _capture_native_dropout(op: Builder, x: ir.Value, ratio: float, training: bool | None) -> Any:

@@ -65,7 +65,7 @@ def _resized(n: NodeView) -> Sizes:
     size = as_sizes(n.size)
     if size is None:
         raise GraphError("Interpolate needs to know its sizes", got=f"{n.size.name}, of unknown contents")
-    return (*sizes.of(n.x)[:2], *size)
+    return (*sizes.dims_of(n.x)[:2], *size)
 
 
 def _original(n: NodeView) -> Sizes:

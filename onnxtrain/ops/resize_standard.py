@@ -107,7 +107,7 @@ def _how(n: NodeView) -> How:
 
 def _numbers(value: ir.Value | None, use: str) -> list[float] | None:
     """The floating numbers of an optional input; None where it is absent or empty."""
-    if value is None or sizes.of(value) == (0,):
+    if value is None or sizes.dims_of(value) == (0,):
         return None
     known = constant_of(value)
     if known is None:
@@ -295,7 +295,7 @@ def resize_to(x: Tensor, wanted: Any, targets: Sequence[Target], changes: Sequen
 
 
 def _lower(n: NodeView, x: Any, roi: Any, scales: Any, wanted: Any) -> Call:
-    shape, given = sizes.of(n.x), _scales(n)
+    shape, given = sizes.dims_of(n.x), _scales(n)
     changes, new = _resized(n, shape), _new_shape(n, shape)
     if not any(isinstance(s, str) for s in new):
         return Call(resize, x, new, changes, _how(n))
@@ -339,7 +339,7 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     dx, rank = cast(op, n.dy, dtype), len(shape)
     for change in _resized(n, shape):
         axis = change.axis
-        matrix = _matrix(op, n, change, shape[axis], sizes.of(n.dy)[axis], dtype)
+        matrix = _matrix(op, n, change, shape[axis], sizes.dims_of(n.dy)[axis], dtype)
         swap = list(range(rank))
         swap[axis], swap[-1] = swap[-1], swap[axis]
         dx = op.Transpose(op.MatMul(op.Transpose(dx, perm=swap), matrix), perm=swap)
@@ -359,7 +359,7 @@ fused(
     ("y",),
     attributes=_ATTRIBUTES,
     since=19,
-    shapes=lambda n: (TensorType(dtype_of(n.x), _new_shape(n, sizes.of(n.x))),),
+    shapes=lambda n: (TensorType(dtype_of(n.x), _new_shape(n, sizes.dims_of(n.x))),),
     body=STANDARD,
     gradient=(Gradient(_gradient, reads=()),),
     stops=frozenset({"roi", "scales", "sizes"}),

@@ -114,7 +114,7 @@ def product(numbers: Sequence[Size]) -> Size:
 
 def spatial(x: ir.Value) -> Sizes:
     """The sizes after the channels."""
-    return sizes.of(x)[2:]
+    return sizes.dims_of(x)[2:]
 
 
 def names(letter: str, x: ir.Value) -> str:
@@ -129,7 +129,7 @@ def cut_out(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[S
         return x
     axes = range(2, 2 + len(have))
     ends = [sizes.add(s, length) for s, length in zip(starts, lengths, strict=True)]
-    taken = TensorType(dtype_of(x), (*sizes.of(x)[:2], *lengths))
+    taken = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *lengths))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes_constant(op, axes))
     result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
     return result
@@ -141,7 +141,7 @@ def every(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int],
     ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
     axes = axes_constant(op, range(2, 2 + len(starts)))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
-    taken = TensorType(dtype_of(x), (*sizes.of(x)[:2], *count))
+    taken = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *count))
     result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
     return result
 
@@ -151,7 +151,7 @@ def extended(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
     if all(m == 0 for m in missing):
         return x
     longer = tuple(sizes.add(have, m) for have, m in zip(spatial(x), missing, strict=True))
-    padded = TensorType(dtype_of(x), (*sizes.of(x)[:2], *longer))
+    padded = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *longer))
     axes = axes_constant(op, range(2, rank_of(x)))
     pads = op.sizes([0] * len(missing) + list(missing))
     inputs = (x, pads, op.scalar(0, like=x), axes)

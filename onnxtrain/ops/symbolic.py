@@ -76,7 +76,7 @@ class _ShapeOf:
     """A tensor of which only the sizes are read."""
 
     def __init__(self, value: ir.Value) -> None:
-        self._sizes = sizes.of(value)
+        self._sizes = sizes.dims_of(value)
 
     def size(self, axis: int) -> SizeExpression:
         return SizeExpression(self._sizes[axis])

@@ -67,7 +67,7 @@ def _activated(op: Builder, x: ir.Value, name: str, attributes: dict[str, float]
 
 
 def _gemm_type(n: NodeView) -> Sequence[TensorType]:
-    rows, columns = sizes.of(n.a)[1 if n.transA else 0], sizes.of(n.b)[0 if n.transB else 1]
+    rows, columns = sizes.dims_of(n.a)[1 if n.transA else 0], sizes.dims_of(n.b)[0 if n.transB else 1]
     return (TensorType(dtype_of(n.a), (rows, columns)),)
 
 
@@ -107,7 +107,7 @@ composite(
     },
     shapes=_gemm_type,
     axes=no_axes,
-    flops=lambda n: sizes.multiply(2, *sizes.of(n.a), sizes.of(n.y)[1]),
+    flops=lambda n: sizes.multiply(2, *sizes.dims_of(n.a), sizes.dims_of(n.y)[1]),
 )
 
 
@@ -124,7 +124,7 @@ def _conv_how(n: NodeView) -> tuple[list[int], list[int], list[int]]:
 def _conv_type(n: NodeView) -> Sequence[TensorType]:
     axes = zip(spatial(n.x), spatial(n.w), *_conv_how(n), strict=True)
     inner = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
-    return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], sizes.of(n.w)[0], *inner)),)
+    return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], sizes.dims_of(n.w)[0], *inner)),)
 
 
 def _conv_body(op: Builder, n: NodeView) -> ir.Value:
@@ -165,5 +165,5 @@ composite(
     },
     shapes=_conv_type,
     axes=no_axes,
-    flops=lambda n: sizes.multiply(2, elementwise_flops(n), *sizes.of(n.w)[1:]),
+    flops=lambda n: sizes.multiply(2, elementwise_flops(n), *sizes.dims_of(n.w)[1:]),
 )

@@ -80,7 +80,7 @@ def added_to_scores(node: ir.Node) -> Added:
     if found is None or (bias is not None and found.table is not None):
         raise NotRowwise(f"its mask {n.mask.name} is not made of integers and booleans alone")
     table = bias if found.table is None else found.table
-    if table is not None and rank_of(table) == 4 and sizes.of(table)[0] != 1:
+    if table is not None and rank_of(table) == 4 and sizes.dims_of(table)[0] != 1:
         raise NotRowwise(f"the bias {table.name} that is added to its scores is another for each sequence")
     return Added(found.mask, found.fill, table)
 

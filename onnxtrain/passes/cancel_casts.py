@@ -167,7 +167,7 @@ def _moved_by(node: ir.Node) -> list[ir.Value]:
 def _retype(nodes: Iterable[ir.Node], dtype: ir.DataType) -> None:
     for node in nodes:
         for value in node.outputs:
-            set_type(value, TensorType(dtype, sizes.of(value)))
+            set_type(value, TensorType(dtype, sizes.dims_of(value)))
 
 
 def _remove(graph: ir.Graph, node: ir.Node) -> None:

@@ -37,7 +37,7 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
         if source is n.x and not stays:
             continue
         with nodes_before(op, node):
-            new = reshaped(op, source, sizes.of(n.y)) if stays else transposed(op, source, perm)
+            new = reshaped(op, source, sizes.dims_of(n.y)) if stays else transposed(op, source, perm)
         joined += source is not n.x
         reshapes += stays
         _replace(graph, n, new, source)
@@ -48,7 +48,7 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
 
 
 def _keeps_order(x: ir.Value, perm: list[int]) -> bool:
-    moving = [axis for axis in perm if sizes.of(x)[axis] != 1]
+    moving = [axis for axis in perm if sizes.dims_of(x)[axis] != 1]
     return moving == sorted(moving)
 
 

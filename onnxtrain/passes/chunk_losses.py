@@ -48,13 +48,13 @@ def chunk_losses(graph: ir.Graph, changes: Changes) -> None:
         if isinstance(found, str):
             changes.refuse(node, found)
             continue
-        changes.made.append(f"{node.name} never holds all scores of its {sizes.of(n.scores)[1]} classes")
+        changes.made.append(f"{node.name} never holds all scores of its {sizes.dims_of(n.scores)[1]} classes")
         _join(op, n, found)
 
 
 def _is_vocabulary(scores: ir.Value | None) -> bool:
     assert scores is not None
-    classes = sizes.of(scores)[1] if rank_of(scores) > 1 else 1
+    classes = sizes.dims_of(scores)[1] if rank_of(scores) > 1 else 1
     return isinstance(classes, int) and classes >= FEWEST_CLASSES
 
 
@@ -114,7 +114,7 @@ def _walked(n: NodeView) -> _Found | str:
 def _keeps_classes(n: NodeView) -> bool:
     """Whether the node gives all classes of the rows of its first input, or of some of them, in their order."""
     x, y = n.node.inputs[0], n.node.outputs[0]
-    if x is None or rank_of(x) < 2 or rank_of(y) < 2 or sizes.of(x)[-1] != sizes.of(y)[-1]:
+    if x is None or rank_of(x) < 2 or rank_of(y) < 2 or sizes.dims_of(x)[-1] != sizes.dims_of(y)[-1]:
         return False
     if n.definition is CAST:
         return is_float(dtype_of(x)) and dtype_of(y).itemsize >= dtype_of(x).itemsize
@@ -133,7 +133,7 @@ def _join(op: Builder, n: NodeView, found: _Found) -> None:
     with nodes_before(op, n.node):
         for cut in found.slices:
             x = _with_rows(op, x, cut.x)  # views between two slices count rows otherwise
-            fewer = TensorType(dtype_of(x), (*sizes.of(cut.node.outputs[0])[:-1], sizes.of(x)[-1]))
+            fewer = TensorType(dtype_of(x), (*sizes.dims_of(cut.node.outputs[0])[:-1], sizes.dims_of(x)[-1]))
             x = op.node("", "Slice", (x, *cut.node.inputs[1:]), {}, types=[fewer]).outputs[0]
         rows = _with_rows(op, x, n.scores)
         new = op.own.LinearCrossEntropy(
@@ -151,4 +151,4 @@ def _join(op: Builder, n: NodeView, found: _Found) -> None:
 
 def _with_rows(op: Builder, x: ir.Value, scores: ir.Value) -> ir.Value:
     """x[.., h] under the sizes that scores[.., c] of it have."""
-    return reshaped(op, x, (*sizes.of(scores)[:-1], sizes.of(x)[-1]))
+    return reshaped(op, x, (*sizes.dims_of(scores)[:-1], sizes.dims_of(x)[-1]))

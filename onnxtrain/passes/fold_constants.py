@@ -47,7 +47,7 @@ def fold_constants(graph: ir.Graph, changes: Changes) -> None:
 
 
 def _fold(op: Builder, graph: ir.Graph, node: ir.Node, definition: OpDef, changes: Changes) -> int:
-    bytes_needed = sum(int(sizes.multiply(1, *sizes.of(v))) * dtype_of(v).itemsize for v in node.outputs)
+    bytes_needed = sum(int(sizes.multiply(1, *sizes.dims_of(v))) * dtype_of(v).itemsize for v in node.outputs)
     if bytes_needed > LARGEST_BYTES:
         changes.refuse(node, f"its result would take {bytes_needed} bytes for good")
         return 0

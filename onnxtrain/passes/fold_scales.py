@@ -216,8 +216,8 @@ def _passed(op: Builder, scale: _Scale, place: _Place) -> ir.Node | None:
 
 def _is_smaller(a: ir.Value, b: ir.Value) -> bool:
     """Whether a has fewer elements than b, of which it differs in the last axis."""
-    *leading, last = sizes.of(a)
-    *of_b, last_of_b = sizes.of(b)
+    *leading, last = sizes.dims_of(a)
+    *of_b, last_of_b = sizes.dims_of(b)
     return leading == of_b and isinstance(last, int) and isinstance(last_of_b, int) and last < last_of_b
 
 

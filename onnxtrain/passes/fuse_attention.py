@@ -71,7 +71,7 @@ def _fuse(op: Builder, written: Written) -> None:
     with nodes_before(op, written.last):
         y = _attention(op, written)
         perm = written.perm or tuple(range(rank_of(old)))
-        shape = sizes.of(old)
+        shape = sizes.dims_of(old)
         natural = [shape[perm.index(axis)] for axis in range(len(perm))]
         y = transposed(op, reshaped(op, y, natural), perm)
     substitute(op.graph, old, y, [written.last, *reversed(written.between)])
@@ -105,7 +105,7 @@ def _by_heads(op: Builder, operand: Operand, leading: Sizes) -> ir.Value:
 def _keys_and_values(op: Builder, written: Written, leading: Sizes) -> tuple[ir.Value, ir.Value]:
     """K and v, where both are repeated alike for several heads before that."""
     plain = [transposed(op, each.value, each.perm) for each in (written.k, written.v)]
-    if all(sizes.of(x)[:-2] == leading for x in plain):
+    if all(sizes.dims_of(x)[:-2] == leading for x in plain):
         (k, groups), (v, groups_v) = (unrepeated(op, x) for x in plain)
         if groups == groups_v:
             return k, v
@@ -142,7 +142,7 @@ def _broadcast(op: Builder, mask: ir.Value, rank: int, leading: Sizes) -> ir.Val
     """A mask of scores with `rank` axes as one of scores with four."""
     if rank != 3 or rank_of(mask) < 3:
         return mask
-    first, *rest = sizes.of(mask)
+    first, *rest = sizes.dims_of(mask)
     if first == 1:
         return reshaped(op, mask, rest)
     return unsqueezed(op, mask, 1) if leading[1] == 1 else reshaped(op, mask, (*leading, *rest))

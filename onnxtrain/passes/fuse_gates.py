@@ -45,7 +45,7 @@ def _activation(node: ir.Node, changes: Changes) -> tuple[ir.Node, ir.Value] | N
         inner = None if x is None else x.producer()
         if inner is None or x is None or up is None or not activation_of(view(inner)) or up is x:
             continue
-        if rank_of(x) == 0 or sizes.of(x) != sizes.of(up) or dtype_of(x) != dtype_of(up):
+        if rank_of(x) == 0 or sizes.dims_of(x) != sizes.dims_of(up) or dtype_of(x) != dtype_of(up):
             continue
         if only_user(x) is node:
             return inner, up

@@ -104,7 +104,7 @@ def _normal(of: Pattern, variance: Pattern) -> Pattern:
 
 
 def _is_parameter(scale: ir.Value | None, x: ir.Value) -> bool:
-    return scale is None or sizes.of(scale) == sizes.of(x)[-1:]
+    return scale is None or sizes.dims_of(scale) == sizes.dims_of(x)[-1:]
 
 
 def _of_type(x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
@@ -130,7 +130,7 @@ _LAYER = _normal(_CENTRED, _mean(_square(_CENTRED)))
 def _layer_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
     x = _of_type(found.values["x"], dtype_of(old))
     w, b = found.values["w"], found.values["b"]
-    if x is None or sizes.of(x) != sizes.of(old) or not (_is_parameter(w, x) and _is_parameter(b, x)):
+    if x is None or sizes.dims_of(x) != sizes.dims_of(old) or not (_is_parameter(w, x) and _is_parameter(b, x)):
         return None
     if dtype_of(w) != dtype_of(b):
         return None
@@ -140,7 +140,7 @@ def _layer_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
 @_rewrite("SimplifiedLayerNormalization", op("Mul", _W, Cast(_RMS)))
 def _rms_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
     x, w = _of_type(found.values["x"], dtype_of(old)), found.values["w"]
-    if x is None or sizes.of(x) != sizes.of(old) or not _is_parameter(w, x):
+    if x is None or sizes.dims_of(x) != sizes.dims_of(old) or not _is_parameter(w, x):
         return None
     epsilon = found.numbers["epsilon"]
     return ops.ms.SimplifiedLayerNormalization(x, w, axis=rank_of(x) - 1, epsilon=epsilon)[0]  # type: ignore[no-any-return]
@@ -204,8 +204,8 @@ def _half_of(part: ir.Value, x: ir.Value) -> int | None:
     node = part.producer()
     if node is None or node.inputs[0] is not x:
         return None
-    axis, width = rank_of(x) - 1, sizes.of(x)[-1]
-    if not isinstance(width, int) or width % 2 or sizes.of(part) != (*sizes.of(x)[:-1], width // 2):
+    axis, width = rank_of(x) - 1, sizes.dims_of(x)[-1]
+    if not isinstance(width, int) or width % 2 or sizes.dims_of(part) != (*sizes.dims_of(x)[:-1], width // 2):
         return None
     n = view(node)
     if node.op_type == "Split":
@@ -240,7 +240,9 @@ def _rotary(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
     x, cos, sin = (found.values[name] for name in ("x", "cos", "sin"))
     if (_half_of(found.values["first"], x), _half_of(found.values["second"], x)) != (0, 1):
         return None
-    if sizes.of(x) != sizes.of(old) or any(sizes.of(t)[-1:] != sizes.of(x)[-1:] for t in (cos, sin)):
+    if sizes.dims_of(x) != sizes.dims_of(old) or any(
+        sizes.dims_of(t)[-1:] != sizes.dims_of(x)[-1:] for t in (cos, sin)
+    ):
         return None
     if {dtype_of(t) for t in (x, cos, sin)} != {dtype_of(old)}:
         return None

@@ -69,7 +69,7 @@ class _Picked(Selection):
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
         n = view(self.node)
         if n.definition is SLICE:
-            as_many = TensorType(dtype_of(value), with_rows(sizes.of(value), (axis,), self.count))
+            as_many = TensorType(dtype_of(value), with_rows(sizes.dims_of(value), (axis,), self.count))
             inputs = (value, n.starts, n.ends, constant_axes(op, axis), n.steps)
             result: ir.Value = op.node("", "Slice", inputs, {}, types=[as_many]).outputs[0]
         elif n.definition is GATHER:
@@ -93,7 +93,7 @@ class _PickedTokens(Selection):
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
         perm = to_front(rank_of(value), (axis,))
         x = transposed(op, value, perm)
-        tokens = reshaped(op, x, (*self.shape, *sizes.of(x)[1:]))
+        tokens = reshaped(op, x, (*self.shape, *sizes.dims_of(x)[1:]))
         return transposed(op, self.over(op, tokens), inverse(perm))
 
     def over(self, op: Builder, value: ir.Value) -> ir.Value:
@@ -111,29 +111,34 @@ def _picked(node: ir.Node) -> _Picked | _PickedTokens | str | None:
     if n.definition not in (GATHER, SHRUNKEN_GATHER) or n.x.producer() is None or rank_of(n.rows) > 1:
         return None
     axis = normalize_axis(n.axis, rank_of(n.x))
-    count: Size = 1 if rank_of(n.rows) == 0 else sizes.of(n.rows)[0]
-    if n.definition is GATHER and not _fewer(count, sizes.of(n.x)[axis]):
-        return f"{count} rows of {sizes.of(n.x)[axis]} are not proven to be at most half"
+    count: Size = 1 if rank_of(n.rows) == 0 else sizes.dims_of(n.rows)[0]
+    if n.definition is GATHER and not _fewer(count, sizes.dims_of(n.x)[axis]):
+        return f"{count} rows of {sizes.dims_of(n.x)[axis]} are not proven to be at most half"
     return _Picked(node, axis, count, (n.rows,))
 
 
 def _tokens(n: NodeView) -> _PickedTokens | None:
     """The tokens that an op picks, where they are one for each sequence."""
     x, y = n.node.inputs[0], n.node.outputs[0]
-    if x is None or x.producer() is None or rank_of(x) < 2 or sizes.of(y) != (sizes.of(x)[0], *sizes.of(x)[2:]):
+    if (
+        x is None
+        or x.producer() is None
+        or rank_of(x) < 2
+        or sizes.dims_of(y) != (sizes.dims_of(x)[0], *sizes.dims_of(x)[2:])
+    ):
         return None
     if n.definition is INDEX:
         picks = n.at == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
     else:
-        picks = rank_of(n.places) == 2 and sizes.of(n.places)[1] == 2 - n.batch_dims
+        picks = rank_of(n.places) == 2 and sizes.dims_of(n.places)[1] == 2 - n.batch_dims
     reads = [v for v in n.node.inputs[1:] if v is not None]
-    return _PickedTokens(n.node, sizes.of(x)[:2], sizes.of(y)[0], reads) if picks else None
+    return _PickedTokens(n.node, sizes.dims_of(x)[:2], sizes.dims_of(y)[0], reads) if picks else None
 
 
 def _sliced(n: NodeView) -> _Picked | str | None:
     if n.x.producer() is None:
         return None
-    before, after = sizes.of(n.x), sizes.of(n.node.outputs[0])
+    before, after = sizes.dims_of(n.x), sizes.dims_of(n.node.outputs[0])
     cut = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     axes = constant_of(n.axes)
     if len(cut) != 1 or axes is None or axes.size != 1:

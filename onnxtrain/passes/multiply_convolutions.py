@@ -50,16 +50,16 @@ def _is_pointwise(n: NodeView) -> bool:
     """Whether each step of [b, c, s] is multiplied by itself."""
     return (
         rank_of(n.x) == 3
-        and sizes.of(n.w)[2] == 1
+        and sizes.dims_of(n.w)[2] == 1
         and per_axis(n, "strides", 1, 1) == [1]
         and not any(n.pads or ())
-        and all(isinstance(size, int) for size in sizes.of(n.w))
+        and all(isinstance(size, int) for size in sizes.dims_of(n.w))
     )
 
 
 def _multiplied(op: Builder, n: NodeView, rows: ir.Value) -> ir.Value:
     """The channels [b, s, o] of rows [b, s, c]."""
-    channels, inner, _ = (int(size) for size in sizes.of(n.w))
+    channels, inner, _ = (int(size) for size in sizes.dims_of(n.w))
     w = reshaped(op, n.w, (channels, inner))
     result: ir.Value
     if n.group == 1:

@@ -123,7 +123,7 @@ class PackingPlan:
         for (node, index), (axes, wanted) in kept.items():
             value = node.inputs[index]
             assert value is not None
-            if selection.count not in sizes.of(value):
+            if selection.count not in sizes.dims_of(value):
                 continue  # its producer does not run packed
             with nodes_before(op, node):
                 perm = to_front(rank_of(value), axes)
@@ -138,7 +138,7 @@ class PackingPlan:
 def type_of_input(node: ir.Node, index: int) -> TensorType:
     value = node.inputs[index]
     assert value is not None
-    return TensorType(dtype_of(value), sizes.of(value))
+    return TensorType(dtype_of(value), sizes.dims_of(value))
 
 
 # What can be packed
@@ -193,14 +193,14 @@ def _tokens(graph: ir.Graph, attentions: Sequence[ir.Node], embeddings: Sequence
     None where rows were picked already: one of each sequence, or as many as only the run can tell.
     """
     if attentions:
-        batch, _, steps, _ = sizes.of(view(attentions[0]).k)
+        batch, _, steps, _ = sizes.dims_of(view(attentions[0]).k)
     elif embeddings:
-        batch, steps, _ = sizes.of(embeddings[0].outputs[0])
+        batch, steps, _ = sizes.dims_of(embeddings[0].outputs[0])
         if 1 in (batch, steps):
             return None
     else:
         return None
-    known = frozenset[str]().union(*(sizes.symbols(size) for v in graph.inputs for size in sizes.of(v)))
+    known = frozenset[str]().union(*(sizes.symbols(size) for v in graph.inputs for size in sizes.dims_of(v)))
     return (batch, steps) if sizes.symbols(batch) | sizes.symbols(steps) <= known else None
 
 
@@ -257,7 +257,7 @@ class _Finder:
             raise NotRowwise("its probabilities are read")
         if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("draws") != "any":
             raise NotRowwise('its dropout draws the random numbers that eager PyTorch draws (rng="torch")')
-        rows = sizes.of(n.q)[2]
+        rows = sizes.dims_of(n.q)[2]
         y = node.outputs[0]
         if rows == self.steps and self.rows.axes.get(y) == _OF_HEADS:
             self.rows.check_read_by_rows(y)
@@ -276,7 +276,7 @@ class _Finder:
 
     def _is_of_these(self, node: ir.Node) -> bool:
         """Whether the keys of an attention are the tokens that are packed."""
-        shape = sizes.of(view(node).k)
+        shape = sizes.dims_of(view(node).k)
         return (shape[0], shape[2]) == (self.batch, self.steps)
 
     def why_read(self, value: ir.Value) -> str:
@@ -302,7 +302,7 @@ class _Finder:
         return stop
 
     def _holds_tokens(self, value: ir.Value) -> bool:
-        shape = sizes.of(value)
+        shape = sizes.dims_of(value)
         return {self.batch, self.steps} <= set(shape) or sizes.multiply(self.batch, self.steps) in shape
 
     def _reads(self, node: ir.Node, indices: Collection[int]) -> None:
@@ -339,7 +339,7 @@ class _Finder:
     def _masked(self, node: ir.Node, index: int, mask: ir.Value | None, negated: bool = False) -> Reader | None:
         x = node.inputs[index]
         axes = self._axes_of_tokens(x)
-        if mask is None or x is None or axes is None or sizes.of(node.outputs[0]) != sizes.of(x):
+        if mask is None or x is None or axes is None or sizes.dims_of(node.outputs[0]) != sizes.dims_of(x):
             return None
         if rank_of(mask) < 2 or not is_made_of_data(mask):
             return None
@@ -351,7 +351,7 @@ class _Finder:
             return None
         if rank_of(value) == 2 and is_made_of_data(value):
             return None  # of a number for each token only what a model computes: a mask is one too
-        shape = sizes.of(value)
+        shape = sizes.dims_of(value)
         if shape[:2] == (self.batch, self.steps):
             return _OF_TOKENS
         if shape.count(self.batch) != 1 or shape.count(self.steps) != 1:
@@ -393,7 +393,7 @@ class _TokenRows(TokenRows):
 
 def _with_inputs(plan: PackingPlan, fills: bool) -> _TokenRows:
     graph = plan.graph
-    taken = {str(size) for v in graph.inputs for size in sizes.of(v)} | {v.name for v in graph.inputs}
+    taken = {str(size) for v in graph.inputs for size in sizes.dims_of(v)} | {v.name for v in graph.inputs}
     names = ["tokens", "rows", "cu", *["cu_filled"] * fills]
     while taken & set(names):
         names = [f"{name}_" for name in names]
@@ -465,15 +465,15 @@ class _Packed:
             return None
         extra = 3 - rank_of(table)
         table = squeezed(op, table, 0) if extra < 0 else unsqueezed(op, table, *range(extra))
-        return expanded(op, table, (sizes.of(table)[0], self.steps, self.steps))
+        return expanded(op, table, (sizes.dims_of(table)[0], self.steps, self.steps))
 
 
 def _attend_with_few(op: Builder, node: ir.Node, selection: _TokenRows, region: Region) -> None:
     """Attention of the same few queries of each sequence to its kept tokens."""
     n = view(node)
-    batch, heads, few, width = sizes.of(n.q)
+    batch, heads, few, width = sizes.dims_of(n.q)
     with nodes_before(op, node):
-        keys = [x if sizes.of(x)[0] == 1 and sizes.of(x)[2] == selection.count else None for x in (n.k, n.v)]
+        keys = [x if sizes.dims_of(x)[0] == 1 and sizes.dims_of(x)[2] == selection.count else None for x in (n.k, n.v)]
         k, v = (
             _by_token(op, x if x is not None else selection.of(op, whole, _OF_HEADS))
             for x, whole in zip(keys, (n.k, n.v), strict=True)
@@ -483,7 +483,7 @@ def _attend_with_few(op: Builder, node: ir.Node, selection: _TokenRows, region: 
         if few != 1:
             cu_q = op.Mul(cu_q, op.size(few))
         packed = _varlen(op, n, [queries, k, v], cu_q, selection.cu, causal=False)
-        shape: Sizes = (batch, few, heads, sizes.of(packed)[2])
+        shape: Sizes = (batch, few, heads, sizes.dims_of(packed)[2])
         y = transposed(op, reshaped(op, packed, shape), [0, 2, 1, 3])
     traversal.replace(op.graph, node.outputs[0], y)
     op.graph.remove(node, safe=True)

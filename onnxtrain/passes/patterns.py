@@ -130,7 +130,7 @@ def _match_cast(pattern: Cast, value: ir.Value, known: Match) -> Iterator[Match]
     if node is None or not definition_of(node).same_elements or not is_float(dtype_of(value)):
         return
     source = node.inputs[0]
-    if source is not None and is_float(dtype_of(source)) and sizes.of(source) == sizes.of(value):
+    if source is not None and is_float(dtype_of(source)) and sizes.dims_of(source) == sizes.dims_of(value):
         yield from match(pattern, source, Match(known.values, known.numbers, (*known.nodes, node)))
 
 

@@ -110,8 +110,8 @@ def _place(
         axes = tuple(present.get(name, -1) for name in names)
         if len(present) < len(names):
             axes = _with_leading(node, value, names, present, along)
-    have = tuple(1 if axis < 0 else sizes.of(value)[axis] for axis in axes)
-    want = tuple(sizes.of(output)[axis] for axis in along)
+    have = tuple(1 if axis < 0 else sizes.dims_of(value)[axis] for axis in axes)
+    want = tuple(sizes.dims_of(output)[axis] for axis in along)
     if len(have) != len(want) or have == want:  # a reshape is proven: two axes are one axis of the other
         return Rows(axes)
     return None if all(size == 1 for size in have) else Rows(axes, want)

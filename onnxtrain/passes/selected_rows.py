@@ -241,7 +241,7 @@ def _spread(op: Builder, value: ir.Value, rows: Rows) -> tuple[ir.Value, Axes]:
     if lacking:
         value = unsqueezed(op, value, *range(lacking))
         axes = tuple(axis + lacking for axis in axes)
-    shape = list(sizes.of(value))
+    shape = list(sizes.dims_of(value))
     for axis, size in zip(axes, rows.spread or (), strict=False):
         shape[axis] = size
     wide = expanded(op, value, shape)
@@ -252,7 +252,7 @@ def _spread(op: Builder, value: ir.Value, rows: Rows) -> tuple[ir.Value, Axes]:
 def _retype(op: Builder, node: ir.Node, outputs: dict[ir.Value, Axes], count: Size) -> None:
     """Gives the outputs of a node the sizes of the selected rows, and the node where it takes them as an input."""
     for value, axes in outputs.items():
-        shape = with_rows(sizes.of(value), axes, count)
+        shape = with_rows(sizes.dims_of(value), axes, count)
         holder = shape_input(node)
         if holder is not None and value is node.outputs[0]:
             with nodes_before(op, node):

@@ -96,14 +96,14 @@ def _is_of_steps(cut: NodeView, scores: ir.Value) -> bool:
     starts = held_sizes(cut.starts)
     if rank_of(cut.x) != 3 or axes is None or axes.tolist() != [1] or starts is None:
         return False
-    batch, kept, classes = sizes.of(cut.node.outputs[0])
+    batch, kept, classes = sizes.dims_of(cut.node.outputs[0])
     in_order = cut.steps is None or (by is not None and by.tolist() == [1])
-    if not in_order or sizes.of(scores) != (sizes.multiply(batch, kept), classes):
+    if not in_order or sizes.dims_of(scores) != (sizes.multiply(batch, kept), classes):
         return False
     start = starts[0]
     if start == 0:
         return True
-    after = sizes.subtract(sizes.of(cut.x)[1], sizes.add(start, kept))
+    after = sizes.subtract(sizes.dims_of(cut.x)[1], sizes.add(start, kept))
     # Else a start behind the last step could leave less than nothing.
     return isinstance(start, int) and start > 0 and isinstance(after, int) and after >= 0
 
@@ -112,14 +112,14 @@ def _ignore_instead(op: Builder, n: NodeView, cut: NodeView) -> None:
     """Gives the loss the scores before the cut, and ignored labels for what was cut off."""
     scores, labels, x = n.node.inputs[0], n.labels, cut.x
     assert scores is not None
-    batch, steps, classes = sizes.of(x)
-    kept = sizes.of(cut.node.outputs[0])[1]
+    batch, steps, classes = sizes.dims_of(x)
+    kept = sizes.dims_of(cut.node.outputs[0])[1]
     (start,) = held_sizes(cut.starts) or ()
     after = sizes.subtract(steps, sizes.add(start, kept))
     with nodes_before(op, n.node):
         whole = reshaped(op, cast(op, x, dtype_of(scores)), (sizes.multiply(batch, steps), classes))
         ignored = reshaped(op, cast(op, n.ignore_index, dtype_of(labels)), (1, 1))
-        as_scores = TensorType(dtype_of(labels), sizes.of(scores)[:1])
+        as_scores = TensorType(dtype_of(labels), sizes.dims_of(scores)[:1])
         given = op.node("", "Identity", (labels,), {}, types=[as_scores]).outputs[0]
         before, behind = (expanded(op, ignored, (batch, size)) for size in (start, after))
         joined = concatenated(op, [before, reshaped(op, given, (batch, kept)), behind], 1)
@@ -143,7 +143,7 @@ class TokenRows(Selection):
 
     def __post_init__(self) -> None:
         self.reads = (self.rows,)
-        self.count = sizes.of(self.rows)[0]
+        self.count = sizes.dims_of(self.rows)[0]
 
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
         result: ir.Value = op.ms.ShrunkenGather(value, self.rows, axis=axis)
@@ -178,7 +178,7 @@ def _skip(op: Builder, n: NodeView, changes: Changes) -> None:
         return
     with nodes_before(op, loss):
         kept = op.Not(op.Equal(labels, n.ignore_index))
-        (rows,) = true_places(op, reshaped(op, kept, (sizes.multiply(*sizes.of(labels)),)), None)
+        (rows,) = true_places(op, reshaped(op, kept, (sizes.multiply(*sizes.dims_of(labels)),)), None)
     selection = TokenRows(rows)
     compute_selected(op, region, selection)
     for node, index in uses:
@@ -194,9 +194,9 @@ def _skip(op: Builder, n: NodeView, changes: Changes) -> None:
 def _sized_as_scores(op: Builder, n: NodeView, scores: ir.Value, sums: Sequence[tuple[ir.Node, ir.Value]]) -> ir.Value:
     """The labels, and what else is read with them, under the sizes of the scores: the loss takes as many of both."""
     labels: ir.Value = n.labels
-    rows = sizes.of(scores)
+    rows = sizes.dims_of(scores)
     shape = (rows[0], *rows[2:])
-    if sizes.of(labels) == shape:
+    if sizes.dims_of(labels) == shape:
         return labels
     readers = traversal.users(labels)
     with nodes_before(op, next(node for node in op.graph if node in readers)):
@@ -231,4 +231,4 @@ def _other_sums(n: NodeView) -> list[tuple[ir.Node, ir.Value]]:
 
 
 def _sums_all(node: ir.Node) -> bool:
-    return node.op_type == "ReduceSum" and not sizes.of(node.outputs[0])
+    return node.op_type == "ReduceSum" and not sizes.dims_of(node.outputs[0])

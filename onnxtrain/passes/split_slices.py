@@ -40,7 +40,7 @@ def split_slices(graph: ir.Graph, changes: Changes) -> None:
         found = _pieces(x)
         for axis in sorted({piece.axis for _, piece in found}):
             along = [each for each in found if each[1].axis == axis]
-            tiles = _tiles(along, sizes.of(x)[axis])
+            tiles = _tiles(along, sizes.dims_of(x)[axis])
             if len(tiles) > 1:
                 _split(op, x, axis, tiles)
                 changes.made.append(f"{x.name} is split once along axis {axis}, in place of {len(tiles)} slices")

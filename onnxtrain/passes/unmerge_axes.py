@@ -67,10 +67,10 @@ def unmerge_axes(graph: ir.Graph, changes: Changes) -> None:
 def _merged_before(last: ir.Node) -> Iterator[_Merged]:
     """The axes that a Reshape splits, and that another one merged of the same parts."""
     value, result = view(last).x, last.outputs[0]
-    left, right = factored(sizes.of(value), sizes.of(result))
+    left, right = factored(sizes.dims_of(value), sizes.dims_of(result))
     for axis, names in enumerate(map(_names, left)):
         if len(names) > 1:
-            parts = tuple(size for size, name in zip(sizes.of(result), right, strict=True) if name in names)
+            parts = tuple(size for size, name in zip(sizes.dims_of(result), right, strict=True) if name in names)
             found = _walk(last, value, axis, parts)
             if found is not None:
                 yield found
@@ -88,7 +88,7 @@ def _walk(last: ir.Node, value: ir.Value, axis: int, parts: Sizes) -> _Merged | 
         if node is None:
             return None
         if view(node).definition is RESHAPE:
-            source, merged = sizes.of(view(node).x), sizes.of(value)
+            source, merged = sizes.dims_of(view(node).x), sizes.dims_of(value)
             apart = _keeps(source, _with_parts(merged, axis, parts), axis, len(parts))
             return _Merged(node, axis, steps[::-1], last, parts) if apart and not _keeps(source, merged, axis) else None
         step = _passed(node, axis)
@@ -136,7 +136,7 @@ def _leave_apart(op: Builder, merged: _Merged) -> None:
     first, last, count = merged.first, merged.last, len(merged.parts)
     result = first.outputs[0]
     with nodes_before(op, first):
-        value = reshaped(op, view(first).x, _with_parts(sizes.of(result), merged.axis, merged.parts))
+        value = reshaped(op, view(first).x, _with_parts(sizes.dims_of(result), merged.axis, merged.parts))
     for node, at, axis in merged.steps:
         if view(node).definition is TRANSPOSE:
             node.attributes["perm"] = ir.AttrInt64s("perm", _widened(perm_of(view(node)), axis, count))
@@ -145,7 +145,7 @@ def _leave_apart(op: Builder, merged: _Merged) -> None:
         for output, type_ in zip(node.outputs, definition_of(node).output_types(node), strict=True):
             set_type(output, type_)
     with nodes_before(op, last):
-        value = reshaped(op, value, sizes.of(last.outputs[0]))
+        value = reshaped(op, value, sizes.dims_of(last.outputs[0]))
     last.outputs[0].replace_all_uses_with(value)
     op.graph.remove(last, safe=True)
     op.graph.remove(first, safe=True)

@@ -44,7 +44,7 @@ class Operand(NamedTuple):
 
     @property
     def shape(self) -> Sizes:
-        shape = sizes.of(self.value)
+        shape = sizes.dims_of(self.value)
         return tuple(shape[axis] for axis in self.perm)
 
 
@@ -155,7 +155,7 @@ def _keeps_matrices(node: ir.Node) -> bool:
     """Whether a node leaves the last two axes as they are."""
     if node.op_type == "Cast" and not is_float(dtype_of(node.outputs[0])):
         return False
-    before, after = sizes.of(_first(node)), sizes.of(node.outputs[0])
+    before, after = sizes.dims_of(_first(node)), sizes.dims_of(node.outputs[0])
     return before[-2:] == after[-2:]
 
 
@@ -266,7 +266,7 @@ class _Walk:
 
     def see(self, value: ir.Value) -> None:
         """Notes the shape of the scores at one place: where they have most axes they show batches and heads."""
-        leading = sizes.of(value)[:-2]
+        leading = sizes.dims_of(value)[:-2]
         if len(leading) > len(self.leading):
             self.leading = leading
 
@@ -357,7 +357,7 @@ def _shifted(node: ir.Node, walk: _Walk) -> ir.Value:
         a, b = b, a
         if node.op_type == "Sub":
             raise NotAttention
-    if sizes.of(a) != sizes.of(node.outputs[0]):
+    if sizes.dims_of(a) != sizes.dims_of(node.outputs[0]):
         raise NotAttention("a mask is larger than its scores")
     walk.add(Mask(b, rank_of(a), factor=-walk.factor if node.op_type == "Sub" else walk.factor))
     return a
@@ -368,7 +368,7 @@ def _chosen(node: ir.Node, walk: _Walk) -> ir.Value:
     fill, x, negated = number_of(b), a, False
     if fill is None:
         fill, x, negated = number_of(a), b, True
-    if fill is None or sizes.of(x) != sizes.of(node.outputs[0]):
+    if fill is None or sizes.dims_of(x) != sizes.dims_of(node.outputs[0]):
         raise NotAttention
     walk.choose(Mask(condition, rank_of(x), negated, fill * walk.factor))
     return x
@@ -441,6 +441,6 @@ def _scaled_away(operand: Operand) -> tuple[Operand, float]:
     number, x = number_of(b), a
     if number is None and node.op_type == "Mul":
         number, x = number_of(a), b
-    if number is None or not number or sizes.of(x) != sizes.of(operand.value):
+    if number is None or not number or sizes.dims_of(x) != sizes.dims_of(operand.value):
         return operand, 1.0
     return Operand(x, operand.perm), float(number if node.op_type == "Mul" else 1 / number)

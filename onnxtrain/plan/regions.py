@@ -123,7 +123,7 @@ def _obstacle(node: ir.Node, part: Part) -> str:
     others = {str(v.dtype) for v in values if v.dtype not in _TYPES}
     if others:
         return f"its elements are {' and '.join(sorted(others))}"
-    if any(v.shape is None for v in values) or _frame(node) not in map(sizes.of, values):
+    if any(v.shape is None for v in values) or _frame(node) not in map(sizes.dims_of, values):
         return "none of its tensors has the shape that it loops over"
     return ""
 
@@ -135,7 +135,7 @@ def _looped(node: ir.Node) -> list[ir.Value]:
 
 def _frame(node: ir.Node) -> Sizes:
     """The shape that a node loops over."""
-    return sizes.broadcast(*map(sizes.of, _looped(node)))
+    return sizes.broadcast(*map(sizes.dims_of, _looped(node)))
 
 
 class _Order:
@@ -209,7 +209,7 @@ class _Groups:
     def _around(self, node: ir.Node, frame: Sizes) -> list[list[ir.Node]]:
         read = [v for v in node.inputs if v is not None and v.const_value is None]
         near = [v.producer() for v in read]
-        near += [use.node for v in read if sizes.of(v) == frame for use in v.uses()]
+        near += [use.node for v in read if sizes.dims_of(v) == frame for use in v.uses()]
         found = {id(g): g for n in near if n is not None and (g := self._groups.get(n)) and self._frames[n] == frame}
         return sorted(found.values(), key=lambda group: min(self._order.position[n] for n in group))
 
@@ -230,10 +230,10 @@ def _region(part: Part, group: Sequence[ir.Node], frame: Sizes, storages: Storag
             leaves = value in wanted or not users <= members
             if leaves:
                 outputs.append(value)
-            if sizes.of(value) == frame:
+            if sizes.dims_of(value) == frame:
                 saved += len(users & members) + (not leaves)
         saved += 2 * _scratch_tensors(node, frame, storages)
-    saved += sum(readers - 1 for value, readers in inputs.items() if sizes.of(value) == frame)
+    saved += sum(readers - 1 for value, readers in inputs.items() if sizes.dims_of(value) == frame)
     own_part = Part(tuple(group), tuple(inputs), (), tuple(outputs), (), part.host, 0)
     return Region(own_part, frame, saved)
 

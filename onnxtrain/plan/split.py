@@ -101,8 +101,8 @@ def _ready(parts: Cut) -> dict[int, int]:
 
 def _fixed_bytes(value: ir.Value) -> int:
     """A value's bytes where its sizes are fixed, as a parameter's are; else 0."""
-    known = [size for size in sizes.of(value) if isinstance(size, int)]
-    return int(math.prod(known) * dtype_of(value).itemsize) if len(known) == len(sizes.of(value)) else 0
+    known = [size for size in sizes.dims_of(value) if isinstance(size, int)]
+    return int(math.prod(known) * dtype_of(value).itemsize) if len(known) == len(sizes.dims_of(value)) else 0
 
 
 def _tensors_and_sizes(values: Iterable[ir.Value], part: Part) -> tuple[tuple[ir.Value, ...], tuple[ir.Value, ...]]:

@@ -33,7 +33,7 @@ def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> 
     known: dict[str, int] = {}
     others: list[tuple[str, int]] = []
     for value, tensor in zip(inputs, tensors, strict=False):
-        for axis, size in enumerate(sizes.of(value)):
+        for axis, size in enumerate(sizes.dims_of(value)):
             if isinstance(size, str) and size.isidentifier():
                 known[size] = tensor.size(axis)
             elif isinstance(size, str):
@@ -129,7 +129,7 @@ class Storages:
         return sizes.evaluate(size, self.known)
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
-        return tuple(map(self.number, sizes.of(value)))
+        return tuple(map(self.number, sizes.dims_of(value)))
 
     def _count(self, value: ir.Value) -> int:
         count = 1
@@ -159,7 +159,7 @@ class Storages:
     def _bound(self, node: ir.Node) -> None:
         """A size that only the data decides is at most the number of elements that it is found in."""
         for value in node.outputs:
-            for size in sizes.of(value):
+            for size in sizes.dims_of(value):
                 for name in sizes.symbols(size) - self.known.keys():
                     self.known[name] = max((self._count(v) for v in node.inputs if v is not None), default=0)
 

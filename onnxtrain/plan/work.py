@@ -53,7 +53,7 @@ def unknown(graph: ir.Graph, known: Mapping[str, int]) -> dict[str, tuple[ir.Val
     found: dict[str, tuple[ir.Value, int]] = {}
     for node in graph:
         for value in node.outputs:
-            for axis, size in enumerate(sizes.of(value)):
+            for axis, size in enumerate(sizes.dims_of(value)):
                 if isinstance(size, str) and size.isidentifier() and size not in known:
                     found.setdefault(size, (value, axis))
     return found

@@ -107,7 +107,7 @@ def nodes_as_kernel(path: Path, device: torch.device = CPU) -> Callable[[Sequenc
 
 
 def written(folder: Path, part: Part) -> Path:
-    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
+    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     folder.mkdir(parents=True, exist_ok=True)
     Request(part, shapes, CPU).write(folder)
     return folder

@@ -48,11 +48,11 @@ pytestmark = [
 def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dtype) -> None:
     made, dims = KINDS[kind]
     part = regions_of(part_of(made, dims, dtype))[1][0].part
-    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
+    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     call = compiled(part, shapes, CPU)
     for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
         known = {"b": b, "s": s, "h": h}
-        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], dtype=dtype) for v in part.inputs]
+        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.dims_of(v)], dtype=dtype) for v in part.inputs]
         compare(call, part, inputs)
     with_special = [t.clone() for t in inputs]
     for tensor in with_special:
@@ -146,11 +146,11 @@ def test_a_model_of_the_zoo_trains_with_what_was_compiled(name: str, monkeypatch
 def test_a_region_of_a_gpu_computes_what_its_nodes_do(kind: str) -> None:
     made, dims = KINDS[kind]
     part, gpu = regions_of(part_of(made, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
-    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.of(v)] for v in part.inputs]
+    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     call = compiled(part, shapes, gpu)
     for b, s, h in ((2, 3, 5), (33, 9, 130), (1, 3, 4), (3, 0, 2)):
         known = {"b": b, "s": s, "h": h}
-        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.of(v)], device=gpu) for v in part.inputs]
+        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.dims_of(v)], device=gpu) for v in part.inputs]
         compare(call, part, inputs)
 
 

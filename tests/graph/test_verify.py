@@ -162,7 +162,7 @@ def test_nodes_of_one_kind_are_verified_once():
 def test_a_shape_that_is_computed_otherwise_is_verified():
     """Two Reshapes of equal types: what computes the second's shape says that its result is another."""
     op, (x,) = graph_of(x=("b", 4))
-    b, _ = sizes.of(x)
+    b, _ = sizes.dims_of(x)
     first, second = (op.Reshape(x, op.sizes([b, *others]), allowzero=1) for others in ((1, 4), (4, 1)))
     op.graph.outputs.extend((op.Neg(first), op.Neg(second)))
     known = set()

@@ -45,7 +45,7 @@ def test_functions_compute_the_body(case: OpCase) -> None:
     tensors = check.tensors(known)
     generator = torch.Generator().manual_seed(5)
     for value in model.graph.inputs[len(tensors) :]:
-        shape = [sizes.evaluate(size, known) for size in sizes.of(value)]
+        shape = [sizes.evaluate(size, known) for size in sizes.dims_of(value)]
         tensors.append(torch.randn(shape, generator=generator).to(TORCH_DTYPES[value.dtype]))
     expected = run_model(inline_bodies(model), tensors)
     functions = onnx_file.file_model(model)

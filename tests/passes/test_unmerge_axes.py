@@ -93,7 +93,7 @@ def test_what_is_split_as_it_was_merged(build: Build, ranks: list[int] | None) -
         on_the_way.append(value)
         producer = value.producer()
         value = None if producer is None else producer.inputs[0]
-    assert [len(sizes.of(v)) for v in reversed(on_the_way)] == ranks
+    assert [len(sizes.dims_of(v)) for v in reversed(on_the_way)] == ranks
 
 
 class Merging(nn.Module):

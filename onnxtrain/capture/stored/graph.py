@@ -104,7 +104,7 @@ def _facts(model: ir.Model) -> list[Any]:
     for value in _values(model):
         const = value.const_value
         data = None if const is None else (const.dtype, const.tobytes())
-        shape = None if value.shape is None else sizes.of(value)
+        shape = None if value.shape is None else sizes.dims_of(value)
         meta = {key: (type(known), repr(known)) for key, known in value.meta.items()}
         found.append((value.name, value.dtype, type(value.type), shape, data, meta, dict(value.metadata_props)))
     for node in graph.all_nodes():

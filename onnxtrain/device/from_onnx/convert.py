@@ -181,7 +181,7 @@ class _Walk:
 
     def _folded(self, value: ir.Value, producer: ir.Node) -> ir.Value:
         definition = definition_of(producer)
-        count = sizes.multiply(1, *sizes.of(value))
+        count = sizes.multiply(1, *sizes.dims_of(value))
         if definition.effects or isinstance(count, str) or count > _FEW or not producer.inputs:
             return value
         (result,) = evaluate(producer, definition)
@@ -248,7 +248,7 @@ def _declare_sizes(value: ir.Value, imported: ir.Value) -> None:
     """
     if value.shape is None or imported.shape is None or len(value.shape) != len(imported.shape):
         return
-    pairs = zip(sizes.of(value), imported.shape, strict=True)
+    pairs = zip(sizes.dims_of(value), imported.shape, strict=True)
     set_type(value, TensorType(dtype_of(value), tuple(_number(size, told) for size, told in pairs)))
 
 

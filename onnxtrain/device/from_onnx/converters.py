@@ -104,7 +104,7 @@ def _identity(s: Source) -> Results:
 
 @_converts("EyeLike")
 def _eye_like(s: Source) -> Results:
-    shape = sizes.of(s.needs(0))
+    shape = sizes.dims_of(s.needs(0))
     if any(isinstance(size, str) for size in shape):
         raise s.refuse("makes a matrix whose size is not fixed", "export the model with fixed sizes here")
     dtype = ir.DataType(s.attribute("dtype", dtype_of(s.needs(0))))
@@ -195,9 +195,9 @@ def _batch_norm(s: Source) -> Results:
 def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value, momentum: float) -> ir.Value:
     """The running variance by ONNX's own rule: its sum is divided by the count, and not, as PyTorch's, by 1 less."""
     rank = rank_of(x)
-    centred = op.Sub(x, reshaped(op, mean, [1, sizes.of(x)[1], *[1] * (rank - 2)]))
+    centred = op.Sub(x, reshaped(op, mean, [1, sizes.dims_of(x)[1], *[1] * (rank - 2)]))
     variance = average(op, op.Mul(centred, centred), [axis for axis in range(rank) if axis != 1])
-    moved = times(op, reshaped(op, variance, [sizes.of(x)[1]]), 1 - momentum)
+    moved = times(op, reshaped(op, variance, [sizes.dims_of(x)[1]]), 1 - momentum)
     result: ir.Value = op.Add(times(op, running, momentum), moved)
     return result
 

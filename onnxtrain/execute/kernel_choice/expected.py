@@ -52,7 +52,7 @@ class ExpectedOnce:
 
 def expected_shapes(node: ir.Node) -> Shapes:
     """The shapes of a node's inputs, with a number for every size."""
-    return tuple(() if v is None else tuple(map(_number, sizes.of(v))) for v in node.inputs)
+    return tuple(() if v is None else tuple(map(_number, sizes.dims_of(v))) for v in node.inputs)
 
 
 def _number(size: sizes.Size) -> int:

@@ -67,7 +67,7 @@ def _is_open(node: ir.Node, expected: ExpectedOnce, device: str) -> bool:
     candidates = expected.seconds(node, device)
     if len(candidates) == 1:
         return False
-    if any(isinstance(size, str) for value in node.inputs if value is not None for size in sizes.of(value)):
+    if any(isinstance(size, str) for value in node.inputs if value is not None for size in sizes.dims_of(value)):
         return True
     return min(seconds for _, seconds in candidates) >= WORTH_SECONDS
 
@@ -173,10 +173,10 @@ def _size_class(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def _watched(part: Part, open_nodes: Sequence[ir.Node]) -> list[ir.Value]:
     """A few inputs whose shapes tell all sizes of the open nodes that the inputs tell."""
     values = [v for node in open_nodes for v in node.inputs if v is not None]
-    missing = {name for v in values for size in sizes.of(v) for name in sizes.symbols(size)}
+    missing = {name for v in values for size in sizes.dims_of(v) for name in sizes.symbols(size)}
     found = []
     for value in part.inputs:
-        told = {size for size in sizes.of(value) if isinstance(size, str)} & missing
+        told = {size for size in sizes.dims_of(value) if isinstance(size, str)} & missing
         if told:
             found.append(value)
             missing -= told

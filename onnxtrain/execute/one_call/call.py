@@ -83,9 +83,9 @@ class Call:
         return cls(
             compiled,
             tuple((shape, _dtype(value)) for value, shape in zip(part.inputs, shapes, strict=True)),
-            frozenset(i for i, v in enumerate(part.inputs) if any(isinstance(size, str) for size in sizes.of(v))),
+            frozenset(i for i, v in enumerate(part.inputs) if any(isinstance(size, str) for size in sizes.dims_of(v))),
             function.inputs,
-            tuple((tuple(int(size) for size in sizes.of(value)), _dtype(value)) for value in written),
+            tuple((tuple(int(size) for size in sizes.dims_of(value)), _dtype(value)) for value in written),
             tuple(results),
             static.sizes_in,
             static.sizes_out,

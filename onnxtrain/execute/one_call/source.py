@@ -136,7 +136,7 @@ class _Function:
 
 
 def _numbers(value: ir.Value) -> Shape:
-    return tuple(int(size) for size in sizes.of(value))
+    return tuple(int(size) for size in sizes.dims_of(value))
 
 
 def _literal(x: Any) -> str:

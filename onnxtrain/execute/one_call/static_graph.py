@@ -78,12 +78,12 @@ def known_numbers(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[i
         given: its `sizes_in`.
     """
     for value, shape in zip(part.inputs, shapes, strict=True):
-        if len(sizes.of(value)) != len(shape):
-            raise GraphError(f"{value.name} has another rank", expected=sizes.of(value), got=tuple(shape))
+        if len(sizes.dims_of(value)) != len(shape):
+            raise GraphError(f"{value.name} has another rank", expected=sizes.dims_of(value), got=tuple(shape))
     pairs = [
         (size, number)
         for value, shape in zip(part.inputs, shapes, strict=True)
-        for size, number in zip(sizes.of(value), shape, strict=True)
+        for size, number in zip(sizes.dims_of(value), shape, strict=True)
     ]
     for value, number in zip(part.sizes_in, given, strict=True):
         pairs += [(size, number) for size in held_sizes(value) or ()]
@@ -113,7 +113,7 @@ def _with_numbers(
 
 
 def _put_in(value: ir.Value, known: dict[str, int]) -> None:
-    value.shape = sizes.shape(sizes.evaluate(size, known) for size in sizes.of(value))
+    value.shape = sizes.shape(sizes.evaluate(size, known) for size in sizes.dims_of(value))
     held = value.meta.get("sizes")
     if held is not None:
         value.meta["sizes"] = tuple(sizes.evaluate(size, known) for size in held)
@@ -121,7 +121,7 @@ def _put_in(value: ir.Value, known: dict[str, int]) -> None:
 
 def _become(graph: ir.Graph, value: ir.Value, numbers: Sequence[int | str]) -> None:
     """Makes an integer or a vector of integers a constant of the graph."""
-    array = np.array(numbers if len(sizes.of(value)) else numbers[0], np.int64)
+    array = np.array(numbers if len(sizes.dims_of(value)) else numbers[0], np.int64)
     value.const_value = ir.tensor(array, name=value.name)
     graph.initializers[str(value.name)] = value
 
@@ -132,7 +132,7 @@ def _sizes_to_constants(graph: ir.Graph) -> None:
         value = node.outputs[0]
         if definition_of(node).host is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
             continue
-        held = held_sizes(value) if len(sizes.of(value)) <= 1 else None
+        held = held_sizes(value) if len(sizes.dims_of(value)) <= 1 else None
         if held is not None and all(isinstance(size, int) for size in held) and not value.is_graph_output():
             constant = ir.Value(name=f"{value.name}_known", type=value.type, shape=value.shape)
             _become(graph, constant, held)

@@ -80,16 +80,16 @@ class RegionCall:
         self._seconds: dict[str, list[float]] = {"kernel": [], "nodes": []}
         places: dict[sizes.Size, tuple[int, int]] = {}
         for index, value in enumerate(part.inputs):
-            for axis, size in enumerate(sizes.of(value)):
+            for axis, size in enumerate(sizes.dims_of(value)):
                 if isinstance(size, str):
                     places.setdefault(size, (index, axis))
         self._open = tuple(places.values())
         values = [*part.inputs, *(v for node in part.nodes for v in node.outputs)]
-        shapes = {sizes.of(v) for v in values}
+        shapes = {sizes.dims_of(v) for v in values}
         if not {size for shape in shapes for size in shape if isinstance(size, str)} <= places.keys():
             raise BuildError("a size in it is none of its inputs'")
         self._shapes = [[s if isinstance(s, int) else places[s] for s in shape] for shape in shapes]
-        self.compare([[_CHECKED_SIZE if isinstance(n, str) else n for n in sizes.of(v)] for v in part.inputs])
+        self.compare([[_CHECKED_SIZE if isinstance(n, str) else n for n in sizes.dims_of(v)] for v in part.inputs])
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.chosen == "nodes" or not self._takes(tensors):

@@ -83,7 +83,7 @@ def compile_in(folder: Path) -> None:
 
 def _usual(value: ir.Value, shape: list[int]) -> list[int]:
     """The shape of an input in a usual call, or the next that a kernel takes."""
-    own = zip(sizes.of(value), shape, strict=True)
+    own = zip(sizes.dims_of(value), shape, strict=True)
     return [max(n, request.LEAST_SIZE) if isinstance(size, str) else n for size, n in own]
 
 
@@ -93,7 +93,7 @@ def _example(model: ir.Model, shapes: list[list[int]], device: torch.device) -> 
     tensors, dims = [], []
     for value, shape in zip(model.graph.inputs, shapes, strict=True):
         tensors.append(torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(value)], device=device))
-        dims.append({i: open_size(size) for i, size in enumerate(sizes.of(value)) if isinstance(size, str)})
+        dims.append({i: open_size(size) for i, size in enumerate(sizes.dims_of(value)) if isinstance(size, str)})
     return tuple(tensors), tuple(dims)
 
 

@@ -94,7 +94,7 @@ def _graph(part: Part) -> ir.Graph:
         value.name = f"v{number}"
         value.metadata_props.clear()
         value.meta.pop("sizes", None)  # of the model
-        own = [d if isinstance(d, int) else symbols.setdefault(d, f"s{len(symbols)}") for d in sizes.of(value)]
+        own = [d if isinstance(d, int) else symbols.setdefault(d, f"s{len(symbols)}") for d in sizes.dims_of(value)]
         value.shape = sizes.shape(own)
     for value in constants:
         graph.register_initializer(values[value])

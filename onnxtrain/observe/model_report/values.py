@@ -168,7 +168,7 @@ def _rows(graph: ir.Graph) -> Iterator[NodeRow]:
 
 def _shape(value: ir.Value) -> str:
     kind = value.dtype.name.lower() if value.dtype is not None else ""
-    return kind if value.shape is None else f"{kind}[{', '.join(map(str, sizes.of(value)))}]"
+    return kind if value.shape is None else f"{kind}[{', '.join(map(str, sizes.dims_of(value)))}]"
 
 
 def node_times(profile: torch.profiler.profile, ops: Iterable[str], steps: int) -> tuple[NodeTime, ...]:

@@ -33,7 +33,7 @@ _glu_backward = torch.ops.aten.glu_backward.default
 
 
 def _halved(n: NodeView) -> Sequence[TensorType]:
-    shape = list(sizes.of(n.x))
+    shape = list(sizes.dims_of(n.x))
     axis = normalize_axis(n.axis, len(shape))
     shape[axis] = sizes.floor_divide(shape[axis], 2)
     return (TensorType(dtype_of(n.x), tuple(shape)),)

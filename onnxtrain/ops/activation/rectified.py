@@ -265,7 +265,7 @@ def _capture_prelu(op: Builder, x: ir.Value, weight: ir.Value) -> Any:
     """`prelu`: one slope, or one for each channel (axis 1)."""
     rank = rank_of(x)
     if rank_of(weight) == 1 and rank > 2:
-        weight = op.Reshape(weight, op.sizes([sizes.of(weight)[0], *[1] * (rank - 2)]))
+        weight = op.Reshape(weight, op.sizes([sizes.dims_of(weight)[0], *[1] * (rank - 2)]))
     elif rank == 0 or rank == 1:
         weight = op.Reshape(weight, op.sizes([]))
     return op.PRelu(x, weight)
@@ -316,7 +316,7 @@ PRELU_GRAD = define(
         attributes={},
         since=1,
         from_torch={},
-        shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.of(n.x))),
+        shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.dims_of(n.x))),
         body=_prelu_grad_body,
         native_ok=never,
         gradient=NOT_DIFFERENTIABLE,

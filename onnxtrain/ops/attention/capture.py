@@ -65,7 +65,7 @@ def _has_flash_form(q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None
         return False
     if mask is not None and rank_of(mask) not in (2, 4):
         return False
-    shapes = [sizes.of(x) for x in (q, k, v)]
+    shapes = [sizes.dims_of(x) for x in (q, k, v)]
     batch, heads, width = ({shape[axis] for shape in shapes} for axis in (0, 1, 3))
     return _may_be_equal(batch) and (groups != 1 or _may_be_equal(heads)) and _may_be_equal(width)
 
@@ -95,7 +95,7 @@ def _math_path(
     k = repeated(op, op.Mul(k, positive), groups_k)
     scores = op.ms.FusedMatMul(op.Mul(q, root), k, transB=1)
     if is_causal:
-        mask = causal_mask(op, sizes.of(q)[-2], sizes.of(k)[-2], inner)
+        mask = causal_mask(op, sizes.dims_of(q)[-2], sizes.dims_of(k)[-2], inner)
     if mask is not None:
         scores = op.Add(scores, cast(op, mask, inner))
     p = op.own.SafeSoftmax(scores, axis=-1)

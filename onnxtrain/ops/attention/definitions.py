@@ -25,7 +25,7 @@ Columns = Callable[[NodeView], sizes.Size]
 
 def _flops(products: int, columns: Columns) -> Columns:
     """Of as many products of all rows with their columns."""
-    return lambda n: sizes.multiply(2 * products, *sizes.of(n.q), columns(n))
+    return lambda n: sizes.multiply(2 * products, *sizes.dims_of(n.q), columns(n))
 
 
 def define_attention(

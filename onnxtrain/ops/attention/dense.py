@@ -77,10 +77,10 @@ _ATTRIBUTES = {"scale": None, "safe": 0}
 
 def _scores_shape(n: NodeView) -> Sizes:
     if any(rank_of(x) != 4 for x in (n.q, n.k, n.v)):
-        raise GraphError(f"{n.definition.name} takes q, k and v of four dimensions", got=f"q{list(sizes.of(n.q))}")
-    shape = (*sizes.of(n.q)[:3], sizes.of(n.k)[2])
+        raise GraphError(f"{n.definition.name} takes q, k and v of four dimensions", got=f"q{list(sizes.dims_of(n.q))}")
+    shape = (*sizes.dims_of(n.q)[:3], sizes.dims_of(n.k)[2])
     for name, value in (("bias", n.bias), ("mask", n.mask)):
-        if value is not None and (rank_of(value) > 4 or sizes.broadcast(shape, sizes.of(value)) != shape):
+        if value is not None and (rank_of(value) > 4 or sizes.broadcast(shape, sizes.dims_of(value)) != shape):
             raise GraphError(f"the {name} broadcasts to the scores", expected=str(list(shape)), got=str(type_of(value)))
     if n.bias is not None and not is_float(dtype_of(n.bias)):
         raise GraphError("the bias is added to the scores", got=dtype_of(n.bias).name)
@@ -89,7 +89,7 @@ def _scores_shape(n: NodeView) -> Sizes:
 
 def _types(n: NodeView) -> Sequence[TensorType]:
     shape = _scores_shape(n)
-    y = TensorType(dtype_of(n.q), (*shape[:3], sizes.of(n.v)[3]))
+    y = TensorType(dtype_of(n.q), (*shape[:3], sizes.dims_of(n.v)[3]))
     return y, TensorType(accumulated(dtype_of(n.q)), shape)
 
 
@@ -265,7 +265,7 @@ def _compiled_bytes(n: NodeView) -> dict[str, sizes.Size]:
     library = compiled.library_for(n.q)
     if library is None or not library.wait():
         return {}
-    rows = sizes.multiply(1, *sizes.of(n.q)[:3])
+    rows = sizes.multiply(1, *sizes.dims_of(n.q)[:3])
     return {"probabilities": sizes.multiply(rows, int(accumulated(dtype_of(n.q)).itemsize)), "noise": KEY_BYTES}
 
 
@@ -292,7 +292,7 @@ def _define(dropout: bool) -> OpDef:
         constants=frozenset({"fill"}),
         kernels=_WITH_DROPOUT if dropout else _PLAIN,
         axes=_axes,
-        columns=lambda n: sizes.of(n.k)[2],
+        columns=lambda n: sizes.dims_of(n.k)[2],
         attributes=_ATTRIBUTES,
     )
 
@@ -311,6 +311,6 @@ ATTENTION_GRAD = define_gradient(
         Kernel(lower=_lower_grad, scalars=True),
     ),
     axes=_grad_axes,
-    columns=lambda n: sizes.of(n.k)[2],
+    columns=lambda n: sizes.dims_of(n.k)[2],
     attributes=_ATTRIBUTES,
 )

@@ -53,7 +53,7 @@ _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
 def _batch_and_heads(n: NodeView) -> Sizes:
-    shape = sizes.of(n.q)
+    shape = sizes.dims_of(n.q)
     if any(rank_of(x) != 4 for x in (n.q, n.k, n.v)):
         raise GraphError(f"{n.definition.name} takes q, k and v of four dimensions", got=f"q{list(shape)}")
     if n.mask is not None and not is_float(dtype_of(n.mask)):
@@ -62,9 +62,9 @@ def _batch_and_heads(n: NodeView) -> Sizes:
 
 
 def _forward_types(n: NodeView) -> Sequence[TensorType]:
-    leading = (*_batch_and_heads(n), sizes.of(n.q)[2])
+    leading = (*_batch_and_heads(n), sizes.dims_of(n.q)[2])
     return (
-        TensorType(dtype_of(n.q), (*leading, sizes.of(n.v)[3])),
+        TensorType(dtype_of(n.q), (*leading, sizes.dims_of(n.v)[3])),
         TensorType(accumulated(dtype_of(n.q)), leading),
     )
 
@@ -92,7 +92,7 @@ def _backward_axes(n: NodeView) -> str:
 
 def _products_flops(n: NodeView, count: int) -> Size:
     """The flops of `count` products of the size of q @ kᵀ."""
-    return sizes.multiply(2 * count, *sizes.of(n.q), sizes.of(n.k)[2])
+    return sizes.multiply(2 * count, *sizes.dims_of(n.q), sizes.dims_of(n.k)[2])
 
 
 # Kernels
@@ -230,7 +230,7 @@ def _rows(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Va
     if n.mask is not None:
         scores = op.Add(scores, cast(op, n.mask, inner))
     if n.is_causal:
-        scores = op.Add(scores, causal_mask(op, sizes.of(q)[2], sizes.of(k)[2], inner))
+        scores = op.Add(scores, causal_mask(op, sizes.dims_of(q)[2], sizes.dims_of(k)[2], inner))
     return q, k, v, scores
 
 

@@ -29,16 +29,16 @@ def accumulated(dtype: ir.DataType) -> ir.DataType:
 
 def groups_of(q: ir.Value, k: ir.Value) -> Size:
     """How many heads of q share one of k."""
-    if rank_of(q) < 3 or sizes.of(q)[-3] == sizes.of(k)[-3]:
+    if rank_of(q) < 3 or sizes.dims_of(q)[-3] == sizes.dims_of(k)[-3]:
         return 1
-    return sizes.floor_divide(sizes.of(q)[-3], sizes.of(k)[-3])
+    return sizes.floor_divide(sizes.dims_of(q)[-3], sizes.dims_of(k)[-3])
 
 
 def repeated(op: Builder, value: ir.Value, groups: Size) -> ir.Value:
     """Each head [..., g, s, e] repeated in place: [..., g * groups, s, e]."""
     if groups == 1:
         return value
-    *batch, heads, rows, columns = sizes.of(value)
+    *batch, heads, rows, columns = sizes.dims_of(value)
     spread = op.Unsqueeze(value, constant_axes(op, len(batch) + 1))
     spread = op.Expand(spread, op.sizes([*batch, heads, groups, rows, columns]))
     result: ir.Value = op.Reshape(spread, op.sizes([*batch, sizes.multiply(heads, groups), rows, columns]), allowzero=1)
@@ -56,10 +56,10 @@ def unrepeated(op: Builder, value: ir.Value) -> tuple[ir.Value, Size]:
     narrow = spread and input_of(spread, "Expand")
     if spread is None or narrow is None or rank_of(narrow) != rank_of(source) + 1 or rank_of(spread) < 4:
         return value, 1
-    *batch, heads, groups, rows, columns = sizes.of(spread)
-    if sizes.of(narrow) != (*batch, heads, 1, rows, columns):
+    *batch, heads, groups, rows, columns = sizes.dims_of(spread)
+    if sizes.dims_of(narrow) != (*batch, heads, 1, rows, columns):
         return value, 1
-    if sizes.of(source) != (*batch, sizes.multiply(heads, groups), rows, columns):
+    if sizes.dims_of(source) != (*batch, sizes.multiply(heads, groups), rows, columns):
         return value, 1
     return cast(op, op.Squeeze(narrow, constant_axes(op, len(batch) + 1)), dtype_of(value)), groups
 
@@ -78,7 +78,7 @@ def causal_mask(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> i
 
 def hides_later(mask: ir.Value | None) -> bool:
     """Whether this is such a mask, or the bool one that it is made from: then a kernel needs no mask to do the same."""
-    if mask is None or any(size != 1 for size in sizes.of(mask)[:-2]):
+    if mask is None or any(size != 1 for size in sizes.dims_of(mask)[:-2]):
         return False
     array = constant_of(mask)
     if array is not None:
@@ -110,7 +110,7 @@ def additive(op: Builder, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 def with_attribute(op: Builder, q: ir.Value, scale: float | None) -> tuple[ir.Value, float | None]:
     """A scale that is neither the default nor exact as an attribute moves into q."""
-    if scale is None or _is_default(scale, sizes.of(q)[-1]):
+    if scale is None or _is_default(scale, sizes.dims_of(q)[-1]):
         return q, None
     if is_exact_attribute(scale):
         return q, float(scale)
@@ -127,7 +127,7 @@ def scores_factor(n: NodeView) -> Factor:
 
 
 def _scores_scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:
-    width, scale = sizes.of(n.q)[-1], n.scale
+    width, scale = sizes.dims_of(n.q)[-1], n.scale
     if scale is None:
         if not isinstance(width, int) or not width:
             return None
@@ -140,7 +140,7 @@ def _scores_scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value
 
 def scale_of(op: Builder, q: ir.Value, scale: float | None, power: float = 1.0) -> ir.Value:
     """The `power` of the scale as a 0-dimensional value of q's type."""
-    width = sizes.of(q)[-1]
+    width = sizes.dims_of(q)[-1]
     if scale is None and isinstance(width, str):
         exponent = op.scalar(-power / 2, ir.DataType.DOUBLE)
         return cast(op, op.Pow(op.size(width, ir.DataType.DOUBLE), exponent), dtype_of(q))
@@ -150,7 +150,7 @@ def scale_of(op: Builder, q: ir.Value, scale: float | None, power: float = 1.0) 
 
 def summed_heads(op: Builder, gradient: ir.Value, value: ir.Value) -> ir.Value:
     """The gradients of heads that share one of `value`, summed."""
-    batch, heads, rows, columns = sizes.of(value)
+    batch, heads, rows, columns = sizes.dims_of(value)
     groups = groups_of(gradient, value)
     if groups != 1:
         split = op.Reshape(gradient, op.sizes([batch, heads, groups, rows, columns]), allowzero=1)

@@ -28,9 +28,11 @@ Tensor = torch.Tensor
 def _types(n: NodeView) -> Sequence[TensorType]:
     x = n.node.inputs[0]
     assert x is not None
-    *_, width = sizes.of(x)
+    *_, width = sizes.dims_of(x)
     for table in (n.cos, n.sin):
-        if sizes.of(table)[-1:] != (width,) or sizes.broadcast(sizes.of(x), sizes.of(table)) != sizes.of(x):
+        if sizes.dims_of(table)[-1:] != (width,) or sizes.broadcast(
+            sizes.dims_of(x), sizes.dims_of(table)
+        ) != sizes.dims_of(x):
             raise GraphError(
                 "cos and sin broadcast to x, whose last axis they have", str(type_of(x)), str(type_of(table))
             )
@@ -40,7 +42,7 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _rotated(op: Builder, x: ir.Value, back: bool = False) -> ir.Value:
-    half = int(sizes.of(x)[-1]) // 2
+    half = int(sizes.dims_of(x)[-1]) // 2
     first, second = split(op, x, [half, half], rank_of(x) - 1)
     parts = [second, op.Neg(first)] if back else [op.Neg(second), first]
     return concatenated(op, parts, rank_of(x) - 1)

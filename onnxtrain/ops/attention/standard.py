@@ -51,7 +51,7 @@ def _heads(n: NodeView, name: str) -> int:
 
 def _with_heads(x: ir.Value, heads: Any) -> Sizes:
     """The sizes of x under [b, h, s, d]; `heads` gives their number, where x has three axes."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     if len(shape) == 4:
         return shape
     batch, steps, hidden = shape
@@ -71,7 +71,7 @@ def _together(op: Builder, x: ir.Value, rank: int) -> ir.Value:
     """[b, h, s, d] as [b, s, h * d], where the inputs are so."""
     if rank == 4:
         return x
-    batch, count, steps, size = sizes.of(x)
+    batch, count, steps, size = sizes.dims_of(x)
     return reshaped(op, transposed(op, x, [0, 2, 1, 3]), (batch, steps, sizes.multiply(count, size)))
 
 
@@ -90,7 +90,7 @@ def _query_sizes(n: NodeView) -> Sizes:
 
 def _present_sizes(n: NodeView, value: ir.Value, past: ir.Value | None) -> Sizes:
     batch, heads, steps, size = _with_heads(value, lambda: _heads(n, "kv_num_heads"))
-    return batch, heads, steps if past is None else sizes.add(sizes.of(past)[2], steps), size
+    return batch, heads, steps if past is None else sizes.add(sizes.dims_of(past)[2], steps), size
 
 
 def _attention_types(n: NodeView) -> Sequence[TensorType]:
@@ -114,7 +114,7 @@ def _scale(n: NodeView, head: Size) -> float:
 
 def _grouped(op: Builder, x: ir.Value, heads: Size) -> ir.Value:
     """Repeats each head of k or v for the heads of q that share it."""
-    batch, own, steps, size = sizes.of(x)
+    batch, own, steps, size = sizes.dims_of(x)
     if own == heads:
         return x
     each = sizes.floor_divide(heads, own)
@@ -131,8 +131,8 @@ def _not_later(op: Builder, rows: Size, columns: Size, before: Size) -> ir.Value
 def _masked(op: Builder, n: NodeView, scores: ir.Value) -> ir.Value:
     minus_infinity = op.scalar(-math.inf, like=scores)
     if n.is_causal:
-        rows, columns = sizes.of(scores)[2:]
-        before = 0 if n.past_k is None else sizes.of(n.past_k)[2]
+        rows, columns = sizes.dims_of(scores)[2:]
+        before = 0 if n.past_k is None else sizes.dims_of(n.past_k)[2]
         scores = op.Where(_not_later(op, rows, columns, before), scores, minus_infinity)
     if n.mask is None:
         return scores
@@ -145,7 +145,7 @@ def _attention_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     q = _apart(op, n.q, lambda: _heads(n, "q_num_heads"))
     k, v = (_apart(op, x, lambda: _heads(n, "kv_num_heads")) for x in (n.k, n.v))
     k, v = (x if past is None else concatenated(op, [past, x], 2) for x, past in ((k, n.past_k), (v, n.past_v)))
-    heads, head = sizes.of(q)[1], sizes.of(q)[3]
+    heads, head = sizes.dims_of(q)[1], sizes.dims_of(q)[3]
     keys = op.Transpose(_grouped(op, k, heads), perm=[0, 1, 3, 2])
     stages = [times(op, op.MatMul(q, keys), _scale(n, head))]
     stages.append(times(op, op.Tanh(times(op, stages[0], 1 / n.softcap)), n.softcap) if n.softcap else stages[0])
@@ -238,13 +238,13 @@ composite(
 
 def _rotary_body(op: Builder, n: NodeView) -> ir.Value:
     """On [b, s, h, d]."""
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     if len(shape) == 4:
         x = transposed(op, n.x, [0, 2, 1, 3])
     else:
         heads = _heads(n, "num_heads")
         x = reshaped(op, n.x, (*shape[:2], heads, sizes.floor_divide(shape[2], heads)))
-    *outer, size = sizes.of(x)
+    *outer, size = sizes.dims_of(x)
     turned = n.rotary_embedding_dim or size
     parts = split(op, x, [turned, sizes.subtract(size, turned)], 3) if turned != size else (x,)
     half = sizes.floor_divide(turned, 2)

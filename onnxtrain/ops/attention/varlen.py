@@ -81,26 +81,26 @@ _INT64 = ir.DataType.INT64
 def _types(n: NodeView) -> Sequence[TensorType]:
     if any(rank_of(x) != 3 for x in (n.q, n.k, n.v)):
         raise GraphError(f"{n.definition.name} takes q, k and v [tokens, heads, size]", got=str(type_of(n.q)))
-    if sizes.of(n.cu_q) != sizes.of(n.cu_k) or rank_of(n.cu_q) != 1:
+    if sizes.dims_of(n.cu_q) != sizes.dims_of(n.cu_k) or rank_of(n.cu_q) != 1:
         raise GraphError(
             "there are as many sequences of queries as of keys", got=f"{type_of(n.cu_q)} and {type_of(n.cu_k)}"
         )
-    if n.bias is not None and (rank_of(n.bias) != 3 or sizes.of(n.bias)[0] not in (1, sizes.of(n.q)[1])):
+    if n.bias is not None and (rank_of(n.bias) != 3 or sizes.dims_of(n.bias)[0] not in (1, sizes.dims_of(n.q)[1])):
         raise GraphError("bias has the axes [heads, rows, columns]", got=str(type_of(n.bias)))
-    tokens, heads, _ = sizes.of(n.q)
-    y = TensorType(dtype_of(n.q), (tokens, heads, sizes.of(n.v)[2]))
+    tokens, heads, _ = sizes.dims_of(n.q)
+    y = TensorType(dtype_of(n.q), (tokens, heads, sizes.dims_of(n.v)[2]))
     return y, TensorType(accumulated(dtype_of(n.q)), ("kept_scores",))
 
 
 def _dropout_types(n: NodeView) -> Sequence[TensorType]:
     if not trains(n):
         raise GraphError("attention's dropout has a known ratio between 0 and 1, and draws", got=str(n.ratio))
-    tokens, heads, _ = sizes.of(n.q)
-    return *_types(n), TensorType(ir.DataType.BOOL, (heads, tokens, sizes.of(n.k)[0]))
+    tokens, heads, _ = sizes.dims_of(n.q)
+    return *_types(n), TensorType(ir.DataType.BOOL, (heads, tokens, sizes.dims_of(n.k)[0]))
 
 
 def _head_words(n: NodeView) -> tuple[str, str]:
-    return ("h", "h") if sizes.of(n.q)[1] == sizes.of(n.k)[1] else ("[h]", "[g]")
+    return ("h", "h") if sizes.dims_of(n.q)[1] == sizes.dims_of(n.k)[1] else ("[h]", "[g]")
 
 
 def _axes(n: NodeView) -> str:
@@ -113,8 +113,8 @@ def _axes(n: NodeView) -> str:
 
 def _columns(n: NodeView) -> sizes.Size:
     """As if sequences were of equal length: how long each is, is not known before the graph runs."""
-    sequences = sizes.maximum(1, sizes.subtract(sizes.of(n.cu_k)[0], 1))
-    return sizes.floor_divide(sizes.of(n.k)[0], sequences)
+    sequences = sizes.maximum(1, sizes.subtract(sizes.dims_of(n.cu_k)[0], 1))
+    return sizes.floor_divide(sizes.dims_of(n.k)[0], sequences)
 
 
 # Bodies: all tokens together, with a mask of those that belong to one sequence
@@ -123,7 +123,7 @@ def _columns(n: NodeView) -> sizes.Size:
 def _places(op: Builder, cu: ir.Value, tokens: sizes.Size) -> tuple[ir.Value, ir.Value]:
     """For each token the number of its sequence, and its place there."""
     cu = cast(op, cu, _INT64)
-    ends = op.Slice(cu, constant_axes(op, 1), op.sizes([sizes.of(cu)[0]]), constant_axes(op, 0))
+    ends = op.Slice(cu, constant_axes(op, 1), op.sizes([sizes.dims_of(cu)[0]]), constant_axes(op, 0))
     token = counting(op, tokens)
     over = op.GreaterOrEqual(unsqueezed(op, token, 1), unsqueezed(op, ends, 0))
     sequence = op.ReduceSum(op.Cast(over, to=_INT64), constant_axes(op, 1), keepdims=0)
@@ -132,21 +132,23 @@ def _places(op: Builder, cu: ir.Value, tokens: sizes.Size) -> tuple[ir.Value, ir
 
 def _seen(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
     """Which column each row sees [t, u], and the number of its element in a table [l * s]."""
-    (row_of, row), (column_of, column) = (_places(op, cu, sizes.of(x)[0]) for cu, x in ((n.cu_q, n.q), (n.cu_k, n.k)))
+    (row_of, row), (column_of, column) = (
+        _places(op, cu, sizes.dims_of(x)[0]) for cu, x in ((n.cu_q, n.q), (n.cu_k, n.k))
+    )
     row_of, row = unsqueezed(op, row_of, 1), unsqueezed(op, row, 1)
-    count = op.size(sizes.subtract(sizes.of(n.cu_q)[0], 1))
+    count = op.size(sizes.subtract(sizes.dims_of(n.cu_q)[0], 1))
     seen = op.And(op.Equal(row_of, unsqueezed(op, column_of, 0)), op.Less(row_of, count))
     if n.is_causal:
         seen = op.And(seen, op.LessOrEqual(unsqueezed(op, column, 0), row))
     if n.bias is None:
         return seen, row
-    place = op.Add(op.Mul(row, op.size(sizes.of(n.bias)[2])), unsqueezed(op, column, 0))
+    place = op.Add(op.Mul(row, op.size(sizes.dims_of(n.bias)[2])), unsqueezed(op, column, 0))
     return seen, op.Where(seen, place, op.scalar(0, _INT64))
 
 
 def _by_heads(op: Builder, x: ir.Value, heads: sizes.Size, dtype: ir.DataType) -> ir.Value:
     """x[t, g, e] as [h, t, e]."""
-    tokens, own, width = sizes.of(x)
+    tokens, own, width = sizes.dims_of(x)
     x = transposed(op, cast(op, x, dtype), [1, 0, 2])
     if own == heads:
         return x
@@ -157,12 +159,12 @@ def _by_heads(op: Builder, x: ir.Value, heads: sizes.Size, dtype: ir.DataType) -
 
 def _scores(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value, ir.Value]:
     """q, k and v [h, tokens, size], the masked scores [h, t, u], and the table's element of each."""
-    inner, heads = accumulated(dtype_of(n.q)), sizes.of(n.q)[1]
+    inner, heads = accumulated(dtype_of(n.q)), sizes.dims_of(n.q)[1]
     q, k, v = (_by_heads(op, x, heads, inner) for x in (n.q, n.k, n.v))
     scores = op.Mul(op.MatMul(q, transposed(op, k, [0, 2, 1])), scale_of(op, q, n.scale))
     seen, place = _seen(op, n)
     if n.bias is not None:
-        own, rows, columns = sizes.of(n.bias)
+        own, rows, columns = sizes.dims_of(n.bias)
         table = reshaped(op, cast(op, n.bias, inner), (own, sizes.multiply(rows, columns)))
         scores = op.Add(scores, op.Gather(table, place, axis=1))
     return q, k, v, op.Where(seen, scores, op.scalar(-math.inf, inner)), place
@@ -183,8 +185,8 @@ def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def _summed_groups(op: Builder, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """The gradient [h, u, e] of x[u, g, e]."""
-    tokens, own, width = sizes.of(x)
-    heads = sizes.of(gradient)[0]
+    tokens, own, width = sizes.dims_of(x)
+    heads = sizes.dims_of(gradient)[0]
     if own != heads:
         gradient = reshaped(op, gradient, (own, sizes.floor_divide(heads, own), tokens, width))
         gradient = total(op, gradient, [1], keepdims=False)
@@ -206,10 +208,10 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def _table_gradient(op: Builder, n: NodeView, ds: ir.Value, place: ir.Value) -> ir.Value:
     """The gradients of the scores added up where bias was read; those of other sequences are 0."""
-    own, rows, columns = sizes.of(n.bias)
-    if own == 1 and sizes.of(ds)[0] != 1:
+    own, rows, columns = sizes.dims_of(n.bias)
+    if own == 1 and sizes.dims_of(ds)[0] != 1:
         ds = total(op, ds, [0])
-    heads, count = sizes.of(ds)[0], sizes.multiply(*sizes.of(ds)[1:])
+    heads, count = sizes.dims_of(ds)[0], sizes.multiply(*sizes.dims_of(ds)[1:])
     places = expanded(op, reshaped(op, place, (1, count)), (heads, count))
     table = zeros(op, (own, sizes.multiply(rows, columns)), dtype_of(ds))
     found = op.ScatterElements(table, places, reshaped(op, ds, (heads, count)), axis=1, reduction="add")
@@ -305,11 +307,11 @@ def _dropout_may_compile(n: NodeView, device: str) -> bool:
 
 def _may_flash(n: NodeView, device: str) -> bool:
     """PyTorch's flash kernel has no table of biases, and is causal from the last row and column of each sequence."""
-    widths = {sizes.of(x)[2] for x in (n.q, n.k, n.v)}
+    widths = {sizes.dims_of(x)[2] for x in (n.q, n.k, n.v)}
     return (
         n.bias is None
         and (n.cu_q is n.cu_k or not n.is_causal)
-        and sizes.of(n.cu_q)[0] not in (0, 1)
+        and sizes.dims_of(n.cu_q)[0] not in (0, 1)
         and len(widths) == 1
         and flash_runs(device, TORCH_DTYPES[dtype_of(n.q)], widths.pop())
     )

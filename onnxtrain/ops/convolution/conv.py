@@ -121,8 +121,8 @@ def _capture_named_padding(
         return NotImplemented  # a kernel whose size changes
     whole = [d * (int(k) - 1) for d, k in zip(as_list(dilation, count), kernel, strict=True)]
     if any(w % 2 for w in whole):
-        longer = (sizes.add(size, w % 2) for size, w in zip(sizes.of(x)[-count:], whole, strict=True))
-        padded = TensorType(dtype_of(x), (*sizes.of(x)[:-count], *longer))
+        longer = (sizes.add(size, w % 2) for size, w in zip(sizes.dims_of(x)[-count:], whole, strict=True))
+        padded = TensorType(dtype_of(x), (*sizes.dims_of(x)[:-count], *longer))
         ends = [end for w in reversed(whole) for end in (0, w % 2)]
         x = another_call(op, "aten.constant_pad_nd.default", padded, x, ends, 0)
     return _convolve(op, x, weight, bias, stride, [w // 2 for w in whole], dilation, groups)
@@ -164,10 +164,12 @@ def _capture_convolution(
 def _conv_type(n: NodeView) -> Sequence[TensorType]:
     kernel = spatial(n.w)
     if len(kernel) != rank_of(n.x) - 2:
-        raise GraphError("Conv's x and w have the same number of axes", got=f"{sizes.of(n.x)} and {sizes.of(n.w)}")
+        raise GraphError(
+            "Conv's x and w have the same number of axes", got=f"{sizes.dims_of(n.x)} and {sizes.dims_of(n.w)}"
+        )
     axes = zip(spatial(n.x), kernel, *_geometry(n), strict=True)
     out = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
-    return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], sizes.of(n.w)[0], *out)),)
+    return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], sizes.dims_of(n.w)[0], *out)),)
 
 
 def _conv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
@@ -196,7 +198,7 @@ def _conv_flops(n: NodeView) -> Size:
     """Two for each product of an element of the smaller side with the weights it meets."""
     transposed = "output_padding" in n.definition.attributes
     positions = spatial(n.x) if transposed else _conv_type(n)[0].shape[2:]
-    return sizes.multiply(2, sizes.of(n.x)[0], product(positions), product(sizes.of(n.w)))
+    return sizes.multiply(2, sizes.dims_of(n.x)[0], product(positions), product(sizes.dims_of(n.w)))
 
 
 def _seconds(positions: Callable[[NodeView, Shapes], int]) -> Callable[[NodeView, Shapes, Machine], float]:
@@ -276,14 +278,14 @@ def _output_padding(n: NodeView) -> list[int]:
 
 
 def _conv_transpose_type(n: NodeView) -> Sequence[TensorType]:
-    channels = sizes.multiply(sizes.of(n.w)[1], n.group)
+    channels = sizes.multiply(sizes.dims_of(n.w)[1], n.group)
     out = [
         sizes.add(covered(s, k, stride, dilation), more - 2 * pad)
         for s, k, stride, pad, dilation, more in zip(
             spatial(n.x), spatial(n.w), *_geometry(n), _output_padding(n), strict=True
         )
     ]
-    return (TensorType(dtype_of(n.x), (sizes.of(n.x)[0], channels, *out)),)
+    return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], channels, *out)),)
 
 
 def _conv_transpose_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
@@ -327,7 +329,7 @@ fused(
 
 
 def _grad_types(n: NodeView) -> Sequence[TensorType]:
-    return type_of(n.x), type_of(n.w), TensorType(dtype_of(n.w), (sizes.of(n.dy)[1],))
+    return type_of(n.x), type_of(n.w), TensorType(dtype_of(n.w), (sizes.dims_of(n.dy)[1],))
 
 
 def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
@@ -336,7 +338,7 @@ def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
 
 def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
     """The gradient of w[o, c/g, k], where windows of `source`[n, c, d] meet `moving`[n, o, e]."""
-    numbers = [size for size in sizes.of(n.w) if isinstance(size, int)]
+    numbers = [size for size in sizes.dims_of(n.w) if isinstance(size, int)]
     if n.group == 1 and len(numbers) == rank_of(n.w):
         outs, channels, *kernel = numbers
         places = math.prod(kernel)
@@ -350,7 +352,7 @@ def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Valu
 def _weight_gradient_by_convolution(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
     """Samples and channels change places, and so do strides and dilations."""
     source, moving = (_with_samples(op, x) for x in (source, moving))
-    batch, channels, *inner = sizes.of(source)
+    batch, channels, *inner = sizes.dims_of(source)
     strides, pads, dilations = _geometry(n)
     inner_axes = list(range(2, rank_of(source)))
     if n.group == 1:
@@ -375,29 +377,29 @@ def _weight_gradient_by_place(op: Builder, n: NodeView, source: ir.Value, moving
         for columns in _columns(op, n, source, moving)
     ]
     places = op.Concat(*found, axis=0) if len(found) > 1 else found[0]
-    return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), sizes.of(n.w))
+    return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), sizes.dims_of(n.w))
 
 
 def _weight_gradient_by_columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
     """Without groups: one product for all places of a window, whose columns stand below each other."""
-    outs, channels, *kernel = sizes.of(n.w)
+    outs, channels, *kernel = sizes.dims_of(n.w)
     found = _columns(op, n, source, moving)
     columns = op.Concat(*found, axis=1) if len(found) > 1 else found[0]
     products = op.MatMul(columns, op.Transpose(_rows(op, moving), perm=[0, 2, 1]))
     places = reshaped(op, total(op, products, [0], keepdims=True), [product(kernel), channels, outs])
-    return reshaped(op, op.Transpose(places, perm=[2, 1, 0]), sizes.of(n.w))
+    return reshaped(op, op.Transpose(places, perm=[2, 1, 0]), sizes.dims_of(n.w))
 
 
 def _rows(op: Builder, moving: ir.Value) -> ir.Value:
     """The positions of each plane in a row: [n, o, positions]."""
-    batch, outs, *positions = sizes.of(moving)
+    batch, outs, *positions = sizes.dims_of(moving)
     return reshaped(op, moving, [batch, outs, product(positions)])
 
 
 def _columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> list[ir.Value]:
     """For each place of a window what the weight there meets at each position of `moving`: [n, c, positions]."""
     strides, pads, dilations = _geometry(n)
-    batch, channels, *inner = sizes.of(source)
+    batch, channels, *inner = sizes.dims_of(source)
     positions = spatial(moving)
     if any(pads):
         longer = [sizes.add(s, 2 * pad) for s, pad in zip(inner, pads, strict=True)]
@@ -419,7 +421,7 @@ def _columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> li
 
 def _with_samples(op: Builder, x: ir.Value) -> ir.Value:
     """A sample of zeros where there is none: onnxruntime 1.31 does not return from a Conv over no channels."""
-    batch, *rest = sizes.of(x)
+    batch, *rest = sizes.dims_of(x)
     missing = sizes.maximum(0, sizes.subtract(1, batch))
     if missing == 0:
         return x
@@ -461,7 +463,7 @@ def _lower_grad(n: NodeView, dy: Any, x: Any, w: Any, output_padding: list[int],
     strides, pads, dilations = _geometry(n)
     mask = flags(n.output_mask)
     how = (strides, pads, dilations, transposed, output_padding, n.group, mask)
-    channels = sizes.of(n.dy)[1]
+    channels = sizes.dims_of(n.dy)[1]
     if mask[2] and isinstance(channels, str):
         return Call(convolution_backward, dy, x, w, *how)
     return Call(aten.convolution_backward.default, dy, x, w, [channels] if mask[2] else None, *how)
@@ -510,7 +512,7 @@ fused(
     layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
     sized=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, backward=True),
-    flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.dy)), product(sizes.of(n.w))),
+    flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial(n.dy)), product(sizes.dims_of(n.w))),
 )
 fused(
     MICROSOFT,
@@ -526,5 +528,5 @@ fused(
     layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
     sized=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
-    flops=lambda n: sizes.multiply(4, sizes.of(n.x)[0], product(spatial(n.x)), product(sizes.of(n.w))),
+    flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial(n.x)), product(sizes.dims_of(n.w))),
 )

@@ -333,7 +333,7 @@ def _broadcast(*names: str) -> Any:
 
 
 def _sum_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.of, n.terms))),)
+    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
 def _sum_call(n: NodeView, terms: Sequence[Any]) -> Call:

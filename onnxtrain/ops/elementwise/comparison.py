@@ -18,7 +18,7 @@ from onnxtrain.ops.registry import define
 
 
 def _compared(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(ir.DataType.BOOL, sizes.broadcast(sizes.of(n.a), sizes.of(n.b))),)
+    return (TensorType(ir.DataType.BOOL, sizes.broadcast(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
 
 
 def _capture(domain: str, name: str, takes_bool: bool) -> FromTorch:
@@ -106,7 +106,7 @@ def _question(
             attributes=attributes or {},
             since=since,
             from_torch={torch_name: capture, **(from_torch or {})},
-            shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.of(n.x)),),
+            shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)),),
             body=body,
             native_ok=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,

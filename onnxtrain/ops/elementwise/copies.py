@@ -95,7 +95,7 @@ CAST = define(
             "aten.to.device": _to_device,
             **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"), _to),
         },
-        shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.of(n.x)),),
+        shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.dims_of(n.x)),),
         body=STANDARD,
         native_ok=always,
         gradient=(Gradient(lambda op, n, dy: op.Cast(dy, to=dtype_of(n.x)), ()),),

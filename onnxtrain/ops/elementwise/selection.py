@@ -85,7 +85,7 @@ WHERE = define(
             "aten.masked_fill.Scalar": _capture_masked_fill,
             "aten.masked_fill.Tensor": _capture_masked_fill,
         },
-        shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.of, (n.condition, n.a, n.b)))),),
+        shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.dims_of, (n.condition, n.a, n.b)))),),
         body=STANDARD,
         native_ok=always,
         gradient=(Gradient(_where_gradient, ("condition",)),),
@@ -153,7 +153,7 @@ def _host_extreme(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _terms_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.of, n.terms))),)
+    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
 def _on_host(name: str) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def _clamp_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _clamp_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.x), sizes.broadcast(*(sizes.of(v) for v in n.node.inputs if v is not None))),)
+    return (TensorType(dtype_of(n.x), sizes.broadcast(*(sizes.dims_of(v) for v in n.node.inputs if v is not None))),)
 
 
 def _clamp_axes(n: NodeView) -> str:

@@ -27,7 +27,7 @@ from onnxtrain.ops.fused import reshaped
 
 
 def _mean_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.of, n.terms))),)
+    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
 def _mean_body(op: Builder, n: NodeView) -> ir.Value:
@@ -60,7 +60,7 @@ composite(
     lambda n, x, target: Method("to", Method("clone", x), TORCH_DTYPES[dtype_of(n.target)]),
     attributes={"saturate": 1},
     since=19,
-    shapes=lambda n: (TensorType(dtype_of(n.target), sizes.of(n.x)),),
+    shapes=lambda n: (TensorType(dtype_of(n.target), sizes.dims_of(n.x)),),
     axes=lambda n: "..., - -> ...",
     stops=frozenset({"target"}),
 )

@@ -21,7 +21,7 @@ from onnxtrain.ops.reshape.shape import reshaped
 
 
 def _flat(op: Builder, x: ir.Value) -> ir.Value:
-    return reshaped(op, x, (sizes.multiply(1, *sizes.of(x)),))
+    return reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)),))
 
 
 def _take(op: Builder, x: ir.Value, index: ir.Value) -> Any:
@@ -33,11 +33,11 @@ def _index_reduce(
     op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
 ) -> Any:
     """A scatter whose places are the same along all other axes."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     x, index, source = (v if rank_of(v) else reshaped(op, v, (1,)) for v in (x, index, source))
     axis = in_rank(dim, rank_of(x), "the axis of index_reduce")
-    places = expanded(op, along(op, index, axis, rank_of(x)), sizes.of(source))
-    gives = TensorType(dtype_of(x), sizes.of(x))
+    places = expanded(op, along(op, index, axis, rank_of(x)), sizes.dims_of(source))
+    gives = TensorType(dtype_of(x), sizes.dims_of(x))
     y = another_call(op, "aten.scatter_reduce.two", gives, x, axis, places, source, reduce, include_self=include_self)
     return reshaped(op, y, shape)
 
@@ -68,7 +68,7 @@ def _diagonal_scatter(op: Builder, x: ir.Value, source: ir.Value, offset: int = 
         "column_axis": in_rank(dim2, rank, "an axis of diagonal_scatter"),
     }
     shape = op.shape_of(x)
-    on_it = expanded(op, op.scalar(True, ir.DataType.BOOL), sizes.of(source))
+    on_it = expanded(op, op.scalar(True, ir.DataType.BOOL), sizes.dims_of(source))
     return op.Where(op.own.DiagonalEmbed(on_it, shape, **how), op.own.DiagonalEmbed(source, shape, **how), x)
 
 
@@ -78,7 +78,7 @@ def _max_unpool(count: int) -> Any:
     def capture(op: Builder, x: ir.Value, indices: ir.Value, output_size: Sequence[Size], *how: Any) -> Any:
         if rank_of(x) != count + 2:
             return NotImplemented
-        batch, channels = sizes.of(x)[:2]
+        batch, channels = sizes.dims_of(x)[:2]
         plane = sizes.multiply(1, *output_size)
         planes = op.Range(op.size(0), op.size(sizes.multiply(batch, channels)), op.size(1))
         first = reshaped(op, op.Mul(planes, op.size(plane)), (batch, channels, *[1] * count))

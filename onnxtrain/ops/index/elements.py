@@ -43,7 +43,7 @@ def _shared_names(axis: int, whole: Sizes, part: Sizes) -> tuple[list[str], list
 
 
 def _gather_axes(n: NodeView) -> str:
-    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places))
+    left, right = _shared_names(axis_of(n, n.x), sizes.dims_of(n.x), sizes.dims_of(n.places))
     return axis_map([left, right], right)
 
 
@@ -63,9 +63,9 @@ def _capture_gather(op: Builder, x: ir.Value, dim: int, index: ir.Value, *, spar
 def _capture_take_along(op: Builder, x: ir.Value, indices: ir.Value, dim: int | None = None) -> ir.Value:
     """Gather, where x and the indices are broadcast along the other axes."""
     if dim is None:
-        x, indices = (reshaped(op, v, (sizes.multiply(1, *sizes.of(v)),)) for v in (x, indices))
+        x, indices = (reshaped(op, v, (sizes.multiply(1, *sizes.dims_of(v)),)) for v in (x, indices))
     axis = in_rank(dim or 0, rank_of(x), "the axis of take_along_dim")
-    source, wanted = list(sizes.of(x)), list(sizes.of(indices))
+    source, wanted = list(sizes.dims_of(x)), list(sizes.dims_of(indices))
     shared = sizes.broadcast([*source[:axis], 1, *source[axis + 1 :]], [*wanted[:axis], 1, *wanted[axis + 1 :]])
     x = expanded(op, x, (*shared[:axis], source[axis], *shared[axis + 1 :]))
     indices = expanded(op, indices, (*shared[:axis], wanted[axis], *shared[axis + 1 :]))
@@ -83,7 +83,7 @@ def _places(n: NodeView, places: Any, x: Any) -> Any:
 GATHER_ELEMENTS = movement(
     "GatherElements",
     ("x", "places"),
-    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.places)),),
+    lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.places)),),
     lambda n, x, places: Call(torch.gather, x, axis_of(n, n.x), _places(n, places, x)),
     lambda op, n, dy: (op.ms.GatherElementsGrad(dy, op.shape_of(n.x), n.places, axis=axis_of(n, n.x)), None),
     reads=("places",),
@@ -112,13 +112,13 @@ def _lower_gather_grad(n: NodeView, dy: Any, shape: Any, places: Any) -> Call:
 
 def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
     places = cast(op, n.places, ir.DataType.INT64)
-    start = zeros(op, sizes.of(n.dx), dtype_of(n.dy))
+    start = zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy))
     result: ir.Value = op.ScatterElements(start, places, n.dy, axis=axis_of(n, n.dy), reduction="add")
     return result
 
 
 def _gather_grad_axes(n: NodeView) -> str:
-    left, right = _shared_names(axis_of(n, n.dy), sizes.of(n.dx), sizes.of(n.places))
+    left, right = _shared_names(axis_of(n, n.dy), sizes.dims_of(n.dx), sizes.dims_of(n.places))
     shared = [word if word in left else f"[{word}]" for word in right]
     return axis_map([shared, None, shared], left)
 
@@ -167,26 +167,26 @@ def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value 
 
 
 def _scatter_axes(n: NodeView) -> str:
-    left, right = _shared_names(axis_of(n, n.x), sizes.of(n.x), sizes.of(n.places))
+    left, right = _shared_names(axis_of(n, n.x), sizes.dims_of(n.x), sizes.dims_of(n.places))
     shared = [word if word in left else f"[{word}]" for word in right]
     return axis_map([left, shared, shared], left)
 
 
 def _scattered(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, reduction: str = "none") -> ir.Value:
     """PyTorch reads only as much of `source` as there are places."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     x, index = _scalars_as_vectors(op, x, index)
     if isinstance(source, ir.Value) and rank_of(source):
-        updates = _first(op, source, sizes.of(index))
+        updates = _first(op, source, sizes.dims_of(index))
     else:
-        updates = expanded(op, as_value(op, source, dtype_of(x)), sizes.of(index))
+        updates = expanded(op, as_value(op, source, dtype_of(x)), sizes.dims_of(index))
     axis = in_rank(dim, rank_of(x), "the axis of scatter")
     return reshaped(op, non_negative(op.ScatterElements(x, index, updates, axis=axis, reduction=reduction)), shape)
 
 
 def _first(op: Builder, source: ir.Value, wanted: Sizes) -> ir.Value:
     """The first `wanted` elements of each axis."""
-    larger = [i for i, (have, want) in enumerate(zip(sizes.of(source), wanted, strict=True)) if have != want]
+    larger = [i for i, (have, want) in enumerate(zip(sizes.dims_of(source), wanted, strict=True)) if have != want]
     if not larger:
         return source
     starts, ends = vector(op, [0] * len(larger)), op.sizes([wanted[i] for i in larger])

@@ -33,7 +33,7 @@ def filled(op: Builder, wanted: Sequence[Size], number: complex, dtype: ir.DataT
 
 def zeros_like(op: Builder, value: ir.Value) -> ir.Value:
     """Zeros of a value's type; its elements are not read."""
-    return filled(op, sizes.of(value), 0, dtype_of(value))
+    return filled(op, sizes.dims_of(value), 0, dtype_of(value))
 
 
 def _fill_dtype(n: NodeView) -> ir.DataType:

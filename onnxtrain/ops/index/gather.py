@@ -30,8 +30,8 @@ from onnxtrain.ops.symbolic import held_sizes, needed_sizes
 
 
 def _gathered_type(n: NodeView) -> Sequence[TensorType]:
-    axis, shape = axis_of(n, n.x), sizes.of(n.x)
-    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.of(n.rows), *shape[axis + 1 :])),)
+    axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
+    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.dims_of(n.rows), *shape[axis + 1 :])),)
 
 
 def _gather_axes(n: NodeView) -> str:
@@ -134,7 +134,7 @@ def _scattered_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _gather_grad_axis(n: NodeView) -> int:
-    return in_rank(n.axis, len(sizes.of(n.dx)), "the axis of GatherGrad")
+    return in_rank(n.axis, len(sizes.dims_of(n.dx)), "the axis of GatherGrad")
 
 
 def _select_grad(shape: tuple[int, ...], axis: int, row: int, dy: torch.Tensor) -> torch.Tensor:
@@ -263,15 +263,15 @@ _GATHER_GRAD_KERNELS = (
 
 
 def _is_table(n: NodeView) -> bool:
-    return _gather_grad_axis(n) == 0 and len(sizes.of(n.dx)) == 2
+    return _gather_grad_axis(n) == 0 and len(sizes.dims_of(n.dx)) == 2
 
 
 def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """Rows as one vector, then ScatterND with addition."""
-    axis, shape, rank = _gather_grad_axis(n), sizes.of(n.dy), rank_of(n.rows)
-    count = sizes.multiply(1, *sizes.of(n.rows))
+    axis, shape, rank = _gather_grad_axis(n), sizes.dims_of(n.dy), rank_of(n.rows)
+    count = sizes.multiply(1, *sizes.dims_of(n.rows))
     updates = reshaped(op, n.dy, (*shape[:axis], count, *shape[axis + rank :]))
-    start = zeros(op, sizes.of(n.dx), dtype_of(n.dy))
+    start = zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy))
     return _sum(op, scatter_rows(op, start, reshaped(op, n.rows, (count,)), updates, axis, reduction="add"), n.added)
 
 
@@ -281,7 +281,7 @@ def _sum(op: Builder, dx: ir.Value, added: ir.Value | None) -> ir.Value:
 
 def _gather_grad_axes(n: NodeView) -> str:
     axis = _gather_grad_axis(n)
-    right = names("a", len(sizes.of(n.dx)))
+    right = names("a", len(sizes.dims_of(n.dx)))
     picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
     outer = [*right[:axis], f"[a{axis}]", *right[axis + 1 :]]
     operands = [None, picked, [*right[:axis], *picked, *right[axis + 1 :]], outer]
@@ -324,7 +324,7 @@ def _embedding_axes(n: NodeView) -> str:
 EMBEDDING = movement(
     "Embedding",
     ("weight", "rows"),
-    lambda n: (TensorType(dtype_of(n.weight), (*sizes.of(n.rows), sizes.of(n.weight)[1])),),
+    lambda n: (TensorType(dtype_of(n.weight), (*sizes.dims_of(n.rows), sizes.dims_of(n.weight)[1])),),
     lambda n, weight, rows: Call(torch.embedding, weight, rows),
     _embedding_gradient,
     reads=("rows",),
@@ -339,8 +339,8 @@ EMBEDDING = movement(
 def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """GatherGrad of dy, which is 0 for padding and divided by the count of its row, if asked."""
     rows, dy, dtype = cast(op, n.rows, ir.DataType.INT64), n.dy, dtype_of(n.dy)
-    vocabulary = sizes.of(n.dx)[0]
-    flat = reshaped(op, rows, (sizes.multiply(1, *sizes.of(rows)),))
+    vocabulary = sizes.dims_of(n.dx)[0]
+    flat = reshaped(op, rows, (sizes.multiply(1, *sizes.dims_of(rows)),))
     if n.padding_idx >= 0:
         padding = op.Equal(rows, op.scalar(n.padding_idx, like=rows))
         dy = op.Where(op.Unsqueeze(padding, op.constant([-1], ir.DataType.INT64)), op.scalar(0.0, like=dy), dy)

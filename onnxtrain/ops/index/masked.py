@@ -24,7 +24,7 @@ from onnxtrain.ops.symbolic import needed_sizes
 
 
 def _flat(op: Builder, value: ir.Value) -> ir.Value:
-    return reshaped(op, value, (sizes.multiply(1, *sizes.of(value)),))
+    return reshaped(op, value, (sizes.multiply(1, *sizes.dims_of(value)),))
 
 
 def _ranks(op: Builder, mask: ir.Value) -> ir.Value:
@@ -39,7 +39,7 @@ def _scatter_body(op: Builder, n: NodeView) -> ir.Value:
     mask = _flat(op, n.mask)
     source = op.Concat(_flat(op, n.source), op.constant([0], dtype_of(n.x)), axis=0)
     ranks = op.Where(mask, _ranks(op, mask), op.scalar(0, ir.DataType.INT64))
-    written = reshaped(op, op.Gather(source, ranks, axis=0), sizes.of(n.x))
+    written = reshaped(op, op.Gather(source, ranks, axis=0), sizes.dims_of(n.x))
     result: ir.Value = op.Where(n.mask, written, n.x)
     return result
 
@@ -60,7 +60,7 @@ def _capture_masked_scatter(op: Builder, x: ir.Value, mask: ir.Value, source: ir
 MASKED_SCATTER = movement(
     "MaskedScatter",
     ("x", "mask", "source"),
-    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.x)),),
+    lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)),),
     lambda n, x, mask, source: Call(torch.masked_scatter, x, mask, source),
     _scatter_gradient,
     reads=("mask",),
@@ -74,14 +74,14 @@ MASKED_SCATTER = movement(
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     """Each element of dy added at its rank; those that the mask drops at a place beyond the end, which is cut off."""
     mask = _flat(op, n.mask)
-    count = sizes.multiply(1, *sizes.of(n.ds))
+    count = sizes.multiply(1, *sizes.dims_of(n.ds))
     beyond = op.size(count)
     ranks = op.Unsqueeze(op.Where(mask, _ranks(op, mask), beyond), op.constant([1], ir.DataType.INT64))
     longer = zeros(op, (sizes.add(count, 1),), dtype_of(n.dy))
     kept = op.Where(mask, _flat(op, n.dy), op.scalar(0, like=n.dy))
     added = op.ScatterND(longer, ranks, kept, reduction="add")
     first = (op.constant([0], ir.DataType.INT64), op.sizes([count]))
-    return reshaped(op, op.Slice(added, *first), sizes.of(n.ds))
+    return reshaped(op, op.Slice(added, *first), sizes.dims_of(n.ds))
 
 
 def _lower_grad(n: NodeView, dy: Any, mask: Any, shape: Any) -> Call:

@@ -29,15 +29,15 @@ from onnxtrain.ops.symbolic import needed_sizes
 
 
 def _depth(places: ir.Value) -> int:
-    depth = sizes.of(places)[-1]
+    depth = sizes.dims_of(places)[-1]
     if not isinstance(depth, int):
         raise GraphError("the number of coordinates must be known", got=f"{places.name} with {depth} coordinates")
     return depth
 
 
 def _gathered_type(n: NodeView) -> Sequence[TensorType]:
-    rest = sizes.of(n.x)[n.batch_dims + _depth(n.places) :]
-    return (TensorType(dtype_of(n.x), (*sizes.of(n.places)[:-1], *rest)),)
+    rest = sizes.dims_of(n.x)[n.batch_dims + _depth(n.places) :]
+    return (TensorType(dtype_of(n.x), (*sizes.dims_of(n.places)[:-1], *rest)),)
 
 
 def _coordinates(shape: Sequence[int], places: torch.Tensor, batch_dims: int) -> tuple[torch.Tensor, ...]:
@@ -74,7 +74,9 @@ def _gather_axes(n: NodeView) -> str:
     # A batch axis that is broadcast does not pass.
     left[:batch] = [
         word if have == want else f"[b{k}]"
-        for k, (word, have, want) in enumerate(zip(left[:batch], sizes.of(n.x), sizes.of(n.places), strict=False))
+        for k, (word, have, want) in enumerate(
+            zip(left[:batch], sizes.dims_of(n.x), sizes.dims_of(n.places), strict=False)
+        )
     ]
     return axis_map([left, places], right)
 
@@ -103,19 +105,19 @@ def _gather_nd_grad(shape: tuple[int, ...], places: torch.Tensor, dy: torch.Tens
 
 def _gather_nd_grad_body(op: Builder, n: NodeView) -> ir.Value:
     places = cast(op, n.places, ir.DataType.INT64)
-    batch, outer = sizes.of(places)[: n.batch_dims], sizes.of(places)[:-1]
+    batch, outer = sizes.dims_of(places)[: n.batch_dims], sizes.dims_of(places)[:-1]
     if n.batch_dims:
         columns = [
             op.Expand(along(op, counting(op, size), i, len(outer) + 1), op.sizes((*outer, 1)))
             for i, size in enumerate(batch)
         ]
         places = op.Concat(*columns, places, axis=len(outer))
-    result: ir.Value = op.ScatterND(zeros(op, sizes.of(n.dx), dtype_of(n.dy)), places, n.dy, reduction="add")
+    result: ir.Value = op.ScatterND(zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy)), places, n.dy, reduction="add")
     return result
 
 
 def _gather_nd_grad_axes(n: NodeView) -> str:
-    left, places, right = _names(n, len(sizes.of(n.dx)))
+    left, places, right = _names(n, len(sizes.dims_of(n.dx)))
     summed = {word: f"[{word}]" for word in places[:-1] if word not in left}
     return axis_map(
         [None, [summed.get(w, w) for w in places], [summed.get(w, w) for w in right]],

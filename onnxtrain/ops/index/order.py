@@ -44,7 +44,7 @@ def _ordered_axes(n: NodeView) -> str:
 def _top_types(n: NodeView) -> Sequence[TensorType]:
     axis = axis_of(n, n.x)
     (k,) = needed_sizes(n.k, "the k of TopK")
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     kept = (*shape[:axis], k, *shape[axis + 1 :])
     return TensorType(dtype_of(n.x), kept), TensorType(ir.DataType.INT64, kept)
 
@@ -92,7 +92,7 @@ def _sort_body(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
     """
     axis, x = axis_of(n, n.x), n.x
     how = {"axis": axis, "largest": n.descending, "sorted": 1}
-    everything = op.sizes([sizes.of(x)[axis]])
+    everything = op.sizes([sizes.dims_of(x)[axis]])
     if dtype_of(x) == ir.DataType.BOOL:
         numbers = op.Cast(x, to=ir.DataType.INT64)
         order = op.TopK(numbers, everything, **how)[1]
@@ -131,7 +131,7 @@ def _capture_msort(op: Builder, x: ir.Value) -> ir.Value:
 SORT = movement(
     "Sort",
     ("x",),
-    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.x)), TensorType(ir.DataType.INT64, sizes.of(n.x))),
+    lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)), TensorType(ir.DataType.INT64, sizes.dims_of(n.x))),
     lambda n, x: Call(torch.sort, x, dim=axis_of(n, n.x), descending=bool(n.descending), stable=True),
     _ordered_gradient,
     reads=("places",),
@@ -154,7 +154,7 @@ SORT = movement(
 
 
 def _kth_types(n: NodeView) -> Sequence[TensorType]:
-    kept = list(sizes.of(n.x))
+    kept = list(sizes.dims_of(n.x))
     kept[axis_of(n, n.x)] = 1
     return TensorType(dtype_of(n.x), tuple(kept)), TensorType(ir.DataType.INT64, tuple(kept))
 
@@ -194,7 +194,7 @@ KTH_VALUE = movement(
 
 
 def _one_hot_type(n: NodeView) -> Sequence[TensorType]:
-    shape = list(sizes.of(n.hot))
+    shape = list(sizes.dims_of(n.hot))
     (depth,) = needed_sizes(n.depth, "the depth of OneHot")
     shape.insert(in_rank(n.axis, len(shape) + 1, "the axis of OneHot"), depth)
     return (TensorType(dtype_of(n.values), tuple(shape)),)

@@ -33,7 +33,7 @@ Argument = ir.Value | None
 
 
 def _picked(indices: Sequence[ir.Value]) -> Sizes:
-    return sizes.broadcast(*map(sizes.of, indices))
+    return sizes.broadcast(*map(sizes.dims_of, indices))
 
 
 def _first(at: Sequence[int]) -> int:
@@ -42,7 +42,7 @@ def _first(at: Sequence[int]) -> int:
 
 
 def _indexed_type(n: NodeView) -> Sequence[TensorType]:
-    rest = [s for i, s in enumerate(sizes.of(n.x)) if i not in n.at]
+    rest = [s for i, s in enumerate(sizes.dims_of(n.x)) if i not in n.at]
     first = _first(n.at)
     return (TensorType(dtype_of(n.x), (*rest[:first], *_picked(n.indices), *rest[first:])),)
 
@@ -85,7 +85,7 @@ def _names(n: NodeView, whole: int) -> tuple[list[str], list[list[str]], list[st
     words = names("i", len(picked))
     indices = []
     for index in n.indices:
-        shape = sizes.of(index)
+        shape = sizes.dims_of(index)
         skipped = len(picked) - len(shape)
         indices.append([
             "1" if size == 1 else words[k + skipped] if size == picked[k + skipped] else f"[u{k}]"
@@ -150,7 +150,7 @@ def _capture_index(op: Builder, x: ir.Value, indices: Sequence[Argument]) -> Any
 
 
 def _capture_masked_select(op: Builder, x: ir.Value, mask: ir.Value) -> Any:
-    shape = sizes.broadcast(sizes.of(x), sizes.of(mask))
+    shape = sizes.broadcast(sizes.dims_of(x), sizes.dims_of(mask))
     x, mask = expanded(op, x, shape), expanded(op, mask, shape)
     if not shape:
         x, mask = unsqueezed(op, x, 0), unsqueezed(op, mask, 0)
@@ -202,7 +202,7 @@ def _summed_axes(n: NodeView, whole: int) -> tuple[list[str], list[list[str]], l
 
 
 def _index_grad_axes(n: NodeView) -> str:
-    outer, indices, right = _summed_axes(n, len(sizes.of(n.dx)))
+    outer, indices, right = _summed_axes(n, len(sizes.dims_of(n.dx)))
     return axis_map([None, right, *indices], outer)
 
 
@@ -216,7 +216,7 @@ INDEX_GRAD = movement(
     domain=OWN,
     outputs=("dx",),
     attributes={"at": REQUIRED},
-    body=lambda op, n: _written(op, n, zeros(op, sizes.of(n.dx), dtype_of(n.dy)), n.dy, add=True),
+    body=lambda op, n: _written(op, n, zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy)), n.dy, add=True),
     axes=_index_grad_axes,
     stops=frozenset({"shape", "indices"}),
 )
@@ -224,7 +224,7 @@ INDEX_GRAD = movement(
 
 def _put_sizes(n: NodeView) -> Sizes:
     """The sizes of x[..]."""
-    rest = [s for i, s in enumerate(sizes.of(n.x)) if i not in n.at]
+    rest = [s for i, s in enumerate(sizes.dims_of(n.x)) if i not in n.at]
     first = _first(n.at)
     return (*rest[:first], *_picked(n.indices), *rest[first:])
 
@@ -251,7 +251,7 @@ def _index_put_body(op: Builder, n: NodeView) -> ir.Value:
 def _index_put_axes(n: NodeView) -> str:
     """Axes of x pass; along the picked axes all of `values` is needed."""
     outer, indices, right = _summed_axes(n, rank_of(n.x))
-    target, shape = _put_sizes(n), sizes.of(n.values)
+    target, shape = _put_sizes(n), sizes.dims_of(n.values)
     skipped = len(target) - len(shape)
     values = [
         "1" if size == 1 else right[k + skipped] if size == target[k + skipped] else f"[v{k}]"
@@ -288,7 +288,7 @@ def _filled_where(op: Builder, x: ir.Value, mask: ir.Value, axis: int, value: ir
 INDEX_PUT = movement(
     "IndexPut",
     ("x", "values", "indices..."),
-    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.x)),),
+    lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)),),
     (
         Kernel(lower=_lower_index_put, applies=lambda n, device: device == "cpu" and not n.accumulate),
         Kernel(
@@ -321,7 +321,7 @@ def true_places(op: Builder, mask: ir.Value, count: Size | None) -> list[ir.Valu
     coordinates = op.node("", "NonZero", (mask,), {}, types=types).outputs[0]
     if rank == 1:
         return [op.Squeeze(coordinates, vector(op, [0]))]
-    column = TensorType(ir.DataType.INT64, (1, sizes.of(coordinates)[1]))
+    column = TensorType(ir.DataType.INT64, (1, sizes.dims_of(coordinates)[1]))
     rows = op.node("", "Split", (coordinates, op.sizes([1] * rank)), {"axis": 0}, types=[column] * rank).outputs
     return [op.Squeeze(row, vector(op, [0])) for row in rows]
 

@@ -31,8 +31,8 @@ from onnxtrain.ops.symbolic import needed_sizes
 
 
 def _gathered_type(n: NodeView) -> Sequence[TensorType]:
-    axis, shape = axis_of(n, n.x), sizes.of(n.x)
-    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.of(n.rows), *shape[axis + 1 :])),)
+    axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
+    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.dims_of(n.rows), *shape[axis + 1 :])),)
 
 
 def _gathered_axes(n: NodeView) -> str:
@@ -61,13 +61,13 @@ SHRUNKEN_GATHER = composite(
 def _two_and_rest(x: ir.Value) -> tuple[Size, Size, tuple[Size, ...]]:
     if rank_of(x) < 2:
         raise GraphError("FlattenAndUnpad takes rows of a batch of sequences", got=f"{rank_of(x)} axes")
-    batch, steps, *rest = sizes.of(x)
+    batch, steps, *rest = sizes.dims_of(x)
     return batch, steps, tuple(rest)
 
 
 def _unpadded_types(n: NodeView) -> Sequence[TensorType]:
     rest = _two_and_rest(n.x)[2]
-    return TensorType(dtype_of(n.x), (*sizes.of(n.rows), *rest)), TensorType(ir.DataType.INT64, (2,))
+    return TensorType(dtype_of(n.x), (*sizes.dims_of(n.rows), *rest)), TensorType(ir.DataType.INT64, (2,))
 
 
 def _unpad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
@@ -116,7 +116,7 @@ FLATTEN_AND_UNPAD = movement(
 
 def _padded_type(n: NodeView) -> Sequence[TensorType]:
     dims = needed_sizes(n.dims, "the sizes that PadAndUnflatten gives")
-    return (TensorType(dtype_of(n.x), (*dims, *sizes.of(n.x)[1:])),)
+    return (TensorType(dtype_of(n.x), (*dims, *sizes.dims_of(n.x)[1:])),)
 
 
 def _pad_body(op: Builder, n: NodeView) -> ir.Value:

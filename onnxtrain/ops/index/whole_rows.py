@@ -77,7 +77,7 @@ def _copied_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Gradients:
 
 def _put(op: Builder, name: str, x: ir.Value, dim: int, index: ir.Value, source: ir.Value) -> ir.Value:
     """A 0-dimensional x or index is a vector of one element to PyTorch."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     if not shape:
         x, source = reshaped(op, x, (1,)), reshaped(op, source, (1,))
     if not rank_of(index):
@@ -99,12 +99,12 @@ def _capture_copy(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: i
 
 
 def _capture_fill(op: Builder, x: ir.Value, dim: int, index: ir.Value, number: Any) -> ir.Value:
-    shape, rows = sizes.of(x) or (1,), sizes.of(index) or (1,)
+    shape, rows = sizes.dims_of(x) or (1,), sizes.dims_of(index) or (1,)
     axis = in_rank(dim, len(shape), "the axis of index_fill")
     written: Sizes = (*shape[:axis], *rows, *shape[axis + 1 :])
     if isinstance(number, ir.Value):  # its gradient is that of each place once, however often the row is named
         truth = ir.DataType.BOOL
-        nowhere = expanded(op, op.scalar(False, truth), sizes.of(x))
+        nowhere = expanded(op, op.scalar(False, truth), sizes.dims_of(x))
         places = _put(op, "IndexCopy", nowhere, dim, index, expanded(op, op.scalar(True, truth), written))
         chosen: ir.Value = op.Where(places, cast(op, number, dtype_of(x)), x)
         return chosen

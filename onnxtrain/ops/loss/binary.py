@@ -33,10 +33,10 @@ _SMALLEST_VARIANCE = 1e-12  # of x (1 - x), by which PyTorch divides
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     for name in n.definition.inputs[1:]:
         other = getattr(n, name.rstrip("?"))
-        if other is not None and not _broadcasts(sizes.of(other), shape):
+        if other is not None and not _broadcasts(sizes.dims_of(other), shape):
             raise GraphError(f"{n.definition.name} takes a target and weights that broadcast to x")
     return (TensorType(dtype_of(n.x), shape if n.reduction == "none" else ()),)
 

@@ -160,7 +160,7 @@ def weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value
 
 def at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     """Whether the class is the label: a mask of x's shape."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
     classes = reshaped(op, classes, [1, shape[1], *[1] * (len(shape) - 2)])
     result: ir.Value = op.Equal(op.Unsqueeze(n.labels, axes_constant(op, [1])), classes)
@@ -186,7 +186,7 @@ def axes_of(n: NodeView, inputs: Sequence[str], outputs: Sequence[str]) -> str:
 
 
 def loss_type(n: NodeView, dtype: ir.DataType) -> TensorType:
-    return TensorType(dtype, sizes.of(n.labels) if n.reduction == "none" else ())
+    return TensorType(dtype, sizes.dims_of(n.labels) if n.reduction == "none" else ())
 
 
 def _torch_type(n: NodeView) -> torch.dtype | None:
@@ -198,7 +198,7 @@ def _torch_type(n: NodeView) -> torch.dtype | None:
 
 def _types(n: NodeView) -> Sequence[TensorType]:
     dtype = dtype_of(n.scores) if n.output_type is None else ir.DataType(n.output_type)
-    return loss_type(n, dtype), TensorType(dtype, sizes.of(n.scores)), TensorType(dtype, ())
+    return loss_type(n, dtype), TensorType(dtype, sizes.dims_of(n.scores)), TensorType(dtype, ())
 
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
@@ -272,12 +272,12 @@ def _index(op: Builder, ignore_index: int) -> ir.Value:
 
 def _over_classes(op: Builder, weight: ir.Value, scores: ir.Value) -> ir.Value:
     """A vector over classes, broadcasting over scores."""
-    return reshaped(op, weight, [1, sizes.of(weight)[0], *[1] * (rank_of(scores) - 2)])
+    return reshaped(op, weight, [1, sizes.dims_of(weight)[0], *[1] * (rank_of(scores) - 2)])
 
 
 def _of_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.DataType) -> ir.Value:
     """`number` divided by the number of classes."""
-    classes = sizes.of(scores)[1]
+    classes = sizes.dims_of(scores)[1]
     if isinstance(classes, int):
         return op.scalar(number / classes, dtype)
     result: ir.Value = op.Div(op.scalar(number, dtype), op.size(classes, dtype))
@@ -322,7 +322,7 @@ def _with_probabilities(
         return result
     loss: ir.Value = op.Neg(_summed(op, each))
     if REDUCTIONS[reduction] == "mean":
-        samples = sizes.multiply(1, *(s for axis, s in enumerate(sizes.of(scores)) if axis != 1))
+        samples = sizes.multiply(1, *(s for axis, s in enumerate(sizes.dims_of(scores)) if axis != 1))
         loss = op.Div(loss, op.size(samples, dtype))
     return loss
 
@@ -358,7 +358,7 @@ def index_or_none(ignore_index: Any) -> Any:
 
 def _grad_type(n: NodeView) -> Sequence[TensorType]:
     dtype = dtype_of(n.log_prob) if n.output_type is None else ir.DataType(n.output_type)
-    return (TensorType(dtype, sizes.of(n.log_prob)),)
+    return (TensorType(dtype, sizes.dims_of(n.log_prob)),)
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:

@@ -225,7 +225,7 @@ def _dtype(n: NodeView) -> ir.DataType:
 
 
 def _check(n: NodeView) -> None:
-    shapes = [sizes.of(v) for v in (n.x, n.w, n.labels)]
+    shapes = [sizes.dims_of(v) for v in (n.x, n.w, n.labels)]
     if [len(s) for s in shapes] != [2, 2, 1] or n.reduction == "none":
         raise GraphError(
             f"{n.definition.name} takes x[n, h], w[c, h] and labels[n], and gives one number",
@@ -234,7 +234,7 @@ def _check(n: NodeView) -> None:
 
 
 def _gradient_types(n: NodeView) -> tuple[TensorType, ...]:
-    return type_of(n.x), type_of(n.w), TensorType(dtype_of(n.w), sizes.of(n.w)[:1])
+    return type_of(n.x), type_of(n.w), TensorType(dtype_of(n.w), sizes.dims_of(n.w)[:1])
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
@@ -252,7 +252,7 @@ def _flops(products: Callable[[NodeView], int]) -> Callable[[NodeView], sizes.Si
     """Two for each product, and eight for each score."""
 
     def flops(n: NodeView) -> sizes.Size:
-        (rows, inner), classes = sizes.of(n.x), sizes.of(n.w)[0]
+        (rows, inner), classes = sizes.dims_of(n.x), sizes.dims_of(n.w)[0]
         return sizes.multiply(rows, classes, sizes.add(8, sizes.multiply(2 * products(n), inner)))
 
     return flops

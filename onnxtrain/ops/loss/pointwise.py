@@ -37,7 +37,7 @@ PerElement = Callable[[Builder, ir.Value, ir.Value, NodeView], ir.Value]
 
 
 def _elements(n: NodeView) -> sizes.Sizes:
-    shape = sizes.broadcast(sizes.of(n.x), sizes.of(n.target))
+    shape = sizes.broadcast(sizes.dims_of(n.x), sizes.dims_of(n.target))
     if len(shape) != rank_of(n.x) or len(shape) != rank_of(n.target):
         raise GraphError(f"{n.definition.name} takes two tensors of one shape")
     return shape
@@ -87,7 +87,7 @@ def _slope_body_of(slope: PerElement) -> Callable[[Builder, NodeView], ir.Value]
 
 def is_plain(x: ir.Value, target: ir.Value) -> bool:
     """Whether both have one shape as far as is known. PyTorch broadcasts them before, where they have not."""
-    have, other = sizes.of(x), sizes.of(target)
+    have, other = sizes.dims_of(x), sizes.dims_of(target)
     agree = (a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(have, other, strict=False))
     return len(have) == len(other) and all(agree)
 

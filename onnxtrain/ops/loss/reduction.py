@@ -19,7 +19,7 @@ def number_of(reduction: str) -> int:
 
 def count_of(op: Builder, x: ir.Value) -> ir.Value:
     """The number of x's elements, in x's type."""
-    return op.size(sizes.multiply(1, *sizes.of(x)), dtype_of(x))
+    return op.size(sizes.multiply(1, *sizes.dims_of(x)), dtype_of(x))
 
 
 def reduced(op: Builder, loss: ir.Value, reduction: str) -> ir.Value:

@@ -45,7 +45,7 @@ def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
 
 
 def _loss_shape(n: NodeView) -> tuple[Size, ...]:
-    return sizes.of(n.labels) if n.reduction == "none" else ()
+    return sizes.dims_of(n.labels) if n.reduction == "none" else ()
 
 
 # SoftmaxCrossEntropyLoss, NegativeLogLikelihoodLoss. Of no rows, onnxruntime's have the mean 0, or fail.
@@ -195,7 +195,7 @@ fused(
 
 
 def _rows(x: ir.Value) -> Size:
-    return sizes.multiply(1, *sizes.of(x)[:-1])
+    return sizes.multiply(1, *sizes.dims_of(x)[:-1])
 
 
 def _old_types(n: NodeView) -> Sequence[TensorType]:
@@ -204,7 +204,7 @@ def _old_types(n: NodeView) -> Sequence[TensorType]:
 
 def _shares_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(n.scores, axis=-1)
-    every = range(len(sizes.of(n.scores)))
+    every = range(len(sizes.dims_of(n.scores)))
     loss = op.Neg(total(op, op.Mul(n.shares, log_prob), every, keepdims=False))
     if n.reduction == "mean":
         loss = op.Div(loss, op.size(_rows(n.scores), dtype_of(loss)))
@@ -219,10 +219,10 @@ def shares_loss(scores: Tensor, shares: Tensor, mean: bool) -> tuple[Tensor, Ten
 
 def _labels_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(n.scores, axis=-1)
-    last = axes_constant(op, [len(sizes.of(n.labels))])
+    last = axes_constant(op, [len(sizes.dims_of(n.labels))])
     places = op.Unsqueeze(cast(op, n.labels, INT64), last)
     found = op.Neg(op.Squeeze(op.GatherElements(log_prob, places, axis=-1), last))
-    every = range(len(sizes.of(n.labels)))
+    every = range(len(sizes.dims_of(n.labels)))
     weights = n.weights
     loss = total(op, found if weights is None else op.Mul(found, weights), every, keepdims=False)
     if n.reduction == "mean":
@@ -272,7 +272,7 @@ composite(
 
 def _shares_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """exp(log_prob) * sum(shares) - shares, times dy, by the number of rows."""
-    mass = total(op, n.shares, [len(sizes.of(n.shares)) - 1])
+    mass = total(op, n.shares, [len(sizes.dims_of(n.shares)) - 1])
     dx = op.Mul(op.Sub(op.Mul(op.Exp(n.log_prob), mass), n.shares), n.dy)
     return op.Div(dx, op.size(_rows(n.log_prob), dtype_of(dx))) if n.reduction == "mean" else dx  # type: ignore[no-any-return]
 
@@ -283,9 +283,9 @@ def shares_loss_grad(dy: Tensor, log_prob: Tensor, shares: Tensor, mean: bool) -
 
 
 def _labels_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    rank = len(sizes.of(n.labels))
+    rank = len(sizes.dims_of(n.labels))
     last, weights = axes_constant(op, [rank]), n.weights
-    classes = op.Range(op.size(0), op.size(sizes.of(n.log_prob)[-1]), op.size(1))
+    classes = op.Range(op.size(0), op.size(sizes.dims_of(n.log_prob)[-1]), op.size(1))
     hot = op.Cast(op.Equal(op.Unsqueeze(cast(op, n.labels, INT64), last), classes), to=dtype_of(n.log_prob))
     scale = n.dy
     if n.reduction == "mean" and weights is None:

@@ -47,7 +47,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Te
 
 
 def _linear_type(n: NodeView) -> Sequence[TensorType]:
-    x, w = sizes.of(n.x), sizes.of(n.w)
+    x, w = sizes.dims_of(n.x), sizes.dims_of(n.w)
     if len(w) != 2 or (n.b is not None and rank_of(n.b) != 1):
         raise GraphError("Linear takes w[n, k] and b[n]", got=f"w{list(w)}")
     return (TensorType(dtype_of(n.x), (*product_shape(x, (w[1], w[0])),)),)
@@ -86,7 +86,7 @@ def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]
 def _capture_linear(op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = None) -> Any:
     if rank_of(w) == 1:
         product = op.MatMul(x, w)
-    elif b is not None and sizes.of(b) == sizes.of(w)[:1]:
+    elif b is not None and sizes.dims_of(b) == sizes.dims_of(w)[:1]:
         return op.own.Linear(x, w, b)
     else:
         product = op.own.Linear(x, w)
@@ -111,7 +111,7 @@ LINEAR = define(
         axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, sizes.of(n.x)[-1]),
+        flops=lambda n: product_flops(n.y, sizes.dims_of(n.x)[-1]),
         host=None,
         factor=lambda n: Factor(frozenset({"x"}), True, None) if n.b is None else None,
     )

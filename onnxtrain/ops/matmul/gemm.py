@@ -43,8 +43,8 @@ from onnxtrain.ops.registry import define
 
 def _gemm_type(n: NodeView) -> Sequence[TensorType]:
     if rank_of(n.a) != 2 or rank_of(n.b) != 2:
-        raise GraphError("Gemm multiplies matrices", got=f"{list(sizes.of(n.a))} and {list(sizes.of(n.b))}")
-    a, b = sizes.of(n.a), sizes.of(n.b)
+        raise GraphError("Gemm multiplies matrices", got=f"{list(sizes.dims_of(n.a))} and {list(sizes.dims_of(n.b))}")
+    a, b = sizes.dims_of(n.a), sizes.dims_of(n.b)
     return (TensorType(dtype_of(n.a), product_shape(a[::-1] if n.transA else a, b[::-1] if n.transB else b)),)
 
 
@@ -65,7 +65,9 @@ def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
 
 def _gemm_product(n: NodeView, a: Any, b: Any, c: Any) -> Product | None:
     """Other libraries add a row only, and as it is."""
-    if n.c is not None and (rank_of(n.c) != 1 or sizes.of(n.c) != sizes.of(n.y)[1:] or (n.alpha, n.beta) != (1, 1)):
+    if n.c is not None and (
+        rank_of(n.c) != 1 or sizes.dims_of(n.c) != sizes.dims_of(n.y)[1:] or (n.alpha, n.beta) != (1, 1)
+    ):
         return None
     return Product(
         seen(a, n.transA, 0),
@@ -114,7 +116,7 @@ GEMM = define(
         axes=_gemm_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, sizes.of(n.a)[0 if n.transA else 1]),
+        flops=lambda n: product_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]),
         host=None,
     )
 )

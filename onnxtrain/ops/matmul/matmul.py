@@ -42,7 +42,7 @@ from onnxtrain.ops.registry import define
 
 
 def _matmul_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.a), product_shape(sizes.of(n.a), sizes.of(n.b))),)
+    return (TensorType(dtype_of(n.a), product_shape(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
 
 
 def _matmul_axes(n: NodeView) -> str:
@@ -117,7 +117,7 @@ def _capture_addr(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta
 
 
 def _call(n: NodeView, a: Any, b: Any) -> Call:
-    return Call(product_function(sizes.of(n.a), sizes.of(n.b)), a, b)
+    return Call(product_function(sizes.dims_of(n.a), sizes.dims_of(n.b)), a, b)
 
 
 def _product(n: NodeView, a: Any, b: Any) -> Product | None:
@@ -170,7 +170,7 @@ MATMUL = define(
         axes=_matmul_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, sizes.of(n.a)[-1]),
+        flops=lambda n: product_flops(n.y, sizes.dims_of(n.a)[-1]),
         host=None,
         factor=_factor,
     )

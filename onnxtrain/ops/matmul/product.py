@@ -55,7 +55,7 @@ def as_rows(op: Builder, value: ir.Value) -> ir.Value:
     """`value` as a matrix: all axes but the last one flattened."""
     if rank_of(value) == 2:
         return value
-    *leading, last = sizes.of(value)
+    *leading, last = sizes.dims_of(value)
     result: ir.Value = op.Reshape(value, op.sizes([sizes.multiply(*leading), last]), allowzero=1)
     return result
 
@@ -178,5 +178,5 @@ def sum_with(op: Builder, base: ir.Value, beta: Any, product: ir.Value, alpha: A
     """The sum beta * base + alpha * product; where beta is 0 PyTorch does not read base."""
     product = scaled(op, product, alpha)
     if beta == 0:
-        return op.Expand(product, op.sizes(op.out[0].shape)) if sizes.of(product) != op.out[0].shape else product
+        return op.Expand(product, op.sizes(op.out[0].shape)) if sizes.dims_of(product) != op.out[0].shape else product
     return op.Add(scaled(op, base, beta), product)

@@ -51,7 +51,7 @@ def _fused_shapes(n: NodeView) -> tuple[list[Size], list[Size]]:
     """The shapes of both operands as they are multiplied."""
     found = []
     for value, trans, trans_batch in ((n.a, n.transA, n.transBatchA), (n.b, n.transB, n.transBatchB)):
-        shape = sizes.of(value)
+        shape = sizes.dims_of(value)
         if len(shape) < 2:
             raise GraphError("FusedMatMul multiplies tensors of two dimensions or more", got=f"{list(shape)}")
         found.append([shape[axis] for axis in _fused_perm(len(shape), trans, trans_batch)])
@@ -59,7 +59,7 @@ def _fused_shapes(n: NodeView) -> tuple[list[Size], list[Size]]:
 
 
 def _seen_shape(value: ir.Value, trans: int) -> list[Size]:
-    shape = sizes.of(value)
+    shape = sizes.dims_of(value)
     return [shape[axis] for axis in _fused_perm(len(shape), trans, 0)]
 
 

@@ -68,7 +68,7 @@ def _others(n: NodeView) -> list[int]:
 
 
 def _per_channel(n: NodeView, dtype: ir.DataType) -> TensorType:
-    return TensorType(dtype, (sizes.of(n.x)[1],))
+    return TensorType(dtype, (sizes.dims_of(n.x)[1],))
 
 
 def _parameter(n: NodeView) -> TensorType:
@@ -79,7 +79,7 @@ def _parameter(n: NodeView) -> TensorType:
 def _aligned(op: Builder, n: NodeView, channels: ir.Value, dtype: ir.DataType) -> ir.Value:
     """A vector over channels, in `dtype`, broadcasting over x."""
     rank = rank_of(n.x)
-    return reshaped(op, cast(op, channels, dtype), [1, sizes.of(n.x)[1], *[1] * (rank - 2)])
+    return reshaped(op, cast(op, channels, dtype), [1, sizes.dims_of(n.x)[1], *[1] * (rank - 2)])
 
 
 def _channel_axes(pattern: str) -> Any:
@@ -171,7 +171,7 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
         y = op.Mul(y, _aligned(op, n, n.scale, dtype))
     if n.b is not None:
         y = op.Add(y, _aligned(op, n, n.b, dtype))
-    channels = [sizes.of(n.x)[1]]
+    channels = [sizes.dims_of(n.x)[1]]
     saved_mean, saved_inv_std = reshaped(op, mean, channels), reshaped(op, inv_std, channels)
     running_mean, running_var = saved_mean, reshaped(op, op.Div(squares, plus(op, count, -1)), channels)
     if n.input_mean is not None:
@@ -257,7 +257,7 @@ def _capture_instance_norm(
             "an instance norm that updates running statistics: PyTorch's export loses the update",
             todo="set track_running_stats=False, or put the module in eval mode",
         )
-    batch, channels, *rest = sizes.of(x)
+    batch, channels, *rest = sizes.dims_of(x)
     flat = sizes.multiply(batch, channels)
     parameters = (None if p is None else _repeated(op, p, batch, channels) for p in (weight, bias))
     y = op.ms.BatchNormInternal(reshaped(op, x, [1, flat, *rest]), *parameters, epsilon=eps)[0]

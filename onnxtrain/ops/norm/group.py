@@ -42,28 +42,28 @@ aten = torch.ops.aten
 
 
 def _statistics(n: NodeView) -> TensorType:
-    return TensorType(statistics_type(dtype_of(n.x)), (sizes.of(n.x)[0], n.num_groups))
+    return TensorType(statistics_type(dtype_of(n.x)), (sizes.dims_of(n.x)[0], n.num_groups))
 
 
 def _parameter(n: NodeView) -> TensorType:
     """The type of scale and b, and of their gradients."""
-    return TensorType(dtype_of(n.x if n.scale is None else n.scale), (sizes.of(n.x)[1],))
+    return TensorType(dtype_of(n.x if n.scale is None else n.scale), (sizes.dims_of(n.x)[1],))
 
 
 def _grouped(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     """Splits x into [n, g, c/g, d], in the type of the statistics."""
-    batch, channels, *rest = sizes.of(n.x)
+    batch, channels, *rest = sizes.dims_of(n.x)
     shape = [batch, n.num_groups, sizes.floor_divide(channels, n.num_groups), sizes.multiply(1, *rest)]
     return reshaped(op, cast(op, x, _statistics(n).dtype), shape)
 
 
 def _per_group(op: Builder, n: NodeView, statistics: ir.Value) -> ir.Value:
-    return reshaped(op, statistics, [sizes.of(n.x)[0], n.num_groups, 1, 1])
+    return reshaped(op, statistics, [sizes.dims_of(n.x)[0], n.num_groups, 1, 1])
 
 
 def _per_channel(op: Builder, n: NodeView, parameter: ir.Value) -> ir.Value:
     """Lays scale or b over x as [n, g, c/g, d]."""
-    channels: Size = sizes.floor_divide(sizes.of(n.x)[1], n.num_groups)
+    channels: Size = sizes.floor_divide(sizes.dims_of(n.x)[1], n.num_groups)
     return reshaped(op, cast(op, parameter, _statistics(n).dtype), [1, n.num_groups, channels, 1])
 
 
@@ -89,7 +89,7 @@ def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
         y = op.Mul(y, _per_channel(op, n, n.scale))
     if n.b is not None:
         y = op.Add(y, _per_channel(op, n, n.b))
-    y = cast(op, reshaped(op, y, sizes.of(n.x)), dtype_of(n.x))
+    y = cast(op, reshaped(op, y, sizes.dims_of(n.x)), dtype_of(n.x))
     statistics = _statistics(n).shape
     return y, reshaped(op, mean, statistics), reshaped(op, inv_std, statistics)
 
@@ -149,7 +149,7 @@ def _capture_native(
 ) -> Any:
     y = op.own.GroupNormalization(x, weight, bias, num_groups=group, epsilon=eps)[0]
     # The op's statistics are for its own backward, PyTorch's are differentiable: whoever reads them gets others.
-    batch, channels, *rest = sizes.of(x)
+    batch, channels, *rest = sizes.dims_of(x)
     dtype = statistics_type(dtype_of(x))
     each = sizes.multiply(sizes.floor_divide(channels, group), *rest)
     rows = reshaped(op, cast(op, x, dtype), [batch, group, each])
@@ -185,7 +185,7 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     z = op.Mul(op.Sub(_grouped(op, n, n.x), _per_group(op, n, n.mean)), inv_std)
     g = dy if n.scale is None else op.Mul(dy, _per_channel(op, n, n.scale))
     slope = op.Sub(op.Sub(g, average(op, g, (2, 3))), op.Mul(z, average(op, op.Mul(g, z), (2, 3))))
-    dx = cast(op, reshaped(op, op.Mul(slope, inv_std), sizes.of(n.x)), dtype_of(n.x))
+    dx = cast(op, reshaped(op, op.Mul(slope, inv_std), sizes.dims_of(n.x)), dtype_of(n.x))
     dtype, channels = _parameter(n)
     sums = (cast(op, reshaped(op, total(op, v, (0, 3)), channels), dtype) for v in (op.Mul(dy, z), dy))
     return dx, *sums

@@ -49,12 +49,12 @@ def _rows_and_rest(n: NodeView) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _normalized(n: NodeView) -> Sizes:
-    return sizes.of(n.x)[_axis(n) :]
+    return sizes.dims_of(n.x)[_axis(n) :]
 
 
 def _statistics(n: NodeView) -> TensorType:
     axis = _axis(n)
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     return TensorType(statistics_type(dtype_of(n.x)), (*shape[:axis], *[1] * (len(shape) - axis)))
 
 

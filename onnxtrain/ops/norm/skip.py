@@ -37,7 +37,7 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 def _axes(n: NodeView) -> str:
     rows = " ".join(f"r{i}" for i in range(rank_of(n.x) - 1))
     whole = f"{rows} [h]"
-    skip = whole if sizes.of(n.skip) == sizes.of(n.x) else " ".join(f"[s{i}]" for i in range(rank_of(n.skip)))
+    skip = whole if sizes.dims_of(n.skip) == sizes.dims_of(n.x) else " ".join(f"[s{i}]" for i in range(rank_of(n.skip)))
     inputs = [whole, skip, *("-" if v is None else "[h]" for v in n.node.inputs[2:])]
     outputs = [whole, f"{rows} 1", f"{rows} 1", whole][: len(n.node.outputs)]
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
@@ -117,7 +117,7 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     zero, one = (op.Expand(op.scalar(v, like=n.inv_std), op.shape_of(n.inv_std)) for v in (0, 1))
     dx, dscale, db = op.ms.LayerNormalizationGrad(cast(op, n.dy, dtype), z, scale, zero, one, axis=n.axis)
     wide = cast(op, n.inv_std, dtype)
-    shape = sizes.of(n.y)
+    shape = sizes.dims_of(n.y)
     axis = normalize_axis(n.axis, len(shape))
     wide = reshaped(op, wide, (*shape[:axis], *[1] * (len(shape) - axis)))
     parameter = dtype_of(n.scale)

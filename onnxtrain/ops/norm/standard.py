@@ -48,7 +48,7 @@ def _after_samples(n: NodeView) -> str:
 
 
 def _channels(n: NodeView) -> int:
-    channels = sizes.of(n.x)[1]
+    channels = sizes.dims_of(n.x)[1]
     if not isinstance(channels, int):
         raise GraphError("InstanceNormalization needs to know the number of channels", got=channels)
     return channels
@@ -88,7 +88,7 @@ composite(
 
 def _rms_body(op: Builder, n: NodeView) -> ir.Value:
     axis = normalize_axis(n.axis, rank_of(n.x))
-    if sizes.of(n.scale) == sizes.of(n.x)[axis:]:
+    if sizes.dims_of(n.scale) == sizes.dims_of(n.x)[axis:]:
         y, _ = op.ms.SimplifiedLayerNormalization(n.x, n.scale, axis=axis, epsilon=n.epsilon)
         return y  # type: ignore[no-any-return]
     y, _ = op.ms.SimplifiedLayerNormalization(n.x, axis=axis, epsilon=n.epsilon)
@@ -186,7 +186,7 @@ composite(
 
 def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
     """Sums over channels as a pool of planes [c, d] with windows [size, 1]."""
-    batch, channels, *inner = sizes.of(n.x)
+    batch, channels, *inner = sizes.dims_of(n.x)
     plane: Size = sizes.multiply(1, *inner)
     before = (n.size - 1) // 2
     squares = reshaped(op, op.Mul(n.x, n.x), [batch, 1, channels, plane])
@@ -194,7 +194,7 @@ def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
     padded = op.Pad(squares, amounts, op.scalar(0, like=n.x), axes_constant(op, [2]))
     mean = op.AveragePool(padded, kernel_shape=[n.size, 1])
     divisor = op.Pow(plus(op, times(op, mean, n.alpha), n.bias), op.scalar(n.beta, like=n.x))
-    result: ir.Value = op.Div(n.x, reshaped(op, divisor, sizes.of(n.x)))
+    result: ir.Value = op.Div(n.x, reshaped(op, divisor, sizes.dims_of(n.x)))
     return result
 
 

@@ -32,7 +32,7 @@ def _summed(n: NodeView) -> list[int]:
 
 
 def _norm_shape(v: ir.Value, dim: int) -> Sizes:
-    shape = sizes.of(v)
+    shape = sizes.dims_of(v)
     return () if dim == -1 else tuple(s if axis == dim else 1 for axis, s in enumerate(shape))
 
 
@@ -88,7 +88,7 @@ def composed_weight_norm_backward(
 
 
 def _capture(op: Builder, v: ir.Value, g: ir.Value, dim: int = 0) -> Any:
-    if sizes.of(g) != _norm_shape(v, dim) or dtype_of(g) != dtype_of(v):
+    if sizes.dims_of(g) != _norm_shape(v, dim) or dtype_of(g) != dtype_of(v):
         return NotImplemented  # no module makes it: left to PyTorch
     return op.own.WeightNorm(v, g, dim=dim)[0]
 

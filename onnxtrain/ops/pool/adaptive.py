@@ -37,7 +37,7 @@ def _pooled(n: NodeView) -> Sizes:
     parts = as_sizes(n.size)
     if parts is None:
         raise GraphError(f"{n.definition.name} needs to know its sizes", got=f"{n.size.name}, of unknown contents")
-    return (*sizes.of(n.x)[:2], *parts)
+    return (*sizes.dims_of(n.x)[:2], *parts)
 
 
 def _axes(n: NodeView) -> str:
@@ -183,7 +183,7 @@ def _max_types(n: NodeView) -> Sequence[TensorType]:
 
 def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     """Every window over the whole plane: [n, c, e, d], what lies outside masked."""
-    batch, inner, parts = sizes.of(n.x)[:2], spatial(n.x), _pooled(n)[2:]
+    batch, inner, parts = sizes.dims_of(n.x)[:2], spatial(n.x), _pooled(n)[2:]
     count = len(inner)
     within: ir.Value | None = None
     for axis, (size, part) in enumerate(zip(inner, parts, strict=True)):

@@ -28,7 +28,7 @@ from onnxtrain.ops.symbolic import needed_sizes
 
 
 def _one_each(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.x), (*sizes.of(n.x)[:2], *[1] * (rank_of(n.x) - 2))),)
+    return (TensorType(dtype_of(n.x), (*sizes.dims_of(n.x)[:2], *[1] * (rank_of(n.x) - 2))),)
 
 
 def _global_axes(n: NodeView) -> str:
@@ -39,7 +39,7 @@ def _global_axes(n: NodeView) -> str:
 
 
 def _global_max_body(op: Builder, n: NodeView) -> ir.Value:
-    batch, channels, *inner = sizes.of(n.x)
+    batch, channels, *inner = sizes.dims_of(n.x)
     planes = reshaped(op, n.x, [batch, channels, product(inner)])
     return reshaped(op, op.own.MaxDim(planes, axis=2, keepdims=1)[0], _one_each(n)[0].shape)
 
@@ -87,12 +87,12 @@ def _lp_sizes(n: NodeView) -> Sizes:
         window_count(size, kernel, stride, before, dilation, bool(n.ceil_mode), after)
         for size, (kernel, stride, dilation, (before, after)) in zip(spatial(n.x), _lp_windows(n), strict=True)
     ]
-    return (*sizes.of(n.x)[:2], *inner)
+    return (*sizes.dims_of(n.x)[:2], *inner)
 
 
 def _lp_body(op: Builder, n: NodeView) -> ir.Value:
     """Sums of windows are a convolution of each plane with ones; windows over the end see zeros."""
-    windows, rows = _lp_windows(n), product(sizes.of(n.x)[:2])
+    windows, rows = _lp_windows(n), product(sizes.dims_of(n.x)[:2])
     counts = _lp_sizes(n)[2:]
     needed = [
         (count, stride, dilation * (kernel - 1) + 1)
@@ -111,7 +111,7 @@ def _lp_body(op: Builder, n: NodeView) -> ir.Value:
     ones = op.Expand(op.scalar(1, like=n.x), op.sizes([1, 1, *n.kernel_shape]))
     strides, dilations = [w[1] for w in windows], [w[2] for w in windows]
     summed = op.Conv(padded, ones, strides=strides, dilations=dilations)
-    return reshaped(op, _root(op, summed, n.p), (*sizes.of(n.x)[:2], *counts))
+    return reshaped(op, _root(op, summed, n.p), (*sizes.dims_of(n.x)[:2], *counts))
 
 
 def lp_pool(
@@ -185,13 +185,13 @@ def _unpooled(n: NodeView) -> Sizes:
         sizes.add(sizes.multiply(stride, sizes.subtract(size, 1)), kernel - pads[i] - pads[i + count])
         for i, (size, stride, kernel) in enumerate(zip(spatial(n.x), strides, n.kernel_shape, strict=True))
     ]
-    return (*sizes.of(n.x)[:2], *inner)
+    return (*sizes.dims_of(n.x)[:2], *inner)
 
 
 def _unpool_body(op: Builder, n: NodeView) -> ir.Value:
     """Places count through the whole tensor, as in ONNX's MaxPool."""
     shape = _unpooled(n)
-    everything, given = product(shape), product(sizes.of(n.x))
+    everything, given = product(shape), product(sizes.dims_of(n.x))
     zeros = op.Expand(op.scalar(0, like=n.x), op.sizes([everything]))
     flat = (reshaped(op, n.places, [given]), reshaped(op, n.x, [given]))
     return reshaped(op, op.ScatterElements(zeros, *flat, axis=0), shape)

@@ -98,7 +98,7 @@ def _pooled(n: NodeView) -> Sizes:
         window_count(s, k, stride, pad, dilation, bool(n.ceil_mode))
         for s, k, stride, pad, dilation in zip(spatial(n.x), *how[:3], dilations, strict=True)
     ]
-    return (*sizes.of(n.x)[:2], *out)
+    return (*sizes.dims_of(n.x)[:2], *out)
 
 
 def _flops(n: NodeView) -> Size:
@@ -308,7 +308,7 @@ def _captured_average(count: int) -> Any:
         y = op.AveragePool(x, **how, ceil_mode=int(ceil_mode), count_include_pad=int(whole))
         if divisor_override is not None:
             if ceil_mode:  # windows are cut off at the end, each mean is over its own count
-                each = counted(op, view(y.producer()), y, sizes.of(x)[2:])
+                each = counted(op, view(y.producer()), y, sizes.dims_of(x)[2:])
                 y = times(op, op.Mul(y, op.Cast(each, to=dtype_of(y))), 1 / divisor_override)
             else:
                 y = times(op, y, int(product(how["kernel_shape"])) / divisor_override)
@@ -412,7 +412,7 @@ fused(
     "GlobalAveragePool",
     ("x",),
     ("y",),
-    shapes=lambda n: (TensorType(dtype_of(n.x), (*sizes.of(n.x)[:2], *[1] * (rank_of(n.x) - 2))),),
+    shapes=lambda n: (TensorType(dtype_of(n.x), (*sizes.dims_of(n.x)[:2], *[1] * (rank_of(n.x) - 2))),),
     body=STANDARD,
     gradient=(Gradient(_global_gradient, reads=()),),
     lower=lambda n, x: Call(torch.mean, x, list(range(2, rank_of(n.x))), True),

@@ -59,7 +59,7 @@ def _both(weights: Sequence[ir.Value | None]) -> bool:
 
 
 def _types(cell: Cell, n: NodeView) -> Sequence[TensorType]:
-    x, h0, w = sizes.of(n.x), sizes.of(n.h0), sizes.of(n.w_ih)
+    x, h0, w = sizes.dims_of(n.x), sizes.dims_of(n.h0), sizes.dims_of(n.w_ih)
     if len(x) != 3 or len(h0) != 3 or len(w) != 2:
         raise GraphError(f"{n.definition.name} takes x[s, b, i], h0[D, b, h] and w_ih[G h, i]", got=f"{x}, {h0}, {w}")
     kinds = {dtype_of(v) for v in (n.x, n.h0, *_weights(n)) if v is not None}
@@ -77,7 +77,7 @@ def _count(cell: Cell, inputs: Sequence[ir.Value | None]) -> int:
 
 
 def _flops(cell: Cell, n: NodeView, times: int) -> Size:
-    x, h = sizes.of(n.x), sizes.of(n.h0)[2]
+    x, h = sizes.dims_of(n.x), sizes.dims_of(n.h0)[2]
     both = 2 if _both(_weights(n)) else 1
     return sizes.multiply(2 * times * both * cell.gates, *x[:2], h, sizes.add(x[2], h))
 
@@ -138,7 +138,7 @@ def _body(op: Builder, cell: Cell, n: NodeView) -> Grads:
     x, sides = cast(op, n.x, inner), _sides(op, cell, n, inner)
     if inner == ir.DataType.FLOAT:
         apart, h, c = unrolled.native(op, sides, x)
-        steps, samples, width = sizes.of(n.y)
+        steps, samples, width = sizes.dims_of(n.y)
         y = reshaped(op, transposed(op, apart, [0, 2, 1, 3]), [steps, samples, width])
     else:
         runs = [unrolled.forward(op, side, x) for side in sides]
@@ -215,7 +215,7 @@ def _grad_body(op: Builder, cell: Cell, n: NodeView) -> Grads:
     inner, dtype = _inner(n.x), dtype_of(n.x)
     sides, x = _sides(op, cell, n, inner), cast(op, n.x, inner)
     count = len(sides)
-    width = sizes.of(n.h0)[2]
+    width = sizes.dims_of(n.h0)[2]
     ys, dys = (
         [None] * count if v is None else list(split(op, cast(op, v, inner), [width] * count, -1)) for v in (n.y, n.dy)
     )

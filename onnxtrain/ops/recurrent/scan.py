@@ -39,7 +39,7 @@ def scan(
     inputs = []
     for index, (value, axes) in enumerate([*((v, 0) for v in states), *((v, 1) for v in sequences)]):
         inner = ir.Value(name=f"{names}_{index}")
-        set_type(inner, TensorType(dtype_of(value), sizes.of(value)[axes:]))
+        set_type(inner, TensorType(dtype_of(value), sizes.dims_of(value)[axes:]))
         inputs.append(inner)
     body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(op.graph.opset_imports), name=names)
     after, outputs = step(builder(body), inputs[: len(states)], inputs[len(states) :])
@@ -65,7 +65,7 @@ def _axes(n: NodeView, name: str, values: Sequence[ir.Value]) -> list[int]:
 
 def _steps(n: NodeView) -> Size:
     sequences = n.values[_state_count(n) :]
-    return sizes.of(sequences[0])[_axes(n, "scan_input_axes", sequences)[0]]
+    return sizes.dims_of(sequences[0])[_axes(n, "scan_input_axes", sequences)[0]]
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
@@ -127,7 +127,7 @@ class Loop:
 
     @staticmethod
     def _empty(value: ir.Value, axis: int) -> torch.Tensor:
-        shape = [size if isinstance(size, int) else 0 for size in sizes.of(value)]
+        shape = [size if isinstance(size, int) else 0 for size in sizes.dims_of(value)]
         return torch.empty([*shape[:axis], 0, *shape[axis:]], dtype=TORCH_DTYPES[dtype_of(value)])
 
     def _step(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

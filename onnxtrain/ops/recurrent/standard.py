@@ -130,7 +130,7 @@ def _reverse(n: NodeView) -> tuple[bool, ...]:
 
 def _sizes(n: NodeView) -> tuple[Size, Size, Size, Size]:
     """s, D, b and h."""
-    x, r = sizes.of(n.x), sizes.of(n.r)
+    x, r = sizes.dims_of(n.x), sizes.dims_of(n.r)
     if len(x) != 3 or len(r) != 3:
         raise GraphError(f"{n.definition.name} takes x, w and r of three axes", got=f"x{list(x)}, r{list(r)}")
     steps, samples = (x[1], x[0]) if n.layout else (x[0], x[1])
@@ -139,7 +139,7 @@ def _sizes(n: NodeView) -> tuple[Size, Size, Size, Size]:
 
 def _flops(cell: Cell, n: NodeView, times: int) -> Size:
     steps, count, samples, hidden = _sizes(n)
-    width = sizes.add(sizes.of(n.x)[2], hidden)
+    width = sizes.add(sizes.dims_of(n.x)[2], hidden)
     return sizes.multiply(2 * times * cell.gates, steps, count, samples, hidden, width)
 
 
@@ -248,7 +248,7 @@ def _grad_body(op: Builder, cell: Cell, n: NodeView) -> Grads:
     firsts = [unrolled.stacked(op, [f.h for f in found])]
     if cell.has_state:
         firsts.append(unrolled.stacked(op, [f.c for f in found]))
-    return [reshaped(op, dx, sizes.of(n.x)), *weights, bias, *firsts]
+    return [reshaped(op, dx, sizes.dims_of(n.x)), *weights, bias, *firsts]
 
 
 # Gradients

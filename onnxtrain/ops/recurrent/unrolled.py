@@ -53,7 +53,7 @@ class Side:
 
 def _apart(op: Builder, x: Value, names: str) -> dict[str, Value]:
     """Blocks of equal width along the last axis, by their letters."""
-    width = sizes.floor_divide(sizes.of(x)[-1], len(names))
+    width = sizes.floor_divide(sizes.dims_of(x)[-1], len(names))
     return dict(zip(names, split(op, x, [width] * len(names), -1), strict=True))
 
 
@@ -98,7 +98,7 @@ def before(op: Builder, side: Side, first: Value, values: Value) -> Value:
 
 def _steps(op: Builder, x: Value, start: int, end: int) -> Value:
     """x[start:end] of one step or of all but one."""
-    steps, *rest = sizes.of(x)
+    steps, *rest = sizes.dims_of(x)
     count = 1 if start == -1 else sizes.subtract(steps, 1)
     inputs = (x, *(op.constant([number], ir.DataType.INT64) for number in (start, end, 0)))
     return op.node("", "Slice", inputs, {}, [TensorType(dtype_of(x), (count, *rest))]).outputs[0]
@@ -236,7 +236,9 @@ def _zeros(op: Builder, zero: Value, like: Value) -> Value:
 
 def _product(op: Builder, gradient: Value, read: Value) -> Value:
     """Σ gradientᵀ read over steps and samples."""
-    rows, columns = (reshaped(op, v, [sizes.multiply(*sizes.of(v)[:2]), sizes.of(v)[2]]) for v in (gradient, read))
+    rows, columns = (
+        reshaped(op, v, [sizes.multiply(*sizes.dims_of(v)[:2]), sizes.dims_of(v)[2]]) for v in (gradient, read)
+    )
     result: Value = op.MatMul(transposed(op, rows, [1, 0]), columns)
     return result
 
@@ -335,7 +337,7 @@ def turned(op: Builder, weight: Value, source: str, target: str) -> Value:
     """The rows of a weight or bias, a block for each gate, in another order of the gates."""
     if source == target:
         return weight
-    rows = sizes.floor_divide(sizes.of(weight)[0], len(source))
+    rows = sizes.floor_divide(sizes.dims_of(weight)[0], len(source))
     blocks = dict(zip(source, split(op, weight, [rows] * len(source), 0), strict=True))
     return concatenated(op, [blocks[gate] for gate in target], 0)
 
@@ -361,7 +363,7 @@ def native(op: Builder, sides: Sequence[Side], x: Value) -> tuple[Value, Value, 
 
 def hidden_size(h: Value) -> int:
     """The attribute that onnxruntime wants. Raises GraphError where it is no number."""
-    size = sizes.of(h)[-1]
+    size = sizes.dims_of(h)[-1]
     if not isinstance(size, int):
         raise GraphError("a recurrent layer has a hidden size that is a number", got=size)
     return size

@@ -73,7 +73,7 @@ def spread(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
 
 def count_of(n: NodeView) -> Size:
     """How many elements go into one element of the output."""
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     return sizes.multiply(1, *(shape[axis] for axis in axes_of(n)))
 
 

@@ -47,7 +47,7 @@ def _last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 
 def _triangle(op: Builder, n: NodeView, relation: str) -> ir.Value:
     """[i, k]: whether k stands in this relation (Less, LessOrEqual) to i."""
-    count = counting(op, sizes.of(n.x)[axis_of(n, n.x)])
+    count = counting(op, sizes.dims_of(n.x)[axis_of(n, n.x)])
     result: ir.Value = op.op("", relation)(unsqueezed(op, count, 0), unsqueezed(op, count, 1))
     return result
 

@@ -91,7 +91,7 @@ REDUCE_SUM = reduction(
 
 def _capture_sum_to(op: Builder, x: ir.Value, size: Sequence[Size]) -> Any:
     """`sum_to_size`: a ReduceSum where it shows which axes are summed."""
-    have = sizes.of(x)
+    have = sizes.dims_of(x)
     leading = len(have) - len(size)
     pairs = list(zip(have[leading:], size, strict=True))
     if any(h != s and s != 1 for h, s in pairs):
@@ -112,7 +112,7 @@ def _sum_to_type(n: NodeView) -> Sequence[TensorType]:
 
 def _sum_to_body(op: Builder, n: NodeView) -> ir.Value:
     """Each axis of size s with target t (s or 1) becomes axes of sizes s - t + 1 and t; the first is summed."""
-    source, target = sizes.of(n.x), sizes.of(n.y)
+    source, target = sizes.dims_of(n.x), sizes.dims_of(n.y)
     leading = len(source) - len(target)
     split = list(source[:leading])
     summed = list(range(leading))

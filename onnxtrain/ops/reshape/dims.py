@@ -78,7 +78,7 @@ def _swap_last(op: Builder, x: ir.Value) -> ir.Value:
 
 def _capture_pixel_shuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
     """[.., c*r*r, h, w] -> [.., c, h*r, w*r]."""
-    *outer, _, height, width = sizes.of(x)
+    *outer, _, height, width = sizes.dims_of(x)
     channels, rank = op.out[0].shape[-3], len(outer)
     parts = reshaped(op, x, (*outer, channels, factor, factor, height, width))
     order = [*range(rank + 1), rank + 3, rank + 1, rank + 4, rank + 2]
@@ -87,7 +87,7 @@ def _capture_pixel_shuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
 
 def _capture_pixel_unshuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
     """[.., c, h*r, w*r] -> [.., c*r*r, h, w]."""
-    *outer, channels, _, _ = sizes.of(x)
+    *outer, channels, _, _ = sizes.dims_of(x)
     (height, width), rank = op.out[0].shape[-2:], len(outer)
     parts = reshaped(op, x, (*outer, channels, height, factor, width, factor))
     order = [*range(rank + 1), rank + 2, rank + 4, rank + 1, rank + 3]
@@ -95,16 +95,16 @@ def _capture_pixel_unshuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
 
 
 def _capture_channel_shuffle(op: Builder, x: ir.Value, groups: int) -> ir.Value:
-    batch, channels, *image = sizes.of(x)
+    batch, channels, *image = sizes.dims_of(x)
     parts = reshaped(op, x, (batch, groups, sizes.floor_divide(channels, groups), *image))
     order = [0, 2, 1, *range(3, 3 + len(image))]
-    return reshaped(op, transposed(op, parts, order), sizes.of(x))
+    return reshaped(op, transposed(op, parts, order), sizes.dims_of(x))
 
 
 TRANSPOSE = movement(
     "Transpose",
     ("x",),
-    lambda n: (TensorType(dtype_of(n.x), tuple(sizes.of(n.x)[p] for p in perm_of(n))),),
+    lambda n: (TensorType(dtype_of(n.x), tuple(sizes.dims_of(n.x)[p] for p in perm_of(n))),),
     lambda n, x: Call(torch.permute, x, perm_of(n)),
     lambda op, n, dy: op.Transpose(dy, perm=inverse(perm_of(n))),
     attributes={"perm": None},
@@ -138,7 +138,7 @@ TRANSPOSE = movement(
 
 
 def _squeezed(n: NodeView) -> tuple[int, ...]:
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     if n.axes is None:
         return tuple(i for i, s in enumerate(shape) if s == 1)
     axes = normalize_axes(constant_ints(n.axes, "the axes of Squeeze"), len(shape))
@@ -149,7 +149,7 @@ def _squeezed(n: NodeView) -> tuple[int, ...]:
 
 def _squeezed_type(n: NodeView) -> Sequence[TensorType]:
     gone = _squeezed(n)
-    return (TensorType(dtype_of(n.x), tuple(s for i, s in enumerate(sizes.of(n.x)) if i not in gone)),)
+    return (TensorType(dtype_of(n.x), tuple(s for i, s in enumerate(sizes.dims_of(n.x)) if i not in gone)),)
 
 
 def _squeeze_axes(n: NodeView) -> str:
@@ -161,7 +161,7 @@ def _squeeze_axes(n: NodeView) -> str:
 
 def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None = None) -> ir.Value:
     """PyTorch drops the named axes whose size is 1. The capture's guards hold it to the rank of its output."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = [a for a in normalize_axes(dims, len(shape)) if shape[a] == 1] if shape else []
     if len(shape) - len(gone) != len(op.out[0].shape):
@@ -242,7 +242,7 @@ def _unsqueeze_axes(n: NodeView) -> str:
 UNSQUEEZE = movement(
     "Unsqueeze",
     ("x", "axes"),
-    lambda n: (TensorType(dtype_of(n.x), tuple(_with_ones(sizes.of(n.x), _unsqueezed(n), 1))),),
+    lambda n: (TensorType(dtype_of(n.x), tuple(_with_ones(sizes.dims_of(n.x), _unsqueezed(n), 1))),),
     _unsqueeze_call,
     lambda op, n, dy: (op.Squeeze(dy, vector(op, _unsqueezed(n))), None),
     takes_ints=frozenset({1}),
@@ -266,7 +266,7 @@ UNSQUEEZE = movement(
 def expanded(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
     """Repeats x along axes of size 1 and new leading axes to the sizes `wanted`; gives x itself where it has them."""
     wanted = tuple(wanted)
-    if sizes.of(x) == wanted:
+    if sizes.dims_of(x) == wanted:
         return x
     result: ir.Value = op.Expand(x, op.sizes(wanted))
     return result
@@ -274,7 +274,7 @@ def expanded(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
 
 def _expanded_type(n: NodeView) -> Sequence[TensorType]:
     target = needed_sizes(n.shape, "the shape that Expand gives")
-    return (TensorType(dtype_of(n.x), sizes.broadcast(sizes.of(n.x), target)),)
+    return (TensorType(dtype_of(n.x), sizes.broadcast(sizes.dims_of(n.x), target)),)
 
 
 def _expand_both(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -283,13 +283,13 @@ def _expand_both(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _lower_expand(n: NodeView, x: Any, shape: Any) -> Call:
     # torch's expand takes the output's sizes; ONNX also lets x be larger than `shape` says.
-    if as_sizes(n.shape) == sizes.of(n.y):
+    if as_sizes(n.shape) == sizes.dims_of(n.y):
         return Method("expand", x, shape)
     return Call(_expand_both, x, shape)
 
 
 def _expand_axes(n: NodeView) -> str:
-    source, target = sizes.of(n.x), sizes.of(n.y)
+    source, target = sizes.dims_of(n.x), sizes.dims_of(n.y)
     right = names("a", len(target))
     offset = len(target) - len(source)
     left = [

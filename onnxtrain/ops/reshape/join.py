@@ -32,7 +32,7 @@ def concatenated(op: Builder, xs: Sequence[ir.Value], axis: int) -> ir.Value:
 
 def _concatenated_type(n: NodeView) -> Sequence[TensorType]:
     axis = axis_of(n, n.xs[0])
-    shapes = [sizes.of(x) for x in n.xs]
+    shapes = [sizes.dims_of(x) for x in n.xs]
     if any(len(s) != len(shapes[0]) or dtype_of(x) != dtype_of(n.xs[0]) for s, x in zip(shapes, n.xs, strict=True)):
         raise GraphError("Concat joins tensors of one rank and element type", got=str([str(x.type) for x in n.xs]))
     # Other axes are equal; where that is known by number for one tensor it is so for all.
@@ -44,7 +44,7 @@ def _concatenated_type(n: NodeView) -> Sequence[TensorType]:
 
 def _concat_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value]:
     axis = axis_of(n, n.xs[0])
-    return split(op, dy, [sizes.of(x)[axis] for x in n.xs], axis)
+    return split(op, dy, [sizes.dims_of(x)[axis] for x in n.xs], axis)
 
 
 def _concat_axes(n: NodeView) -> str:
@@ -57,7 +57,7 @@ def _concat_axes(n: NodeView) -> str:
 def _capture_cat(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
     """PyTorch promotes to the widest type, and ignores 1-dimensional tensors of size 0 among others."""
     dtype, shape = op.out[0]
-    kept = [x for x in xs if len(shape) == 1 or sizes.of(x) != (0,)]
+    kept = [x for x in xs if len(shape) == 1 or sizes.dims_of(x) != (0,)]
     return concatenated(op, [cast(op, x, dtype) for x in kept or xs[:1]], dim)
 
 
@@ -80,7 +80,7 @@ def _joined(least_rank: int, axis: int) -> Any:
 
 def _at_least(op: Builder, x: ir.Value, rank: int) -> ir.Value:
     """As torch.atleast_1d, 2d, 3d."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     if len(shape) >= rank:
         return x
     if not shape:
@@ -90,7 +90,7 @@ def _at_least(op: Builder, x: ir.Value, rank: int) -> ir.Value:
 
 
 def _column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
-    columns = [reshaped(op, x, (sizes.multiply(1, *sizes.of(x)), 1)) if rank_of(x) < 2 else x for x in xs]
+    columns = [reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)), 1)) if rank_of(x) < 2 else x for x in xs]
     return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
 
 
@@ -126,7 +126,7 @@ def split(op: Builder, x: ir.Value, lengths: Sequence[Size], axis: int) -> tuple
     """Cuts x along `axis` into pieces of these lengths; gives x itself where that is one."""
     if len(lengths) == 1:
         return (x,)
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     axis = normalize_axis(axis, len(shape))
     types = [TensorType(dtype_of(x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
     node = op.node("", "Split", (x, op.sizes(lengths)), {"axis": axis}, types=types)
@@ -137,7 +137,7 @@ def _lengths(n: NodeView) -> tuple[Size, ...]:
     """The lengths of the pieces."""
     if n.split is not None:
         return needed_sizes(n.split, "the lengths that Split cuts")
-    total, count = sizes.of(n.x)[axis_of(n, n.x)], len(n.node.outputs)
+    total, count = sizes.dims_of(n.x)[axis_of(n, n.x)], len(n.node.outputs)
     each = sizes.floor_divide(sizes.add(total, count - 1), count)
     last = sizes.subtract(total, sizes.multiply(each, count - 1))
     if isinstance(last, int) and last < 0:
@@ -146,7 +146,7 @@ def _lengths(n: NodeView) -> tuple[Size, ...]:
 
 
 def _split_types(n: NodeView) -> Sequence[TensorType]:
-    axis, shape, lengths = axis_of(n, n.x), sizes.of(n.x), _lengths(n)
+    axis, shape, lengths = axis_of(n, n.x), sizes.dims_of(n.x), _lengths(n)
     total = sizes.add(*lengths)
     if isinstance(total, int) and isinstance(shape[axis], int) and total != shape[axis]:
         raise GraphError("Split cuts all of the axis", expected=str(shape[axis]), got=str(lengths))
@@ -156,7 +156,7 @@ def _split_types(n: NodeView) -> Sequence[TensorType]:
 def split_count(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
     """How many pieces there are: as many as lengths."""
     if len(inputs) > 1 and inputs[1] is not None:
-        count = sizes.of(inputs[1])[0]
+        count = sizes.dims_of(inputs[1])[0]
         if not isinstance(count, int):
             raise GraphError("Split cuts a known number of pieces", got=f"{inputs[1].name} with {count} lengths")
         return count

@@ -79,7 +79,7 @@ def _matrix_axes(n: NodeView, rank: int) -> tuple[int, int]:
 
 
 def _diagonal_type(n: NodeView) -> Sequence[TensorType]:
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     rows, columns = _matrix_axes(n, len(shape))
     rest = [s for i, s in enumerate(shape) if i not in (rows, columns)]
     return (TensorType(dtype_of(n.x), (*rest, diagonal_length(shape[rows], shape[columns], n.offset))),)
@@ -96,12 +96,12 @@ def _places(op: Builder, length: Size, columns: Size, offset: int) -> ir.Value:
 
 def _diagonal_body(op: Builder, n: NodeView) -> ir.Value:
     """The matrices flattened; the places of the diagonal gathered from them."""
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     rows, columns = _matrix_axes(n, len(shape))
     x = transposed(op, n.x, moved(len(shape), [rows, columns], [-2, -1]))
-    *rest, height, width = sizes.of(x)
+    *rest, height, width = sizes.dims_of(x)
     flat = reshaped(op, x, (*rest, sizes.multiply(height, width)))
-    result: ir.Value = op.Gather(flat, _places(op, sizes.of(n.y)[-1], width, n.offset), axis=len(rest))
+    result: ir.Value = op.Gather(flat, _places(op, sizes.dims_of(n.y)[-1], width, n.offset), axis=len(rest))
     return result
 
 
@@ -174,12 +174,12 @@ def _diagonal_embed(x: torch.Tensor, shape: Any, offset: int, row_axis: int, col
 
 
 def _diagonal_embed_body(op: Builder, n: NodeView) -> ir.Value:
-    shape = sizes.of(n.y)
+    shape = sizes.dims_of(n.y)
     rows, columns = _matrix_axes(n, len(shape))
     order = moved(len(shape), [rows, columns], [-2, -1])
     *rest, height, width = (shape[i] for i in order)
     flat = zeros(op, (*rest, sizes.multiply(height, width)), dtype_of(n.x))
-    places = _places(op, sizes.of(n.x)[-1], width, n.offset)
+    places = _places(op, sizes.dims_of(n.x)[-1], width, n.offset)
     written = scatter_rows(op, flat, places, n.x, len(rest))
     return transposed(op, reshaped(op, written, (*rest, height, width)), inverse(order))
 
@@ -209,7 +209,7 @@ def _window_count(total: Size, size: int, step: int) -> Size:
 
 
 def _unfolded_type(n: NodeView) -> Sequence[TensorType]:
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     axis = in_rank(n.axis, len(shape), "the axis of Unfold")
     count = _window_count(shape[axis], n.size, n.step)
     return (TensorType(dtype_of(n.x), (*shape[:axis], count, *shape[axis + 1 :], n.size)),)
@@ -225,7 +225,7 @@ def _windows(op: Builder, count: Size, size: int, step: int) -> ir.Value:
 def _unfold_body(op: Builder, n: NodeView) -> ir.Value:
     rank = rank_of(n.x)
     axis = in_rank(n.axis, rank, "the axis of Unfold")
-    picked = op.Gather(n.x, _windows(op, sizes.of(n.y)[axis], n.size, n.step), axis=axis)
+    picked = op.Gather(n.x, _windows(op, sizes.dims_of(n.y)[axis], n.size, n.step), axis=axis)
     return transposed(op, picked, moved(rank + 1, [axis + 1], [-1]))
 
 
@@ -266,10 +266,10 @@ UNFOLD = movement(
 
 def _unfold_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """The windows joined into one axis, then its rows added where they were taken from."""
-    shape = sizes.of(n.dx)
+    shape = sizes.dims_of(n.dx)
     axis = in_rank(n.axis, len(shape), "the axis of UnfoldGrad")
     dy = transposed(op, n.dy, moved(len(shape) + 1, [-1], [axis + 1]))
-    count = sizes.of(n.dy)[axis]
+    count = sizes.dims_of(n.dy)[axis]
     total = sizes.multiply(count, n.size)
     flat = reshaped(op, dy, (*shape[:axis], total, *shape[axis + 1 :]))
     rows = reshaped(op, _windows(op, count, n.size, n.step), (total,))

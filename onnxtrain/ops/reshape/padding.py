@@ -49,7 +49,7 @@ def _pads(n: NodeView, rank: int) -> list[tuple[int, Size, Size]]:
 
 
 def _padded_type(n: NodeView) -> Sequence[TensorType]:
-    shape = list(sizes.of(n.x))
+    shape = list(sizes.dims_of(n.x))
     for axis, before, after in _pads(n, len(shape)):
         shape[axis] = sizes.add(shape[axis], before, after)
     return (TensorType(dtype_of(n.x), tuple(shape)),)
@@ -210,9 +210,9 @@ def _lower_pad_grad(n: NodeView, dy: Any, shape: Any, pads: Any, axes: Any) -> C
 def _pad_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """The positions 0, 1, 2, … of an axis, padded alike, say where each row of dy was copied from."""
     dx: ir.Value = n.dy
-    shape = list(sizes.of(n.dy))
+    shape = list(sizes.dims_of(n.dy))
     for axis, before, after in _pads(n, len(shape)):
-        total = sizes.of(n.dx)[axis]
+        total = sizes.dims_of(n.dx)[axis]
         rows = op.Pad(counting(op, total), op.sizes([before, after]), mode=n.mode)
         shape[axis] = total
         dx = op.ms.GatherGrad(op.sizes(shape), rows, dx, axis=axis)

@@ -96,11 +96,15 @@ def reshaped(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
     Where only one size is symbolic, the shape is a constant with -1 in its place: no size arithmetic is needed.
     """
     wanted = tuple(wanted)
-    if sizes.of(x) == wanted:
+    if sizes.dims_of(x) == wanted:
         return x
     symbolic = [i for i, s in enumerate(wanted) if isinstance(s, str)]
     result: ir.Value
-    if len(symbolic) == 1 and 0 not in wanted and _what_is_left(sizes.of(x), wanted, *symbolic) == wanted[symbolic[0]]:
+    if (
+        len(symbolic) == 1
+        and 0 not in wanted
+        and _what_is_left(sizes.dims_of(x), wanted, *symbolic) == wanted[symbolic[0]]
+    ):
         result = op.Reshape(x, vector(op, [-1 if isinstance(s, str) else s for s in wanted]))
     elif symbolic or 0 in wanted:
         result = op.Reshape(x, op.sizes(wanted), allowzero=1)
@@ -115,7 +119,7 @@ def _what_is_left(source: Sizes, target: Sequence[Size], position: int) -> Size:
 
 
 def _reshaped_type(n: NodeView) -> Sequence[TensorType]:
-    source = sizes.of(n.x)
+    source = sizes.dims_of(n.x)
     target = list(needed_sizes(n.shape, "the shape that Reshape gives"))
     if not n.allowzero:
         target = [source[i] if s == 0 else s for i, s in enumerate(target)]
@@ -150,7 +154,7 @@ def _reshape_on_host(n: NodeView, x: Any, shape: Any) -> Any:
 
 
 def _reshape_axes(n: NodeView) -> str:
-    left, right = factored(sizes.of(n.x), sizes.of(n.y))
+    left, right = factored(sizes.dims_of(n.x), sizes.dims_of(n.y))
     return axis_map([left, None], right)
 
 
@@ -228,7 +232,7 @@ RESHAPE = movement(
     ("x", "shape"),
     _reshaped_type,
     _lower_reshape,
-    lambda op, n, dy: (reshaped(op, dy, sizes.of(n.x)), None),
+    lambda op, n, dy: (reshaped(op, dy, sizes.dims_of(n.x)), None),
     takes_ints=frozenset({1}),
     attributes={"allowzero": 0},
     since=14,

@@ -81,7 +81,7 @@ def _length(total: Size, start: Size, end: Size, step: int) -> Size:
 
 
 def _sliced_type(n: NodeView) -> Sequence[TensorType]:
-    shape = list(sizes.of(n.x))
+    shape = list(sizes.dims_of(n.x))
     for axis, start, end, step in _bounds(n, len(shape)):
         shape[axis] = _length(shape[axis], start, end, step)
     return (TensorType(dtype_of(n.x), tuple(shape)),)
@@ -151,7 +151,7 @@ def _capture_slice(
     """PyTorch's guards decide how long the result is, so its own sizes are taken."""
     axis = in_rank(dim, rank_of(x), "the axis of a slice")
     _known_step(step)
-    if op.out[0].shape == sizes.of(x) and step == 1:
+    if op.out[0].shape == sizes.dims_of(x) and step == 1:
         return x  # as long as x: all of it
     how = _how(op, axis, 0 if start is None else start, _LAST if end is None else end, step)
     return op.node("", "Slice", (x, *how), {}, types=[op.out[0]]).outputs[0]
@@ -159,7 +159,7 @@ def _capture_slice(
 
 def _capture_narrow(op: Builder, x: ir.Value, dim: int, start: Size, length: Size) -> ir.Value:
     axis = in_rank(dim, rank_of(x), "the axis of narrow")
-    total = sizes.of(x)[axis]
+    total = sizes.dims_of(x)[axis]
     first = sizes.add(total, start) if _from_the_end(start) else start
     how = _how(op, axis, first, sizes.add(first, length), 1)
     return op.node("", "Slice", (x, *how), {}, types=[op.out[0]]).outputs[0]
@@ -168,7 +168,7 @@ def _capture_narrow(op: Builder, x: ir.Value, dim: int, start: Size, length: Siz
 def _capture_select(op: Builder, x: ir.Value, dim: int, index: Size) -> ir.Value:
     """Slice and Squeeze: both are views, and a slice can move through other ops without changing the rank."""
     axis = in_rank(dim, rank_of(x), "the axis of select")
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     row = TensorType(dtype_of(x), (*shape[:axis], 1, *shape[axis + 1 :]))  # where there is none, PyTorch raises
     how = _how(op, axis, *_one_row(x, axis, index), 1)
     return squeezed(op, op.node("", "Slice", (x, *how), {}, types=[row]).outputs[0], axis)
@@ -177,7 +177,7 @@ def _capture_select(op: Builder, x: ir.Value, dim: int, index: Size) -> ir.Value
 def _one_row(x: ir.Value, axis: int, index: Size) -> tuple[Size, Size]:
     """The bounds of the slice that is this row."""
     if isinstance(index, str) and _from_the_end(index):
-        index = sizes.add(sizes.of(x)[axis], index)
+        index = sizes.add(sizes.dims_of(x)[axis], index)
     # -1 : 0 would be empty: the end of the last row is the end of the axis.
     return index, _LAST if index == -1 else sizes.add(index, 1)
 
@@ -220,7 +220,7 @@ def piece_of(n: NodeView) -> Piece | None:
     if len(bounds) != 1 or bounds[0][3] != 1:
         return None
     axis, start, *_ = bounds[0]
-    return Piece(axis, _position(start, sizes.of(n.x)[axis]), sizes.of(n.node.outputs[0])[axis])
+    return Piece(axis, _position(start, sizes.dims_of(n.x)[axis]), sizes.dims_of(n.node.outputs[0])[axis])
 
 
 # SliceGrad and SliceScatter: `updates` written into the part of a tensor that a slice reads.
@@ -264,13 +264,13 @@ def _written_body(op: Builder, n: NodeView, base: ir.Value, updates: ir.Value) -
         for axis, start, end, step in bounds[: depth - 1]:
             inner = sliced(op, inner, axis, start, end, step)
         axis, start, end, step = bounds[depth - 1]
-        rows = sliced(op, counting(op, sizes.of(base)[axis]), 0, start, end, step)
+        rows = sliced(op, counting(op, sizes.dims_of(base)[axis]), 0, start, end, step)
         updates = scatter_rows(op, inner, rows, updates, axis)
     return updates
 
 
 def _slice_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    return _written_body(op, n, zeros(op, sizes.of(n.dx), dtype_of(n.dy)), n.dy)
+    return _written_body(op, n, zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy)), n.dy)
 
 
 def _written_axes(n: NodeView, rank: int, inputs: list[bool]) -> str:
@@ -287,7 +287,7 @@ def _plain(n: NodeView, rank: int) -> tuple[list[int], list[int]]:
 
 
 def _lower_slice_grad(n: NodeView, dy: Any, shape: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Call:
-    places, by = _plain(n, len(sizes.of(n.dx)))
+    places, by = _plain(n, len(sizes.dims_of(n.dx)))
     return Call(_slice_grad, dy, shape, places, starts, ends, by)
 
 
@@ -301,7 +301,7 @@ SLICE_GRAD = movement(
     domain=MICROSOFT,
     outputs=("dx",),
     body=_slice_grad_body,
-    axes=lambda n: _written_axes(n, len(sizes.of(n.dx)), [False]),
+    axes=lambda n: _written_axes(n, len(sizes.dims_of(n.dx)), [False]),
     stops=frozenset({"shape", "starts", "ends", "axes", "steps"}),
 )
 
@@ -334,7 +334,7 @@ def _capture_slice_scatter(
     axis = in_rank(dim, rank_of(x), "the axis of slice_scatter")
     _known_step(step)
     src = cast(op, src, dtype_of(x))
-    if sizes.of(src) == sizes.of(x) and step == 1:
+    if sizes.dims_of(src) == sizes.dims_of(x) and step == 1:
         return src  # all of x is written
     how = _how(op, axis, 0 if start is None else start, _LAST if end is None else end, step)
     result: ir.Value = op.own.SliceScatter(x, src, *how)
@@ -356,7 +356,7 @@ def _known_step(step: Any) -> None:
 SLICE_SCATTER = movement(
     "SliceScatter",
     ("x", "updates", "starts", "ends", "axes?", "steps?"),
-    lambda n: (TensorType(dtype_of(n.x), sizes.of(n.x)),),
+    lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)),),
     _lower_slice_scatter,
     _slice_scatter_gradient,
     takes_ints=frozenset({2, 3, 4, 5}),
@@ -425,7 +425,7 @@ FLIP = movement(
 
 def rolled(op: Builder, x: ir.Value, shift: Size, axis: int) -> ir.Value:
     """The elements of x moved forward by `shift` along an axis, the last ones to the front."""
-    total = sizes.of(x)[axis]
+    total = sizes.dims_of(x)[axis]
     # The size may be 0, where nothing is divided by it.
     at_least_one = sizes.maximum(1, total)
     forward = sizes.from_sympy(sizes.parse(shift) % sizes.parse(at_least_one))
@@ -436,5 +436,5 @@ def rolled(op: Builder, x: ir.Value, shift: Size, axis: int) -> ir.Value:
 
 def repeated_rows(op: Builder, x: ir.Value, axis: int, count: Size) -> ir.Value:
     """Each row along `axis` `count` times, one after the other, under an axis of its own."""
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     return expanded(op, unsqueezed(op, x, axis + 1), (*shape[: axis + 1], count, *shape[axis + 1 :]))

@@ -39,7 +39,7 @@ def _no_flops(n: NodeView) -> Size:
 
 
 def _flat_sizes(n: NodeView) -> Sizes:
-    shape = sizes.of(n.x)
+    shape = sizes.dims_of(n.x)
     axis = len(shape) if n.axis == len(shape) else normalize_axis(n.axis, len(shape))
     return sizes.multiply(1, *shape[:axis]), sizes.multiply(1, *shape[axis:])
 
@@ -66,7 +66,7 @@ composite(
 
 
 def _depth_to_space_sizes(n: NodeView) -> Sizes:
-    batch, channels, height, width = sizes.of(n.x)
+    batch, channels, height, width = sizes.dims_of(n.x)
     block = n.blocksize
     return (
         batch,
@@ -78,7 +78,7 @@ def _depth_to_space_sizes(n: NodeView) -> Sizes:
 
 def _depth_to_space_body(op: Builder, n: NodeView) -> ir.Value:
     """DCR: the block's places are the outer part of the channels; CRD: the inner, as in PyTorch's pixel_shuffle."""
-    batch, _, height, width = sizes.of(n.x)
+    batch, _, height, width = sizes.dims_of(n.x)
     result, block = _depth_to_space_sizes(n), n.blocksize
     inner = n.mode == "CRD"
     channels = (result[1], block, block) if inner else (block, block, result[1])
@@ -104,7 +104,7 @@ def _lower_depth_to_space(n: NodeView, x: Any) -> Call:
 
 
 def _space_to_depth_sizes(n: NodeView) -> Sizes:
-    batch, channels, height, width = sizes.of(n.x)
+    batch, channels, height, width = sizes.dims_of(n.x)
     block = n.blocksize
     return (
         batch,
@@ -115,7 +115,7 @@ def _space_to_depth_sizes(n: NodeView) -> Sizes:
 
 
 def _space_to_depth_body(op: Builder, n: NodeView) -> ir.Value:
-    batch, channels, _, _ = sizes.of(n.x)
+    batch, channels, _, _ = sizes.dims_of(n.x)
     result, block = _space_to_depth_sizes(n), n.blocksize
     parts = reshaped(op, n.x, (batch, channels, result[2], block, result[3], block))
     return reshaped(op, transposed(op, parts, [0, 3, 5, 1, 2, 4]), result)
@@ -157,11 +157,11 @@ composite(
 def _reverse_body(op: Builder, n: NodeView) -> ir.Value:
     """Place t of sequence i is read from lengths[i] - 1 - t where that is not negative, else from t."""
     rank = rank_of(n.x)
-    times = along(op, counting(op, sizes.of(n.x)[n.time_axis]), n.time_axis, rank)
+    times = along(op, counting(op, sizes.dims_of(n.x)[n.time_axis]), n.time_axis, rank)
     lengths = along(op, cast(op, n.lengths, ir.DataType.INT64), n.batch_axis, rank)
     mirrored = op.Sub(op.Sub(lengths, op.scalar(1, ir.DataType.INT64)), times)
     places = op.Where(op.Less(times, lengths), mirrored, times)
-    result: ir.Value = op.GatherElements(n.x, expanded(op, places, sizes.of(n.x)), axis=n.time_axis)
+    result: ir.Value = op.GatherElements(n.x, expanded(op, places, sizes.dims_of(n.x)), axis=n.time_axis)
     return result
 
 
@@ -203,14 +203,14 @@ def _cropped(n: NodeView) -> list[tuple[int, Size]]:
 
 
 def _cropped_type(n: NodeView) -> Sequence[TensorType]:
-    shape = list(sizes.of(n.x))
+    shape = list(sizes.dims_of(n.x))
     for axis, target in _cropped(n):
         shape[axis] = target
     return (TensorType(dtype_of(n.x), tuple(shape)),)
 
 
 def _crop_body(op: Builder, n: NodeView) -> ir.Value:
-    x, shape = n.x, list(sizes.of(n.x))
+    x, shape = n.x, list(sizes.dims_of(n.x))
     for axis, target in _cropped(n):
         size, over = vector(op, [axis]), vector(op, [axis])
         surplus = sizes.maximum(0, sizes.subtract(shape[axis], target))
@@ -259,7 +259,7 @@ def _folded_type(n: NodeView) -> Sequence[TensorType]:
     image = needed_sizes(n.image, "the image of Col2Im")
     if len(block) != 2:
         raise GraphError("Col2Im adds up images of two axes", got=f"{len(block)} axes")
-    batch, channels, _ = sizes.of(n.x)
+    batch, channels, _ = sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (batch, sizes.floor_divide(channels, block[0] * block[1]), *image)),)
 
 
@@ -304,14 +304,14 @@ def _compressed_type(n: NodeView) -> Sequence[TensorType]:
     count = f"count_{name}"  # as NonZero names it
     if n.axis is None:
         return (TensorType(dtype_of(n.x), (count,)),)
-    axis, shape = axis_of(n, n.x), sizes.of(n.x)
+    axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (*shape[:axis], count, *shape[axis + 1 :])),)
 
 
 def _compress_body(op: Builder, n: NodeView) -> ir.Value:
     x, axis = n.x, n.axis
     if axis is None:
-        x, axis = reshaped(op, x, (sizes.multiply(1, *sizes.of(x)),)), 0
+        x, axis = reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)),)), 0
     rows = op.Squeeze(op.NonZero(n.condition), vector(op, [0]))
     result: ir.Value = op.Gather(x, rows, axis=axis)
     return result

@@ -32,14 +32,14 @@ def _repeats(n: NodeView) -> tuple[Size, ...]:
 
 
 def _tiled_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.x), tuple(map(sizes.multiply, sizes.of(n.x), _repeats(n)))),)
+    return (TensorType(dtype_of(n.x), tuple(map(sizes.multiply, sizes.dims_of(n.x), _repeats(n)))),)
 
 
 def _tile_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, None]:
     """Each tiled axis of dy is r times d: the sum over r."""
     parts: list[Size] = []
     summed: list[int] = []
-    for size, repeat in zip(sizes.of(n.x), _repeats(n), strict=True):
+    for size, repeat in zip(sizes.dims_of(n.x), _repeats(n), strict=True):
         if repeat != 1:
             summed.append(len(parts))
             parts.append(repeat)
@@ -68,7 +68,7 @@ def _capture_repeat_interleave(
     op: Builder, x: ir.Value, repeats: Size, dim: int | None = None, *, output_size: Any = None
 ) -> ir.Value:
     if dim is None:
-        x = reshaped(op, x, (sizes.multiply(1, *sizes.of(x)),))
+        x = reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)),))
     axis = in_rank(dim or 0, rank_of(x), "the axis of repeat_interleave")
     return reshaped(op, repeated_rows(op, x, axis, repeats), op.out[0].shape)
 
@@ -108,7 +108,7 @@ def _roll_axes(n: NodeView) -> str:
 
 
 def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Any:
-    shape = sizes.of(x)
+    shape = sizes.dims_of(x)
     if not dims:  # PyTorch rolls all elements
         flat = reshaped(op, x, (sizes.multiply(1, *shape),))
         return reshaped(op, _capture_roll(op, flat, shifts, [0]), shape)

@@ -26,11 +26,11 @@ from onnxtrain.ops.symbolic import needed_sizes
 
 def _lengths(n: NodeView) -> list[sizes.Size]:
     axis = axis_of(n, n.xs[0])
-    return [sizes.of(x)[axis] for x in n.xs]
+    return [sizes.dims_of(x)[axis] for x in n.xs]
 
 
 def _joined_types(n: NodeView) -> Sequence[TensorType]:
-    axis, shape = axis_of(n, n.xs[0]), sizes.of(n.xs[0])
+    axis, shape = axis_of(n, n.xs[0]), sizes.dims_of(n.xs[0])
     joined = (*shape[:axis], sizes.add(*_lengths(n)), *shape[axis + 1 :])
     types = TensorType(dtype_of(n.xs[0]), joined), TensorType(ir.DataType.INT64, (len(n.xs),))
     return types[: len(n.node.outputs)]
@@ -72,7 +72,7 @@ composite(
 
 
 def _pieces(n: NodeView) -> Sequence[TensorType]:
-    axis, shape = axis_of(n, n.x), sizes.of(n.x)
+    axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
     lengths = needed_sizes(n.split, "the lengths that SplitTraining cuts")
     return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
 
