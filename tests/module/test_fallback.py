@@ -23,7 +23,7 @@ from tests.zoo.checks import Comparison, compared, count_captures, fallbacks
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 
 WIDTH = 6
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def sequences(draw: Draw, batch: int, length: int) -> Call:
