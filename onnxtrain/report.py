@@ -32,7 +32,7 @@ class PassReport:
 
     name: str
     took_ms: float
-    made: tuple[str, ...] = ()
+    applied: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
 
 
@@ -83,7 +83,7 @@ class StageReport:
     name: str
     took_ms: float
     nodes: int
-    made: tuple[str, ...] = ()
+    applied: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
     passes: tuple[PassReport, ...] = ()
     subgraphs: tuple[SubgraphReport, ...] = ()

@@ -100,7 +100,7 @@ class _Packing:
         waiting = waits_for_lengths(plan, device)
         if waiting is None:
             return plan
-        self._changes.made.clear()
+        self._changes.applied.clear()
         reason = "without padding it would wait for the GPU: flash attention is for float16 and bfloat16 without a bias"
         self._changes.refuse(waiting, reason)
         return None
@@ -121,9 +121,9 @@ class _Packing:
 
     def stage(self) -> StageReport:
         """What was found, for the report."""
-        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.made), tuple(self._changes.refused))
-        made = tuple(f"{done.name}: {text}" for text in done.made)
-        return StageReport("pack", self._took_ms, len(self._model.graph), made, done.refused, (done,))
+        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
+        applied = tuple(f"{done.name}: {text}" for text in done.applied)
+        return StageReport("pack", self._took_ms, len(self._model.graph), applied, done.refused, (done,))
 
     def runner(self, dense: Any) -> Any:
         """Runs each batch packed or as `dense` does."""

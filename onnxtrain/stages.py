@@ -54,7 +54,7 @@ class Changes(Protocol):
     """What a stage says that it did to the graph."""
 
     @property
-    def made(self) -> Sequence[str]:
+    def applied(self) -> Sequence[str]:
         """The changes, as sentences."""
 
     @property
@@ -114,7 +114,9 @@ class Stages:
         nodes = sum(1 for _ in model.graph.all_nodes())
         done = StageReport(name, took_ms, nodes, work=self._work(model) if self._work else None)
         if changes is not None:
-            done = replace(done, made=tuple(changes.made), refused=tuple(changes.refused), passes=tuple(changes.passes))
+            done = replace(
+                done, applied=tuple(changes.applied), refused=tuple(changes.refused), passes=tuple(changes.passes)
+            )
         self._stages.append(done)
         _LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
         if self._options.verify:
@@ -132,7 +134,7 @@ class Stages:
         self,
         name: str,
         model: ir.Model,
-        made: Sequence[str] = (),
+        applied: Sequence[str] = (),
         subgraphs: Sequence[SubgraphReport] = (),
         refused: Sequence[Refusal] = (),
     ) -> None:
@@ -142,9 +144,9 @@ class Stages:
             GraphError: see `record`.
         """
         took_ms = (time.perf_counter() - self._clock) * 1e3
-        if made and self._options.verify:
+        if applied and self._options.verify:
             verify(model, lookup, self._right)
-        done = StageReport(name, took_ms, len(model.graph), tuple(made), tuple(refused), subgraphs=tuple(subgraphs))
+        done = StageReport(name, took_ms, len(model.graph), tuple(applied), tuple(refused), subgraphs=tuple(subgraphs))
         self._stages.append(done)
         self._write(name, model)
         self._clock = time.perf_counter()

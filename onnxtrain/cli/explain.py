@@ -52,7 +52,7 @@ def pass_lines(report: CompileReport) -> Iterator[str]:
     idle: dict[str, None] = {}
     for stage in report.stages:
         for each in stage.passes:
-            if each.made or each.refused:
+            if each.applied or each.refused:
                 yield from _of_pass(f"{each.name} ({stage.name})", each)
             else:
                 idle[f"{each.name} ({stage.name})"] = None
@@ -62,7 +62,7 @@ def pass_lines(report: CompileReport) -> Iterator[str]:
 
 def _of_pass(title: str, done: PassReport, did: str = "did") -> Iterator[str]:
     yield title
-    for text, count in _counted(done.made):
+    for text, count in _counted(done.applied):
         yield f"  {did:<9}{text}{count}"
     for text, count in _counted([f"{r.node}: {r.reason}{f'  [{r.where}]' if r.where else ''}" for r in done.refused]):
         yield f"  refused  {text}{count}"

@@ -33,6 +33,6 @@ def log_initialisation(name: str, seconds: float, report: CompileReport, *, firs
 def _lines(report: CompileReport, seconds: float) -> Iterator[str]:
     for stage in report.stages:
         yield f"  {stage.name:<24}{stage.took_ms:9.1f} ms  {stage.nodes:6} nodes"
-        for each in stage.passes:
-            yield f"    {each.name:<22}{each.took_ms:9.1f} ms  {len(each.made):6} changes, {len(each.refused)} refused"
+        for p in stage.passes:
+            yield f"    {p.name:<22}{p.took_ms:9.1f} ms  {len(p.applied):6} changes, {len(p.refused)} refused"
     yield f"  {'checks, files, rest':<24}{seconds * 1e3 - report.took_ms:9.1f} ms"

@@ -140,7 +140,7 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
         run(model.graph, changes)
         traversal.sort(model.graph)  # sizes that new nodes read may be computed further down
         took_ms = (time.perf_counter() - start) * 1e3
-        total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.made), tuple(changes.refused)))
-        total.made += [f"{run.__name__}: {text}" for text in changes.made]
+        total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.applied), tuple(changes.refused)))
+        total.applied += [f"{run.__name__}: {text}" for text in changes.applied]
         total.refused += changes.refused
     return total

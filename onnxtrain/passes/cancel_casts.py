@@ -49,9 +49,9 @@ def cancel_casts(graph: ir.Graph, changes: Changes) -> None:
             waiting += casts
             moved += bool(casts)
     if removed:
-        changes.made.append(f"removed {counted(removed, 'cast')}, which rounded nothing")
+        changes.applied.append(f"removed {counted(removed, 'cast')}, which rounded nothing")
     if moved:
-        changes.made.append(f"moved {counted(moved, 'cast')}, so that fewer bytes are copied")
+        changes.applied.append(f"moved {counted(moved, 'cast')}, so that fewer bytes are copied")
 
 
 # Casts that are taken back

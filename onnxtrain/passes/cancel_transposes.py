@@ -42,9 +42,9 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
         reshapes += stays
         _replace(graph, n, new, source)
     if joined:
-        changes.made.append(f"joined {counted(joined, 'pair')} of transposes")
+        changes.applied.append(f"joined {counted(joined, 'pair')} of transposes")
     if reshapes:
-        changes.made.append(f"made a Reshape of {counted(reshapes, 'Transpose')}")
+        changes.applied.append(f"made a Reshape of {counted(reshapes, 'Transpose')}")
 
 
 def _keeps_order(x: ir.Value, perm: list[int]) -> bool:

@@ -26,13 +26,13 @@ class Changes:
     """Filled by one pass; `passes` by those who run several."""
 
     pass_name: str = ""
-    made: list[str] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
 
     def add(self, later: Changes) -> None:
         """Notes what passes did that ran behind these."""
-        self.made += later.made
+        self.applied += later.applied
         self.refused += later.refused
         self.passes += later.passes
 

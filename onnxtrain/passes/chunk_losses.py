@@ -48,7 +48,7 @@ def chunk_losses(graph: ir.Graph, changes: Changes) -> None:
         if isinstance(found, str):
             changes.refuse(node, found)
             continue
-        changes.made.append(f"{node.name} never holds all scores of its {sizes.dims_of(n.scores)[1]} classes")
+        changes.applied.append(f"{node.name} never holds all scores of its {sizes.dims_of(n.scores)[1]} classes")
         _join(op, n, found)
 
 

@@ -46,7 +46,7 @@ def dedupe(graph: ir.Graph, changes: Changes) -> None:
         graph.remove(node, safe=True)
         merged += 1
     if merged:
-        changes.made.append(f"merged {counted(merged, 'node')} into an equal one")
+        changes.applied.append(f"merged {counted(merged, 'node')} into an equal one")
 
 
 def _narrows(node: ir.Node) -> bool:

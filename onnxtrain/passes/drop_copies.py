@@ -33,7 +33,7 @@ def drop_copies(graph: ir.Graph, changes: Changes) -> None:
         graph.remove(node, safe=True)
         removed += 1
     if removed:
-        changes.made.append(f"removed {counted(removed, 'node')} that copied for a Reshape")
+        changes.applied.append(f"removed {counted(removed, 'node')} that copied for a Reshape")
 
 
 def _stays_inside(value: ir.Value, aliases: AliasSets) -> bool:

@@ -27,4 +27,4 @@ def drop_identities(graph: ir.Graph, changes: Changes) -> None:
         graph.remove(node, safe=True)
         removed += 1
     if removed:
-        changes.made.append(f"removed {counted(removed, 'node')} that named a value again")
+        changes.applied.append(f"removed {counted(removed, 'node')} that named a value again")

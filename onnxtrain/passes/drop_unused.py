@@ -13,4 +13,4 @@ def drop_unused(graph: ir.Graph, changes: Changes) -> None:
     """Removes dead nodes and initializers of `graph`."""
     removed = remove_unused(graph, lambda node: bool(definition_of(node).effects))
     if removed:
-        changes.made.append(f"dropped {counted(removed, 'unused node')}")
+        changes.applied.append(f"dropped {counted(removed, 'unused node')}")

@@ -43,7 +43,7 @@ def fold_constants(graph: ir.Graph, changes: Changes) -> None:
             continue
         folded += _fold(op, graph, node, definition, changes)
     if folded:
-        changes.made.append(f"folded {counted(folded, 'constant node')}")
+        changes.applied.append(f"folded {counted(folded, 'constant node')}")
 
 
 def _fold(op: Builder, graph: ir.Graph, node: ir.Node, definition: OpDef, changes: Changes) -> int:

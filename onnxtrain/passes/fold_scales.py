@@ -85,9 +85,11 @@ def fold_scales(graph: ir.Graph, changes: Changes) -> None:
         else:
             moved += _moved_away(op, scale, waiting, changes)
     if joined:
-        changes.made.append(f"joined {joined} pairs of numbers that multiply one after the other")
+        changes.applied.append(f"joined {joined} pairs of numbers that multiply one after the other")
     if moved:
-        changes.made.append(f"moved {moved} numbers that multiply into products and attention, or to smaller tensors")
+        changes.applied.append(
+            f"moved {moved} numbers that multiply into products and attention, or to smaller tensors"
+        )
 
 
 def _moved_away(op: Builder, scale: _Scale, waiting: deque[ir.Node], changes: Changes) -> bool:

@@ -30,7 +30,7 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
         source.attributes["activation"] = ir.AttrString("activation", node.op_type)
         substitute(graph, node.outputs[0], y, [node])
         done[source.op_type] = done.get(source.op_type, 0) + 1
-    changes.made += [f"activates in {counted(count, name)}" for name, count in done.items()]
+    changes.applied += [f"activates in {counted(count, name)}" for name, count in done.items()]
 
 
 def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:

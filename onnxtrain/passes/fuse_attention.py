@@ -46,7 +46,7 @@ def fuse_attention(graph: ir.Graph, changes: Changes) -> None:
         _fuse(op, written)
         fused += 1
     if fused:
-        changes.made.append(f"made one op of {counted(fused, 'written-out attention')}")
+        changes.applied.append(f"made one op of {counted(fused, 'written-out attention')}")
 
 
 def _check(written: Written) -> None:

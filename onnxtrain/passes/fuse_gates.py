@@ -33,7 +33,7 @@ def fuse_gates(graph: ir.Graph, changes: Changes) -> None:
         substitute(graph, node.outputs[0], new, [node, inner])
         made += 1
     if made:
-        changes.made.append(f"made {made} GatedActivation of an activation and a product")
+        changes.applied.append(f"made {made} GatedActivation of an activation and a product")
 
 
 def _activation(node: ir.Node, changes: Changes) -> tuple[ir.Node, ir.Value] | None:

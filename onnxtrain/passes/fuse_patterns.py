@@ -53,7 +53,7 @@ def fuse_patterns(graph: ir.Graph, changes: Changes) -> None:
             name = _fuse(ops, node, changes)
             if name is not None:
                 made[name] = made.get(name, 0) + 1
-    changes.made += [f"made {count} {name} of what was written out" for name, count in made.items()]
+    changes.applied += [f"made {count} {name} of what was written out" for name, count in made.items()]
 
 
 def _fuse(ops: Builder, node: ir.Node, changes: Changes) -> str | None:

@@ -38,4 +38,4 @@ def fuse_relu_dropout(graph: ir.Graph, changes: Changes) -> None:
         substitute(graph, node.outputs[0], y, [node, relu])
         done += 1
     if done:
-        changes.made.append(f"keeps one tensor for {counted(done, 'Relu')} with the dropout behind it")
+        changes.applied.append(f"keeps one tensor for {counted(done, 'Relu')} with the dropout behind it")

@@ -51,7 +51,7 @@ def _fuse(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
         summand.replace_input_with(place, other)
         substitute(graph, node.outputs[0], summand.outputs[0], [node])
         done[summand.op_type] = done.get(summand.op_type, 0) + 1
-    changes.made += [f"adds another tensor in {counted(count, name)}" for name, count in done.items()]
+    changes.applied += [f"adds another tensor in {counted(count, name)}" for name, count in done.items()]
 
 
 def _fuse_into_readers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
@@ -73,7 +73,7 @@ def _fuse_into_readers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Change
         reader.replace_input_with(place, other)
         graph.remove(node, safe=True)
         done[reader.op_type] = done.get(reader.op_type, 0) + 1
-    changes.made += [f"adds first what is read in {counted(count, name)}" for name, count in done.items()]
+    changes.applied += [f"adds first what is read in {counted(count, name)}" for name, count in done.items()]
 
 
 def _adds_first(node: ir.Node, y: ir.Value) -> bool:

@@ -39,7 +39,7 @@ def gradients_with_loss(graph: ir.Graph, changes: Changes) -> None:
             changes.refuse(node, "its gradients are float16: those of a scaled loss must be computed from it")
             continue
         _move(graph, loss, n)
-        changes.made.append(f"{loss.name} gives its gradients with the loss")
+        changes.applied.append(f"{loss.name} gives its gradients with the loss")
 
 
 def _move(graph: ir.Graph, loss: ir.Node, backward: NodeView) -> None:

@@ -48,7 +48,7 @@ def keep_scores(graph: ir.Graph, changes: Changes) -> None:
         if n.total_weight is not None and is_used(n.total_weight):
             substitute(graph, n.total_weight, total, [])
         substitute(graph, node.outputs[0], loss, [node])
-        changes.made.append("a cross entropy keeps scores and no log-probabilities")
+        changes.applied.append("a cross entropy keeps scores and no log-probabilities")
 
 
 def _was_rounded(scores: ir.Value) -> bool:

@@ -35,4 +35,4 @@ def key_dropout(graph: ir.Graph, changes: Changes) -> None:
         substitute(graph, node.outputs[0], y, [node])
         done += 1
     if done:
-        changes.made.append(f"keeps a key in place of the mask of {counted(done, 'Dropout')}")
+        changes.applied.append(f"keeps a key in place of the mask of {counted(done, 'Dropout')}")

@@ -45,7 +45,7 @@ def mask_pooled_gradients(graph: ir.Graph, changes: Changes) -> None:
         for old, new in zip(node.outputs, found, strict=True):
             substitute(graph, old, new, [])
         graph.remove([node, behind], safe=True)
-        changes.made.append(f"the gradient of {name} is masked before that of its pool")
+        changes.applied.append(f"the gradient of {name} is masked before that of its pool")
 
 
 def _without_mask(op: Builder, n: NodeView, moved: ir.Value) -> list[ir.Value]:

@@ -174,4 +174,4 @@ def _move(op: Builder, picked: _Picked | _PickedTokens, changes: Changes) -> Non
         result = squeezed(op, x, picked.axes[0]) if rank_of(node.outputs[0]) < rank_of(x) else x
     replace(op.graph, node.outputs[0], result)
     op.graph.remove(node, safe=True)
-    changes.made.append(f"{len(region.nodes)} nodes before {node.name} compute {picked.count} rows along an axis")
+    changes.applied.append(f"{len(region.nodes)} nodes before {node.name} compute {picked.count} rows along an axis")

@@ -43,7 +43,7 @@ def multiply_convolutions(graph: ir.Graph, changes: Changes) -> None:
         with nodes_before(op, node):
             y = transposed(op, _multiplied(op, n, transposed(op, n.x, _ROWS)), _ROWS)
         substitute(graph, node.outputs[0], y, [node])
-        changes.made.append(f"{node.name} is a product of matrices")
+        changes.applied.append(f"{node.name} is a product of matrices")
 
 
 def _is_pointwise(n: NodeView) -> bool:

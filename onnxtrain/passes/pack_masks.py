@@ -34,4 +34,4 @@ def pack_masks(graph: ir.Graph, changes: Changes) -> None:
         substitute(graph, node.outputs[0], y, [node])
         done += 1
     if done:
-        changes.made.append(f"keeps the mask of {counted(done, 'Dropout')} in bits")
+        changes.applied.append(f"keeps the mask of {counted(done, 'Dropout')} in bits")

@@ -166,7 +166,9 @@ def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
     if attentions and (finder.refused or not finder.packed):
         return None
     masks = list(dict.fromkeys(mask_of(node, node in finder.packed) for node in (*finder.packed, *finder.few)))
-    changes.made.append(f"{len(region.nodes)} nodes can run without padding, of them {len(finder.packed)} of attention")
+    changes.applied.append(
+        f"{len(region.nodes)} nodes can run without padding, of them {len(finder.packed)} of attention"
+    )
     inside = {v for node in region.nodes for v in node.outputs}
     readers = [r for r in finder.readers if r.node.inputs[r.index] in inside]
     return PackingPlan(graph, finder.batch, finder.steps, region, finder.packed, finder.few, masks, readers)

@@ -54,7 +54,7 @@ def skip_ignored_labels(graph: ir.Graph, changes: Changes) -> None:
         cut = _cut_steps(n)
         if cut is not None and region_before(graph, {cut.x: (0, 1)}, [(cut.node, 0)], (n.labels,)).has_products():
             _ignore_instead(op, n, cut)
-            changes.made.append(f"{node.name} ignores the steps that {cut.node.name} cuts off")
+            changes.applied.append(f"{node.name} ignores the steps that {cut.node.name} cuts off")
         _skip(op, n, changes)
 
 
@@ -188,7 +188,7 @@ def _skip(op: Builder, n: NodeView, changes: Changes) -> None:
                 node.replace_input_with(index, selection.of(op, value, seeds[value]))
     for output, type_ in zip(loss.outputs, n.definition.output_types(loss), strict=True):
         set_type(output, type_)
-    changes.made.append(f"{len(region.nodes)} nodes before {loss.name} skip tokens whose label is ignored")
+    changes.applied.append(f"{len(region.nodes)} nodes before {loss.name} skip tokens whose label is ignored")
 
 
 def _sized_as_scores(op: Builder, n: NodeView, scores: ir.Value, sums: Sequence[tuple[ir.Node, ir.Value]]) -> ir.Value:

@@ -43,7 +43,7 @@ def split_slices(graph: ir.Graph, changes: Changes) -> None:
             tiles = _tiles(along, sizes.dims_of(x)[axis])
             if len(tiles) > 1:
                 _split(op, x, axis, tiles)
-                changes.made.append(f"{x.name} is split once along axis {axis}, in place of {len(tiles)} slices")
+                changes.applied.append(f"{x.name} is split once along axis {axis}, in place of {len(tiles)} slices")
             elif len(along) > 1:
                 changes.refuse(along[0][0], f"{len(along)} slices of {x.name} do not cover its axis {axis}")
 

@@ -61,7 +61,7 @@ def unmerge_axes(graph: ir.Graph, changes: Changes) -> None:
                 _leave_apart(op, found)
                 done += 1
     if done:
-        changes.made.append(f"left axes apart at {counted(done, 'place')} where they were merged and split again")
+        changes.applied.append(f"left axes apart at {counted(done, 'place')} where they were merged and split again")
 
 
 def _merged_before(last: ir.Node) -> Iterator[_Merged]:

@@ -35,7 +35,7 @@ class Joint:
 
 @dataclass
 class Changes:
-    made: list[str] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     # What verifying took (to 1.0 and to 2.0) is no stage's time.
     assert [round(s.took_ms) for s in report.stages] == [2, 5, 1]
     assert [s.nodes for s in report.stages] == [2, 2, 2]
-    assert report.stages[1].made == ("merged 2",)
+    assert report.stages[1].applied == ("merged 2",)
     assert report.refused == (refusal,)
     assert report.stages[1].passes == (dedupe,)
 

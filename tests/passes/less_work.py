@@ -62,4 +62,4 @@ def refusals(model: ORTModule, name: str) -> list[str]:
 
 def made(model: ORTModule, name: str) -> list[str]:
     """What a pass did in the newest compilation."""
-    return [text for stage in model.report().stages for text in stage.made if text.startswith(f"{name}:")]
+    return [text for stage in model.report().stages for text in stage.applied if text.startswith(f"{name}:")]

@@ -98,7 +98,7 @@ def test_a_square_takes_no_number_of_one_operand() -> None:
     graph = closed(op, op.MatMul(scaled, scaled))
     changes = Changes("fold_scales")
     fold_scales(graph, changes)
-    assert not changes.made
+    assert not changes.applied
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_is_refused(number: float, dtype: str, reason: str | None) -> None:
     graph = closed(op, op.Mul(op.MatMul(x, x), op.scalar(number, like=x)))
     changes = Changes("fold_scales")
     fold_scales(graph, changes)
-    assert not changes.made
+    assert not changes.applied
     assert bool(reason) == bool(changes.refused)
     assert all(reason in str(refusal) for refusal in changes.refused if reason)
 

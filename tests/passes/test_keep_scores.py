@@ -31,7 +31,7 @@ def run_pass(scores_type: ir.DataType, *, reads: int, **attributes: int) -> tupl
 def test_scores_are_kept_where_nobody_reads_log_probabilities() -> None:
     ops, changes = run_pass(FLOAT, reads=1)
     assert ops == ["CrossEntropy"]
-    assert len(changes.made) == 1
+    assert len(changes.applied) == 1
 
 
 @pytest.mark.parametrize(

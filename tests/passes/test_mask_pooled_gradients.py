@@ -40,7 +40,7 @@ def run_pass(*, masked_by: str = "relu", read_twice: bool = False) -> tuple[list
 def test_the_mask_moves_behind_the_pool() -> None:
     ops, changes = run_pass()
     assert ops == ["ReluGrad", "MaxPoolGrad"]
-    assert len(changes.made) == 1
+    assert len(changes.applied) == 1
 
 
 @pytest.mark.parametrize(

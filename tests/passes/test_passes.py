@@ -47,7 +47,7 @@ def test_equal_nodes_become_one(op: Builder) -> None:
     changes = Changes("dedupe")
     dedupe(graph, changes)
     assert ops_of(graph) == ["Exp", "Mul"]
-    assert changes.made == ["merged 1 node into an equal one"]
+    assert changes.applied == ["merged 1 node into an equal one"]
     product = next(node for node in graph if node.op_type == "Mul")
     assert product.inputs[0] is product.inputs[1] is a
 
@@ -112,7 +112,7 @@ def test_a_dead_random_node_stays_and_a_dead_pure_node_goes(op: Builder) -> None
     changes = Changes()
     drop_unused(graph, changes)
     assert ops_of(graph) == ["Dropout", "Tanh"]
-    assert changes.made == ["dropped 2 unused nodes"]
+    assert changes.applied == ["dropped 2 unused nodes"]
 
 
 def test_what_names_a_value_again_goes(op: Builder) -> None:
@@ -122,7 +122,7 @@ def test_what_names_a_value_again_goes(op: Builder) -> None:
     changes = Changes()
     drop_identities(graph, changes)
     assert ops_of(graph) == ["Exp", "Neg", "Reshape"]
-    assert changes.made == ["removed 2 nodes that named a value again"]
+    assert changes.applied == ["removed 2 nodes that named a value again"]
     torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), -1.0))
 
 
@@ -143,7 +143,7 @@ def test_a_copy_for_a_reshape_goes(op: Builder) -> None:
     changes = Changes()
     drop_copies(graph, changes)
     assert ops_of(graph) == ["Exp", "Transpose", "Reshape", "Neg"]
-    assert changes.made == ["removed 1 node that copied for a Reshape"]
+    assert changes.applied == ["removed 1 node that copied for a Reshape"]
     given = torch.randn(2, 4)
     torch.testing.assert_close(run(graph, given)[0], -given.exp().t().reshape(-1))
 
@@ -166,7 +166,7 @@ def test_copies_of_what_comes_or_leaves_stay(op: Builder) -> None:
     changes = Changes()
     drop_copies(graph, changes)
     assert ops_of(graph).count("Clone") == 5
-    assert not changes.made
+    assert not changes.applied
 
 
 def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:
@@ -177,7 +177,7 @@ def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:
     fold_constants(graph, changes)
     drop_unused(graph, Changes())
     assert ops_of(graph) == ["Add"]
-    assert changes.made == ["folded 2 constant nodes"]
+    assert changes.applied == ["folded 2 constant nodes"]
     torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), 0.5).exp())
 
 

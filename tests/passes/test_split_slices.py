@@ -115,4 +115,4 @@ def test_a_slice_of_what_is_cut_stays_beside_the_split() -> None:
     changes = Changes("split_slices")
     split_slices(graph, changes)
     assert [node.op_type for node in graph if node.op_type in ("Split", "Slice")] == ["Split", "Slice"]
-    assert len(changes.made) == 1
+    assert len(changes.applied) == 1

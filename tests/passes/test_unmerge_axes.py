@@ -82,7 +82,7 @@ def test_what_is_split_as_it_was_merged(build: Build, ranks: list[int] | None) -
     before = [node.op_type for node in graph]
     changes = Changes("unmerge_axes")
     unmerge_axes(graph, changes)
-    assert bool(changes.made) == (ranks is not None)
+    assert bool(changes.applied) == (ranks is not None)
     assert graph.outputs[0].shape == result
     if ranks is None:
         assert [node.op_type for node in graph] == before

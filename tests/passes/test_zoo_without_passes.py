@@ -25,7 +25,7 @@ def passes_that_change(name: str) -> frozenset[str]:
     model = ORTModule(entry.build(torch.float32), rng="torch")
     call = entry.arguments(*entry.sizes[0])
     entry.loss(model(*call.args, **call.kwargs)).backward()
-    return frozenset(text.partition(":")[0] for stage in model.report().stages for text in stage.made)
+    return frozenset(text.partition(":")[0] for stage in model.report().stages for text in stage.applied)
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_training_without_a_pass_equals_eager(entry: ZooModel, name: str) -> Non
     for sizes in entry.sizes:
         compare.train(*sizes)
     stages = compare.got.run.report().stages
-    assert not any(text.startswith(f"{name}:") for stage in stages for text in stage.made)
+    assert not any(text.startswith(f"{name}:") for stage in stages for text in stage.applied)
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_less_is_kept_and_no_bit_changes(
     model, found = train(module, **options)
     assert all(map(torch.equal, found, plain[1]))
     assert len(found) == len(plain[1])
-    assert any(stage.made for stage in model.report().stages if stage.name == "plan")
+    assert any(stage.applied for stage in model.report().stages if stage.name == "plan")
     assert kept_bytes(model) < plain[0]
 
 

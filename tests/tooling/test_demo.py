@@ -39,7 +39,7 @@ from onnxtrain.report import CompileReport, Refusal, StageReport
 
 STAGES = (
     StageReport("capture", 1200.0, 40),
-    StageReport("optimize", 30.0, 33, made=("merged <two> nodes",), refused=(Refusal("fold", "Add_1", "a & b"),)),
+    StageReport("optimize", 30.0, 33, applied=("merged <two> nodes",), refused=(Refusal("fold", "Add_1", "a & b"),)),
 )
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
 LETTERS = "abcdefghijklmnopqrstuvwxyz "

@@ -107,7 +107,7 @@ class ModelReport:
 
     def passes(self) -> list[tuple[str, PassReport]]:
         """Those that did or refused something, with their stage."""
-        return [(s.name, p) for s in self.compiled.stages for p in s.passes if p.made or p.refused]
+        return [(s.name, p) for s in self.compiled.stages for p in s.passes if p.applied or p.refused]
 
     def idle(self) -> list[str]:
         """Those that had nothing to do."""
@@ -116,8 +116,8 @@ class ModelReport:
 
     def other_stages(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         """Stages that did or refused something by themselves, and not in a pass."""
-        stages = (s for s in self.compiled.stages if not s.passes and (s.made or s.refused))
-        return [(stage.name, stage.made, tuple(map(str, stage.refused))) for stage in stages]
+        stages = (s for s in self.compiled.stages if not s.passes and (s.applied or s.refused))
+        return [(stage.name, stage.applied, tuple(map(str, stage.refused))) for stage in stages]
 
     def op_changes(self) -> list[tuple[str, int, int]]:
         """How often each op stands in the captured graph, and in that which runs; those that differ first."""
