@@ -216,13 +216,13 @@ SCENES: Mapping[str, Scene] = {
         "BLOOM, 4 layers of width 256, whose queries, keys and values are slices of one tensor, 8 x 128 tokens",
         _sliced_model,
         _short_batch,
-        {EAGER: _EAGER, OFF: _onnxtrain(disabled_passes=("split_slices",)), ON: _onnxtrain()},
+        {EAGER: _EAGER, OFF: _onnxtrain(disabled_passes=("replace_slices_with_split",)), ON: _onnxtrain()},
     ),
     "scales": Scene(
         "4 layers of LoRA, width 512, rank 8, with a number behind each branch, 16 x 128 rows",
         _Branched,
         _hidden,
-        {EAGER: _EAGER, OFF: _onnxtrain(disabled_passes=("fold_scales",)), ON: _onnxtrain()},
+        {EAGER: _EAGER, OFF: _onnxtrain(disabled_passes=("fold_scalar_factors",)), ON: _onnxtrain()},
     ),
     "lora-conv": Scene(
         "4 layers of width 512 with low-rank branches of Conv1d, kernel size 1",

@@ -39,7 +39,7 @@ from onnxtrain.ops.randomness import MASKS
 from onnxtrain.options import Options
 from onnxtrain.options.notices import say_once
 from onnxtrain.passes import joint_passes, optimize, optimize_forward
-from onnxtrain.passes.user_functions import GraphFunction, functions_for, rewrite
+from onnxtrain.passes.user_graph_optimizers import GraphFunction, functions_for, rewrite
 from onnxtrain.plan import channels_last
 from onnxtrain.plan.budget import bytes_allowed, choose
 from onnxtrain.plan.changed_inputs import check_apart, differentiated
@@ -165,7 +165,7 @@ def compile_module(
     inputs: Sequence[torch.Tensor],
     options: Options,
     rerun: Rerun,
-    before_keys: Callable[[ir.Model], None] | None = None,
+    before_dropout_keys: Callable[[ir.Model], None] | None = None,
 ) -> Compiled:
     """Compiles a captured module.
 
@@ -175,7 +175,7 @@ def compile_module(
         inputs: the tensors of the capture's inputs.
         options: see `onnxtrain.options`.
         rerun: runs the module in PyTorch on such tensors (create_graph).
-        before_keys: looks at the graph between the two parts of the forward passes, without changing it.
+        before_dropout_keys: looks at the graph between the two parts of the forward passes, without changing it.
 
     Raises:
         ORTModuleFallbackException: the module cannot be differentiated.
@@ -191,7 +191,7 @@ def compile_module(
     wrt = tuple(training and t.requires_grad for t in inputs)
     before = work(_differentiated(captured, wrt)) if work else None
 
-    changes = optimize_forward(model, options, before_keys)
+    changes = optimize_forward(model, options, before_dropout_keys)
     model = stages.record("optimize", model, changes, sum(done.took_ms for done in changes.passes))
     views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)

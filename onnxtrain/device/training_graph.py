@@ -35,13 +35,13 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, builder, definition_of, foreign, l
 from onnxtrain.ops.bodies import close
 from onnxtrain.options import Options
 from onnxtrain.passes import JOINT, forward_passes, optimize
-from onnxtrain.passes.keep_scores import keep_scores
+from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
 
 METADATA = "onnxtrain"
 UPDATED = ".out"
 
 # Stock onnxruntime would run these losses by their bodies, which hold all scores; LogSoftmax has a kernel there.
-_FORWARD = tuple(p for p in forward_passes(Options(chunked_loss=False)) if p is not keep_scores)
+_FORWARD = tuple(p for p in forward_passes(Options(chunked_loss=False)) if p is not save_logits_for_backward)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
     KeyedDropout(x, key, residual) -> y   y = x * (draw >= dropped ? scale : 0) + residual, with the draws of `draws.py`
 
 `dropped` of the 65536 numbers that an element can draw make it 0. The residual has x's shape and type, or is absent.
-The gradient of x is KeyedDropout itself, of dy. The pass `key_dropout` puts them in the place of Dropout where
-`rng="fast"`, and `fuse_sums` adds the residual.
+The gradient with respect to x is KeyedDropout of dy. The pass `regenerate_dropout_masks` replaces Dropout with them
+under `rng="fast"`, and `fuse_sums` adds the residual.
 """
 
 from __future__ import annotations

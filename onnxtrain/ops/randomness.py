@@ -8,9 +8,9 @@ A node's metadata `rng` says which numbers it draws:
     torch (default)   eager PyTorch's: F.dropout(x, ratio) after the same seed gives the same y, bit for bit
     fast              16 bits an element, made from a key that the same generator gives (`draws.py`), so that seeds and
                       saved states govern them too. The ratio is then a multiple of 1/65536, and the scale that of this
-                      ratio: E[y] = x exactly. The pass `key_dropout` lets such a node keep the key and no mask
+                      ratio: E[y] = x exactly. With the pass `regenerate_dropout_masks` such a node saves the key only
 
-On a CPU, `pack_masks` lets a node that draws eager's numbers keep its mask in bits (`packed_dropout.py`).
+On a CPU, `pack_dropout_masks` lets a node that draws eager's numbers keep its mask in bits (`packed_dropout.py`).
 
 Other random tensors: `random_tensors.py`.
 """

@@ -1,144 +1,173 @@
-"""Graph to graph. FORWARD and JOINT are the only statement of which passes run and in what order.
+"""Graph optimization passes. FORWARD and JOINT alone define which passes run and in what order.
 
-A pass is a function (graph, changes) that edits the graph in place and says in `changes` what it did and refused. It
-lives in a file of its own; `docs/adding-a-pass.md` walks through one.
+A pass is a function (graph, changes) that edits the graph in place and records in `changes` what it changed and what it
+refused to change. Each has a file of its own; `docs/adding-a-pass.md` walks through one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onnxtrain.errors import OptionError
 from onnxtrain.graph import traversal
 from onnxtrain.options import Options
+from onnxtrain.options.notices import say_once
+from onnxtrain.passes.cancel_axis_merges import cancel_axis_merges
 from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.chunk_losses import chunk_losses
-from onnxtrain.passes.dedupe import dedupe
-from onnxtrain.passes.drop_copies import drop_copies
-from onnxtrain.passes.drop_identities import drop_identities
-from onnxtrain.passes.drop_unused import drop_unused
+from onnxtrain.passes.compute_loss_gradients_in_forward import compute_loss_gradients_in_forward
+from onnxtrain.passes.convert_pointwise_convolutions import convert_pointwise_convolutions
+from onnxtrain.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
+from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
 from onnxtrain.passes.fold_constants import fold_constants
-from onnxtrain.passes.fold_scales import fold_scales
+from onnxtrain.passes.fold_scalar_factors import fold_scalar_factors
 from onnxtrain.passes.fuse_activations import fuse_activations
 from onnxtrain.passes.fuse_attention import fuse_attention
-from onnxtrain.passes.fuse_gates import fuse_gates
+from onnxtrain.passes.fuse_gated_activations import fuse_gated_activations
 from onnxtrain.passes.fuse_patterns import fuse_patterns
 from onnxtrain.passes.fuse_relu_dropout import fuse_relu_dropout
 from onnxtrain.passes.fuse_sums import fuse_gradient_sums, fuse_sums
-from onnxtrain.passes.gradients_with_loss import gradients_with_loss
-from onnxtrain.passes.keep_scores import keep_scores
-from onnxtrain.passes.key_dropout import key_dropout
-from onnxtrain.passes.mask_pooled_gradients import mask_pooled_gradients
-from onnxtrain.passes.move_gathers import move_gathers
-from onnxtrain.passes.multiply_convolutions import multiply_convolutions
-from onnxtrain.passes.pack_masks import pack_masks
+from onnxtrain.passes.hoist_gathers import hoist_gathers
+from onnxtrain.passes.pack_dropout_masks import pack_dropout_masks
+from onnxtrain.passes.regenerate_dropout_masks import regenerate_dropout_masks
+from onnxtrain.passes.remove_identities import remove_identities
+from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
+from onnxtrain.passes.reorder_relu_pool_gradients import reorder_relu_pool_gradients
+from onnxtrain.passes.replace_slices_with_split import replace_slices_with_split
+from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
-from onnxtrain.passes.split_slices import split_slices
-from onnxtrain.passes.unmerge_axes import unmerge_axes
 from onnxtrain.report import PassReport
 
 Pass = Callable[[ir.Graph, Changes], None]
 
 FORWARD: tuple[Pass, ...] = (
     fold_constants,  # first: later passes match constants
-    dedupe,  # one value per expression, so that a match has one producer
-    fuse_patterns,  # before differentiation, as the next: one gradient op instead of those of the parts
-    fuse_gates,  # after patterns: they make activations of what is written out
-    fuse_attention,  # reads q and k behind their rotary embedding
-    unmerge_axes,  # after fusions, which know what is merged; before all that ask what becomes of an axis
-    multiply_convolutions,  # before transposes cancel: it leaves some that do
-    cancel_transposes,  # after fusions, which know the transposes of attention
-    cancel_casts,  # after fusions, which know the casts of norms
-    drop_copies,  # after fusions, which know copies behind rotary embeddings
-    drop_identities,  # after fusions, which know them too; what they hide are neighbours
-    drop_unused,  # what nobody reads any more must not hold up rows that move, or be counted as a reader
-    fold_scales,  # after fusions, which know the numbers of attention and norms; after casts, which stand in between
-    skip_ignored_labels,  # before gathers move: the last row of a shifted sequence has no label
-    move_gathers,  # after fusions: what they match is not torn apart; before differentiation: backward follows
-    split_slices,  # after gathers moved: what is picked far up is no slice of the same tensor any more
-    chunk_losses,  # after the rows of a loss were picked: it joins what computes them
-    key_dropout,  # after all that match Dropout or move rows through it
-    fuse_sums,  # after keys took the place of masks: dropout by a key adds a residual
-    fuse_activations,  # after sums: what is added comes before what is applied
-    fuse_relu_dropout,  # after activations: a Relu that a norm applies costs nothing; after sums: none is added then
-    pack_masks,  # after all that match Dropout, as keys: 32 elements share a word
-    keep_scores,  # after all that match losses
-    drop_unused,  # last: what the others left behind
+    eliminate_common_subexpressions,  # one value per expression, so that a match has one producer
+    fuse_patterns,  # before differentiation, as the next two: one gradient op instead of one per part
+    fuse_gated_activations,  # after patterns: they make the activations from written-out ones
+    fuse_attention,  # matches q and k after their rotary embedding
+    cancel_axis_merges,  # after fusions, which match merged axes; before all passes that ask for axis maps
+    convert_pointwise_convolutions,  # before cancel_transposes: it leaves transposes that cancel
+    cancel_transposes,  # after fusions, which match the transposes of attention
+    cancel_casts,  # after fusions, which match the casts of norms
+    remove_reshape_copies,  # after fusions, which match the copies after rotary embeddings
+    remove_identities,  # after fusions, which match them too; makes producers and users adjacent
+    eliminate_dead_code,  # dead nodes must not count as users in the passes that move rows
+    fold_scalar_factors,  # after fusions, which match the scales of attention and norms; after the casts in between
+    skip_ignored_labels,  # before hoist_gathers: the last row of a shifted sequence has no label
+    hoist_gathers,  # after fusions, whose matches it would split; before differentiation: backward follows
+    replace_slices_with_split,  # after hoist_gathers: a slice that was hoisted no longer shares a tensor with others
+    chunk_losses,  # after the rows of a loss were selected: it joins the ops that compute them
+    regenerate_dropout_masks,  # after all passes that match Dropout or move rows through it
+    fuse_sums,  # after regenerate_dropout_masks: KeyedDropout can add a residual
+    fuse_activations,  # after fuse_sums: the sum comes before the activation
+    fuse_relu_dropout,  # after fuse_activations: a Relu that a norm applies is free; after fuse_sums: no residual left
+    pack_dropout_masks,  # after all passes that match Dropout, as regenerate_dropout_masks
+    save_logits_for_backward,  # after all passes that match losses
+    eliminate_dead_code,  # last: removes what the others left
 )
 
 JOINT: tuple[Pass, ...] = (
     fold_constants,  # gradient rules make constants too
-    dedupe,  # several rules compute the same sizes and views
-    fuse_gradient_sums,  # after equal nodes are one: who reads a result is known
-    mask_pooled_gradients,  # before anything is planned: less is kept
-    gradients_with_loss,  # which gradients are read is known now
-    drop_unused,  # gradients that nobody asked for
+    eliminate_common_subexpressions,  # several rules compute the same shapes and views
+    fuse_gradient_sums,  # after equal nodes are merged: the users of a result are final
+    reorder_relu_pool_gradients,  # before planning: fewer values are saved
+    compute_loss_gradients_in_forward,  # it is known now which gradients are used
+    eliminate_dead_code,  # gradients that nobody asked for
 )
+
+# Names that passes had in earlier versions; `disabled_passes` accepts them with a notice.
+FORMER_NAMES: Mapping[str, str] = {
+    "dedupe": "eliminate_common_subexpressions",
+    "drop_copies": "remove_reshape_copies",
+    "drop_identities": "remove_identities",
+    "drop_unused": "eliminate_dead_code",
+    "fold_scales": "fold_scalar_factors",
+    "fuse_gates": "fuse_gated_activations",
+    "gradients_with_loss": "compute_loss_gradients_in_forward",
+    "keep_scores": "save_logits_for_backward",
+    "key_dropout": "regenerate_dropout_masks",
+    "mask_pooled_gradients": "reorder_relu_pool_gradients",
+    "move_gathers": "hoist_gathers",
+    "multiply_convolutions": "convert_pointwise_convolutions",
+    "pack_masks": "pack_dropout_masks",
+    "split_slices": "replace_slices_with_split",
+    "unmerge_axes": "cancel_axis_merges",
+}
 
 
 def forward_passes(options: Options) -> tuple[Pass, ...]:
-    """FORWARD without the passes that the options switch off.
+    """Return FORWARD without the passes that the options disable.
 
     Raises:
-        OptionError: `disabled_passes` names what is no pass.
+        OptionError: `disabled_passes` has an unknown name.
     """
     return _enabled(FORWARD, options)
 
 
 def joint_passes(options: Options) -> tuple[Pass, ...]:
-    """JOINT without the passes that the options switch off. Raises what `forward_passes` does."""
+    """Return JOINT without the passes that the options disable. Raises as `forward_passes` does."""
     return _enabled(JOINT, options)
 
 
 def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
-    known = {run.__name__ for run in (*FORWARD, *JOINT)}
-    disabled = options.disabled_passes or ()
-    unknown = [name for name in disabled if name not in known]
-    if unknown:
-        raise OptionError(
-            "disabled_passes names what is no pass",
-            where="the option disabled_passes, or the variable ONNXTRAIN_DISABLED_PASSES",
-            expected=", ".join(sorted(known)),
-            got=", ".join(unknown),
-            todo="give names of passes, joined by commas",
-        )
-    wanted = {
-        skip_ignored_labels: options.label_sparsity,
-        move_gathers: True,
-        chunk_losses: options.chunked_loss,
+    disabled = _disabled_names(options)
+    by_option: dict[Pass, bool] = {
+        skip_ignored_labels: options.compute_optimizer and options.label_sparsity,
+        hoist_gathers: options.compute_optimizer,
+        chunk_losses: options.compute_optimizer and options.chunked_loss,
     }
-    switched_off = {run for run, on in wanted.items() if not (options.compute_optimizer and on)}
-    return tuple(run for run in passes if run not in switched_off and run.__name__ not in disabled)
+    return tuple(run for run in passes if by_option.get(run, True) and run.__name__ not in disabled)
+
+
+def _disabled_names(options: Options) -> set[str]:
+    """Return the current names of the passes in `disabled_passes`; raise OptionError for an unknown one."""
+    pass_names = {run.__name__ for run in (*FORWARD, *JOINT)}
+    disabled: set[str] = set()
+    for name in options.disabled_passes or ():
+        if name in FORMER_NAMES:
+            say_once(f"disabled_passes: the pass {name!r} is now named {FORMER_NAMES[name]!r}")
+        disabled.add(FORMER_NAMES.get(name, name))
+    if unknown := sorted(disabled - pass_names):
+        raise OptionError(
+            "disabled_passes has unknown pass names",
+            where="the option disabled_passes, or the variable ONNXTRAIN_DISABLED_PASSES",
+            expected=", ".join(sorted(pass_names)),
+            got=", ".join(unknown),
+            todo="give the names of passes, separated by commas",
+        )
+    return disabled
 
 
 def optimize_forward(
-    model: ir.Model, options: Options, before_keys: Callable[[ir.Model], None] | None = None
+    model: ir.Model, options: Options, before_dropout_keys: Callable[[ir.Model], None] | None = None
 ) -> Changes:
-    """Runs the forward passes over `model`, in place; returns what they did. Raises what `forward_passes` does.
+    """Run the forward passes over `model` in place and return what they did. Raises as `forward_passes` does.
 
-    `before_keys` looks at the graph before those that make an element's place matter: what packs tokens begins there.
+    `before_dropout_keys` is called before `regenerate_dropout_masks`, from which on an element's position determines
+    its dropout mask: token packing starts from the graph as it is then.
     """
-    keys = FORWARD.index(key_dropout)
-    changes = optimize(model, _enabled(FORWARD[:keys], options))
-    if before_keys is not None:
-        before_keys(model)
-    changes.add(optimize(model, _enabled(FORWARD[keys:], options)))
+    first_keyed = FORWARD.index(regenerate_dropout_masks)
+    changes = optimize(model, _enabled(FORWARD[:first_keyed], options))
+    if before_dropout_keys is not None:
+        before_dropout_keys(model)
+    changes.add(optimize(model, _enabled(FORWARD[first_keyed:], options)))
     return changes
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
-    """Runs `passes` over `model` in order, in place; returns what they did."""
+    """Run `passes` over `model` in order and in place, and return what they did."""
     total = Changes()
     for run in passes:
         changes = Changes(run.__name__)
         start = time.perf_counter()
         run(model.graph, changes)
-        traversal.sort(model.graph)  # sizes that new nodes read may be computed further down
+        traversal.sort(model.graph)  # new nodes may read shape values that are computed later
         took_ms = (time.perf_counter() - start) * 1e3
         total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.applied), tuple(changes.refused)))
         total.applied += [f"{run.__name__}: {text}" for text in changes.applied]

@@ -3,7 +3,7 @@
     before   MatMul(q, Transpose(k)) ─▶ Mul(scale) ─▶ Add(mask) ─▶ Softmax ─▶ Dropout ─▶ MatMul(·, v)
     after    ScaledDotProductAttentionDropout(q, k, v, mask)
 
-What is recognised stands in `written_attention.py`. Keys and values that are repeated for several heads are read before
+What is recognised stands in `match_attention.py`. Keys and values that are repeated for several heads are read before
 they are repeated. Refuses where scores, probabilities or the dropout's mask are read elsewhere too, and where dropout
 draws eager PyTorch's numbers (rng="torch"): who asks for these gets eager's order of operations.
 """
@@ -25,8 +25,8 @@ from onnxtrain.ops.randomness import trains
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.passes.changes import Changes, counted
+from onnxtrain.passes.match_attention import Mask, NotAttention, Operand, Written, recognize
 from onnxtrain.passes.rewriting import nodes_before, substitute
-from onnxtrain.passes.written_attention import Mask, NotAttention, Operand, Written, recognize
 
 
 def fuse_attention(graph: ir.Graph, changes: Changes) -> None:

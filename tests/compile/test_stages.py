@@ -46,10 +46,13 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     stages = Stages(Options(), "training")
     first = model()
     assert stages.record("capture", first) is first
-    refusal = Refusal("dedupe", "Exp", "random")
-    dedupe = PassReport("dedupe", 1.5, ("merged 2",), (refusal,))
+    refusal = Refusal("eliminate_common_subexpressions", "Exp", "random")
+    eliminate_common_subexpressions = PassReport("eliminate_common_subexpressions", 1.5, ("merged 2",), (refusal,))
     joint = Joint(model())
-    assert stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal], [dedupe])) is joint
+    assert (
+        stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal], [eliminate_common_subexpressions]))
+        is joint
+    )
     stages.done("plan", joint.model)
     report = stages.report()
     assert [s.name for s in report.stages] == ["capture", "differentiate", "plan"]
@@ -58,7 +61,7 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     assert [s.nodes for s in report.stages] == [2, 2, 2]
     assert report.stages[1].applied == ("merged 2",)
     assert report.refused == (refusal,)
-    assert report.stages[1].passes == (dedupe,)
+    assert report.stages[1].passes == (eliminate_common_subexpressions,)
 
 
 def test_a_faulty_graph_is_refused_unless_verify_is_off():

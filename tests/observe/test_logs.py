@@ -113,7 +113,7 @@ def test_below_info_every_stage_and_pass_has_its_time(caplog: pytest.LogCaptureF
         assert f"  {stage.name} " in text
         assert stage.took_ms >= sum(each.took_ms for each in stage.passes)
     named = [each.name for stage in model.report().stages for each in stage.passes]
-    assert {"fold_constants", "dedupe", "drop_unused"} <= set(named)
+    assert {"fold_constants", "eliminate_common_subexpressions", "eliminate_dead_code"} <= set(named)
     assert all(f"    {name} " in text for name in named)
 
 

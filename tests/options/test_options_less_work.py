@@ -15,7 +15,7 @@ from onnxtrain import ORTModule
 from tests.passes.less_work import made
 
 CLASSES, WIDTH, IGNORED = 30, 8, -100
-PASSES = ("move_gathers", "skip_ignored_labels", "chunk_losses", "pack_tokens")
+PASSES = ("hoist_gathers", "skip_ignored_labels", "chunk_losses", "pack_tokens")
 
 
 class Words(nn.Module):

@@ -85,7 +85,7 @@ def test_equals_eager(options: dict[str, Any], tmp_path: Path) -> None:
     model = wrap(Words(**options), tmp_path)
     model(*labelled(Draw(0), 3, 9).args).backward()
     assert made(model, "chunk_losses")
-    assert made(model, "gradients_with_loss")
+    assert made(model, "compute_loss_gradients_in_forward")
     graph = forward_graph(tmp_path)
     assert not any(shape.endswith(f",{CLASSES}]") for kind in ("Linear", "MatMul") for shape in shapes(graph, kind))
 
@@ -194,7 +194,7 @@ def test_float16_gradients_are_computed_from_the_scaled_loss() -> None:
     assert exact["before.weight"].abs().max() < 2.0**-24, "float16 holds them: the test shows nothing"
     for name, right in exact.items():
         assert_no_worse_than_eager(name, ours[name].half(), eager[name].half(), right)
-    assert any("float16" in text for text in refusals(model, "gradients_with_loss"))
+    assert any("float16" in text for text in refusals(model, "compute_loss_gradients_in_forward"))
     assert made(model, "chunk_losses")
 
 

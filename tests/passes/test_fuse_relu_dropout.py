@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import ORTModule
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops.captures import OfTensors
-from tests.passes.test_fuse_gates import backward_kinds, kinds
+from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
 from tests.passes.test_fuse_sums import SIZES, Form, P, gradients, keyed, results
 
 Tensor = torch.Tensor

@@ -29,7 +29,7 @@ from tests.ops import cases_keyed_dropout
 from tests.ops.captures import OfTensors
 from tests.ops.test_compiled_kernels import counting
 from tests.passes.less_work import wrap
-from tests.passes.test_fuse_gates import backward_kinds, kinds
+from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
 from tests.passes.test_pack_tokens import FORMS
 from tests.passes.test_pack_transformer_layers import Sentences
 from tests.passes.test_pack_without_mask import batch_of

@@ -162,7 +162,7 @@ def test_what_reads_padding_is_named(
 
 
 def test_it_is_packed_because_axes_stay_apart(kept: list[int | None], tmp_path: Path) -> None:
-    wrapped = wrap(Sentences(), tmp_path, skip_padding="always", disabled_passes=("unmerge_axes",))
+    wrapped = wrap(Sentences(), tmp_path, skip_padding="always", disabled_passes=("cancel_axis_merges",))
     wrapped(*batch_of(FORMS["right"]))
-    assert not made(wrapped, "unmerge_axes")
+    assert not made(wrapped, "cancel_axis_merges")
     assert not kept

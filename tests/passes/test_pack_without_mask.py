@@ -260,7 +260,7 @@ def test_dropout_of_eager_is_refused(kept: list[int | None], tmp_path: Path) -> 
     assert any('rng="torch"' in text for text in refusals(wrapped, "pack_tokens"))
 
 
-@pytest.mark.parametrize(("head", "by"), [("labels", "skip_ignored_labels"), ("last", "move_gathers")])
+@pytest.mark.parametrize(("head", "by"), [("labels", "skip_ignored_labels"), ("last", "hoist_gathers")])
 def test_rows_that_were_picked_already_are_no_padding(
     head: str, by: str, tmp_path: Path, kept: list[int | None]
 ) -> None:

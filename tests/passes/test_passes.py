@@ -11,11 +11,11 @@ from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.passes import FORWARD, optimize
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.dedupe import dedupe
-from onnxtrain.passes.drop_copies import drop_copies
-from onnxtrain.passes.drop_identities import drop_identities
-from onnxtrain.passes.drop_unused import drop_unused
+from onnxtrain.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
+from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
 from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
+from onnxtrain.passes.remove_identities import remove_identities
+from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
 from onnxtrain.plan.cut import whole
 
 
@@ -44,8 +44,8 @@ def test_equal_nodes_become_one(op: Builder) -> None:
     (x,) = op.graph.inputs
     a, b = op.Exp(x), op.Exp(x)
     graph = finish(op, op.Mul(a, b))
-    changes = Changes("dedupe")
-    dedupe(graph, changes)
+    changes = Changes("eliminate_common_subexpressions")
+    eliminate_common_subexpressions(graph, changes)
     assert ops_of(graph) == ["Exp", "Mul"]
     assert changes.applied == ["merged 1 node into an equal one"]
     product = next(node for node in graph if node.op_type == "Mul")
@@ -55,7 +55,7 @@ def test_equal_nodes_become_one(op: Builder) -> None:
 def test_different_attributes_inputs_and_outputs_stay(op: Builder) -> None:
     (x,) = op.graph.inputs
     graph = finish(op, op.Exp(x), op.Exp(x), op.Transpose(x, perm=(1, 0)), op.Transpose(x, perm=(0, 1)), op.Neg(x))
-    dedupe(graph, Changes())
+    eliminate_common_subexpressions(graph, Changes())
     assert len(graph) == 5
 
 
@@ -64,17 +64,17 @@ def test_equal_narrow_casts_become_one_after_differentiation_only(op: Builder) -
     (x,) = op.graph.inputs
     a, b = op.Cast(x, to=ir.DataType.FLOAT16), op.Cast(x, to=ir.DataType.FLOAT16)
     graph = finish(op, op.Mul(a, b))
-    dedupe(graph, Changes())
+    eliminate_common_subexpressions(graph, Changes())
     assert ops_of(graph) == ["Cast", "Cast", "Mul"]
     graph[-1].metadata_props["gradient_of"] = "y"
-    dedupe(graph, Changes())
+    eliminate_common_subexpressions(graph, Changes())
     assert ops_of(graph) == ["Cast", "Mul"]
 
 
 def test_equal_wide_casts_become_one(op: Builder) -> None:
     (x,) = op.graph.inputs
     graph = finish(op, op.Mul(op.Cast(x, to=ir.DataType.DOUBLE), op.Cast(x, to=ir.DataType.DOUBLE)))
-    dedupe(graph, Changes())
+    eliminate_common_subexpressions(graph, Changes())
     assert ops_of(graph) == ["Cast", "Mul"]
 
 
@@ -87,7 +87,7 @@ def test_a_backward_node_is_not_merged_with_a_forward_one(op: Builder) -> None:
         assert node is not None
         node.metadata_props["gradient_of"] = "y"
     graph = finish(op, op.Neg(forward), op.Mul(first, second))
-    dedupe(graph, Changes())
+    eliminate_common_subexpressions(graph, Changes())
     assert ops_of(graph) == ["Exp", "Exp", "Neg", "Mul"]
 
 
@@ -110,7 +110,7 @@ def test_a_dead_random_node_stays_and_a_dead_pure_node_goes(op: Builder) -> None
     op.Dropout(x, op.scalar(0.5, ir.DataType.FLOAT), op.scalar(True, ir.DataType.BOOL))
     graph = finish(op, op.Tanh(x))
     changes = Changes()
-    drop_unused(graph, changes)
+    eliminate_dead_code(graph, changes)
     assert ops_of(graph) == ["Dropout", "Tanh"]
     assert changes.applied == ["dropped 2 unused nodes"]
 
@@ -120,7 +120,7 @@ def test_what_names_a_value_again_goes(op: Builder) -> None:
     first = op.Identity(op.Identity(op.Exp(x)))
     graph = finish(op, op.Neg(first), op.Reshape(first, op.constant([-1], ir.DataType.INT64)))
     changes = Changes()
-    drop_identities(graph, changes)
+    remove_identities(graph, changes)
     assert ops_of(graph) == ["Exp", "Neg", "Reshape"]
     assert changes.applied == ["removed 2 nodes that named a value again"]
     torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), -1.0))
@@ -131,7 +131,7 @@ def test_the_names_of_inputs_and_results_stay(op: Builder) -> None:
     (x,) = op.graph.inputs
     y = op.Exp(x)
     graph = finish(op, op.Neg(op.Identity(x)), op.Identity(y), y, op.Tanh(op.Identity(y)))
-    drop_identities(graph, Changes())
+    remove_identities(graph, Changes())
     assert ops_of(graph) == ["Exp", "Identity", "Neg", "Identity", "Identity", "Tanh"]
 
 
@@ -141,7 +141,7 @@ def test_a_copy_for_a_reshape_goes(op: Builder) -> None:
     flat = op.Reshape(op.own.Clone(turned, memory_format="contiguous_format"), op.constant([-1], ir.DataType.INT64))
     graph = finish(op, op.Neg(flat))
     changes = Changes()
-    drop_copies(graph, changes)
+    remove_reshape_copies(graph, changes)
     assert ops_of(graph) == ["Exp", "Transpose", "Reshape", "Neg"]
     assert changes.applied == ["removed 1 node that copied for a Reshape"]
     given = torch.randn(2, 4)
@@ -164,7 +164,7 @@ def test_copies_of_what_comes_or_leaves_stay(op: Builder) -> None:
         op.Tanh(op.own.Clone(inner)),  # read by others than a Reshape
     )
     changes = Changes()
-    drop_copies(graph, changes)
+    remove_reshape_copies(graph, changes)
     assert ops_of(graph).count("Clone") == 5
     assert not changes.applied
 
@@ -175,7 +175,7 @@ def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:
     graph = finish(op, op.Add(x, op.Exp(op.Mul(two, half))))
     changes = Changes()
     fold_constants(graph, changes)
-    drop_unused(graph, Changes())
+    eliminate_dead_code(graph, Changes())
     assert ops_of(graph) == ["Add"]
     assert changes.applied == ["folded 2 constant nodes"]
     torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), 0.5).exp())

@@ -67,7 +67,7 @@ def test_convolutions_of_rows_are_products(options: dict[str, Any], tmp_path: Pa
     assert not found["Conv"]
     assert found["Linear"] == 2 + options.get("groups", 2), "one for each group"
     assert not found["Transpose"], "the transposes around the convolutions are left"
-    assert len(made(model, "multiply_convolutions")) == 2
+    assert len(made(model, "convert_pointwise_convolutions")) == 2
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_other_convolutions_stay(options: dict[str, Any], refused: bool, tmp_pat
     model = wrap(Only(**options), tmp_path)
     model(*channels(Draw(0), 3, 8).args).sum().backward()
     assert kinds(tmp_path)["Conv"] == 2
-    assert any("lies in channels" in text for text in refusals(model, "multiply_convolutions"))
-    assert len(refusals(model, "multiply_convolutions")) == 1 + refused
+    assert any("lies in channels" in text for text in refusals(model, "convert_pointwise_convolutions"))
+    assert len(refusals(model, "convert_pointwise_convolutions")) == 1 + refused
     check_equals_eager(lambda: Only(**options), channels, ((3, 8), (1, 6)))
 
 

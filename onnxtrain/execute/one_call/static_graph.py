@@ -16,8 +16,8 @@ from onnxtrain.ops.bodies import close, inline_bodies
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.symbolic import held_sizes
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.dedupe import dedupe
-from onnxtrain.passes.drop_unused import drop_unused
+from onnxtrain.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
+from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
 from onnxtrain.passes.fold_constants import fold_constants
 from onnxtrain.plan.cut import Part
 
@@ -62,7 +62,7 @@ def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[in
         raise GraphError("a size does not follow from the shapes of the inputs", got=error) from error
     graph = inline_bodies(graph).graph
     _sizes_to_constants(graph)
-    for run in (fold_constants, dedupe, drop_unused):
+    for run in (fold_constants, eliminate_common_subexpressions, eliminate_dead_code):
         run(graph, Changes(run.__name__))
     inputs = {value: i for i, value in enumerate(part.inputs)}
     passed = {i: inputs[value] for i, value in enumerate(wanted) if value in inputs}

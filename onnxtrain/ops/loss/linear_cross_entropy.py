@@ -5,9 +5,9 @@
     LinearCrossEntropyGrad(dy, x, w, b?, labels, weights?) -> dx, dw, db
 
 Scores [n, c] of a vocabulary are larger than all else in a step. The kernels compute them for some rows at a time.
-Backward computes them again; or forward gives the gradients too, for dloss = 1, while it has the scores: `gradients`
-says which (`passes.gradients_with_loss`). `output_type` is the type of the softmax and the loss where it is wider than
-that of x.
+Backward recomputes them; or forward computes the gradients too, for dloss = 1, while it has the logits: `gradients`
+says which (`passes.compute_loss_gradients_in_forward`). `output_type` is the type of the softmax and the loss where it
+is wider than that of x.
 
 Source: Hsu et al. 2024, https://arxiv.org/abs/2410.10989 (section 3.2, chunked linear cross entropy).
 """

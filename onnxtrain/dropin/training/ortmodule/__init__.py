@@ -14,7 +14,7 @@ from onnxtrain.dropin.legacy import (
     ORTMODULE_IS_DETERMINISTIC,
     ORTMODULE_TORCH_CPP_DIR,
 )
-from onnxtrain.passes.user_functions import register_graph_optimizer
+from onnxtrain.passes.user_graph_optimizers import register_graph_optimizer
 
 __all__ = [
     "MINIMUM_RUNTIME_PYTORCH_VERSION_STR",

@@ -132,7 +132,7 @@ def test_an_activation_that_is_read_elsewhere_is_named() -> None:
     ours = check_capture(both, X, X)
     assert "GatedActivation" not in kinds(ours)
     refused = ours.__dict__["_engine"].newest().report.refused
-    assert [r.reason for r in refused if r.pass_name == "fuse_gates"] == [
+    assert [r.reason for r in refused if r.pass_name == "fuse_gated_activations"] == [
         "is no GatedActivation: silu is read elsewhere"
     ]
 

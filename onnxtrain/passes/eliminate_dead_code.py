@@ -9,7 +9,7 @@ from onnxtrain.ops import definition_of
 from onnxtrain.passes.changes import Changes, counted
 
 
-def drop_unused(graph: ir.Graph, changes: Changes) -> None:
+def eliminate_dead_code(graph: ir.Graph, changes: Changes) -> None:
     """Removes dead nodes and initializers of `graph`."""
     removed = remove_unused(graph, lambda node: bool(definition_of(node).effects))
     if removed:

@@ -31,7 +31,7 @@ from onnxtrain.passes.rewriting import leaves, nodes_before, substitute
 Pieces = list[tuple[ir.Node, Piece]]
 
 
-def split_slices(graph: ir.Graph, changes: Changes) -> None:
+def replace_slices_with_split(graph: ir.Graph, changes: Changes) -> None:
     """Replaces slices of `graph` that cover an axis of a floating tensor by one Split."""
     op = builder(graph)
     for x in list(_values(graph)):

@@ -29,7 +29,7 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 _ROWS = [0, 2, 1]  # [b, c, s] as [b, s, c], and back
 
 
-def multiply_convolutions(graph: ir.Graph, changes: Changes) -> None:
+def convert_pointwise_convolutions(graph: ir.Graph, changes: Changes) -> None:
     """Replaces the convolutions of `graph` that are products of rows."""
     op = builder(graph)
     for node in list(graph):

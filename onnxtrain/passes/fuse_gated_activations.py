@@ -19,7 +19,7 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
 
-def fuse_gates(graph: ir.Graph, changes: Changes) -> None:
+def fuse_gated_activations(graph: ir.Graph, changes: Changes) -> None:
     """Replaces every product of an activation and another tensor of its shape and type."""
     ops = builder(graph)
     made = 0

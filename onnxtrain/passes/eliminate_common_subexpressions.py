@@ -23,7 +23,7 @@ from onnxtrain.ops import definition_of
 from onnxtrain.passes.changes import Changes, counted
 
 
-def dedupe(graph: ir.Graph, changes: Changes) -> None:
+def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
     """Merges equal nodes of `graph`."""
     first: dict[Any, ir.Node] = {}
     differentiated = any("gradient_of" in node.metadata_props for node in graph)

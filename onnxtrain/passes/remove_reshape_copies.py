@@ -19,7 +19,7 @@ from onnxtrain.ops.reshape.shape import RESHAPE
 from onnxtrain.passes.changes import Changes, counted
 
 
-def drop_copies(graph: ir.Graph, changes: Changes) -> None:
+def remove_reshape_copies(graph: ir.Graph, changes: Changes) -> None:
     """Removes the Clone nodes that only Reshapes read."""
     removed = 0
     aliases = AliasSets(graph, definition_of)

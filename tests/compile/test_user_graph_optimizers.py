@@ -14,13 +14,13 @@ from onnx import GraphProto, helper
 from onnxtrain import DebugOptions, ORTModule
 from onnxtrain.dropin.graph_matcher import GraphMatcher, check_attribute_value, make_constant_node, update_graph
 from onnxtrain.errors import GraphError
-from onnxtrain.passes import user_functions
-from onnxtrain.passes.user_functions import register_graph_optimizer
+from onnxtrain.passes import user_graph_optimizers
+from onnxtrain.passes.user_graph_optimizers import register_graph_optimizer
 
 
 @pytest.fixture(autouse=True)
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_functions, "_REGISTERED", [])
+    monkeypatch.setattr(user_graph_optimizers, "_REGISTERED", [])
 
 
 def net() -> torch.nn.Module:

@@ -25,7 +25,7 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-def keep_scores(graph: ir.Graph, changes: Changes) -> None:
+def save_logits_for_backward(graph: ir.Graph, changes: Changes) -> None:
     """Puts CrossEntropy in the place of SoftmaxCrossEntropyLossInternal."""
     op = builder(graph)
     for node in list(graph):

@@ -61,7 +61,7 @@ class _Place(NamedTuple):
     value: ir.Value
 
 
-def fold_scales(graph: ir.Graph, changes: Changes) -> None:
+def fold_scalar_factors(graph: ir.Graph, changes: Changes) -> None:
     """Moves numbers of `graph` to where they cost nothing, or less."""
     op = builder(graph)
     draws_as_eager = any(node.metadata_props.get("draws") == "eager's" for node in graph)

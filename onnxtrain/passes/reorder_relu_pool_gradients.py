@@ -21,7 +21,7 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
 
-def mask_pooled_gradients(graph: ir.Graph, changes: Changes) -> None:
+def reorder_relu_pool_gradients(graph: ir.Graph, changes: Changes) -> None:
     """Moves gradients of Relu in front of those of MaxPool."""
     op = builder(graph)
     for node in list(graph):

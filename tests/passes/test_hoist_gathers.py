@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from onnxtrain.execute.program import Program
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.move_gathers import move_gathers
+from onnxtrain.passes.hoist_gathers import hoist_gathers
 from onnxtrain.plan.cut import whole
 from tests.passes.less_work import CLASSES, WIDTH, check_equals_eager, forward_graph, made, refusals, shapes, wrap
 from tests.passes.test_rewrites import closed, graph_of
@@ -77,7 +77,7 @@ def test_the_layer_runs_on_one_row(name: str, tmp_path: Path) -> None:
     model(torch.randn(3, 9, WIDTH)).sum().backward()
     graph = forward_graph(tmp_path)
     assert all(",1," in shape for shape in shapes(graph, "Linear")), shapes(graph, "Linear")
-    assert made(model, "move_gathers")
+    assert made(model, "hoist_gathers")
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
@@ -134,7 +134,7 @@ def test_the_last_token_of_each_sequence_is_picked_first(flat: bool, tmp_path: P
     model(*_with_last(Draw(0), 3, 9).args).sum().backward()
     of_products = shapes(forward_graph(tmp_path), "Linear")
     assert all(len(set(re.findall(r"s\d+", shape))) == 1 for shape in of_products), of_products
-    assert made(model, "move_gathers")
+    assert made(model, "hoist_gathers")
 
 
 @pytest.mark.parametrize("batch_dims", [0, 1])
@@ -148,7 +148,7 @@ def test_gather_nd_of_one_token_of_each_sequence_moves(batch_dims: int) -> None:
         return closed(op, op.GatherND(op.own.Linear(x, weight), places, batch_dims=batch_dims))
 
     before, after = graph(), graph()
-    move_gathers(after, Changes("move_gathers"))
+    hoist_gathers(after, Changes("hoist_gathers"))
     kinds = [node.op_type for node in after if node.op_type in ("GatherND", "Linear")]
     assert kinds == ["GatherND", "Linear"]
     last = torch.tensor([[4], [0], [2]])
@@ -182,7 +182,7 @@ def test_a_decoders_classifier_equals_eager(tmp_path: Path) -> None:
     check_equals_eager(make, _sentences, ((3, 9), (2, 6)), loss=lambda y: y.loss)
     model = wrap(make(), tmp_path)
     model(**_sentences(Draw(1), 3, 9).kwargs).loss.backward()
-    assert any(int(text.split()[1]) >= 8 for text in made(model, "move_gathers")), made(model, "move_gathers")
+    assert any(int(text.split()[1]) >= 8 for text in made(model, "hoist_gathers")), made(model, "hoist_gathers")
 
 
 def test_a_classifier_equals_eager() -> None:
@@ -201,7 +201,7 @@ def test_dropout_is_crossed_where_any_numbers_will_do_and_not_where_eagers_are_a
         assert torch.equal(*results)
         one_row = [",1," in shape for shape in shapes(forward_graph(tmp_path / rng), "Linear")]
         assert one_row == ([True] * 3 if rng == "fast" else [False, True, True])
-        assert any('rng="torch"' in text for text in refusals(model, "move_gathers")) == (rng == "torch")
+        assert any('rng="torch"' in text for text in refusals(model, "hoist_gathers")) == (rng == "torch")
 
 
 def test_under_rng_torch_dropout_draws_as_eager() -> None:
@@ -257,7 +257,7 @@ def test_what_is_refused_equals_eager_and_has_a_reason(kind: str, reason: str, t
     check_equals_eager(lambda: Stopped(kind), call, ((3, 9), (2, 4)), loss)
     model = wrap(Stopped(kind), tmp_path)
     loss(model(*call(Draw(0), 3, 9).args)).backward()
-    assert any(reason in text for text in refusals(model, "move_gathers")), refusals(model, "move_gathers")
+    assert any(reason in text for text in refusals(model, "hoist_gathers")), refusals(model, "hoist_gathers")
     linear = shapes(forward_graph(tmp_path), "Linear")
     assert len(linear) == 1
     assert ",1," not in linear[0]

@@ -19,7 +19,7 @@ from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
-def key_dropout(graph: ir.Graph, changes: Changes) -> None:
+def regenerate_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
     """Puts KeyedDropout in the place of Dropout."""
     op = builder(graph)
     done = 0

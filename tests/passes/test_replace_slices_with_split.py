@@ -13,7 +13,7 @@ from torch import nn
 
 from onnxtrain.onnx_file import known_name
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.split_slices import split_slices
+from onnxtrain.passes.replace_slices_with_split import replace_slices_with_split
 from tests.passes.less_work import WIDTH, check_equals_eager, made, refusals, wrap
 from tests.passes.test_rewrites import closed, graph_of, kinds, rows
 from tests.zoo.entry import Draw
@@ -61,13 +61,13 @@ def test_slices_that_cover_an_axis_become_one_split(cut: Any, tmp_path: Path) ->
     model = wrap(Cut(cut), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
     found = kinds(tmp_path)
-    assert len(made(model, "split_slices")) == 1
+    assert len(made(model, "replace_slices_with_split")) == 1
     assert found["Split"] == 1
     assert not found["Slice"] + found["Gather"]
 
 
 def test_the_gradient_is_one_concat(tmp_path: Path) -> None:
-    for disabled in (None, "split_slices"):
+    for disabled in (None, "replace_slices_with_split"):
         model = wrap(Cut(by_slices), tmp_path, disabled_passes=disabled)
         model(*rows(Draw(0), 3, 9).args).sum().backward()
         found = Counter(known_name(node.op_type) for node in ir.load(tmp_path / "m_optimized_training.onnx").graph)
@@ -93,7 +93,7 @@ def test_other_slices_stay(cut: Any, refused: bool, tmp_path: Path) -> None:
     model = wrap(Cut(cut), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
     assert not kinds(tmp_path)["Split"]
-    assert any("do not cover its axis" in text for text in refusals(model, "split_slices")) == refused
+    assert any("do not cover its axis" in text for text in refusals(model, "replace_slices_with_split")) == refused
 
 
 def test_slices_that_the_module_gives_out_stay(tmp_path: Path) -> None:
@@ -105,14 +105,14 @@ def test_slices_that_the_module_gives_out_stay(tmp_path: Path) -> None:
     model = wrap(Views(WIDTH, 4), tmp_path)
     first, second = model(*rows(Draw(0), 3, 9).args)
     (first.sum() + second.sum()).backward()
-    assert not made(model, "split_slices")
+    assert not made(model, "replace_slices_with_split")
 
 
 def test_a_slice_of_what_is_cut_stays_beside_the_split() -> None:
     op, x = graph_of(("b", 4))
     parts = [op.Slice(x, *(op.sizes([n]) for n in how), op.sizes([1])) for how in ((0, 2), (2, 4), (1, 3))]
     graph = closed(op, op.Add(op.Add(parts[0], parts[1]), parts[2]))
-    changes = Changes("split_slices")
-    split_slices(graph, changes)
+    changes = Changes("replace_slices_with_split")
+    replace_slices_with_split(graph, changes)
     assert [node.op_type for node in graph if node.op_type in ("Split", "Slice")] == ["Split", "Slice"]
     assert len(changes.applied) == 1

@@ -50,7 +50,7 @@ class _Merged(NamedTuple):
     parts: Sizes
 
 
-def unmerge_axes(graph: ir.Graph, changes: Changes) -> None:
+def cancel_axis_merges(graph: ir.Graph, changes: Changes) -> None:
     """Leaves axes of `graph` apart that a Reshape merges and another splits; a result of the module stays a view."""
     op = builder(graph)
     done = 0

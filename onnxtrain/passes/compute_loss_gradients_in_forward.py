@@ -23,7 +23,7 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
-def gradients_with_loss(graph: ir.Graph, changes: Changes) -> None:
+def compute_loss_gradients_in_forward(graph: ir.Graph, changes: Changes) -> None:
     """Moves the gradients of each chunked loss of a joint graph into its forward node."""
     losses = {
         tuple(node.inputs): node

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxtrain.passes.changes import Changes, counted
 
 
-def drop_identities(graph: ir.Graph, changes: Changes) -> None:
+def remove_identities(graph: ir.Graph, changes: Changes) -> None:
     """Removes the Identity nodes of `graph` that stand between two nodes."""
     removed = 0
     for node in list(graph):

@@ -9,7 +9,7 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.keep_scores import keep_scores
+from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
 from onnxtrain.testing import assert_no_worse_than_eager
 
 FLOAT, HALF, INT64 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64
@@ -23,8 +23,8 @@ def run_pass(scores_type: ir.DataType, *, reads: int, **attributes: int) -> tupl
     op = builder(ir.Graph([scores, labels], [], nodes=[], opset_imports={"": OPSET}, name="g"))
     found = op.ms.SoftmaxCrossEntropyLossInternal(scores, labels, **attributes)
     op.graph.outputs.extend(found[:reads])
-    changes = Changes("keep_scores")
-    keep_scores(op.graph, changes)
+    changes = Changes("save_logits_for_backward")
+    save_logits_for_backward(op.graph, changes)
     return [node.op_type for node in op.graph], changes
 
 

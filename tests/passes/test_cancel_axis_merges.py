@@ -13,8 +13,8 @@ from torch import nn
 
 from onnxtrain.graph import sizes
 from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.passes.cancel_axis_merges import cancel_axis_merges
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.unmerge_axes import unmerge_axes
 from tests.passes.less_work import check_equals_eager, made, wrap
 from tests.passes.test_rewrites import closed, graph_of
 from tests.zoo.entry import Call, Draw
@@ -80,8 +80,8 @@ def test_what_is_split_as_it_was_merged(build: Build, ranks: list[int] | None) -
     graph = closed(op, build(op, x))
     result = graph.outputs[0].shape
     before = [node.op_type for node in graph]
-    changes = Changes("unmerge_axes")
-    unmerge_axes(graph, changes)
+    changes = Changes("cancel_axis_merges")
+    cancel_axis_merges(graph, changes)
     assert bool(changes.applied) == (ranks is not None)
     assert graph.outputs[0].shape == result
     if ranks is None:
@@ -119,4 +119,4 @@ def test_equals_eager(tmp_path: Path) -> None:
     check_equals_eager(Merging, rows)
     model = wrap(Merging(), tmp_path)
     model(torch.randn(3, 5, 8)).sum().backward()
-    assert made(model, "unmerge_axes")
+    assert made(model, "cancel_axis_merges")

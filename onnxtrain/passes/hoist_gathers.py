@@ -42,7 +42,7 @@ from onnxtrain.passes.rowwise import Axes, with_rows
 from onnxtrain.passes.selected_rows import Selection, compute_selected, region_before
 
 
-def move_gathers(graph: ir.Graph, changes: Changes) -> None:
+def hoist_gathers(graph: ir.Graph, changes: Changes) -> None:
     """Moves selections of rows in `graph` towards its inputs."""
     op = builder(graph)
     for node in reversed(list(graph)):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.fold_scales import fold_scales
+from onnxtrain.passes.fold_scalar_factors import fold_scalar_factors
 from tests.passes.less_work import WIDTH, check_equals_eager, forward_graph, made, refusals, wrap
 from tests.passes.test_rewrites import closed, graph_of, kinds, rows, source_of_result
 from tests.zoo.entry import Draw
@@ -72,8 +72,8 @@ def test_numbers_are_folded(compute: Any, tmp_path: Path) -> None:
     model = wrap(Scaled(compute), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
     found = kinds(tmp_path)
-    assert made(model, "fold_scales")
-    assert not refusals(model, "fold_scales")
+    assert made(model, "fold_scalar_factors")
+    assert not refusals(model, "fold_scalar_factors")
     assert found["Div"] == 0
     assert found["Mul"] == (1 if compute in (chain, adapter) else 0)
     if compute is adapter:
@@ -89,15 +89,15 @@ def test_a_product_that_is_read_elsewhere_stays(tmp_path: Path) -> None:
 
     model = wrap(Scaled(twice), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    assert not made(model, "fold_scales")
+    assert not made(model, "fold_scalar_factors")
 
 
 def test_a_square_takes_no_number_of_one_operand() -> None:
     op, x = graph_of(("b", 4, 4))
     scaled = op.Mul(x, op.scalar(3.0, like=x))
     graph = closed(op, op.MatMul(scaled, scaled))
-    changes = Changes("fold_scales")
-    fold_scales(graph, changes)
+    changes = Changes("fold_scalar_factors")
+    fold_scalar_factors(graph, changes)
     assert not changes.applied
 
 
@@ -114,8 +114,8 @@ def test_a_square_takes_no_number_of_one_operand() -> None:
 def test_what_is_refused(number: float, dtype: str, reason: str | None) -> None:
     op, x = graph_of(("b", 4, 4), ir.DataType[dtype])
     graph = closed(op, op.Mul(op.MatMul(x, x), op.scalar(number, like=x)))
-    changes = Changes("fold_scales")
-    fold_scales(graph, changes)
+    changes = Changes("fold_scalar_factors")
+    fold_scalar_factors(graph, changes)
     assert not changes.applied
     assert bool(reason) == bool(changes.refused)
     assert all(reason in str(refusal) for refusal in changes.refused if reason)
@@ -124,7 +124,7 @@ def test_what_is_refused(number: float, dtype: str, reason: str | None) -> None:
 def test_powers_of_two_are_folded_in_float64() -> None:
     op, x = graph_of(("b", 4, 4), ir.DataType.DOUBLE)
     graph = closed(op, op.Div(op.MatMul(op.Mul(op.scalar(0.5, like=x), x), x), op.scalar(8.0, like=x)))
-    fold_scales(graph, Changes("fold_scales"))
+    fold_scalar_factors(graph, Changes("fold_scalar_factors"))
     node = source_of_result(graph)
     assert node is not None
     assert node.op_type == "FusedMatMul"
@@ -137,5 +137,5 @@ def test_who_draws_eagers_numbers_gets_eagers_order(tmp_path: Path) -> None:
 
     model = wrap(Scaled(dropped), tmp_path, rng="torch")
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    assert not made(model, "fold_scales")
-    assert [r for r in refusals(model, "fold_scales") if "order of operations" in str(r)]
+    assert not made(model, "fold_scalar_factors")
+    assert [r for r in refusals(model, "fold_scalar_factors") if "order of operations" in str(r)]

@@ -14,8 +14,8 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.drop_unused import drop_unused
-from onnxtrain.passes.mask_pooled_gradients import mask_pooled_gradients
+from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
+from onnxtrain.passes.reorder_relu_pool_gradients import reorder_relu_pool_gradients
 
 POOL = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
 
@@ -31,9 +31,9 @@ def run_pass(*, masked_by: str = "relu", read_twice: bool = False) -> tuple[list
     spread = op.ms.MaxPoolGrad(dy, indices, op.shape_of(y), **POOL)
     dx = op.ms.ReluGrad(spread, {"relu": y, "input": x}[masked_by])
     op.graph.outputs.extend([dx, spread] if read_twice else [dx])
-    changes = Changes("mask_pooled_gradients")
-    mask_pooled_gradients(op.graph, changes)
-    drop_unused(op.graph, Changes("drop_unused"))
+    changes = Changes("reorder_relu_pool_gradients")
+    reorder_relu_pool_gradients(op.graph, changes)
+    eliminate_dead_code(op.graph, Changes("eliminate_dead_code"))
     return [node.op_type for node in op.graph if node.op_type.endswith("Grad")], changes
 
 

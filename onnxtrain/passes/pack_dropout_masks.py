@@ -4,7 +4,7 @@
     after    y, bits = BitmaskDropout(x, 0.1, True)                dx = BitmaskDropoutGrad(dy, bits)
 
 The same elements are kept. To pack takes a few hundredths of what the draws take. On a CPU only: PyTorch's dropout on a
-GPU hands out its mask in bytes. Where `rng="fast"` a key takes the mask's place (`key_dropout`).
+GPU hands out its mask in bytes. Where `rng="fast"` a key takes the mask's place (`regenerate_dropout_masks`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
-def pack_masks(graph: ir.Graph, changes: Changes) -> None:
+def pack_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
     """Puts BitmaskDropout in the place of Dropout."""
     op = builder(graph)
     done = 0
