@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from onnxtrain import errors
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.garbage import collector_paused
-from onnxtrain.light_imports import unused_left_out
 
 if TYPE_CHECKING:
     from onnxtrain.debug_options import DebugOptions
@@ -52,7 +51,7 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with collector_paused(), unused_left_out():
+    with collector_paused():
         value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
