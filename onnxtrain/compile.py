@@ -31,7 +31,7 @@ from onnxtrain.execute.reused_memory import reuse_memory
 from onnxtrain.execute.sized_units import SizedUnits
 from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.graph import sizes, traversal
-from onnxtrain.graph.alias import AliasSets, viewed
+from onnxtrain.graph.alias import AliasSets, view_source
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, definition_of
 from onnxtrain.ops.native import NOTE
@@ -41,16 +41,16 @@ from onnxtrain.options.notices import say_once
 from onnxtrain.passes import joint_passes, optimize, optimize_forward
 from onnxtrain.passes.user_graph_optimizers import GraphFunction, functions_for, rewrite
 from onnxtrain.plan import channels_last
-from onnxtrain.plan.budget import bytes_allowed, choose
-from onnxtrain.plan.changed_inputs import check_apart, differentiated
+from onnxtrain.plan.backward_stages import Groups, group_gradients, split_backward
+from onnxtrain.plan.budget import bytes_allowed, choose_within_budget
 from onnxtrain.plan.channels_last import ChannelsLast
-from onnxtrain.plan.cheap import cheap
-from onnxtrain.plan.cut import Cut, Part, cut, whole
+from onnxtrain.plan.cut import Cut, Part, cut, single_part
+from onnxtrain.plan.default_recompute import choose_by_default
 from onnxtrain.plan.lifetimes import Timeline, timeline
-from onnxtrain.plan.recompute import NOTHING, Choice, applied, of_checkpoints
-from onnxtrain.plan.split import Groups, group_gradients, split
-from onnxtrain.plan.storage import Storages, known_sizes
-from onnxtrain.plan.subgraphs import steer
+from onnxtrain.plan.mutated_inputs import check_backward_reads, differentiate_with_copies
+from onnxtrain.plan.recompute import KEEP_ALL, RecomputeChoice, apply_choice, choose_by_checkpoints
+from onnxtrain.plan.recompute_subgraphs import choose_by_options
+from onnxtrain.plan.storage import Storages, bind_symbols
 from onnxtrain.report import CompileReport, PassReport, Refusal, SubgraphReport, Work
 from onnxtrain.stages import Mode, Stages
 
@@ -155,7 +155,7 @@ def _runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The sizes that forward returns as ints."""
-    known = known_sizes(captured.model.graph.inputs, tensors)
+    known = bind_symbols(captured.model.graph.inputs, tensors)
     return tuple(sizes.evaluate(size, known) for size in captured.sizes)
 
 
@@ -195,13 +195,13 @@ def compile_module(
     model = stages.record("optimize", model, changes, sum(done.took_ms for done in changes.passes))
     views = _views(captured, model)
     random = any(Effects.RANDOM in definition_of(node).effects for node in model.graph)
-    layout = ChannelsLast() if channels_last.pays(model.graph, inputs) else None
+    layout = ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None
     recordings = _recordings(captured, inputs, options, device)
     build = _Build(captured, model, wrt, views, device, options, layout, recordings)
     if any(wrt):
         joint = stages.record_joint("differentiate", build.joint())
         changes = optimize(joint.model, joint_passes(options))
-        joint = stages.record_joint("optimize-joint", joint.renewed(), changes)
+        joint = stages.record_joint("optimize-joint", joint.rebind_gradients(), changes)
         if functions := functions_for(type(module).__name__, device.type):
             joint = stages.record_joint("user-functions", _rewritten(joint, functions))
         if options.memory_budget_bytes is not None:
@@ -213,7 +213,7 @@ def compile_module(
     else:
         unit = build.inference_unit(random, rerun)
         stages.done("plan", model, refused=build.not_recorded(unit))
-    known = known_sizes(captured.model.graph.inputs, inputs)
+    known = bind_symbols(captured.model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known, layout=layout)
 
 
@@ -242,17 +242,17 @@ def _within_budget(
     # Gradients leave early where the option says so, or where nothing else fits; not where backward cannot be split.
     early = False if _why_whole(parts, build.views) else options.early_gradients or None
 
-    def chosen(known: Mapping[str, int]) -> Choice:
+    def chosen(known: Mapping[str, int]) -> RecomputeChoice:
         storages = Storages(joint.model.graph, known, build.device.type, build.layout)
-        return choose(parts, storages, allowed, changed, early)
+        return choose_within_budget(parts, storages, allowed, changed, early)
 
-    def made(choice: Choice) -> Unit:
-        planned = applied(joint.copy(), choice)
+    def made(choice: RecomputeChoice) -> Unit:
+        planned = apply_choice(joint.copy(), choice)
         unit = build.training_unit(planned, random, rerun, choice)
         stages.done("plan", planned.model, [str(choice)], refused=build.not_recorded(unit))
         return unit
 
-    known = known_sizes(joint.model.graph.inputs, inputs)
+    known = bind_symbols(joint.model.graph.inputs, inputs)
     if isinstance(allowed, float):
         unit = made(chosen(known))
         return Compiled(captured, unit, stages.report(before), _runner(captured, unit), known, layout=build.layout)
@@ -263,21 +263,21 @@ def _within_budget(
 
 def _steered(
     build: _Build, joint: Joint, inputs: Sequence[torch.Tensor]
-) -> tuple[Joint, Choice, Sequence[SubgraphReport]]:
+) -> tuple[Joint, RecomputeChoice, Sequence[SubgraphReport]]:
     """The joint graph as checkpoints, memory_opt_level and memory_opt_config want it, and what could be chosen.
 
     Where none of them says anything, what is cheap is computed again.
     """
-    options, asked = build.options, of_checkpoints(joint, build.changed(joint))
-    known = known_sizes(joint.model.graph.inputs, inputs)
+    options, asked = build.options, choose_by_checkpoints(joint, build.changed(joint))
+    known = bind_symbols(joint.model.graph.inputs, inputs)
     if not (options.memory_opt_level or options.memory_opt_config):
         if options.recompute_cheap and not asked.values:
-            asked = cheap(cut(joint), known, build.changed(joint))
-        return applied(joint, asked), asked, ()
+            asked = choose_by_default(cut(joint), known, build.changed(joint))
+        return apply_choice(joint, asked), asked, ()
     storages = Storages(joint.model.graph, known, build.device.type, build.layout)
-    choice, subgraphs = steer(cut(joint), storages, options, build.changed(joint))
+    choice, subgraphs = choose_by_options(cut(joint), storages, options, build.changed(joint))
     choice = replace(choice, values=choice.values | asked.values)
-    return applied(joint, choice), choice, subgraphs
+    return apply_choice(joint, choice), choice, subgraphs
 
 
 def _rewritten(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
@@ -381,7 +381,7 @@ def _is_detached(value: ir.Value) -> bool:
         definition = definition_of(node)
         if definition.gradient is NOT_DIFFERENTIABLE:
             return True
-        source = viewed(node, value.index() or 0, definition)
+        source = view_source(node, value.index() or 0, definition)
         if source is None:
             return False
         value, node = source, source.producer()
@@ -413,7 +413,7 @@ class _Build:
     def joint(self, given: Flags | None = None) -> Joint:
         """The joint graph for these results' cotangents (None: all that can have one)."""
         of = self._of if given is None else (*given, *(False for _ in self.captured.mutations))
-        return differentiated(self._model, self._changed, lambda model: differentiate(model, self._wrt, of))
+        return differentiate_with_copies(self._model, self._changed, lambda model: differentiate(model, self._wrt, of))
 
     def changed(self, joint: Joint) -> list[ir.Value]:
         """The inputs whose contents are others when backward runs."""
@@ -422,7 +422,7 @@ class _Build:
     def optimized_joint(self, given: Flags | None = None) -> Joint:
         joint = self.joint(given)
         optimize(joint.model, joint_passes(self.options))
-        return joint.renewed()
+        return joint.rebind_gradients()
 
     def program(self, part: Part, title: str) -> Program:
         program = self._made(part, title, self.layout)
@@ -456,12 +456,12 @@ class _Build:
         return program
 
     def inference_unit(self, random: bool, rerun: Rerun) -> Unit:
-        part = whole(self._model)
+        part = single_part(self._model)
         program = self.program(part, "inference")
         flags = (False,) * self.captured.results
         return self._unit(program, flags, random, None, rerun, ())
 
-    def training_unit(self, joint: Joint, random: bool, rerun: Rerun, choice: Choice = NOTHING) -> Unit:
+    def training_unit(self, joint: Joint, random: bool, rerun: Rerun, choice: RecomputeChoice = KEEP_ALL) -> Unit:
         """The unit of a joint graph to which `choice` is applied already."""
         results = self.captured.results
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
@@ -472,7 +472,7 @@ class _Build:
                     got=self._model.graph.outputs[mutation.output].name,
                     todo="detach() the value before it is written",
                 )
-        check_apart(joint, self._changed)
+        check_backward_reads(joint, self._changed)
         full = cut(joint)
         forward = self.program(full.forward, "forward")
         contexts = [i for i, value in enumerate(full.kept) if _is_object(value)]
@@ -549,7 +549,7 @@ class _Backwards:
     """
 
     def __init__(
-        self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: Choice, groups: Groups
+        self, build: _Build, joint: Joint, full: Cut, differentiable: Flags, choice: RecomputeChoice, groups: Groups
     ) -> None:
         self._build, self._joint, self._full = build, joint, full
         self.parts = full
@@ -570,7 +570,7 @@ class _Backwards:
         self._joint = self._differentiated()
 
     def _differentiated(self, given: Flags | None = None) -> Joint:
-        return applied(self._build.optimized_joint(given), self._choice)
+        return apply_choice(self._build.optimized_joint(given), self._choice)
 
     def _has_all(self, special: Cut) -> bool:
         """Whether the forward program keeps all that this backward reads."""
@@ -581,7 +581,7 @@ class _Backwards:
     def _program(self, parts: Cut) -> BackwardProgram:
         if not self._groups:
             return self._build.program(parts.backward, "backward")
-        return StagedProgram(parts.backward, split(parts, self._groups), self._groups, self._build.program)
+        return StagedProgram(parts.backward, split_backward(parts, self._groups), self._groups, self._build.program)
 
     def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
         self.parts = parts

@@ -57,19 +57,19 @@ class SubgraphReport:
         pattern: the operators that compute one, each with "+" behind it.
         frequency: how many such activations there are.
         saved_bytes: what is kept less when all of them are computed again, at the sizes of the first call.
-        computed_again: how many of them are.
+        recomputed: how many of them are.
         config: what computes all of them again, for the option memory_opt_config.
     """
 
     pattern: str
     frequency: int
     saved_bytes: int
-    computed_again: int
+    recomputed: int
     config: str
 
     @property
     def status(self) -> str:
-        return f"{self.computed_again} of {self.frequency} computed again" if self.computed_again else "kept"
+        return f"{self.recomputed} of {self.frequency} computed again" if self.recomputed else "kept"
 
 
 @dataclass(frozen=True)

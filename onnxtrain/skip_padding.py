@@ -33,7 +33,7 @@ from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import added_to_scores
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 from onnxtrain.report import CompileReport, PassReport, StageReport
 
 _LOG = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class _Packing:
         self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes), device)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())
-            program = Program(whole(asked), f"{asked.graph.name} padding", torch.device("cpu"))
+            program = Program(single_part(asked), f"{asked.graph.name} padding", torch.device("cpu"))
             reads = [index for index, value in enumerate(asked.graph.inputs) if value.uses()]
             always = self._options.skip_padding == "always"
             self._fills = self._may_fill(self.plan, device)

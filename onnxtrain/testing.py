@@ -27,7 +27,7 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, d
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.plan.cut import cut, whole
+from onnxtrain.plan.cut import cut, single_part
 from onnxtrain.tolerance import compared
 
 CPU = torch.device("cpu")
@@ -216,7 +216,7 @@ class CaseCheck:
         self.definition: OpDef = lookup(case.domain, case.name)
         self.model = case_graph(case, dtype)
         self.count = len(self.model.graph.outputs)
-        self.forward = Program(whole(self.model), f"{case}", CPU, kernels)
+        self.forward = Program(single_part(self.model), f"{case}", CPU, kernels)
         self._bodies: dict[tuple[bool, ...], tuple[Any, Oracle]] = {}
         self.specs = [s for s in case.inputs if isinstance(s, Spec) and s.value is None]
         self.wrt = [s.grad and s.torch_dtype(dtype).is_floating_point for s in self.specs]

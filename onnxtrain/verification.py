@@ -33,7 +33,7 @@ from onnxtrain.graph.values import is_float
 from onnxtrain.module import ORTModule
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.passes import JOINT, optimize
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 from onnxtrain.prepared import unprepare
 from onnxtrain.tolerance import compared
 
@@ -341,7 +341,7 @@ def _values_of_graph(
         v for node in nodes for v in node.outputs if v.name and v.dtype is not None and is_float(v.dtype)
     )
     names = [str(v.name) for v in graph.outputs]
-    program = Program(whole(model), "verify", one_device(tensors))
+    program = Program(single_part(model), "verify", one_device(tensors))
     with torch.no_grad(), torch.random.fork_rng([t.device.index or 0 for t in inputs if t.is_cuda]):
         torch.manual_seed(_SEED)
         values, _ = program.run([t.detach() for t in tensors], ())

@@ -60,7 +60,7 @@ class Joint:
             tuple(None if g is None else values[g] for g in self.gradients),
         )
 
-    def renewed(self) -> Joint:
+    def rebind_gradients(self) -> Joint:
         """This, after passes that put other values in the place of gradients."""
         given = iter(self.model.graph.outputs[self.outputs :])
         return replace(self, gradients=tuple(None if g is None else next(given) for g in self.gradients))

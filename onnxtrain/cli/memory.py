@@ -35,8 +35,8 @@ from onnxtrain.observe.step_memory import (
 )
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.plan.lifetimes import Timeline
+from onnxtrain.plan.recompute_subgraphs import find_subgraphs, subgraph_reports
 from onnxtrain.plan.storage import Storages
-from onnxtrain.plan.subgraphs import find_subgraphs, reports
 from onnxtrain.report import SubgraphReport
 
 _WIDTH = 150  # of tables where no terminal says
@@ -108,7 +108,7 @@ def _what_can_be_named(compiled: Compiled, storages: Storages, again: Collection
         return compiled.report.subgraphs
     changed = [parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
     done = [v for v in parts.kept if f"{v.name}/again" in again]
-    return reports(find_subgraphs(parts, storages, changed), done)
+    return subgraph_reports(find_subgraphs(parts, storages, changed), done)
 
 
 def _measure(

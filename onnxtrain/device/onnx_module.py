@@ -16,7 +16,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import Kernel
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 
 
 class OnnxModule(torch.nn.Module):
@@ -62,7 +62,7 @@ class OnnxModule(torch.nn.Module):
                 else:
                     self.register_parameter(names[-1], torch.nn.Parameter(tensor))
         self._held = names
-        self._program = Program(whole(converted), str(converted.graph.name), torch.device("cpu"), _differentiable)
+        self._program = Program(single_part(converted), str(converted.graph.name), torch.device("cpu"), _differentiable)
 
     @classmethod
     def load(cls, path: Path) -> OnnxModule:

@@ -4,7 +4,7 @@
     backward    first: runs its stage, returns the gradients of the last layers
                 stage 1: runs the next, ...
 
-Backward is split where gradients are ready (`plan.split`), and each stage is a node of autograd that has the edges to
+Backward is split where gradients are ready (`plan.backward_stages`); each stage is a node of autograd with the edges to
 its own parameters. The engine accumulates what a node returned before it runs the next one: gradients are added to
 .grad and freed, and hooks fire, layer by layer as in eager. `autograd.grad`, `backward(inputs=)` and
 DistributedDataParallel see true edges; a stage that nobody asks for does not run.
@@ -25,8 +25,8 @@ from torch.autograd import Variable
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, keep_and_run, prepare_backward
 from onnxtrain.execute.program import Program, drained
+from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
-from onnxtrain.plan.split import Groups
 
 
 class StagedProgram:
@@ -34,7 +34,7 @@ class StagedProgram:
 
     Args:
         part: the whole of it.
-        stages: one part for each of `groups` (`plan.split.split`).
+        stages: one part for each of `groups` (`split_backward`).
         groups: the inputs whose gradients each stage gives.
         make: makes the program of a part.
     """
@@ -94,11 +94,11 @@ class StagedRun:
                 )
         taken = [tensors.pop(value) if value in last_reads else tensors[value] for value in part.inputs]
         found, sizes = program.run(drained(taken), [self._sizes[value] for value in part.sizes_in])
-        for carried, tensor in zip(part.outputs[part.leaving :], found[part.leaving :], strict=True):
+        for carried, tensor in zip(part.outputs[part.num_user_outputs :], found[part.num_user_outputs :], strict=True):
             assert carried is not None  # it is read later
             tensors[carried] = tensor
         self._sizes.update(zip(part.sizes_out, sizes, strict=True))
-        return list(found[: part.leaving])
+        return list(found[: part.num_user_outputs])
 
 
 class StagedBoundary:

@@ -27,7 +27,7 @@ import torch
 
 from onnxtrain.execute.host_source import HostInt, ShapeSource
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
@@ -35,7 +35,7 @@ from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Overwr
 from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
-from onnxtrain.plan.in_place import last_uses, overwritten
+from onnxtrain.plan.in_place import in_place_inputs, last_uses
 
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
@@ -174,7 +174,7 @@ class _Writer:
         }
         self._lines: list[str] = []
         self._last = last_uses(part)
-        self._overwritten = overwritten(part, self._last, self._kernels)
+        self._overwritten = in_place_inputs(part, self._last, self._kernels)
 
     # Structure
 
@@ -202,7 +202,7 @@ class _Writer:
                 self._joined_nodes(self._joined[node], position)
             elif node not in inside:
                 self._node(node, position)
-        tensors = [self._output(v, i < part.leaving) for i, v in enumerate(part.outputs)]
+        tensors = [self._output(v, i < part.num_user_outputs) for i, v in enumerate(part.outputs)]
         sizes = [_host_scalar(self._host[v]) for v in part.sizes_out]
         self._line(f"return {_tuple_source(tensors)}, {_tuple_source(sizes)}")
         if self._ranges:
@@ -227,7 +227,7 @@ class _Writer:
     def _output(self, value: ir.Value | None, leaves: bool) -> str:
         if value is None:
             return "None"
-        if leaves and self._layout is not None and self._layout.may_hold(value):
+        if leaves and self._layout is not None and self._layout.may_be_channels_last(value):
             return f"{self._tensor(value)}.contiguous()"
         # A constant that leaves the program, or a view of one, is the user's to change.
         return f"{self._tensor(value)}.clone()" if _lies_in_constant(value) else self._tensor(value)
@@ -295,7 +295,7 @@ class _Writer:
         view = definition.view(node)
         arguments = self._arguments(node, definition, kernel)
         if self._layout is not None:
-            arguments = self._layout.arguments(node, arguments)
+            arguments = self._layout.convert_arguments(node, arguments)
         call = kernel.lower(view, *arguments)
         if node in self._overwritten:
             call = _in_place(call) or call
@@ -481,7 +481,7 @@ def _lies_in_constant(value: ir.Value) -> bool:
     """Whether a value is a constant or may be a view of one."""
     node, source = value.producer(), value
     while node is not None:
-        found = viewed(node, source.index() or 0, definition_of(node))
+        found = view_source(node, source.index() or 0, definition_of(node))
         if found is None:
             return False
         node, source = found.producer(), found

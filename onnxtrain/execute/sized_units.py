@@ -15,7 +15,7 @@ import torch
 from onnxtrain.errors import MemoryBudgetError
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.graph import sizes
-from onnxtrain.plan.recompute import Choice
+from onnxtrain.plan.recompute import RecomputeChoice
 
 _STEPS = 8  # from a size to its double: so often at most a growing size is planned for
 
@@ -26,8 +26,8 @@ class SizedUnits:
     def __init__(
         self,
         inputs: Sequence[ir.Value],
-        choose: Callable[[Mapping[str, int]], Choice],
-        make: Callable[[Choice], Unit],
+        choose: Callable[[Mapping[str, int]], RecomputeChoice],
+        make: Callable[[RecomputeChoice], Unit],
     ) -> None:
         """Notes how units are made.
 

@@ -9,11 +9,11 @@ import torch
 
 from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
-from onnxtrain.graph.traversal import giving, with_graph
+from onnxtrain.graph.traversal import extract, with_graph
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.plan.cut import whole
-from onnxtrain.plan.work import unknown, work_of
+from onnxtrain.plan.cost import count_work, unbound_symbols
+from onnxtrain.plan.cut import single_part
 from onnxtrain.report import Work
 
 Tensor = torch.Tensor
@@ -38,17 +38,17 @@ class WorkCounter:
             for size, length in zip(sizes.dims_of(value), tensor.shape, strict=True):
                 if isinstance(size, str) and size.isidentifier():
                     self._known.setdefault(size, length)
-        while found := unknown(graph, self._known):
+        while found := unbound_symbols(graph, self._known):
             self._learn(model, found)
-        return work_of(graph, self._known)
+        return count_work(graph, self._known)
 
     def _learn(self, model: ir.Model, found: dict[str, tuple[ir.Value, int]]) -> None:
         """Adds the size of the first of these symbols, whose value may be needed for others."""
         name, (value, axis) = next(iter(found.items()))
-        asked = with_graph(model, giving(model.graph, [value]))
+        asked = with_graph(model, extract(model.graph, [value]))
         tensors = [*self._inputs, *map(self._zeros, asked.graph.inputs[len(self._inputs) :])]
         with torch.no_grad():
-            (result,) = Program(whole(asked), f"{asked.graph.name} {name}", self._device).run(tensors, ())[0]
+            (result,) = Program(single_part(asked), f"{asked.graph.name} {name}", self._device).run(tensors, ())[0]
         self._known[name] = result.size(axis)
 
     def _zeros(self, cotangent: ir.Value) -> Tensor:

@@ -49,7 +49,7 @@ class AliasSets:
         for node in graph:
             definition = definition_of(node)
             for index, output in enumerate(node.outputs):
-                source = viewed(node, index, definition)
+                source = view_source(node, index, definition)
                 if source is not None:
                     self._join(output, source)
 
@@ -75,7 +75,7 @@ class AliasSets:
             self._roots[member] = root
 
 
-def viewed(node: ir.Node, output: int, definition: AliasOp) -> ir.Value | None:
+def view_source(node: ir.Node, output: int, definition: AliasOp) -> ir.Value | None:
     """The input of which output number `output` may be a view. What holds for a variadic output holds for all of it."""
     index = definition.aliases.get(min(output, len(definition.outputs) - 1))
     return None if index is None or index >= len(node.inputs) else node.inputs[index]

@@ -263,7 +263,7 @@ def clone(graph: ir.Graph) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
     return _clone_into(graph, values), values
 
 
-def giving(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
+def extract(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
     """A copy of the graph that computes these of its values, and nothing else; its inputs are the same."""
     copy, copies = clone(graph)
     copy.outputs.clear()

@@ -21,7 +21,7 @@ from onnxtrain.observe.memory_timeline import MemoryTimeline, Stretch, TensorGro
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.lifetimes import Allocation as PlannedAllocation
 from onnxtrain.plan.lifetimes import Kind, Timeline
-from onnxtrain.plan.recompute import AGAIN
+from onnxtrain.plan.recompute import RECOMPUTED
 from onnxtrain.plan.storage import Storages
 
 _BAND = {
@@ -78,7 +78,7 @@ def activations_of(plan: Timeline) -> int:
 
 def again_in(plan: Timeline) -> set[str]:
     """The names of the values that backward computes again."""
-    return {str(v.name) for node in plan.nodes if AGAIN in node.metadata_props for v in node.outputs}
+    return {str(v.name) for node in plan.nodes if RECOMPUTED in node.metadata_props for v in node.outputs}
 
 
 def largest_tensors(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, is_float, set_type
 from onnxtrain.ops import builder, definition_of
@@ -146,7 +146,7 @@ def _behind_views(value: ir.Value, reader: ir.Node) -> tuple[ir.Node | None, lis
     views: list[ir.Node] = []
     while len(value.uses()) == 1 and only_user(value) is reader:
         node = value.producer()
-        if node is None or viewed(node, 0, definition_of(node)) is None:
+        if node is None or view_source(node, 0, definition_of(node)) is None:
             return node, views
         if len(node.outputs) > 1 or len(_moved_by(node)) != 1:
             return None, []

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.traversal import replace
@@ -161,7 +161,7 @@ def _move(op: Builder, picked: _Picked | _PickedTokens, changes: Changes) -> Non
     node = picked.node
     x = node.inputs[0]
     assert x is not None
-    if viewed(node, 0, definition_of(node)) is x and leaves(node.outputs[0]):
+    if view_source(node, 0, definition_of(node)) is x and leaves(node.outputs[0]):
         changes.refuse(node, "the module gives out its result, which is a view there")
         return
     region = region_before(op.graph, {x: picked.axes}, [(node, 0)], picked.reads)

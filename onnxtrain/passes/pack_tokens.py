@@ -103,7 +103,7 @@ class PackingPlan:
     def questions(self) -> ir.Graph:
         """A graph that gives the values of all masks, then of the readers that have one."""
         masks = [m.value for m in self.masks if m.value is not None]
-        return traversal.giving(self.graph, [*masks, *(value for r in self.readers for value in r.values)])
+        return traversal.extract(self.graph, [*masks, *(value for r in self.readers for value in r.values)])
 
     def apply(self, causal: bool, fills: bool = False) -> None:
         """Packs: the graph gets the inputs `rows`, the numbers of the kept tokens, and `cu`, where sequences begin.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 
 from onnxtrain.graph import traversal
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.builder import Builder
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.native import NOTE
@@ -58,7 +58,7 @@ def same_checkpoint(node: ir.Node, other: ir.Node) -> bool:
 def leaves(value: ir.Value) -> bool:
     """Whether the value, or a view of it, is an output of the graph."""
     return value.is_graph_output() or any(
-        viewed(user, output.index() or 0, definition_of(user)) is value and leaves(output)
+        view_source(user, output.index() or 0, definition_of(user)) is value and leaves(output)
         for user in traversal.users(value)
         for output in user.outputs
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import builder, view
@@ -56,7 +56,7 @@ def _was_rounded(scores: ir.Value) -> bool:
     node = scores.producer()
     while node is not None:
         definition = view(node).definition
-        source = viewed(node, scores.index() or 0, definition)
+        source = view_source(node, scores.index() or 0, definition)
         if source is None:
             return definition is CAST and dtype_of(view(node).x) == ir.DataType.DOUBLE
         scores, node = source, source.producer()

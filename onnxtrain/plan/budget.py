@@ -26,10 +26,10 @@ import torch
 from onnxtrain.errors import MemoryBudgetError
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
+from onnxtrain.plan.backward_stages import group_gradients
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
-from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable, with_recomputed
-from onnxtrain.plan.split import group_gradients
+from onnxtrain.plan.recompute import RecomputeChoice, predict_cut, recomputable_nodes, recompute_inputs, replay_inputs
 from onnxtrain.plan.storage import Storages
 
 _PRICES = (1e-10, 3e-10, 1e-9, 3e-9, 1e-8)  # seconds a byte
@@ -66,13 +66,13 @@ def _free_on_host() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose(
+def choose_within_budget(
     parts: Cut,
     storages: Storages,
     budget: int | float,
     changed: Collection[ir.Value] = (),
     early: bool | None = False,
-) -> Choice:
+) -> RecomputeChoice:
     """The choice that is expected to take the least time of those found whose peak is within the budget.
 
     Args:
@@ -133,10 +133,10 @@ class _Search:
         self._parts, self._storages, self._early = parts, storages, early
         self._nodes = [n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)]
         self._seconds = {n: node_seconds(n, storages) for n in self._nodes}
-        self._again = repeatable(self._nodes, changed)
-        results = {v for v in parts.forward.outputs[: parts.forward.leaving] if v is not None}
+        self._again = recomputable_nodes(self._nodes, changed)
+        results = {v for v in parts.forward.outputs[: parts.forward.num_user_outputs] if v is not None}
         self._bytes = {v: self._to_keep(v, results) for n in self._nodes for v in n.outputs}
-        self.nothing = Choice(frozenset(), 0.0, self._peak(parts), early)
+        self.nothing = RecomputeChoice(frozenset(), 0.0, self._peak(parts), early)
         self.least = self.nothing.peak
 
     def _peak(self, parts: Cut) -> int:
@@ -147,14 +147,14 @@ class _Search:
         root = self._storages.root(value)
         return 0 if root.producer() is None or root in results else self._storages.bytes_of(root)
 
-    def within(self, budget: int) -> Choice | None:
+    def within(self, budget: int) -> RecomputeChoice | None:
         """The choice of the least time of those found whose peak is within the budget."""
         if self.nothing.peak <= budget:
             return self.nothing
         fitting = (choice for choice in self._choices(budget) if choice.peak <= budget)
         return min(fitting, key=lambda choice: choice.seconds, default=None)
 
-    def _choices(self, budget: int) -> Iterator[Choice]:
+    def _choices(self, budget: int) -> Iterator[RecomputeChoice]:
         """Choices among which is the best that is found for this budget."""
         plain = [self._at(_Prices(price)) for price in _PRICES]
         yield from plain
@@ -174,7 +174,7 @@ class _Search:
         for _, kept in fitting[:_TRIED]:
             yield from self._halved(budget, partial(_Prices, _DEEP, _PRICES[best], kept=kept))
 
-    def _halved(self, budget: int, prices: Callable[[float], _Prices]) -> Iterator[Choice]:
+    def _halved(self, budget: int, prices: Callable[[float], _Prices]) -> Iterator[RecomputeChoice]:
         """Choices around the least share with which the budget is met."""
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
@@ -183,13 +183,15 @@ class _Search:
             yield choice
             low, high = (low, middle) if choice.peak <= budget else (middle, high)
 
-    def _at(self, prices: _Prices) -> Choice:
+    def _at(self, prices: _Prices) -> RecomputeChoice:
         """The choice at these prices."""
         again = self._cut(prices)
-        values = {v for n in again for v in n.outputs if v not in drawn(n) and v not in prices.kept}
-        peak = self._peak(with_recomputed(self._parts, values))
+        values = {v for n in again for v in n.outputs if v not in replay_inputs(n) and v not in prices.kept}
+        peak = self._peak(predict_cut(self._parts, values))
         self.least = min(self.least, peak)
-        return Choice(frozenset(str(v.name) for v in values), sum(self._seconds[n] for n in again), peak, self._early)
+        return RecomputeChoice(
+            frozenset(str(v.name) for v in values), sum(self._seconds[n] for n in again), peak, self._early
+        )
 
     # The minimum cut
 
@@ -204,14 +206,14 @@ class _Search:
         for position, node in enumerate(self._nodes):
             if node in self._again:
                 graph.add_edge(source, node, capacity=round(self._seconds[node] / _UNIT))
-                for value in reads_again(node):
+                for value in recompute_inputs(node):
                     if value in self._bytes:
                         graph.add_edge((value, "out"), node)
             else:
                 graph.add_edge(source, node)
             price = prices.at(position / count)
             for value in node.outputs:
-                if value in drawn(node) or value in prices.kept:
+                if value in replay_inputs(node) or value in prices.kept:
                     graph.add_edge(source, (value, "in"))
                 else:
                     graph.add_edge(node, (value, "in"))

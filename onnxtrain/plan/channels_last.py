@@ -23,7 +23,7 @@ from onnxtrain.ops.definition import Method
 _LEAST = 2  # convolutions: for one alone the conversions cost what it gains
 
 
-def pays(nodes: Iterable[ir.Node], inputs: Sequence[torch.Tensor]) -> bool:
+def is_profitable(nodes: Iterable[ir.Node], inputs: Sequence[torch.Tensor]) -> bool:
     """Whether to run a graph so.
 
     Not where the user does it: with weights or inputs in that order PyTorch's kernels keep to it by themselves.
@@ -76,11 +76,11 @@ class ChannelsLast:
                     order += unknown
                 else:
                     self._known[current] = any(
-                        self.holds(v) for v in _shared(current, definition) if v.producer() is not None
+                        self.is_channels_last(v) for v in _shared(current, definition) if v.producer() is not None
                     )
         return self._known[node]
 
-    def holds(self, value: ir.Value) -> bool:
+    def is_channels_last(self, value: ir.Value) -> bool:
         """Whether a value is one of these pictures."""
         node = value.producer()
         if node is None or not _is_picture(value) or not self._is_within(node):
@@ -89,12 +89,12 @@ class ChannelsLast:
         layout = definition.layout
         return layout is not None and definition.output_name(value.index() or 0) in layout.values
 
-    def may_hold(self, value: ir.Value) -> bool:
+    def may_be_channels_last(self, value: ir.Value) -> bool:
         """Whether a value may lie channels-last, as a convolution's weight gradient does too."""
         node = value.producer()
         return node is not None and _is_picture(value) and self._is_within(node)
 
-    def arguments(self, node: ir.Node, arguments: Sequence[Any]) -> list[Any]:
+    def convert_arguments(self, node: ir.Node, arguments: Sequence[Any]) -> list[Any]:
         """A node's arguments, in the order of memory in which it reads them."""
         definition, orders = definition_of(node), self._changed(node)
         if definition.inputs and definition.inputs[-1].endswith("..."):
@@ -103,7 +103,7 @@ class ChannelsLast:
             return [*map(_in_order, orders[:fixed], arguments), several]
         return [*map(_in_order, orders, arguments), *arguments[len(orders) :]]
 
-    def copied(self, node: ir.Node) -> Collection[ir.Value]:
+    def converted_inputs(self, node: ir.Node) -> Collection[ir.Value]:
         """The inputs that a node reads in another order than they lie in: a copy is made of each."""
         return {v for v, order in zip(node.inputs, self._changed(node), strict=True) if v is not None and order}
 
@@ -117,9 +117,9 @@ class ChannelsLast:
             if value is None:
                 found.append(None)
             elif definition.input_name(index) in values:
-                found.append(torch.channels_last if _is_picture(value) and not self.holds(value) else None)
+                found.append(torch.channels_last if _is_picture(value) and not self.is_channels_last(value) else None)
             else:
-                found.append(torch.contiguous_format if self.may_hold(value) else None)
+                found.append(torch.contiguous_format if self.may_be_channels_last(value) else None)
         return found
 
 

@@ -31,7 +31,7 @@ class Part:
         outputs: tensors that go out; None for one that is not wanted.
         sizes_out: sizes that go out as Python ints.
         host: the values of the whole graph that are Python ints.
-        leaving: how many of the outputs, from the first, the user gets to see.
+        num_user_outputs: how many of the outputs, from the first, the user gets to see.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -40,7 +40,7 @@ class Part:
     outputs: tuple[ir.Value | None, ...]
     sizes_out: tuple[ir.Value, ...]
     host: frozenset[ir.Value]
-    leaving: int
+    num_user_outputs: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Cut:
         return [i for i, value in enumerate(self.forward.inputs) if value not in self.kept]
 
 
-def whole(model: ir.Model) -> Part:
+def single_part(model: ir.Model) -> Part:
     """A graph without gradients as one part."""
     nodes = tuple(model.graph)
     host = frozenset(host_values(nodes, definition_of))
@@ -74,13 +74,13 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     earlier = _forward_nodes(joint, nodes, given)
     backward_nodes = [n for n in nodes if n not in earlier]
     asked = [g for g in gradients if g is not None]
-    backward, reads = needed(backward_nodes, asked, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
+    backward, reads = nodes_computing(backward_nodes, asked, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
     kept = tuple(v for v in reads if v not in host and v not in given and v.const_value is None)
     crossing = tuple(v for v in reads if v in host)
 
     results = tuple(graph.outputs)[: joint.outputs]
     goals = [v for v in (*results, *kept, *crossing) if v.const_value is None]
-    forward, _ = needed([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
+    forward, _ = nodes_computing([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
     inputs = tuple(v for v in graph.inputs if v not in given)
     return Cut(
         Part(forward, inputs, (), (*results, *kept), crossing, host, len(results)),
@@ -116,7 +116,7 @@ def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], given: set[ir.Value])
     return earlier
 
 
-def needed(
+def nodes_computing(
     candidates: Sequence[ir.Node],
     goals: Sequence[ir.Value],
     host: frozenset[ir.Value],

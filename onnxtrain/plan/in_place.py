@@ -13,14 +13,16 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnxtrain.graph.alias import AliasSets, viewed
+from onnxtrain.graph.alias import AliasSets, view_source
 from onnxtrain.graph.values import ATEN, type_of
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.ops.definition import Kernel
 from onnxtrain.plan.cut import Part
 
 
-def overwritten(part: Part, last_uses: Mapping[ir.Value, int], kernels: Mapping[ir.Node, Kernel]) -> dict[ir.Node, int]:
+def in_place_inputs(
+    part: Part, last_uses: Mapping[ir.Value, int], kernels: Mapping[ir.Node, Kernel]
+) -> dict[ir.Node, int]:
     """For each such node, the index of that input.
 
     Args:
@@ -59,7 +61,7 @@ def _is_all_of(value: ir.Value, root: ir.Value) -> bool:
         node = value.producer()
         if node is None or not definition_of(node).same_elements:
             return False
-        source = viewed(node, value.index() or 0, definition_of(node))
+        source = view_source(node, value.index() or 0, definition_of(node))
         assert source is not None, "what is no root is a view"
         value = source
     return True

@@ -17,9 +17,9 @@ from itertools import accumulate, pairwise
 
 import onnx_ir as ir
 
+from onnxtrain.plan.backward_stages import Groups, stage_ends
 from onnxtrain.plan.cut import Cut, Part
-from onnxtrain.plan.in_place import last_uses, overwritten
-from onnxtrain.plan.split import Groups, ends
+from onnxtrain.plan.in_place import in_place_inputs, last_uses
 from onnxtrain.plan.storage import Storages
 
 
@@ -95,7 +95,7 @@ def timeline(parts: Cut, storages: Storages, groups: Groups = ()) -> Timeline:
         groups: the gradients that are handed over together while backward goes on; (): all at its end.
     """
     forward, backward = parts.forward, parts.backward
-    bounds = ends(parts, groups) if groups else [len(backward.nodes)]
+    bounds = stage_ends(parts, groups) if groups else [len(backward.nodes)]
     first = _Program(forward, storages, 0, {}, [len(forward.nodes)])
     # What the caller sees of the first part stays until the second ends.
     end = len(forward.nodes) + len(backward.nodes)
@@ -105,7 +105,7 @@ def timeline(parts: Cut, storages: Storages, groups: Groups = ()) -> Timeline:
             crossing[value].last = len(forward.nodes)
     given = {v: crossing[v] for v in parts.kept if v in crossing}
     second = _Program(backward, storages, len(forward.nodes), given, bounds)
-    for value in forward.outputs[: forward.leaving]:
+    for value in forward.outputs[: forward.num_user_outputs]:
         if value is not None and (spot := first.result(value, len(forward.nodes))):
             spot.last, spot.kind = end, Kind.RESULT
     for group, bound in zip(groups or (range(len(backward.outputs)),), bounds, strict=True):
@@ -180,7 +180,7 @@ class _Program:
         for start, stop in pairwise([0, *bounds]):
             nodes = part.nodes[start:stop]
             kernels = {n: self._storages.kernel(n) for n in nodes if not part.host.issuperset(n.outputs)}
-            found |= overwritten(replace(part, nodes=nodes), {v: last - start for v, last in uses.items()}, kernels)
+            found |= in_place_inputs(replace(part, nodes=nodes), {v: last - start for v, last in uses.items()}, kernels)
         return found
 
     def spot(self, value: ir.Value) -> _Spot | None:

@@ -6,7 +6,7 @@
 
 A node is computed again exactly as it was: it has no effects, or its definition says how it is replayed from what it
 drew, or that it repeats (a custom autograd function that its author declares `recomputable`). What is chosen stands in
-a `Choice`; `applied` writes it into a joint graph.
+a `RecomputeChoice`; `apply_choice` writes it into a joint graph.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onnxtrain.ops import Effects, builder, definition_of
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import Cut
 
-AGAIN = "recomputed"  # the metadata of a node that is one of forward computed again: the name of that node
+RECOMPUTED = "recomputed"  # the metadata of a node that is one of forward computed again: the name of that node
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecomputeChoice:
     """What backward computes again.
 
     Attributes:
@@ -55,32 +55,32 @@ class Choice:
         return ", ".join(facts)
 
 
-NOTHING = Choice()
+KEEP_ALL = RecomputeChoice()
 
 
-def recomputable(node: ir.Node) -> bool:
+def is_recomputable(node: ir.Node) -> bool:
     """Whether a node can be computed again with the same result, bit for bit."""
     definition = definition_of(node)
     if definition.repeats(node):
         return True
     if definition.objects:
         return False
-    return definition.effects == Effects.NONE or bool(drawn(node))
+    return definition.effects == Effects.NONE or bool(replay_inputs(node))
 
 
-def repeatable(nodes: Sequence[ir.Node], changed: Collection[ir.Value]) -> set[ir.Node]:
+def recomputable_nodes(nodes: Sequence[ir.Node], changed: Collection[ir.Value]) -> set[ir.Node]:
     """Those of `nodes` that can be computed again: not where they read an input in `changed`, or a view of one."""
     sets = AliasSets(nodes, definition_of)
     roots = {sets.root(v) for v in changed}
-    return {n for n in nodes if recomputable(n) and not any(sets.root(v) in roots for v in reads_again(n))}
+    return {n for n in nodes if is_recomputable(n) and not any(sets.root(v) in roots for v in recompute_inputs(n))}
 
 
-def of_checkpoints(joint: Joint, changed: Collection[ir.Value]) -> Choice:
+def choose_by_checkpoints(joint: Joint, changed: Collection[ir.Value]) -> RecomputeChoice:
     """What the user's regions of torch.utils.checkpoint ask for: all inside but what other nodes of forward read."""
     nodes = [n for n in joint.model.graph if n in joint.forward_nodes]
     if not any(REGION in n.metadata_props for n in nodes):
-        return NOTHING
-    again = repeatable(nodes, changed)
+        return KEEP_ALL
+    again = recomputable_nodes(nodes, changed)
     apart = {*joint.model.graph.outputs[: joint.outputs], *host_values(nodes, definition_of)}
     found = []
     for node in nodes:
@@ -90,12 +90,12 @@ def of_checkpoints(joint: Joint, changed: Collection[ir.Value]) -> Choice:
         for value in node.outputs:
             readers = [n for n in traversal.users(value) if n in joint.forward_nodes]
             inside = all(n.metadata_props.get(REGION) == region for n in readers)
-            if inside and value not in apart and value not in drawn(node):
+            if inside and value not in apart and value not in replay_inputs(node):
                 found.append(str(value.name))
-    return Choice(frozenset(found))
+    return RecomputeChoice(frozenset(found))
 
 
-def drawn(node: ir.Node) -> tuple[ir.Value, ...]:
+def replay_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
     """The outputs of a random node that must be kept, so that it can be replayed; () where it cannot be."""
     definition = definition_of(node)
     if definition.replay is None:
@@ -105,13 +105,13 @@ def drawn(node: ir.Node) -> tuple[ir.Value, ...]:
     return () if None in found else found
 
 
-def reads_again(node: ir.Node) -> Iterator[ir.Value]:
+def recompute_inputs(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads when it is computed again."""
     yield from traversal.reads(node)
-    yield from drawn(node)
+    yield from replay_inputs(node)
 
 
-def interleaved(
+def interleave_recomputed(
     backward: Sequence[ir.Node], again: Collection[ir.Value], sources: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, ir.Node | None]]:
     """The nodes of backward in order, each as (node, None), with those that compute `again` before their first use.
@@ -143,7 +143,7 @@ def _needed(
                 continue
             done.add(current)
             waiting.append((current, True))
-        reads = traversal.reads(node) if current is node else reads_again(current)
+        reads = traversal.reads(node) if current is node else recompute_inputs(current)
         for value in reversed(list(reads)):
             producer = value.producer()
             if producer is not None and value in again and producer in sources and producer not in done:
@@ -151,26 +151,26 @@ def _needed(
     return order
 
 
-def with_recomputed(parts: Cut, again: Collection[ir.Value]) -> Cut:
+def predict_cut(parts: Cut, again: Collection[ir.Value]) -> Cut:
     """The cut as it will be, on the nodes of the graph as it is: for predictions, not to be run."""
     sources = set(parts.forward.nodes)
-    nodes = tuple(node for node, _ in interleaved(parts.backward.nodes, again, sources))
+    nodes = tuple(node for node, _ in interleave_recomputed(parts.backward.nodes, again, sources))
     needed: set[ir.Value] = set()
     for node in nodes:
         if node in sources:
-            needed.update(reads_again(node))
+            needed.update(recompute_inputs(node))
         elif not is_root(node, definition_of(node)):
             needed.update(traversal.reads(node))
     needed.update(v for v in parts.backward.outputs if v is not None)
     made = (*parts.forward.inputs, *(v for n in parts.forward.nodes for v in n.outputs))
     kept = tuple(v for v in made if v in needed and v not in again and v not in parts.forward.host)
     cotangents = [v for v in parts.backward.inputs if v not in parts.kept]
-    results = parts.forward.outputs[: parts.forward.leaving]
+    results = parts.forward.outputs[: parts.forward.num_user_outputs]
     forward = replace(parts.forward, outputs=(*results, *kept))
     return Cut(forward, replace(parts.backward, nodes=nodes, inputs=(*kept, *cotangents)), kept, parts.sizes)
 
 
-def applied(joint: Joint, choice: Choice) -> Joint:
+def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
     """The joint graph with what is chosen computed again in backward. Changes the graph in place."""
     if not choice.values:
         return joint
@@ -179,7 +179,7 @@ def applied(joint: Joint, choice: Choice) -> Joint:
     backward = [n for n in graph if n not in joint.forward_nodes]
     op = builder(graph)
     copies: dict[ir.Value, ir.Value] = {}
-    for node, user in list(interleaved(backward, again, joint.forward_nodes)):
+    for node, user in list(interleave_recomputed(backward, again, joint.forward_nodes)):
         if user is not None:
             copy = _copied(node, copies)
             replay = definition_of(node).replay
@@ -188,7 +188,7 @@ def applied(joint: Joint, choice: Choice) -> Joint:
                 copies.update((v, c) for v, c in zip(node.outputs, copy.outputs, strict=True) if v in again)
                 continue
             with nodes_before(op, user):
-                replayed = replay.build(op, definition_of(copy).view(copy), *drawn(node))
+                replayed = replay.build(op, definition_of(copy).view(copy), *replay_inputs(node))
             copies[node.outputs[0]] = replayed
             made = replayed.producer()
             assert made is not None, "a replay computes something"
@@ -205,7 +205,7 @@ def applied(joint: Joint, choice: Choice) -> Joint:
 def _copied(node: ir.Node, copies: dict[ir.Value, ir.Value]) -> ir.Node:
     """The node, reading what is computed again before it."""
     copy = traversal.clone_node(node, dict(copies))
-    copy.metadata_props[AGAIN] = node.name or ""
+    copy.metadata_props[RECOMPUTED] = node.name or ""
     copy.name = f"{node.name}/again"
     for value in copy.outputs:
         value.name = f"{value.name}/again"

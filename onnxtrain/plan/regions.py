@@ -22,7 +22,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.plan.cut import Part
-from onnxtrain.plan.in_place import last_uses, overwritten
+from onnxtrain.plan.in_place import in_place_inputs, last_uses
 from onnxtrain.plan.storage import Storages
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -58,8 +58,8 @@ class Region:
         return " + ".join(node.op_type for node in self.part.nodes)
 
 
-class Found(NamedTuple):
-    """What `find` finds.
+class FoundRegions(NamedTuple):
+    """What `find_regions` finds.
 
     Attributes:
         part: in an order in which the nodes of each region stand side by side.
@@ -72,7 +72,7 @@ class Found(NamedTuple):
     refused: Sequence[tuple[ir.Node, str]]
 
 
-def find(part: Part, storages: Storages) -> Found:
+def find_regions(part: Part, storages: Storages) -> FoundRegions:
     """The regions of a part.
 
     Args:
@@ -107,7 +107,7 @@ def find(part: Part, storages: Storages) -> Found:
         else:
             refused |= dict.fromkeys(group, "no neighbour loops over the same shape: there is nothing to save")
     said = [(node, refused[node]) for node in part.nodes if node in refused]
-    return Found(replace(part, nodes=order.nodes), tuple(regions), said)
+    return FoundRegions(replace(part, nodes=order.nodes), tuple(regions), said)
 
 
 def _obstacle(node: ir.Node, part: Part) -> str:
@@ -251,7 +251,7 @@ class _Memory:
         self._given = frozenset(part.inputs)
         self._outputs = [storages.root(v) for v in part.outputs if v is not None]
         tensors = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
-        in_place = overwritten(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
+        in_place = in_place_inputs(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
         self._touched: dict[ir.Node, Sequence[ir.Value]] = {}  # the memory that a node reads and writes
         self._at_once = dict.fromkeys(part.nodes, 0)  # what it takes beside: scratch, less what it writes over
         for node in part.nodes:

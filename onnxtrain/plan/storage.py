@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph import sizes
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.host import host_values
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import Effects, OpDef, definition_of
@@ -25,7 +25,7 @@ from onnxtrain.ops.symbolic import held_sizes
 from onnxtrain.plan.channels_last import ChannelsLast
 
 
-def known_sizes(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+def bind_symbols(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     """The integer of each symbol in the sizes of inputs, for these tensors.
 
     A symbol that is no size by itself is found from a size that grows with it alone, such as "2*n".
@@ -109,20 +109,20 @@ class Storages:
         if node not in self._workspace:
             definition = definition_of(node)
             size = self.kernel(node).workspace(definition.view(node))
-            viewed_ = {viewed(node, index, definition) for index in range(len(node.outputs))}
-            copies = sum(self.bytes_of(v) for v in self._copied(node) if v not in viewed_)
+            viewed = {view_source(node, index, definition) for index in range(len(node.outputs))}
+            copies = sum(self.bytes_of(v) for v in self._copied(node) if v not in viewed)
             self._workspace[node] = self.number(size) + copies
         return self._workspace[node]
 
     def copied_result(self, value: ir.Value) -> bool:
         """Whether a result leaves the program as a copy, in the usual order of memory."""
-        return self._layout is not None and self._layout.may_hold(value)
+        return self._layout is not None and self._layout.may_be_channels_last(value)
 
     def _copied(self, node: ir.Node) -> Collection[ir.Value]:
         """The inputs that a node reads as copies."""
         if self._layout is None or self.host.issuperset(node.outputs):
             return ()
-        return self._layout.copied(node)
+        return self._layout.converted_inputs(node)
 
     def number(self, size: sizes.Size) -> int:
         """The integer that a size is here."""
@@ -167,7 +167,7 @@ class Storages:
         self, node: ir.Node, index: int, value: ir.Value, definition: OpDef, copied: Collection[ir.Value]
     ) -> None:
         """What a kernel of ours gives: a view where the definition says so, else new memory."""
-        source = viewed(node, index, definition)
+        source = view_source(node, index, definition)
         if source is not None and source not in copied and self._count(source) == self._count(value):
             self._sources[value] = source
 

@@ -24,8 +24,8 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.constructors import ONNX_DTYPES
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.plan.cut import Part, whole
-from onnxtrain.plan.regions import Region, find
+from onnxtrain.plan.cut import Part, single_part
+from onnxtrain.plan.regions import Region, find_regions
 from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -45,11 +45,11 @@ def part_of(build: Build, dims: Sequence[str], dtype: torch.dtype = torch.float3
     op = builder(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name="example"))
     made = build(op, *inputs)
     op.graph.outputs.extend(made if isinstance(made, tuple) else (made,))
-    return whole(ir.Model(op.graph, ir_version=10))
+    return single_part(ir.Model(op.graph, ir_version=10))
 
 
 def regions_of(part: Part, device: str = "cpu") -> tuple[Part, tuple[Region, ...]]:
-    found = find(part, Storages(part.nodes, SIZES, device))
+    found = find_regions(part, Storages(part.nodes, SIZES, device))
     return found.part, found.regions
 
 
@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[Build, Sequence[str]]] = {
 def nodes_as_kernel(path: Path, device: torch.device = CPU) -> Callable[[Sequence[torch.Tensor]], Any]:
     """What a made-up compiler gives: the region that was written down, run node by node."""
     model, _ = request.read(path)
-    program = Program(whole(model), "written", CPU)
+    program = Program(single_part(model), "written", CPU)
     return lambda tensors: program.run(tensors, ())[0]
 
 

@@ -19,7 +19,7 @@ from onnxtrain.execute.recorded import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.attention import varlen
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.test_packing import OnGpu
 from tests.execute.test_recorded import CpuRecorder, Recorders, Trained, everything, log  # noqa: F401  # fixtures
@@ -339,7 +339,7 @@ def test_attention_that_reads_lengths_on_the_host_is_not_recorded(log: Recorders
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": 23}, name="attention")
     q, k, v, cu = values
     graph.outputs.append(builder(graph).own.VarlenAttention(q, k, v, cu, cu)[0])
-    part = whole(ir.Model(graph, ir_version=10))
+    part = single_part(ir.Model(graph, ir_version=10))
     refused = [Recordings(CpuRecorder(log), torch.device(d), frozenset()).refusal(part) for d in ("cuda", "cpu")]
     assert refused[0] is not None
     assert "the host reads" in refused[0].reason

@@ -17,7 +17,7 @@ import tests.ops
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded import Recordings
-from onnxtrain.plan.cut import Part, cut, whole
+from onnxtrain.plan.cut import Part, cut, single_part
 from onnxtrain.testing import CaseCheck, OpCase
 from tests.execute.test_recorded import CpuRecorder, Recorders
 
@@ -65,7 +65,7 @@ def run(part: Part, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) 
 def run_case(case: OpCase, dtype: torch.dtype) -> None:
     check, known = CaseCheck(case, dtype), next(iter(case.size_sets()))
     tensors = check.tensors(known)
-    found = run(whole(check.model), tensors)
+    found = run(single_part(check.model), tensors)
     if found is None or not check.differentiable:
         return
     cotangents = [None if t is None or not (t.is_floating_point() or t.is_complex()) else t for t in found[0]]

@@ -34,7 +34,7 @@ from onnxtrain.execute.recorded import (
     Recordings,
     Results,
 )
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 from onnxtrain.prepared import prepare
 from onnxtrain.report import CompileReport
 
@@ -552,7 +552,7 @@ def test_numbers_that_the_host_reads_are_refused(log: Recorders) -> None:
         expand (float[N] x, int64[1] n) => (float[M] y) { m = Add(n, n) y = Expand(x, m) }"""
     )
     device = torch.device("cpu")
-    refusal = Recordings(CpuRecorder(log), device, frozenset()).refusal(whole(model))
+    refusal = Recordings(CpuRecorder(log), device, frozenset()).refusal(single_part(model))
     assert refusal is not None
     assert "the host reads a number" in refusal.reason
 

@@ -29,7 +29,7 @@ from onnxtrain.execute.regions.request import BESIDE, Request
 from onnxtrain.graph.builder import Builder
 from onnxtrain.native import background, compiler
 from onnxtrain.native.build import BuildError
-from onnxtrain.plan.regions import find
+from onnxtrain.plan.regions import find_regions
 from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.region_cases import (
@@ -141,7 +141,7 @@ def test_what_is_in_no_region_says_why() -> None:
         return rounded, op.Exp(x), op.Exp(other), apart(op, x, other, op.Transpose(other, perm=[1, 0]))
 
     part = part_of(mixed, ["b 8", "8 8"])
-    found = find(part, Storages(part.nodes, SIZES, "cpu"))
+    found = find_regions(part, Storages(part.nodes, SIZES, "cpu"))
     said = {node.op_type: reason for node, reason in found.refused}
     assert set(said) == {"Neg", "Exp", "QuickGelu", "Mul"}
     assert "INT64" in said["Neg"]
@@ -370,7 +370,7 @@ def test_no_step_waits_for_more_than_a_piece(made_up: list[Path], monkeypatch: p
 
         monkeypatch.setattr(owner, name, noting)
 
-    pieces = ("Storages", "find", "Request", "load", "RegionCall")
+    pieces = ("Storages", "find_regions", "Request", "load", "RegionCall")
     for name in pieces:
         noted(fused, name)
     noted(FusedProgram, "_fused")

@@ -394,7 +394,7 @@ EFFECTS = {
     "cuda_graphs": ("execute/test_recorded.py", "test_training_is_the_same"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
-    "recompute_cheap": ("plan/test_cheap.py", "test_no_bit_changes_and_no_input_is_kept"),
+    "recompute_cheap": ("plan/test_default_recompute.py", "test_no_bit_changes_and_no_input_is_kept"),
     "compute_optimizer": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
     "label_sparsity": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
     "chunked_loss": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),

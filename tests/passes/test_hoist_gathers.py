@@ -17,7 +17,7 @@ from onnxtrain.execute.program import Program
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.hoist_gathers import hoist_gathers
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 from tests.passes.less_work import CLASSES, WIDTH, check_equals_eager, forward_graph, made, refusals, shapes, wrap
 from tests.passes.test_rewrites import closed, graph_of
 from tests.zoo.entry import Call, Draw, ragged_mask
@@ -159,7 +159,7 @@ def test_gather_nd_of_one_token_of_each_sequence_moves(batch_dims: int) -> None:
 
 
 def run(graph: ir.Graph, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    program = Program(whole(ir.Model(graph, ir_version=10)), "test", torch.device("cpu"))
+    program = Program(single_part(ir.Model(graph, ir_version=10)), "test", torch.device("cpu"))
     results, _ = program.run(tensors, ())
     return [*results]
 

@@ -16,7 +16,7 @@ from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
 from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
 from onnxtrain.passes.remove_identities import remove_identities
 from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def ops_of(graph: ir.Graph) -> list[str]:
 
 
 def run(graph: ir.Graph, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    results, _ = Program(whole(ir.Model(graph, ir_version=10)), "test", torch.device("cpu")).run(tensors, ())
+    results, _ = Program(single_part(ir.Model(graph, ir_version=10)), "test", torch.device("cpu")).run(tensors, ())
     return list(results)
 
 

@@ -13,7 +13,7 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.lifetimes import Kind, Timeline
-from onnxtrain.plan.storage import Storages, known_sizes
+from onnxtrain.plan.storage import Storages, bind_symbols
 from tests.plan.measured import Batch, ConvNet, made, peak_of, step
 
 SIZES = ((8, 16), (3, 33), (16, 24))
@@ -100,7 +100,7 @@ def sizes_of(model: ORTModule, batch: dict[str, torch.Tensor]) -> dict[str, int]
     tensors = list(batch.values())
     sources = zip(captured.sources, captured.model.graph.inputs, strict=True)
     inputs = [(value, tensors[source.index]) for source, value in sources if source.kind == "input"]
-    return known_sizes(*zip(*inputs, strict=True))
+    return bind_symbols(*zip(*inputs, strict=True))
 
 
 def test_workspace_and_views_count() -> None:
@@ -126,8 +126,8 @@ def test_sizes_that_are_no_plain_symbol() -> None:
     for value, size in zip(values, ("2*n + 1", "m", "n*k"), strict=True):
         set_type(value, TensorType(ir.DataType.FLOAT, (size, 3)))
     tensors = [torch.empty(rows, 3) for rows in (9, 5, 12)]
-    assert known_sizes(values, tensors) == {"n": 4, "m": 5, "k": 3}
-    assert known_sizes(values[2:], tensors[2:]) == {}
+    assert bind_symbols(values, tensors) == {"n": 4, "m": 5, "k": 3}
+    assert bind_symbols(values[2:], tensors[2:]) == {}
 
 
 def test_what_is_held_and_for_what() -> None:

@@ -122,7 +122,7 @@ def test_a_count_and_a_kind_decide_how_many(module: nn.Module) -> None:
         assert row.frequency == 4
         assert row.saved_bytes == 4 * 6 * 4 * WIDTH * 4  # of 4 layers, at the sizes of the first call
         assert row.config == "Gelu+:1:-1"
-        done.append(row.computed_again)
+        done.append(row.recomputed)
     assert done == [4, 1, 0]
 
 

@@ -25,7 +25,7 @@ from onnxtrain.execute.one_call.call import ENTRY, Call, compiled_call, python_c
 from onnxtrain.execute.one_call.source import LARGEST, NAME, write
 from onnxtrain.execute.one_call.static_graph import static_graph
 from onnxtrain.execute.program import Program, Run, drained
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.native import Library
 from onnxtrain.ops import definition_of
 from onnxtrain.plan.cut import Part
@@ -45,7 +45,7 @@ def may_be_one_call(part: Part, least: int = 2) -> bool:
     if not least <= len(tensor_nodes) <= _MOST_NODES or any(definition_of(n).effects for n in tensor_nodes):
         return False
     given = set(part.inputs)
-    roots = [_root(value) for value in part.outputs[: part.leaving] if value is not None]
+    roots = [_root(value) for value in part.outputs[: part.num_user_outputs] if value is not None]
     wanted = [value for value in part.outputs if value is not None]
     # A view that leaves would be a copy. A view of an input, kept, would not notice that the input is changed.
     if len(set(roots)) < len(roots) or any(_root(v) in given and v not in given for v in wanted):
@@ -57,7 +57,7 @@ def _root(value: ir.Value) -> ir.Value:
     """The value in whose memory this one lies."""
     node = value.producer()
     while node is not None:
-        source = viewed(node, value.index() or 0, definition_of(node))
+        source = view_source(node, value.index() or 0, definition_of(node))
         if source is None:
             break
         value, node = source, source.producer()

@@ -27,7 +27,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native.build import seal
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.plan.cut import whole
+from onnxtrain.plan.cut import single_part
 
 
 class _Region(torch.nn.Module):
@@ -60,7 +60,7 @@ def main(connection: Connection) -> None:
 def compile_in(folder: Path) -> None:
     """Compiles the request in a folder."""
     model, beside = request.read(folder)
-    part, device = whole(model), torch.device(beside["device"])
+    part, device = single_part(model), torch.device(beside["device"])
     shapes = [_usual(value, shape) for value, shape in zip(model.graph.inputs, beside["shapes"], strict=True)]
     region = _Region(Program(part, "region", device))
     with torch.no_grad():

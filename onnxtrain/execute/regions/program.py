@@ -24,7 +24,7 @@ from onnxtrain.native.build import BuildError
 from onnxtrain.ops import definition_of
 from onnxtrain.options import Options
 from onnxtrain.plan.cut import Part
-from onnxtrain.plan.regions import Region, find
+from onnxtrain.plan.regions import Region, find_regions
 from onnxtrain.plan.storage import Storages
 from onnxtrain.report import PassReport, Refusal
 
@@ -101,7 +101,7 @@ class FusedProgram:
             with background.piece():
                 storages = Storages(part.nodes, known_numbers(part, shapes, given), self._device.type)
             with background.piece():
-                self._part, regions, _ = find(part, storages)
+                self._part, regions, _ = find_regions(part, storages)
         except (GraphError, NameError) as reason:
             _LOG.debug("%s has no regions: %s", self._program.filename, reason)
             return
@@ -200,7 +200,7 @@ def described(title: str, part: Part, storages: Storages) -> PassReport:
     """Which regions a part has at these sizes and which are compiled; what is in none, with the reason."""
     started = time.perf_counter()
     try:
-        _, regions, refused = find(part, storages)
+        _, regions, refused = find_regions(part, storages)
     except (GraphError, NameError) as reason:
         regions, refused = (), [(node, str(reason)) for node in part.nodes[:1]]
     made = []

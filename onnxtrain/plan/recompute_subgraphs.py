@@ -22,7 +22,7 @@ from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
 from onnxtrain.plan.budget import node_seconds
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
-from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable, with_recomputed
+from onnxtrain.plan.recompute import RecomputeChoice, predict_cut, recomputable_nodes, recompute_inputs, replay_inputs
 from onnxtrain.plan.storage import Storages
 from onnxtrain.report import SubgraphReport
 
@@ -84,7 +84,7 @@ def find_subgraphs(
         nodes = _chain(value, parts, usable)
         if not nodes:
             continue
-        again = frozenset(v for n in nodes for v in n.outputs if v not in drawn(n))
+        again = frozenset(v for n in nodes for v in n.outputs if v not in replay_inputs(n))
         candidate = _candidate(value, again, parts, storages)
         if candidate.saved > 0:
             pattern = "".join(f"{node.op_type}+" for node in sorted(nodes, key=position.__getitem__))
@@ -95,7 +95,7 @@ def find_subgraphs(
 
 def _usable(parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> set[ir.Node]:
     """The nodes of forward that give the same results in backward."""
-    return repeatable([n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)], changed)
+    return recomputable_nodes([n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)], changed)
 
 
 def _is_cheap(node: ir.Node, storages: Storages) -> bool:
@@ -108,11 +108,11 @@ def _chain(value: ir.Value, parts: Cut, usable: set[ir.Node]) -> set[ir.Node]:
     """The nodes that compute a kept value from what is kept, or from what no usable node makes."""
     kept = set(parts.kept)
     producer = value.producer()
-    if producer not in usable or value in drawn(producer):
+    if producer not in usable or value in replay_inputs(producer):
         return set()
     nodes, waiting = {producer}, [producer]
     while waiting:
-        for read in reads_again(waiting.pop()):
+        for read in recompute_inputs(waiting.pop()):
             source = read.producer()
             if source in usable and source not in nodes and read not in kept and read not in parts.forward.host:
                 nodes.add(source)
@@ -121,7 +121,7 @@ def _chain(value: ir.Value, parts: Cut, usable: set[ir.Node]) -> set[ir.Node]:
 
 
 def _candidate(value: ir.Value, again: frozenset[ir.Value], parts: Cut, storages: Storages) -> Candidate:
-    before, after = _kept(parts, storages), _kept(with_recomputed(parts, again), storages)
+    before, after = _kept(parts, storages), _kept(predict_cut(parts, again), storages)
     saved = sum(before.values()) - sum(after.values())
     return Candidate(value, again, saved, compromise=not after.keys() <= before.keys())
 
@@ -135,9 +135,9 @@ def _kept(parts: Cut, storages: Storages) -> dict[ir.Value, int]:
 # What to compute again
 
 
-def steer(
+def choose_by_options(
     parts: Cut, storages: Storages, options: Options, changed: Collection[ir.Value]
-) -> tuple[Choice, list[SubgraphReport]]:
+) -> tuple[RecomputeChoice, list[SubgraphReport]]:
     """What memory_opt_level and memory_opt_config compute again, and all that the latter can name.
 
     The summary is logged at INFO, as ONNX Runtime Training did. Takes what `find_subgraphs` does, and the options.
@@ -149,21 +149,21 @@ def steer(
         again = _by_layers(parts, _usable(parts, storages, changed))
         if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
             again.update(v for s in subgraphs for c in s.candidates if _is_outside(c) for v in c.again)
-    rows = reports(subgraphs, again)
+    rows = subgraph_reports(subgraphs, again)
     _LOG.info("%s", _summary(options, rows))
-    planned, own = with_recomputed(parts, again), set(parts.forward.nodes)
+    planned, own = predict_cut(parts, again), set(parts.forward.nodes)
     seconds = sum(node_seconds(n, storages) for n in planned.backward.nodes if n in own)
-    return Choice(frozenset(str(v.name) for v in again), seconds, timeline(planned, storages).peak), rows
+    return RecomputeChoice(frozenset(str(v.name) for v in again), seconds, timeline(planned, storages).peak), rows
 
 
-def reports(subgraphs: Sequence[Subgraph], again: Collection[ir.Value]) -> list[SubgraphReport]:
+def subgraph_reports(subgraphs: Sequence[Subgraph], again: Collection[ir.Value]) -> list[SubgraphReport]:
     """One row for each pattern."""
     return [
         SubgraphReport(
             pattern=subgraph.pattern,
             frequency=len(subgraph.candidates),
             saved_bytes=subgraph.saved,
-            computed_again=sum(candidate.value in again for candidate in subgraph.candidates),
+            recomputed=sum(candidate.value in again for candidate in subgraph.candidates),
             config=f"{subgraph.pattern}:{2 if any(c.compromise for c in subgraph.candidates) else 1}:-1",
         )
         for subgraph in subgraphs
@@ -189,14 +189,14 @@ def _by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig]
 def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
     """All that a layer makes for itself; what other modules read of it, and what is drawn, is kept."""
     own = set(parts.forward.nodes)
-    results = set(parts.forward.outputs[: parts.forward.leaving])
+    results = set(parts.forward.outputs[: parts.forward.num_user_outputs])
     again: set[ir.Value] = set()
     for node in usable:
         layer = _layer_of(node)
         for value in node.outputs:
             readers = (reader for reader, _ in value.uses() if reader in own)
             inside = layer is not None and all(_layer_of(reader) == layer for reader in readers)
-            if inside and value not in results and value not in drawn(node):
+            if inside and value not in results and value not in replay_inputs(node):
                 again.add(value)
     if not again:
         _LOG.warning("memory_opt_level: there is no layer: no submodule with a number in its name can run again")

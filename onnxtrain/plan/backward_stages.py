@@ -21,7 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of
-from onnxtrain.plan.cut import Cut, Part, needed
+from onnxtrain.plan.cut import Cut, Part, nodes_computing
 
 _MOST_STAGES = 32  # of equal bytes: what is held back is at most that share of all gradients
 Groups = tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ def group_gradients(parts: Cut) -> Groups:
     return (*groups, tuple(group)) if group else ()
 
 
-def ends(parts: Cut, groups: Groups) -> list[int]:
+def stage_ends(parts: Cut, groups: Groups) -> list[int]:
     """For each group, how many of backward's nodes have run when it is handed over."""
     ready, found = _ready(parts), [0]
     for group in groups[:-1]:
@@ -50,7 +50,7 @@ def ends(parts: Cut, groups: Groups) -> list[int]:
     return [*found[1:], len(parts.backward.nodes)]
 
 
-def split(parts: Cut, groups: Groups) -> tuple[Part, ...]:
+def split_backward(parts: Cut, groups: Groups) -> tuple[Part, ...]:
     """The backward part as one part per group: its outputs are the group's gradients, then what later parts read of it.
 
     Args:
@@ -60,12 +60,14 @@ def split(parts: Cut, groups: Groups) -> tuple[Part, ...]:
     part = parts.backward
     stages: list[Part] = []
     later: dict[ir.Value, None] = {}  # what the stages behind read
-    for group, (start, end) in reversed(list(zip(groups, itertools.pairwise([0, *ends(parts, groups)]), strict=True))):
+    for group, (start, end) in reversed(
+        list(zip(groups, itertools.pairwise([0, *stage_ends(parts, groups)]), strict=True))
+    ):
         own = part.nodes[start:end]
         gradients = tuple(part.outputs[index] for index in group)
         made = [v for node in own for v in node.outputs if v in later]
         goals = [*(g for g in gradients if g is not None), *made]
-        nodes, reads = needed(own, goals, part.host, part.nodes, Effects.PYTHON | Effects.COLLECTIVE)
+        nodes, reads = nodes_computing(own, goals, part.host, part.nodes, Effects.PYTHON | Effects.COLLECTIVE)
         reads = [v for v in reads if v.const_value is None]
         tensors_in, sizes_in = _tensors_and_sizes(reads, part)
         tensors_out, sizes_out = _tensors_and_sizes(made, part)
@@ -77,7 +79,7 @@ def split(parts: Cut, groups: Groups) -> tuple[Part, ...]:
                 sizes_in=sizes_in,
                 outputs=(*gradients, *tensors_out),
                 sizes_out=sizes_out,
-                leaving=len(group),
+                num_user_outputs=len(group),
             )
         )
         later = {v: None for v in (*later, *reads) if v not in set(made)}

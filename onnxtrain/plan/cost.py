@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes, traversal
-from onnxtrain.graph.alias import viewed
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.host import host_values
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of, view
@@ -16,7 +16,7 @@ from onnxtrain.ops.definition import numel
 from onnxtrain.report import Work
 
 
-def work_of(graph: ir.Graph, known: Mapping[str, int]) -> Work:
+def count_work(graph: ir.Graph, known: Mapping[str, int]) -> Work:
     """The work of all nodes of the graph.
 
     A node reads its inputs and writes its outputs, once each; one that computes nothing (Gather, Concat) reads as much
@@ -24,14 +24,14 @@ def work_of(graph: ir.Graph, known: Mapping[str, int]) -> Work:
 
     Args:
         graph: forward, or forward and backward together.
-        known: the size of each symbol; see `unknown`.
+        known: the size of each symbol; see `unbound_symbols`.
     """
     on_host = set(host_values(tuple(graph), definition_of))
     flops = bytes_ = 0
     for node in graph:
         definition = definition_of(node)
         outputs = [v for v in node.outputs if traversal.is_used(v)]
-        if all(v in on_host or viewed(node, v.index() or 0, definition) is not None for v in outputs):
+        if all(v in on_host or view_source(node, v.index() or 0, definition) is not None for v in outputs):
             continue
         own = sizes.evaluate(definition.flops(view(node)), known)
         written = sum(_bytes(v, known) for v in outputs)
@@ -45,7 +45,7 @@ def _bytes(value: ir.Value, known: Mapping[str, int]) -> int:
     return math.ceil(sizes.evaluate(numel(value), known) * dtype_of(value).itemsize)  # four bits are half a byte
 
 
-def unknown(graph: ir.Graph, known: Mapping[str, int]) -> dict[str, tuple[ir.Value, int]]:
+def unbound_symbols(graph: ir.Graph, known: Mapping[str, int]) -> dict[str, tuple[ir.Value, int]]:
     """Symbols of the graph that `known` lacks, each with a value and its axis that has this size.
 
     They are the sizes that depend on data: how many tokens have a label.

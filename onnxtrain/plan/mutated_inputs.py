@@ -20,7 +20,9 @@ from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import cut
 
 
-def differentiated(model: ir.Model, changed: Sequence[int], differentiate: Callable[[ir.Model], Joint]) -> Joint:
+def differentiate_with_copies(
+    model: ir.Model, changed: Sequence[int], differentiate: Callable[[ir.Model], Joint]
+) -> Joint:
     """The joint graph of a copy of `model`, whose backward reads the `changed` inputs as forward found them.
 
     Args:
@@ -38,7 +40,7 @@ def differentiated(model: ir.Model, changed: Sequence[int], differentiate: Calla
     return differentiate(apart)
 
 
-def check_apart(joint: Joint, changed: Sequence[int]) -> None:
+def check_backward_reads(joint: Joint, changed: Sequence[int]) -> None:
     """Raises CaptureError where backward would read what forward has changed, as a pass may have made it."""
     read = _read_by_backward(joint, changed)
     if read:

@@ -20,14 +20,14 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import numel
 from onnxtrain.plan.cut import Cut
-from onnxtrain.plan.recompute import Choice, drawn, reads_again, repeatable
+from onnxtrain.plan.recompute import RecomputeChoice, recomputable_nodes, recompute_inputs, replay_inputs
 
 _CHEAP = 16  # operations per element that is written: elementwise ones, norms, softmax; no convolution of few channels
 _MOST_MOVED = 3  # bytes that are read and written again, for each that is saved
 _LEAST_SHARE = 0.01  # of all that is kept: what saves less is not worth a call
 
 
-def cheap(parts: Cut, known: Mapping[str, int], changed: Collection[ir.Value] = ()) -> Choice:
+def choose_by_default(parts: Cut, known: Mapping[str, int], changed: Collection[ir.Value] = ()) -> RecomputeChoice:
     """What is computed again by default.
 
     Args:
@@ -42,8 +42,8 @@ def cheap(parts: Cut, known: Mapping[str, int], changed: Collection[ir.Value] = 
     for root, members in groups.items():
         nodes = search.chain(members)
         if search.bytes_of(root) >= least and search.pays(root, nodes):
-            again.update(v for n in nodes for v in n.outputs if v not in drawn(n))
-    return Choice(frozenset(str(v.name) for v in again))
+            again.update(v for n in nodes for v in n.outputs if v not in replay_inputs(n))
+    return RecomputeChoice(frozenset(str(v.name) for v in again))
 
 
 class _Search:
@@ -52,9 +52,9 @@ class _Search:
         self._nodes = parts.forward.nodes
         self._kept = dict.fromkeys(parts.kept)
         self._sets = AliasSets(self._nodes, definition_of)
-        leaving = parts.forward.outputs[: parts.forward.leaving]
-        self._visible = {self._sets.root(v) for v in leaving if v is not None}
-        self._usable = {n for n in repeatable(self._nodes, changed) if self._is_cheap(n)}
+        results = parts.forward.outputs[: parts.forward.num_user_outputs]
+        self._visible = {self._sets.root(v) for v in results if v is not None}
+        self._usable = {n for n in recomputable_nodes(self._nodes, changed) if self._is_cheap(n)}
 
     def groups(self) -> dict[ir.Value, list[ir.Value]]:
         """The kept values by the memory that they lie in, where that is kept for backward alone."""
@@ -73,10 +73,10 @@ class _Search:
             node = value.producer()
             if node in nodes:
                 continue
-            if node not in self._usable or value in drawn(node):
+            if node not in self._usable or value in replay_inputs(node):
                 return set()
             nodes.add(node)
-            waiting += [v for v in reads_again(node) if not self._is_there(v)]
+            waiting += [v for v in recompute_inputs(node) if not self._is_there(v)]
         return nodes
 
     def pays(self, root: ir.Value, nodes: Collection[ir.Node]) -> bool:

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.plan.recompute import AGAIN
+from onnxtrain.plan.recompute import RECOMPUTED
 from tests.plan import measured
 from tests.plan.measured import Batch, peak_of, step
 
@@ -74,7 +74,7 @@ def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
 
 def computed_again(model: ORTModule) -> list[str]:
     nodes = model.__dict__["_engine"].newest().parts.backward.nodes
-    return [node.op_type for node in nodes if AGAIN in node.metadata_props]
+    return [node.op_type for node in nodes if RECOMPUTED in node.metadata_props]
 
 
 def test_no_bit_changes_and_no_input_is_kept() -> None:
