@@ -3,6 +3,7 @@
 #   make demo [QUICK=1]   fine-tunes a small pretrained model in eager PyTorch and in onnxtrain, side by side
 #   make test             checks and tests          make test-all   the slow tests as well
 #   make lint             checks only               make format     formats and fixes what can be fixed
+#   make docs             builds the documentation into build/docs; a warning or a broken link is an error
 #   make bench            measures
 #
 # PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
@@ -12,7 +13,7 @@ JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test test-all bench lint format clean
+.PHONY: demo test test-all docs bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -21,8 +22,13 @@ demo: .venv/.demo
 test: lint .venv/.browser .venv/.cpp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
-test-all: lint .venv/.browser .venv/.cpp
+test-all: lint docs .venv/.browser .venv/.cpp
 	$(BIN)/pytest -n $(JOBS) --slow $(ARGS)
+
+docs: .venv/.docs
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "open build/docs/index.html, or: python3 -m http.server -d build/docs"
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -61,6 +67,6 @@ clean:
 	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq cmake g++ nlohmann-json3-dev >/dev/null; }
 	touch $@
 
-.venv/.demo .venv/.dev: .venv/.%: pyproject.toml .venv/.torch
+.venv/.demo .venv/.dev .venv/.docs: .venv/.%: pyproject.toml .venv/.torch
 	$(PIP) -e '.[$*]'
 	touch $@

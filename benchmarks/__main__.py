@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     several = f"processes for each first step of eager and onnxtrain; 0 leaves first steps out (default: {_REPEATS})"
     add("--repeats", type=int, help=several)
     add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
-    add("--write", nargs="?", type=Path, const=Path("docs"), help="write benchmarks.md and its chart to docs too")
+    add("--write", nargs="?", type=Path, const=Path("docs/explanation"), help="write benchmarks.md and its chart too")
     add("--loaded", action="store_true", help="measure beside busy programs; the figures are marked as disturbed")
     given = parser.parse_args(arguments)
     if given.rounds is not None and given.rounds < 1:

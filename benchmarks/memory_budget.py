@@ -37,7 +37,7 @@ from onnxtrain.observe.allocations import peak_bytes, record
 Step = Callable[[], object]
 _WARM_UP = 6  # steps: kernels are chosen in them
 _SHARES = (0.85, 0.7, 0.5)  # of what a step holds that keeps everything
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "how-to"
 
 
 def _minilm() -> tuple[Any, dict[str, torch.Tensor]]:
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="torch.compile too: its kernels take minutes to build")
-    parser.add_argument("--write", action="store_true", help="draw the chart docs/memory-MODEL.svg")
+    parser.add_argument("--write", action="store_true", help="draw the chart docs/how-to/memory-MODEL.svg")
     options = parser.parse_args()
     results = measure(Contenders(options.model, options.compile), options.rounds)
     print(table(results))

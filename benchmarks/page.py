@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: what was measured, on which machine, by which command, and which goals were missed."""
+"""The page of benchmarks: what was measured, on which machine, by which command, and which goals were missed."""
 
 from __future__ import annotations
 

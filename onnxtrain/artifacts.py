@@ -1,6 +1,6 @@
 """What trains a model on a device: `generate_artifacts`, and for quantized models the way there and back.
 
-See docs/on-device-training.md.
+See docs/how-to/on-device-training.md.
 """
 
 from onnxtrain.device.artifacts import LossType, OptimType, generate_artifacts

@@ -75,7 +75,7 @@ def generate_artifacts(
     example_kwargs: Mapping[str, Any] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Writes what trains a model on any stock onnxruntime; docs/on-device-training.md says what each file holds.
+    """Writes what trains a model on any stock onnxruntime; docs/how-to/on-device-training.md says what each file holds.
 
     Args:
         model: an ONNX model of any exporter, its path (needed where it is larger than 2 GB), or a torch module.

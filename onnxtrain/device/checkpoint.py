@@ -1,7 +1,7 @@
 """A checkpoint: parameters, optimizer state, step, learning rate and properties in one safetensors file.
 
 Parameters stand under their own names, so that other tools read the file as the model's weights. All else stands under
-names that begin with `onnxtrain:`, and as JSON in the metadata entry `onnxtrain` (docs/training-api.md).
+names that begin with `onnxtrain:`, and as JSON in the metadata entry `onnxtrain` (docs/reference/training-api.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Training ops stay nodes under their known names, with their bodies beside them as model-local functions: the graph reads
 in Netron as people know it. Where onnxruntime has an op of the same name, its own kernel would win over our function
 without a word; such ops are written out unless they compute the same. A portable graph has no functions at all, and
-nothing but ops that ran in every runtime that was tried (docs/on-device-training.md).
+nothing but ops that ran in every runtime that was tried (docs/how-to/on-device-training.md).
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
                 "which stands between the loss and parameters that shall be trained.",
                 where=traversal.origin(node),
                 got=f"it reads {', '.join(str(v.name) for v in reads)}",
-                todo="train only parameters behind it, write it in other ops, or define the op (docs/adding-an-op.md)",
+                todo="train only parameters behind it, write it in other ops, or define the op (see Adding an op)",
             )
         if definition_of(node).gradient is not NOT_DIFFERENTIABLE:
             active.update(floating)

@@ -1,4 +1,7 @@
-"""Custom training graphs, block by block: what onnxruntime.training.onnxblock was. See docs/on-device-training.md."""
+"""Custom training graphs, block by block: what onnxruntime.training.onnxblock was.
+
+See docs/how-to/on-device-training.md.
+"""
 
 from onnxtrain.device.block import Block, ForwardBlock, base, custom_op_library, empty_base
 from onnxtrain.device.block_checkpoint import load_checkpoint_to_model, save_checkpoint

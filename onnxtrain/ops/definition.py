@@ -317,7 +317,7 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OpDef:
-    """All facts about one op. See the module docstring; `docs/adding-an-op.md` walks through one.
+    """All facts about one op. See the module docstring; `docs/development/adding-an-op.md` walks through one.
 
     Attributes:
         domain, name: identify the op in the graph.

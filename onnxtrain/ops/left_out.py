@@ -1,4 +1,4 @@
-"""Operators that this package knows of and leaves out, with the reason: what `docs/operators.md` tells its readers.
+"""Operators that this package knows of and leaves out, with the reason: what the page of operators tells its readers.
 
 A test holds that every operator of ONNX is defined or stands here, and every one of ONNX Runtime Training's too. Which
 of PyTorch's stay as they are shows by running its own database of operators (tests/ops/op_db_sweep.py).

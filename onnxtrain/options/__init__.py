@@ -3,7 +3,7 @@
     options = Options.resolve(rng="torch")      defaults, then code, then the JSON file, then the environment
 
 The fields of `Options` (`table.py`) are the table: a new option is one row there. `without_effect.py` answers the
-variables of ONNX Runtime Training that have nothing to switch here; docs/options.md is written from both.
+variables of ONNX Runtime Training that have nothing to switch here; the documentation lists both.
 """
 
 from onnxtrain.options.kinds import Kind, Knob, OldName

@@ -1,4 +1,4 @@
-"""The table: one row an option. What a row says is all there is to say; docs/options.md is written from it."""
+"""The table: one row an option. What a row says is all there is to say; the documentation is generated from it."""
 
 from __future__ import annotations
 

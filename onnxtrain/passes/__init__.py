@@ -1,7 +1,7 @@
 """Graph optimization passes. FORWARD and JOINT alone define which passes run and in what order.
 
 A pass is a function (graph, changes) that edits the graph in place and records in `changes` what it changed and what it
-refused to change. Each has a file of its own; `docs/adding-a-pass.md` walks through one.
+refused to change. Each has a file of its own; `docs/development/adding-a-pass.md` walks through one.
 """
 
 from __future__ import annotations

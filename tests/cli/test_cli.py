@@ -9,24 +9,12 @@ import pytest
 
 from onnxtrain import cli
 from onnxtrain.cli import ops
-from onnxtrain.errors import GraphError
-from onnxtrain.ops import OPS
+from onnxtrain.cli.page import write_page
+from onnxtrain.errors import GraphError, OptionError
 from onnxtrain.verification import Difference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = pathlib.Path(cli.__file__).parent.parent
-
-
-def test_operators_page_is_current() -> None:
-    committed = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
-    assert committed == ops.page(), "run: python -m onnxtrain ops --write docs/operators.md"
-
-
-def test_page_lists_every_operator_once() -> None:
-    text = ops.page()
-    for _, name in OPS:
-        assert f"| **{name}** `(" in text, name
-    assert text.count("| **") == len(OPS)
 
 
 def test_ops_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,12 +30,6 @@ def test_ops_finds_by_aten_overload(capsys: pytest.CaptureFixture[str]) -> None:
     assert "QuickGelu" in capsys.readouterr().out
 
 
-def test_ops_writes_the_page(tmp_path: pathlib.Path) -> None:
-    target = tmp_path / "page.md"
-    assert cli.main(["ops", "--write", str(target)]) == 0
-    assert target.read_text(encoding="utf-8") == ops.page()
-
-
 # Arguments that are wrong, and what is said of each.
 WRONG: dict[str, dict[str, str]] = {
     "": {"": "say what each pass did", "nosuchcommand": "invalid choice: 'nosuchcommand'"},
@@ -57,8 +39,8 @@ WRONG: dict[str, dict[str, str]] = {
         "FILE:asks": "a function without arguments", "FILE:crooked": "takes its inputs", "FILE:f --batch x": "not x",
     },
     "memory": {"": "required: MODEL", "FILE:f --largest -3": "not -3", "FILE:f --html none/x": "none/x must be a file"},
-    "ops": {"nosuchop": "no operator", "(": "no regular expression", "--write none/x": "none/x must be a file"},
-    "options": {"--json none": "no file none", "--json FILE": "Expecting value", "--write none/x": "must be a file"},
+    "ops": {"nosuchop": "no operator", "(": "no regular expression"},
+    "options": {"--json none": "no file none", "--json FILE": "Expecting value"},
     "report": {"": "required: MODEL", "FILE:f --steps 0": "not 0", "FILE:f --html none/x": "must be a file"},
     "run": {"": "required: script", "none.py": "no such script", "-m nosuchmodule": "no such module"},
     "train": {"": "required: folder", "none --data digits": "no folder none", "FOLDER --data x": "lacks artifacts"},
@@ -163,9 +145,9 @@ assert "torch" not in sys.modules
     assert "ops" in done.stdout
 
 
-def test_a_page_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ops", "--write", "/dev/full"]) == cli.USAGE
-    assert "No space left" in capsys.readouterr().err
+def test_a_page_that_cannot_be_written() -> None:
+    with pytest.raises(OptionError, match="No space left"):
+        write_page(pathlib.Path("/dev/full"), "text")
 
 
 def test_commands_about_modules_need_no_extra() -> None:

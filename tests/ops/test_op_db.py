@@ -1,7 +1,7 @@
 """PyTorch's own operator database: what each differentiable operator becomes, and that its numbers are eager's.
 
 Why an operator is not native, falls back or has its gradient at run time stands in `ops/left_out.py`, and so in
-docs/operators.md.
+the reference page of operators.
 
 A fixed sample runs always, the whole database under --slow. `python -m tests.ops.op_db_sweep` prints the counts.
 """

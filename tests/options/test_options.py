@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule, cli, errors
-from onnxtrain.cli.options import page
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.options import (
     JSON_VARIABLE,
@@ -482,10 +481,3 @@ class TestCommand:
         monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")
         assert cli.main(["options"]) == cli.USAGE
         assert "LOUD" in capsys.readouterr().err
-
-    def test_the_page_is_up_to_date(self, tmp_path):
-        assert (ROOT / "docs" / "options.md").read_text() == page(), (
-            "python -m onnxtrain options --write docs/options.md"
-        )
-        assert cli.main(["options", "--write", str(tmp_path / "page.md")]) == 0
-        assert (tmp_path / "page.md").read_text() == page()

@@ -1,6 +1,7 @@
 """The gradient of a convolution's weight by a compiled kernel (`native/convolution.cpp`), a candidate beside oneDNN's.
 
-It reads pictures that lie channels-last, and copies others to that order. docs/kernel-choice.md says how fast it is.
+It reads pictures that lie channels-last, and copies others to that order. How fast it is:
+docs/explanation/kernel-choice.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products by a compiled kernel (`native/product.cpp`). docs/kernel-choice.md says where it is faster."""
+"""Products by a compiled kernel (`native/product.cpp`). docs/explanation/kernel-choice.md says where it is faster."""
 
 from __future__ import annotations
 

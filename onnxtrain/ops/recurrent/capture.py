@@ -2,8 +2,8 @@
 
     lstm(x, (h0, c0), weights, layers=2)  ──>  LSTMLayer(x, ...), Dropout, LSTMLayer(...); the last states joined
 
-What stays an ATen node, and why, stands in docs/aten.md: projections (proj_size), a GRU or RNN under autocast on a CPU,
-and all on a GPU, where eager PyTorch runs cuDNN's kernels.
+What stays an ATen node, and why, stands in docs/explanation/aten.md: projections (proj_size), a GRU or RNN under
+autocast on a CPU, and all on a GPU, where eager PyTorch runs cuDNN's kernels.
 """
 
 from __future__ import annotations

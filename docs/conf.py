@@ -1,0 +1,49 @@
+"""Sphinx configuration. `make docs` builds the site from nothing."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import onnxtrain  # noqa: E402
+from tools import reference_pages  # noqa: E402
+
+reference_pages.write_pages(Path(__file__).parent / "reference")
+
+project = "onnxtrain"
+author = "onnxtrain authors"
+copyright = "onnxtrain authors, MIT licence"
+version = release = onnxtrain.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+nitpick_ignore_regex = [("py:.*", r"(?!onnxtrain).*")]  # other projects' names have no page here
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+default_role = "code"  # single backticks, as docstrings have them
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"onnxtrain {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": "onnxtrain"},
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "show_prev_next": True,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "show_nav_level": 1,
+    "navigation_with_keys": False,
+}
+copybutton_prompt_text = "$ "

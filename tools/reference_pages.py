@@ -1,0 +1,287 @@
+"""The reference pages that are generated: options, operators, the command line and error messages.
+
+`python tools/reference_pages.py docs/reference` writes them; the build of the documentation (`docs/conf.py`) does so
+by itself. Each says what the package's own tables say, so that none is edited by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from onnxtrain import cli, errors
+from onnxtrain.cli import ops as ops_command
+from onnxtrain.errors import OnnxTrainError
+from onnxtrain.ops import FROM_TORCH, OPS
+from onnxtrain.ops.left_out import (
+    ONNX_OPERATORS,
+    PYTORCH_AT_RUN_TIME,
+    PYTORCH_OPERATORS,
+    PYTORCH_RUNS,
+    PYTORCH_USES,
+    TRAINING_OPERATORS,
+    TRAINING_SIGNATURES,
+)
+from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, knobs
+from onnxtrain.options.json_file import KEYS
+from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
+
+PACKAGE = Path(cli.__file__).parent.parent
+
+
+def write_pages(folder: Path) -> None:
+    """Write every generated page into a folder; files that are already current keep their time stamps."""
+    for name, page in PAGES.items():
+        file, text = folder / name, page()
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+_OPTIONS = """\
+# Options
+
+Every option of {py:class}`onnxtrain.ORTModule` and {py:func}`onnxtrain.prepare`. The last of these wins: the default,
+the code (`ORTModule(model, rng="torch")`), a [JSON file](#json-file), the environment variable. An empty variable
+counts as unset. `onnxtrain options` prints each option with its present value and what set it.
+"""
+
+_JSON = f"""\
+## JSON file
+
+The variable `{JSON_VARIABLE}` names a file of options for every ORTModule. `model.load_options(path)` loads one for a
+single module. Keys are the options' names, or those of ONNX Runtime Training:
+
+| key | option |
+|---|---|
+"""
+
+_WITHOUT_EFFECT = """\
+## Variables without effect
+
+These variables of ONNX Runtime Training have nothing to switch here. The log mentions once each of them that is set,
+and each unknown variable that begins with `ORTMODULE_` or `ONNXTRAIN_`.
+
+| variable | reason |
+|---|---|
+"""
+
+
+def options_page() -> str:
+    """Return a section per option, then variables and JSON keys."""
+    parts = [_OPTIONS, *map(_option, knobs())]
+    parts.append(
+        "## Variables of the process\n\n| variable | meaning |\n|---|---|\n" + _rows(PROCESS_VARIABLES, code=True)
+    )
+    parts.append(_JSON + _rows({_json_key(key): f"`{option}`" for key, option in KEYS.items()}, code=True))
+    parts.append(_WITHOUT_EFFECT + _rows({name: row.why for name, row in VARIABLES.items()}, code=True))
+    keys = {name: row.why for name, row in JSON_KEYS.items()}
+    parts.append(
+        "These keys of a JSON file have no effect either:\n\n| key | reason |\n|---|---|\n" + _rows(keys, code=True)
+    )
+    return "\n".join(parts)
+
+
+def _option(knob: Knob) -> str:
+    meaning = knob.meaning[0].upper() + knob.meaning[1:]
+    default = "None" if knob.default is None else knob.kind.text(knob.default) or "empty"
+    variables = [f"`{name}`" for name in (knob.variable, *(old.variable for old in knob.old_names)) if name]
+    lines = [
+        f"## {knob.name}\n",
+        f"{meaning}{'' if meaning.endswith('.') else '.'}\n",
+        f"* Default: {' '.join(f'`{name}`' for name in default.split('|'))}",
+        f"* Values: {knob.kind.allowed}",
+        *([f"* Environment: {', '.join(variables)}"] if variables else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _json_key(key: str) -> str:
+    """Return a key in a group as JSON writes it."""
+    group, _, inner = key.partition(".")
+    return f'{group}: {{"{inner}": …}}' if inner else key
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+_OPERATORS = """\
+# Operators
+
+Every operator that onnxtrain knows, as its definition in `onnxtrain/ops` says
+([adding one](../development/adding-an-op.md)). `onnxtrain ops gelu` searches them in a terminal.
+
+kernels
+: How many PyTorch kernels implement it. A *nondeterministic* one, which adds in no fixed order, is skipped under
+  `torch.use_deterministic_algorithms`.
+
+body
+: *standard*: the op is ONNX itself. *written out*: a function of standard ops, which other runtimes run.
+
+gradient
+: *rule*, with the inputs and outputs whose values are saved for backward; *by body*: the body is differentiated in its
+  place; *none*: not differentiable.
+
+stops
+: Inputs that never get a gradient.
+
+axes
+: Which output axis comes from which input axis; passes move slices and padding along them. *by node*: it depends on
+  ranks and attributes. *none*: no axis passes through.
+
+effects
+: What a node does besides computing.
+
+captured from
+: The ATen operators that become this one.
+"""
+
+
+def operators_page() -> str:
+    """Return a section per operator, then the operators without a definition and why."""
+    parts = [_OPERATORS]
+    for domain, definitions in ops_command.selected().items():
+        parts.append(f"## {domain or 'ai.onnx'}\n\n{ops_command.DOMAINS.get(domain, '')}\n")
+        parts += map(_operator, map(ops_command.row, definitions))
+    several = sorted(FROM_TORCH.keys() - {name for definition in OPS.values() for name in definition.from_torch})
+    parts.append(f"## Composite operators\n\nPyTorch operators that become several ops: {_aten(several)}.\n")
+    parts.append("## Operators without a definition\n")
+    for title, reasons in (
+        ("Operators of ai.onnx:", ONNX_OPERATORS),
+        ("Operators of ONNX Runtime Training:", TRAINING_OPERATORS),
+        ("Operators of ONNX Runtime Training whose signature differs here:", TRAINING_SIGNATURES),
+        ("PyTorch operators that stay ATen nodes, with PyTorch's kernel and gradient:", PYTORCH_OPERATORS),
+        ("PyTorch operators of which only these uses stay ATen nodes:", PYTORCH_USES),
+        ("Entries of PyTorch's operator database whose gradient some samples take at run time:", PYTORCH_AT_RUN_TIME),
+        ("Entries of PyTorch's operator database of which some samples run in PyTorch:", PYTORCH_RUNS),
+    ):
+        parts.append(f"{title}\n\n| operators | reason |\n|---|---|\n{_rows(_by_reason(reasons))}")
+    return "\n".join(parts)
+
+
+def _operator(row: ops_command.Row) -> str:
+    facts = (
+        ("kernels", row.kernels),
+        ("body", row.body),
+        ("gradient", row.gradient),
+        ("stops", row.stops),
+        ("axes", f"`{row.axes}`" if "->" in row.axes else row.axes),
+        ("effects", row.effects),
+        ("captured from", _aten(row.captured)),
+    )
+    said = " · ".join(f"*{name}* {text}" for name, text in facts if text)
+    return f"### {row.name}\n\n`{row.name}{row.signature}`\n\n{said}\n"
+
+
+def _aten(overloads: Iterable[str]) -> str:
+    return ", ".join(f"`{name.removeprefix('aten.').removesuffix('.default')}`" for name in overloads)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the names that share a reason, joined, with that reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return {", ".join(sorted(same)): reason for reason, same in names.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+_COMMAND_LINE = """\
+# Command line
+
+`onnxtrain COMMAND`, or `python -m onnxtrain COMMAND`. `onnxtrain COMMAND --help` prints what this page says.
+"""
+
+
+def command_line_page() -> str:
+    """Return a section per command with its help text."""
+    parts = [_COMMAND_LINE]
+    for name, purpose in cli.COMMANDS.items():
+        module: cli.Command = importlib.import_module(f"onnxtrain.cli.{name.replace('-', '_')}")
+        parser = argparse.ArgumentParser(
+            prog=f"onnxtrain {name}", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100)
+        )
+        module.arguments(parser)
+        parts.append(f"## {name}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n```text\n{parser.format_help()}```\n")
+    return "\n".join(parts)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+_ERRORS = """\
+# Errors
+
+Every error says what went wrong, where, what was expected, what it got, and what to do. All derive from
+{py:class}`onnxtrain.OnnxTrainError`. Those that derive from `ORTModuleFallbackException` make a module
+[run in PyTorch](../how-to/ortmodule.md#what-runs-in-pytorch-instead) where the option
+[fallback_policy](options.md#fallback_policy) says so. `…` stands for what a message names.
+"""
+
+
+def errors_page() -> str:
+    """Return a section per error class with its messages."""
+    messages = dict(sorted(_messages()))
+    parts = [_ERRORS]
+    for name, error in inspect.getmembers(errors, inspect.isclass):
+        if not issubclass(error, OnnxTrainError):
+            continue
+        bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
+        about = inspect.cleandoc(error.__doc__ or "").split("\n\n")[0]
+        parts.append(f"## {name}\n\n{about} Derives from {bases}.\n")
+        if found := sorted({what for what, classes in messages.items() if name in classes}):
+            parts.append("\n".join(f"* {_escaped(what)}" for what in found) + "\n")
+    return "\n".join(parts)
+
+
+def _messages() -> Iterator[tuple[str, set[str]]]:
+    """Yield each message in the package's sources with the error classes that it is given to."""
+    ours = {name for name, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, OnnxTrainError)}
+    found: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours and node.args:
+                if text := _text(node.args[0]):
+                    found.setdefault(text, set()).add(node.func.id)
+    yield from found.items()
+
+
+def _text(node: ast.expr) -> str:
+    """Return the text of a literal or f-string, with `…` for what is filled in; empty for any other expression."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        parts = (
+            "…" if isinstance(part, ast.FormattedValue) else str(getattr(part, "value", "")) for part in node.values
+        )
+        return "".join(parts)
+    return ""
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{character}" if character in "*_`[]<>|$" else character for character in text)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def _rows(cells: Mapping[str, str], code: bool = False) -> str:
+    """Return the rows of a table of two columns, the first as code where asked for."""
+    lines = ((f"`{first}`" if code else first, second) for first, second in cells.items())
+    return "".join(f"| {first} | {second} |\n".replace("joined by |", "joined by \\|") for first, second in lines)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "options.md": options_page,
+    "operators.md": operators_page,
+    "command-line.md": command_line_page,
+    "errors.md": errors_page,
+}
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]))
