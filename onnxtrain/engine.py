@@ -28,15 +28,16 @@ from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
-from onnxtrain.compile import Compiled, Rerun
+from onnxtrain.compile import compile_module
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
+from onnxtrain.execute.compiled import Compiled
+from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.garbage import collector_paused
 from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, answer_variables
-from onnxtrain.skip_padding import compile_for_batches
 
 _LOG = logging.getLogger("onnxtrain")
 
@@ -278,7 +279,7 @@ class Engine:
         if twin is not None:
             compiled = twin.of(captured, rerun)
         else:
-            compiled = compile_for_batches(module, captured, inputs, self._options, rerun)
+            compiled = compile_module(module, captured, inputs, self._options, rerun)
             if not self._options.cuda_graphs:  # a recording reads the tensors of one module
                 twins.append(compiled)
         entry = _Entry(state, compiled)

@@ -19,10 +19,10 @@ import torch
 
 from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_line import hide_own_frames
-from onnxtrain.compile import Compiled
 from onnxtrain.dynamo import pieces
 from onnxtrain.engine import Call, Engine, Way, set_up, untraced
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
+from onnxtrain.execute.compiled import Compiled
 from onnxtrain.module import ORTModule
 from onnxtrain.observe import logs
 from onnxtrain.options import Options

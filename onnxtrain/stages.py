@@ -95,6 +95,7 @@ class Stages:
         self._title = title
         self._work = work
         self._numbers = itertools.count(1)
+        self._before: Work | None = None
         self._stages: list[StageReport] = []
         self._dump_folder: Path | None = None
         self._right: set[Hashable] = set()  # the kinds of nodes that were verified
@@ -151,9 +152,15 @@ class Stages:
         self._write(name, model)
         self._clock = time.perf_counter()
 
-    def report(self, before: Work | None = None) -> CompileReport:
-        """All stages so far; `before` is what a step would take that no pass has seen."""
-        return CompileReport(tuple(self._stages), before)
+    def count_unoptimized(self, make: Callable[[], ir.Model]) -> None:
+        """Counts what a step would take that no pass has seen, where work is counted; `make` gives its graph."""
+        if self._work is not None:
+            self._before = self._work(make())
+            self._clock = time.perf_counter()
+
+    def report(self) -> CompileReport:
+        """All stages so far."""
+        return CompileReport(tuple(self._stages), self._before)
 
     def _write(self, name: str, model: ir.Model) -> None:
         options = self._options

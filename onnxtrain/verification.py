@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from onnxtrain.autodiff import differentiate
 from onnxtrain.capture.export import Captured
 from onnxtrain.capture.proof import Proof
+from onnxtrain.capture.refusals import one_device
 from onnxtrain.capture.structure import flatten_call, flatten_output
-from onnxtrain.compile import one_device
 from onnxtrain.engine import Engine, Way
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.program import Program

@@ -169,3 +169,19 @@ def _packs_padding(module: torch.nn.Module) -> bool:
         and not torch.is_grad_enabled()
         and torch.backends.mha.get_fastpath_enabled()
     )
+
+
+def one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of all tensors; 0-dimensional CPU tensors may be beside a GPU's.
+
+    Raises:
+        CaptureError: they are on several.
+    """
+    devices = {t.device for t in tensors if t.dim() > 0 or t.device.type != "cpu"}
+    if len(devices) > 1:
+        raise CaptureError(
+            "the module's parameters and inputs are on several devices",
+            got=", ".join(sorted(map(str, devices))),
+            todo="move them to one device",
+        )
+    return next(iter(devices)) if devices else torch.device("cpu")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Results
+from onnxtrain.capture.export import Captured
+from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Recordings, Results
+from onnxtrain.options import Options
+from onnxtrain.options.notices import say_once
 
 _WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
 _CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
@@ -23,6 +26,29 @@ _CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
 def recorder_for(device: torch.device) -> Recorder | None:
     """The recorder for a unit on a device; None where nothing is recorded there."""
     return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def may_record(options: Options, device: torch.device) -> bool:
+    """Whether programs on a device are recorded, where nothing in them stands in the way."""
+    return options.cuda_graphs and options.memory_budget_bytes is None and recorder_for(device) is not None
+
+
+def recordings_for(
+    captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device
+) -> Recordings | None:
+    """What programs are recorded with under the option cuda_graphs; None where it is off, or on a CPU."""
+    recorder = recorder_for(device) if options.cuda_graphs else None
+    if recorder is None:
+        if options.cuda_graphs:
+            say_once(f"The option cuda_graphs has no effect on the device {device.type}.")
+        return None
+    values = captured.model.graph.inputs
+    fixed = frozenset(v.name or "" for v, s in zip(values, captured.sources, strict=True) if s.kind != "input")
+    elsewhere = [v.name for v, tensor in zip(values, inputs, strict=True) if tensor.device != device]
+    why_not = f"the input {elsewhere[0]} is not on {device}" if elsewhere else ""
+    if options.memory_budget_bytes is not None:
+        why_not = "recordings hold memory for themselves, which memory_budget_bytes does not count"
+    return Recordings(recorder, device, fixed, why_not)
 
 
 class CudaRecorder:

@@ -11,7 +11,7 @@ import torch
 
 from onnxtrain.capture.export import Captured
 from onnxtrain.capture.structure import flatten_call
-from onnxtrain.compile import Compiled
+from onnxtrain.execute.compiled import Compiled
 from onnxtrain.graph.values import constant_of, dtype_of, is_float
 from onnxtrain.observe.logs import rank
 from onnxtrain.ops import definition_of, view

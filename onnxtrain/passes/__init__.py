@@ -110,6 +110,16 @@ def forward_passes(options: Options) -> tuple[Pass, ...]:
     return _enabled(FORWARD, options)
 
 
+def forward_passes_around_packing(options: Options) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """Return the forward passes up to `regenerate_dropout_masks`, and from it on.
+
+    From there on an element's position determines its dropout mask: token packing starts from the graph in between.
+    Raises as `forward_passes` does.
+    """
+    index = FORWARD.index(regenerate_dropout_masks)
+    return _enabled(FORWARD[:index], options), _enabled(FORWARD[index:], options)
+
+
 def joint_passes(options: Options) -> tuple[Pass, ...]:
     """Return JOINT without the passes that the options disable. Raises as `forward_passes` does."""
     return _enabled(JOINT, options)
@@ -142,22 +152,6 @@ def _disabled_names(options: Options) -> set[str]:
             todo="give the names of passes, separated by commas",
         )
     return disabled
-
-
-def optimize_forward(
-    model: ir.Model, options: Options, before_dropout_keys: Callable[[ir.Model], None] | None = None
-) -> Changes:
-    """Run the forward passes over `model` in place and return what they did. Raises as `forward_passes` does.
-
-    `before_dropout_keys` is called before `regenerate_dropout_masks`, from which on an element's position determines
-    its dropout mask: token packing starts from the graph as it is then.
-    """
-    first_keyed = FORWARD.index(regenerate_dropout_masks)
-    changes = optimize(model, _enabled(FORWARD[:first_keyed], options))
-    if before_dropout_keys is not None:
-        before_dropout_keys(model)
-    changes.add(optimize(model, _enabled(FORWARD[first_keyed:], options)))
-    return changes
 
 
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -40,6 +40,22 @@ def group_gradients(parts: Cut) -> Groups:
             group = []
         group.append(index)
     return (*groups, tuple(group)) if group else ()
+
+
+def is_object(value: ir.Value) -> bool:
+    """Whether a value is a Python object in a running program, and no tensor."""
+    producer = value.producer()
+    if producer is None:
+        return False
+    definition = definition_of(producer)
+    return definition.output_name(value.index() or 0) in definition.objects
+
+
+def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:
+    """Why backward cannot run in stages; None where it can. For `views` see `output_views.input_views`."""
+    if any(map(is_object, parts.kept)):
+        return "a custom autograd function runs in it"
+    return "an output may be a view of an input" if any(views) else None
 
 
 def stage_ends(parts: Cut, groups: Groups) -> list[int]:

@@ -117,7 +117,7 @@ def everything() -> Iterator[Recorders]:
         return CpuRecorder(log)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onnxtrain.compile.recorder_for", recorder_for)
+        patch.setattr("onnxtrain.execute.cuda_recorder.recorder_for", recorder_for)
         patch.setattr(recorded, "RecordedProgram", Watched)
         yield log
 
@@ -571,7 +571,7 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
 
 
 def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("onnxtrain.compile.recorder_for", recorder_for)
+    monkeypatch.setattr("onnxtrain.execute.cuda_recorder.recorder_for", recorder_for)
     monkeypatch.setattr("onnxtrain.options.notices._said", set())
     ORTModule(nn.Linear(2, 2), cuda_graphs=True)(torch.ones(1, 2))
     assert "cuda_graphs has no effect on the device cpu" in caplog.text

@@ -1,4 +1,4 @@
-"""Compiles a captured module twice where that pays: as it is, and for tokens without padding.
+"""The pipeline's stage that leaves padding out: batches with enough of it run on packed tokens.
 
     batch ─masks, labels─▶ Question ─▶ few tokens are read:  packed unit (inputs, rows, cu)
                                        most are, or not sure: the unit as it is
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,12 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.export import Captured, Source
-from onnxtrain.compile import Compiled, Rerun, compile_module, may_record, one_device
+from onnxtrain.execute.compiled import Compiled
+from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import Kept, Question
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded import why_never
+from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.graph.values import dtype_of
@@ -40,47 +42,46 @@ _LOG = logging.getLogger(__name__)
 
 _OF_TOKENS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
+# compile_module without its first argument, the module
+Compile = Callable[[Captured, Sequence[torch.Tensor], Options, Rerun], Compiled]
 
-def compile_for_batches(
-    module: torch.nn.Module, captured: Captured, inputs: Sequence[torch.Tensor], options: Options, rerun: Rerun
-) -> Compiled:
-    """Compiles a captured module, with a unit that leaves padding out where `options.skip_padding` lets it.
 
-    Takes and raises what `compile_module` does.
+def plan_packed_variants(
+    model: ir.Model, captured: Captured, options: Options, device: torch.device
+) -> PackedVariants | None:
+    """Plans how a captured graph would run without padding.
+
+    Args:
+        model: the graph, after the passes that come before those for which an element's position matters. It stays as
+            it is.
+        captured: what it was captured from.
+        options: see `onnxtrain.options`.
+        device: that all tensors are on.
+
+    Returns:
+        None where there can be no padding (tokens and masks are integers or booleans), or the options keep it.
     """
-    if not _may_pay(captured, options):
-        return compile_module(module, captured, inputs, options, rerun)
-    packing = _Packing(module, captured, options, rerun)
-    device = one_device(inputs)
-    compiled = compile_module(module, captured, inputs, options, rerun, lambda model: packing.look_at(model, device))
-    stages = (*compiled.report.stages, packing.stage())
-    report = replace(compiled.report, stages=stages, variants=packing.reports)
-    if packing.plan is None:
-        return replace(compiled, report=report)
-    return replace(compiled, report=report, run=packing.runner(compiled.run))
-
-
-def _may_pay(captured: Captured, options: Options) -> bool:
-    """Whether there may be padding: tokens and masks are integers or booleans."""
     wanted = options.compute_optimizer and options.skip_padding != "never"
-    return wanted and any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs)
+    if not wanted or not any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs):
+        return None
+    return PackedVariants(model, captured, options, device)
 
 
-class _Packing:
-    """The way without padding of one captured module."""
+class PackedVariants:
+    """The units of one captured module that run without padding.
 
-    plan: PackingPlan | None = None
+    Attributes:
+        plan: None where no batch can.
+        reports: of the units that are compiled already.
+    """
 
-    def __init__(self, module: torch.nn.Module, captured: Captured, options: Options, rerun: Rerun) -> None:
-        self._module, self._captured, self._options, self._rerun = module, captured, options, rerun
+    def __init__(self, model: ir.Model, captured: Captured, options: Options, device: torch.device) -> None:
+        """Takes what `plan_packed_variants` does."""
+        start = time.perf_counter()
+        self._captured, self._options = captured, options
         self._changes = Changes("pack_tokens")
-        self._took_ms = 0.0
         self._units: dict[bool, Compiled] = {}
         self.reports: dict[str, CompileReport] = {}
-
-    def look_at(self, model: ir.Model, device: torch.device) -> None:
-        """Plans how the captured graph, with the passes before keys, would run without padding."""
-        start = time.perf_counter()
         self._model = with_graph(model, clone(model.graph)[0])
         self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes), device)
         if self.plan is not None:
@@ -93,6 +94,22 @@ class _Packing:
             self._sources = _sources_of((self.plan.batch, self.plan.steps), self._captured)
         self._took_ms = (time.perf_counter() - start) * 1e3
 
+    def attach(self, compiled: Compiled, module_name: str, rerun: Rerun, compile_packed: Compile) -> Compiled:
+        """A compiled module that runs each batch packed or as it is, with what was planned in its report.
+
+        Args:
+            compiled: the module with padding.
+            module_name: for the log.
+            rerun: see `UnitBuilder`.
+            compile_packed: compiles a capture of packed tokens.
+        """
+        stages = (*compiled.report.stages, self._stage())
+        report = replace(compiled.report, stages=stages, variants=self.reports)
+        if self.plan is None:
+            return replace(compiled, report=report)
+        run = self._runner(self.plan, compiled.run, module_name, rerun, compile_packed)
+        return replace(compiled, report=report, run=run)
+
     def _where_it_pays(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
         """The plan; None where packed attention waits for a GPU at each layer."""
         if plan is None or device.type == "cpu" or self._options.skip_padding == "always":
@@ -100,7 +117,7 @@ class _Packing:
         waiting = waits_for_lengths(plan, device)
         if waiting is None:
             return plan
-        self._changes.applied.clear()
+        self._changes.apply_choice.clear()
         reason = "without padding it would wait for the GPU: flash attention is for float16 and bfloat16 without a bias"
         self._changes.refuse(waiting, reason)
         return None
@@ -119,16 +136,17 @@ class _Packing:
             )
         return not refused
 
-    def stage(self) -> StageReport:
-        """What was found, for the report."""
-        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
-        applied = tuple(f"{done.name}: {text}" for text in done.applied)
-        return StageReport("pack", self._took_ms, len(self._model.graph), applied, done.refused, (done,))
+    def _stage(self) -> StageReport:
+        """What was planned, for the report."""
+        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.apply_choice), tuple(self._changes.refused))
+        apply_choice = tuple(f"{done.name}: {text}" for text in done.apply_choice)
+        return StageReport("pack", self._took_ms, len(self._model.graph), apply_choice, done.refused, (done,))
 
-    def runner(self, dense: Any) -> Any:
+    def _runner(
+        self, plan: PackingPlan, dense: Callable[..., Any], module_name: str, rerun: Rerun, compile_packed: Compile
+    ) -> Callable[..., Any]:
         """Runs each batch packed or as `dense` does."""
-        plan, ask, units, places = self.plan, self._question.ask, self._units, self._sources
-        assert plan is not None
+        ask, units, places = self._question.ask, self._units, self._sources
 
         def run(*tensors: torch.Tensor) -> Any:
             known = {name: tensors[index].size(axis) for name, index, axis in places}
@@ -136,12 +154,15 @@ class _Packing:
             kept = ask(tensors, batch, steps)
             if kept is None:
                 return dense(*tensors)
-            unit = units.get(kept.causal) or self._compile(tensors, kept)
+            unit = units.get(kept.causal)
+            if unit is None:
+                unit = self._compile(tensors, kept, rerun, compile_packed)
+                _LOG.info("%s: batches with padding run without it from now on", module_name)
             return unit.run(*tensors, *kept.tensors())
 
         return run
 
-    def _compile(self, tensors: Sequence[torch.Tensor], kept: Kept) -> Compiled:
+    def _compile(self, tensors: Sequence[torch.Tensor], kept: Kept, rerun: Rerun, compile_packed: Compile) -> Compiled:
         graph = clone(self._model.graph)[0]
         plan = plan_packing(graph, Changes())
         assert plan is not None, "the same graph gives the same plan"
@@ -151,13 +172,12 @@ class _Packing:
         captured = replace(self._captured, model=with_graph(self._captured.model, graph), sources=sources)
         options = replace(self._options, onnx_prefix=f"{self._options.onnx_prefix}_packed", skip_padding="never")
 
-        def rerun(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return self._rerun(given[: len(self._captured.sources)])
+        def rerun_padded(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return rerun(given[: len(self._captured.sources)])
 
-        unit = compile_module(self._module, captured, inputs, options, rerun)
+        unit = compile_packed(captured, inputs, options, rerun_padded)
         self._units[kept.causal] = unit
         self.reports["without padding, causal" if kept.causal else "without padding"] = unit.report
-        _LOG.info("%s: batches with padding run without it from now on", type(self._module).__name__)
         return unit
 
 

@@ -1,0 +1,220 @@
+"""Lowers planned graphs: a unit is the forward program, what makes its backward programs, and the autograd boundary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from onnxtrain.autodiff import Joint
+from onnxtrain.capture.export import Captured
+from onnxtrain.errors import CaptureError
+from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
+from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
+from onnxtrain.execute.kernel_annotations import may_compile_in_background
+from onnxtrain.execute.kernel_choice.tuned import make_program
+from onnxtrain.execute.one_call import program as one_call
+from onnxtrain.execute.program import Joined, Program
+from onnxtrain.execute.recorded import Recordings
+from onnxtrain.execute.regions import program as regions
+from onnxtrain.execute.reused_memory import reuse_memory
+from onnxtrain.ops import Effects, definition_of
+from onnxtrain.options import Options
+from onnxtrain.plan.mutated_inputs import check_backward_reads
+from onnxtrain.plan.channels_last import ChannelsLast
+from onnxtrain.plan.cut import Cut, Part, cut, single_part
+from onnxtrain.plan.differentiation import Differentiation
+from onnxtrain.plan.output_views import lone_views
+from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
+from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, split_backward, why_not_staged
+from onnxtrain.report import Refusal
+
+_LOG = logging.getLogger(__name__)
+
+Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class UnitBuilder:
+    """Makes units from one optimized forward graph.
+
+    Attributes:
+        captured: what the graph was captured from.
+        differentiation: the graph, and how it is differentiated.
+        views: see `output_views.input_views`.
+        device: that all tensors are on.
+        options: see `onnxtrain.options`.
+        layout: which images are kept in channels_last memory format; None: none.
+        recordings: what programs are recorded with; None: they are not.
+        rerun: runs the module in PyTorch on the tensors of the capture's inputs (create_graph).
+    """
+
+    captured: Captured
+    differentiation: Differentiation
+    views: tuple[str, ...]
+    device: torch.device
+    options: Options
+    layout: ChannelsLast | None
+    recordings: Recordings | None
+    rerun: Rerun
+
+    @property
+    def _name(self) -> str:
+        return self.differentiation.forward.graph.name or "module"
+
+    def program(self, part: Part, title: str) -> Program:
+        """The program of a part, which may be recorded, fused or compiled while it is in use."""
+        program = self._program(part, title, self.layout)
+        is_recorded = self.recordings is not None and self.recordings.watch(program) is not None
+        if is_recorded or not may_compile_in_background(self.options):
+            return program
+        if self.layout is None:  # a region's kernel reads and writes contiguous tensors only
+            regions.watch(program, self.options, self.device, partial(self._fused, title))
+        if self.device.type == "cpu":
+            one_call.watch(program)
+        return program
+
+    def not_recorded(self, unit: Unit) -> list[Refusal]:
+        """The programs of a unit that the option cuda_graphs cannot serve, with reasons."""
+        if self.recordings is None:
+            return []
+        source = unit.backward_source
+        backward = [source.parts.backward] if isinstance(source, BackwardPrograms) else []
+        return self.recordings.refusals([unit.forward.part, *backward])
+
+    def inference_unit(self) -> Unit:
+        """The unit of the forward graph alone."""
+        program = self.program(single_part(self.differentiation.forward), "inference")
+        return self._unit(program, (False,) * self.captured.results)
+
+    def training_unit(self, joint: Joint, choice: RecomputeChoice) -> Unit:
+        """The unit of a joint graph to which `choice` is apply_choice already."""
+        results, wrt, mutated = self.captured.results, self.differentiation.wrt, self.differentiation.mutated
+        self._refuse_written_gradients(joint)
+        check_backward_reads(joint, mutated)
+        full = cut(joint)
+        forward = self.program(full.forward, "forward")
+        groups = self._groups(full, choice.early or self.options.early_gradients)
+        differentiable = tuple(c is not None for c in joint.cotangents[:results])
+        unreached = [
+            i
+            for i, (source, gradient) in enumerate(zip(self.captured.sources, joint.gradients, strict=False))
+            if source.kind == "input" and wrt[i] and gradient is None
+        ]
+        backward = BackwardPrograms(self, joint, full, differentiable, choice, groups)
+        return self._unit(forward, differentiable, backward, full, groups, unreached)
+
+    def _refuse_written_gradients(self, joint: Joint) -> None:
+        for mutation in self.captured.mutations:
+            if joint.active[mutation.output]:
+                raise CaptureError(
+                    "forward writes a value that has a gradient into a buffer or an input",
+                    got=self.differentiation.forward.graph.outputs[mutation.output].name,
+                    todo="detach() the value before it is written",
+                )
+
+    def _groups(self, full: Cut, early: bool) -> Groups:
+        """The gradients that each stage of backward hands over; () where all leave at its end."""
+        if not early:
+            return ()
+        if why := why_not_staged(full, self.views):
+            _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
+            return ()
+        groups = group_gradients(full)
+        return groups if len(groups) > 1 else ()
+
+    def _fused(self, title: str, part: Part, joined: Joined) -> Program:
+        return self._program(part, f"{title}, fused", joined=joined)
+
+    def _program(
+        self, part: Part, title: str, layout: ChannelsLast | None = None, joined: Joined | None = None
+    ) -> Program:
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, layout, joined)
+        if self.device.type == "cpu" and self.options.native:
+            reuse_memory(program)
+        return program
+
+    def _unit(
+        self,
+        program: Program,
+        differentiable: Flags,
+        backward: BackwardPrograms | None = None,
+        full: Cut | None = None,
+        groups: Groups = (),
+        unreached: Sequence[int] = (),
+    ) -> Unit:
+        forward, wrt = self.differentiation.forward, self.differentiation.wrt
+        return Unit(
+            forward=program,
+            results=self.captured.results,
+            mutations=self.differentiation.mutated,
+            differentiable=differentiable,
+            views=self.views,
+            random=any(Effects.RANDOM in definition_of(node).effects for node in forward.graph),
+            device_type=self.device.type,
+            backward=backward,
+            rerun=self.rerun,
+            unsaved=full.unsaved() if full is not None else (),
+            contexts=[i for i, value in enumerate(full.kept) if is_object(value)] if full is not None else (),
+            differentiably=StagedBoundary(groups, len(wrt)) if groups else None,
+            lone_views=lone_views(forward, self.captured.results),
+            unreached=unreached,
+        )
+
+
+class BackwardPrograms:
+    """Makes the backward program for each pattern of given cotangents and needed gradients.
+
+    Attributes:
+        parts: the cut whose backward was made last; before the first, that for all of them.
+    """
+
+    def __init__(
+        self, builder: UnitBuilder, joint: Joint, full: Cut, differentiable: Flags, choice: RecomputeChoice, groups: Groups
+    ) -> None:
+        self._builder, self._joint, self._full = builder, joint, full
+        self.parts = full
+        self._differentiable, self._choice, self._groups = differentiable, choice, groups
+
+    def __call__(self, given: Flags, needed: Flags) -> Backward:
+        """Gradients of the inputs in `needed`, from the cotangents in `given`."""
+        if given == self._differentiable:
+            return self._backward(cut(self._joint, needed), given)
+        special = cut(self._differentiated(given), needed)
+        if self._has_all(special):
+            return self._backward(special, given)
+        zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
+        return self._backward(cut(self._joint, needed), self._differentiable, zeros)
+
+    def renew(self) -> None:
+        """Differentiates again: gradient rules know more now."""
+        self._joint = self._differentiated()
+
+    def _differentiated(self, given: Flags | None = None) -> Joint:
+        return apply_choice(self._builder.differentiation.optimized(given), self._choice)
+
+    def _has_all(self, special: Cut) -> bool:
+        """Whether the forward program keeps all that this backward reads."""
+        tensors = {v.name for v in self._full.kept}
+        sizes = {v.name for v in self._full.sizes}
+        return {v.name for v in special.kept} <= tensors and {v.name for v in special.sizes} <= sizes
+
+    def _program(self, parts: Cut) -> BackwardProgram:
+        if not self._groups:
+            return self._builder.program(parts.backward, "backward")
+        return StagedProgram(parts.backward, split_backward(parts, self._groups), self._groups, self._builder.program)
+
+    def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
+        self.parts = parts
+        kept = {v.name: i for i, v in enumerate(self._full.kept)}
+        sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
+        return Backward(
+            self._program(parts),
+            [kept[v.name] for v in parts.kept],
+            [sizes[v.name] for v in parts.sizes],
+            [i for i, g in enumerate(given) if g],
+            zeros,
+        )

@@ -1,0 +1,43 @@
+"""Which results of forward may be views: of an input, or of a value that no other result shows."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph.alias import AliasSets, view_source
+from onnxtrain.ops import NOT_DIFFERENTIABLE, definition_of
+
+
+def input_views(model: ir.Model, results: int) -> tuple[str, ...]:
+    """For each result, "view" where it may lie in an input's memory, "detached" if without gradient, else ""."""
+    sets = AliasSets(model.graph, definition_of)
+    inputs = set(model.graph.inputs)
+    return tuple(
+        ("detached" if _is_detached(v) else "view") if sets.root(v) in inputs else ""
+        for v in model.graph.outputs[:results]
+    )
+
+
+def lone_views(model: ir.Model, results: int) -> list[int]:
+    """The results that may be views of a value that is neither an input nor seen through another result."""
+    sets, outputs, inputs = AliasSets(model.graph, definition_of), model.graph.outputs, set(model.graph.inputs)
+    roots = [sets.root(v) for v in outputs]
+    return [
+        i
+        for i, (value, root) in enumerate(zip(outputs[:results], roots, strict=False))
+        if value is not root and root not in inputs and roots.count(root) == 1
+    ]
+
+
+def _is_detached(value: ir.Value) -> bool:
+    """Whether an op without gradient stands between the value and the input that it is a view of."""
+    node = value.producer()
+    while node is not None:
+        definition = definition_of(node)
+        if definition.gradient is NOT_DIFFERENTIABLE:
+            return True
+        source = view_source(node, value.index() or 0, definition)
+        if source is None:
+            return False
+        value, node = source, source.producer()
+    return False
