@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onnxtrain import ORTModule, skip_padding
+from onnxtrain import ORTModule
+from onnxtrain.execute import packed_variants
 from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, Kept, Question, rounded_up
 from onnxtrain.execute.recorded import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
@@ -87,7 +88,7 @@ def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[Kept | None
         return found[-1]
 
     monkeypatch.setattr(Question, "ask", asked)
-    monkeypatch.setattr(skip_padding, "flash_runs", lambda *arguments: True)
+    monkeypatch.setattr(packed_variants, "flash_runs", lambda *arguments: True)
     return found
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain import ORTModule, skip_padding
+from onnxtrain import ORTModule
+from onnxtrain.execute import packed_variants
 from onnxtrain.execute.packing import Kept, Question, copied_to_host
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from tests.passes.less_work import WORDS
@@ -143,9 +144,9 @@ def test_attention_that_asks_a_gpu_for_lengths_is_not_packed(
         plans.append(plan_packing(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(skip_padding, "plan_packing", planned)
-    monkeypatch.setattr(skip_padding, "flash_runs", lambda *arguments: flash)
+    monkeypatch.setattr(packed_variants, "plan_packing", planned)
+    monkeypatch.setattr(packed_variants, "flash_runs", lambda *arguments: flash)
     ORTModule(Encoder(bool_mask) if how is None else Biased(how))(*batch_of(FORMS["right"]))
     (plan,) = plans
     assert plan is not None
-    assert (skip_padding.waits_for_lengths(plan, torch.device("cuda")) is not None) == waits
+    assert (packed_variants.waits_for_lengths(plan, torch.device("cuda")) is not None) == waits
