@@ -111,7 +111,7 @@ def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor
     def unit_for(choice: RecomputeChoice) -> Unit:
         joint = plan.planned(choice)
         unit = builder.training_unit(joint, choice)
-        stages.done("plan", joint.model, plan.sentences(choice), plan.recompute_subgraphs, builder.not_recorded(unit))
+        stages.done("plan", joint.model, plan.sentences(choice), plan.subgraphs, builder.not_recorded(unit))
         return unit
 
     captured, known = builder.captured, bind_symbols(plan.joint.model.graph.inputs, inputs)

@@ -117,7 +117,7 @@ class PackedVariants:
         waiting = waits_for_lengths(plan, device)
         if waiting is None:
             return plan
-        self._changes.apply_choice.clear()
+        self._changes.applied.clear()
         reason = "without padding it would wait for the GPU: flash attention is for float16 and bfloat16 without a bias"
         self._changes.refuse(waiting, reason)
         return None
@@ -138,8 +138,8 @@ class PackedVariants:
 
     def _stage(self) -> StageReport:
         """What was planned, for the report."""
-        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.apply_choice), tuple(self._changes.refused))
-        apply_choice = tuple(f"{done.name}: {text}" for text in done.apply_choice)
+        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
+        apply_choice = tuple(f"{done.name}: {text}" for text in done.applied)
         return StageReport("pack", self._took_ms, len(self._model.graph), apply_choice, done.refused, (done,))
 
     def _runner(

@@ -23,13 +23,13 @@ from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.reused_memory import reuse_memory
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options
-from onnxtrain.plan.mutated_inputs import check_backward_reads
+from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, split_backward, why_not_staged
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Cut, Part, cut, single_part
 from onnxtrain.plan.differentiation import Differentiation
+from onnxtrain.plan.mutated_inputs import check_backward_reads
 from onnxtrain.plan.output_views import lone_views
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
-from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, split_backward, why_not_staged
 from onnxtrain.report import Refusal
 
 _LOG = logging.getLogger(__name__)
@@ -173,7 +173,13 @@ class BackwardPrograms:
     """
 
     def __init__(
-        self, builder: UnitBuilder, joint: Joint, full: Cut, differentiable: Flags, choice: RecomputeChoice, groups: Groups
+        self,
+        builder: UnitBuilder,
+        joint: Joint,
+        full: Cut,
+        differentiable: Flags,
+        choice: RecomputeChoice,
+        groups: Groups,
     ) -> None:
         self._builder, self._joint, self._full = builder, joint, full
         self.parts = full

@@ -16,14 +16,14 @@ import torch
 
 from onnxtrain.autodiff import Joint
 from onnxtrain.options import Options
+from onnxtrain.plan.backward_stages import why_not_staged
 from onnxtrain.plan.budget import bytes_allowed, choose_within_budget
 from onnxtrain.plan.channels_last import ChannelsLast
-from onnxtrain.plan.default_recompute import choose_by_default
 from onnxtrain.plan.cut import cut
+from onnxtrain.plan.default_recompute import choose_by_default
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice, choose_by_checkpoints
-from onnxtrain.plan.backward_stages import why_not_staged
-from onnxtrain.plan.storage import Storages, bind_symbols
 from onnxtrain.plan.recompute_subgraphs import choose_by_options
+from onnxtrain.plan.storage import Storages, bind_symbols
 from onnxtrain.report import SubgraphReport
 
 
