@@ -139,8 +139,8 @@ class PackedVariants:
     def _stage(self) -> StageReport:
         """What was planned, for the report."""
         done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
-        apply_choice = tuple(f"{done.name}: {text}" for text in done.applied)
-        return StageReport("pack", self._took_ms, len(self._model.graph), apply_choice, done.refused, (done,))
+        applied = tuple(f"{done.name}: {text}" for text in done.applied)
+        return StageReport("pack", self._took_ms, len(self._model.graph), applied, done.refused, (done,))
 
     def _runner(
         self, plan: PackingPlan, dense: Callable[..., Any], module_name: str, rerun: Rerun, compile_packed: Compile
