@@ -120,7 +120,7 @@ def _goes_by_slices(node: ir.Node, index: int, shared: set[ir.Value]) -> bool:
     body = attributes["body"].as_graph()
     states = len(node.inputs) - attributes.get_int("num_scan_inputs")
     slices = [inner for outer, inner in zip(node.inputs[states:], body.inputs[states:], strict=True) if outer in shared]
-    elsewhere = {*node.inputs[:states], *traversal.captured(node)} & shared
+    elsewhere = {*node.inputs[:states], *traversal.captured_values(node)} & shared
     return plain and not elsewhere and index >= states and _clash(body.outputs[index], slices, body) is None
 
 

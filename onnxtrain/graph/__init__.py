@@ -1,1 +1,1 @@
-"""The graph: ONNX values, nodes, sizes and views. Knows nothing of torch."""
+"""The graph: ONNX values, nodes, symbolic dimensions and views. Independent of torch."""

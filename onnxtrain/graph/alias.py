@@ -1,51 +1,42 @@
-"""Which values may lie in the same memory: the one alias analysis.
+"""Alias analysis: which values may share memory.
 
     x ──Reshape──> y ──Transpose──> z        x, y and z are one alias set, with root x
 
-Torch kernels return views where PyTorch does, and a definition says which output may be a view of which input. A value
-is freed, overwritten in place or handed to the caller as its own only where its whole alias set allows it.
+Torch kernels return views where PyTorch does, and an op's definition says which output may be a view of which input. A
+value is freed, overwritten in place or returned to the caller only if its whole alias set allows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import onnx_ir as ir
 
 
 class AliasOp(Protocol):
-    """What this analysis asks of an op's definition."""
+    """The part of an op's definition that alias analysis needs."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names; the last may be variadic."""
+        """Output names; the last may be variadic."""
 
     @property
     def aliases(self) -> Mapping[int, int]:
-        """Output index to the index of the input that it may be a view of."""
+        """Output index -> index of the input that it may be a view of."""
 
 
 class AliasSets:
-    """The alias sets of a graph as it is now: a later change of the graph is not seen.
+    """The alias sets of a graph at construction time; later changes of the graph are not tracked.
 
     Args:
-        graph: its nodes in order, or any stretch of nodes.
-        definition_of: finds a node's definition.
-        together: groups of inputs that the caller may pass in the same memory.
+        graph: the nodes in topological order; a part of a graph will do.
+        definition_of: returns a node's definition.
     """
 
-    def __init__(
-        self,
-        graph: Iterable[ir.Node],
-        definition_of: Callable[[ir.Node], AliasOp],
-        together: Iterable[Collection[ir.Value]] = (),
-    ) -> None:
+    def __init__(self, graph: Iterable[ir.Node], definition_of: Callable[[ir.Node], AliasOp]) -> None:
         self._roots: dict[ir.Value, ir.Value] = {}
         self._members: dict[ir.Value, list[ir.Value]] = {}
-        for first, *others in map(list, together):
-            for other in others:
-                self._join(other, first)
         for node in graph:
             definition = definition_of(node)
             for index, output in enumerate(node.outputs):
@@ -54,15 +45,11 @@ class AliasSets:
                     self._join(output, source)
 
     def root(self, value: ir.Value) -> ir.Value:
-        """The value whose memory this one may be a view of: the first of its set; itself where it is no view."""
+        """Return the first value of the alias set: the one that owns the memory. A value that is no view is its own."""
         return self._roots.get(value, value)
 
-    def may_alias(self, a: ir.Value, b: ir.Value) -> bool:
-        """Whether the two values may share memory."""
-        return self.root(a) is self.root(b)
-
     def aliases_of(self, value: ir.Value) -> tuple[ir.Value, ...]:
-        """All values that may share memory with this one, itself among them, in the order of the graph."""
+        """Return all values that may share memory with this one, including itself, in graph order."""
         return tuple(self._members.get(self.root(value), [value]))
 
     def _join(self, value: ir.Value, source: ir.Value) -> None:
@@ -76,6 +63,6 @@ class AliasSets:
 
 
 def view_source(node: ir.Node, output: int, definition: AliasOp) -> ir.Value | None:
-    """The input of which output number `output` may be a view. What holds for a variadic output holds for all of it."""
+    """Return the input that output number `output` may be a view of, or None. Variadic outputs share one entry."""
     index = definition.aliases.get(min(output, len(definition.outputs) - 1))
     return None if index is None or index >= len(node.inputs) else node.inputs[index]

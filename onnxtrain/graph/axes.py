@@ -1,13 +1,13 @@
-"""Which output axis comes from which input axis: an op's axis map, in the style of JAX's sharding rules.
+"""Axis maps: which output axis comes from which input axis, in the notation of JAX's sharding rules.
 
     "... m k, ... k n -> ... m n"       MatMul: m and n pass through, k is contracted
     "..., ... -> ..."                   elementwise, with broadcasting
     "b s h, h -> b s h"                 a norm's affine part
     "(b s) h -> b s h"                  a reshape: the first input axis is b times s
 
-Inputs and outputs are separated by commas; an absent optional input is written `-`. Two axes with one name are the
-same axis: taking rows of it in every input takes the same rows of the output. An axis whose name stands in brackets
-`[h]` is read whole: no part of an output can be computed from a part of it.
+Commas separate inputs and outputs; `-` is an absent optional input. Axes with the same name correspond: slicing that
+axis of every input slices the output in the same way. An axis in brackets, `[h]`, cannot be sliced: each output element
+depends on all of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ Factor = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """Factors of each axis; `ellipsis` is where `...` stands, or None."""
+    """One input or output of an axis map.
+
+    Attributes:
+        factors: the factors of each written axis.
+        unsliceable: names of the axes in brackets.
+        ellipsis: the position of `...` among the axes, or None.
+    """
 
     factors: tuple[Factor, ...]
-    whole: frozenset[str]
+    unsliceable: frozenset[str]
     ellipsis: int | None
 
-    def named(self, rank: int) -> tuple[Factor, ...]:
-        """The factors of each of `rank` axes; axes under `...` are named from the right: `...1` is the last."""
+    def axis_factors(self, rank: int) -> tuple[Factor, ...]:
+        """Return the factors of each of `rank` axes; those under `...` are named from the right: `...1` is the last."""
         if self.ellipsis is None:
             return self.factors
         hidden = rank - len(self.factors)
@@ -46,29 +52,30 @@ class AxisMap:
     def sources(
         self, axis: int, ranks: list[int | None], out_ranks: list[int], output: int = 0
     ) -> list[int | None] | None:
-        """For each input, the axis that output axis `axis` comes from (None where it has none).
+        """Return, for each input, the axis that output axis `axis` comes from; None for an input without it.
 
-        None where the op needs the axis whole, or where the axis is made of several.
+        Return None altogether if the axis cannot be sliced, is a product of several axes, or comes from no input.
         """
         target = self.outputs[output]
         if target is None:
             return None
-        factors = target.named(out_ranks[output])[axis]
+        factors = target.axis_factors(out_ranks[output])[axis]
         if len(factors) != 1:
             return None
         name = factors[0]
-        if not name or name in target.whole:
+        if not name or name in target.unsliceable:
             return None
-        found: list[int | None] = []
+        source_axes: list[int | None] = []
         for operand, rank in zip(self.inputs, ranks, strict=True):
             if operand is None or rank is None:
-                found.append(None)
+                source_axes.append(None)
                 continue
-            places = [i for i, f in enumerate(operand.named(rank)) if name in f]
-            if name in operand.whole or any(len(operand.named(rank)[i]) != 1 for i in places) or len(places) > 1:
+            operand_factors = operand.axis_factors(rank)
+            matches = [i for i, f in enumerate(operand_factors) if name in f]
+            if name in operand.unsliceable or any(len(operand_factors[i]) != 1 for i in matches) or len(matches) > 1:
                 return None
-            found.append(places[0] if places else None)
-        return found if any(place is not None for place in found) else None
+            source_axes.append(matches[0] if matches else None)
+        return source_axes if any(source is not None for source in source_axes) else None
 
 
 NO_AXES = ""
@@ -76,7 +83,7 @@ NO_AXES = ""
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> AxisMap | None:
-    """The axis map that `text` writes down; None for NO_AXES: nothing passes through."""
+    """Parse an axis map; None for NO_AXES: no axis passes through."""
     if not text:
         return None
     left, right = text.split("->")
@@ -88,7 +95,7 @@ def _operand(text: str) -> Operand | None:
     if text == "-":
         return None
     factors: list[Factor] = []
-    whole: set[str] = set()
+    unsliceable: set[str] = set()
     ellipsis: int | None = None
     for word in re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", text):
         if word == "...":
@@ -100,6 +107,6 @@ def _operand(text: str) -> Operand | None:
         else:
             name = word.strip("[]")
             if word[0] == "[":
-                whole.add(name)
+                unsliceable.add(name)
             factors.append((name,))
-    return Operand(tuple(factors), frozenset(whole), ellipsis)
+    return Operand(tuple(factors), frozenset(unsliceable), ellipsis)

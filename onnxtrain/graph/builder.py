@@ -1,12 +1,12 @@
-"""Builds ONNX nodes in one line each, typed as they are made.
+"""Build ONNX nodes, one line each, with output types inferred immediately.
 
     op = Builder(graph, OPS)
     y = op.MatMul(x, w)                     # domain ai.onnx
     dx = op.ms.GeluGrad(dy, x)              # domain com.microsoft
     y = op.own.Linear(x, w, b)              # domain onnxtrain
 
-Every output gets its element type and sizes from the op's definition, so a graph is typed at all times. The same
-language writes what PyTorch's ops become, bodies, gradients and passes.
+Every output gets its element type and shape from the op's definition, so a graph is typed at all times. Capture, op
+bodies, gradient rules and passes all build their nodes with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import ml_dtypes  # noqa: F401  # numpy learns bfloat16 from it
+import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 import onnx_ir as ir
 
@@ -29,7 +29,7 @@ Operand = ir.Value | None
 
 
 class Schema(Protocol):
-    """What a builder asks of an op's definition."""
+    """The part of an op's definition that a builder needs."""
 
     @property
     def attributes(self) -> Mapping[str, Any]: ...
@@ -40,7 +40,7 @@ class Schema(Protocol):
 
 
 class Schemas(Protocol):
-    """Where a builder finds definitions."""
+    """Looks up an op's definition by domain and name."""
 
     def __call__(self, domain: str, name: str, /) -> Schema: ...
 
@@ -58,11 +58,12 @@ class Builder:
     """Appends typed nodes to `graph`.
 
     Attributes:
-        graph: where nodes go, at the end.
-        origin: metadata that every node made from now on carries (module path, the user's source line).
-        out: during capture, the types that PyTorch gave the outputs of the op being converted.
-        device: during capture, the type of the device that they lie on.
-        is_contiguous: during capture, tells whether all of them are contiguous in PyTorch: 0.3 ms, which few ask for.
+        graph: the graph that nodes are appended to.
+        origin: metadata of the nodes to come (module path, source location).
+        out: during capture, the output types of the PyTorch op being converted.
+        device: during capture, the device type of these outputs.
+        is_contiguous: during capture, returns whether PyTorch's outputs are all contiguous. A function, because the
+            answer takes 0.3 ms and few converters need it.
     """
 
     def __init__(self, graph: ir.Graph, schemas: Schemas) -> None:
@@ -83,9 +84,9 @@ class Builder:
         return self.op(ONNX, op_type)
 
     def op(self, domain: str, op_type: str) -> Callable[..., Any]:
-        """The function that appends a node of this op: inputs by position, attributes by name.
+        """Return a function that appends a node of this op, taking inputs by position and attributes by name.
 
-        It returns the node's output, or a tuple where the op has several.
+        The function returns the node's output, or a tuple of several.
         """
 
         def append(*inputs: Operand, **attributes: Any) -> Any:
@@ -102,11 +103,12 @@ class Builder:
         attributes: Mapping[str, Any],
         types: Sequence[TensorType] | None = None,
     ) -> ir.Node:
-        """Appends a node. `types` are its outputs' types where the definition's shape rule cannot know them."""
+        """Append a node. `types` overrides the output types that the definition infers."""
         schema = self._schemas(domain, op_type)
         attributes = {name: value for name, value in attributes.items() if value is not None}
         if unknown := attributes.keys() - schema.attributes.keys():
-            raise GraphError(f"{op_type} has no attribute {', '.join(sorted(unknown))}")
+            known = ", ".join(schema.attributes) or "none"
+            raise GraphError(f"unknown attributes of {op_type}", expected=known, got=", ".join(sorted(unknown)))
         node = ir.Node(
             domain,
             op_type,
@@ -118,14 +120,18 @@ class Builder:
         self.graph.append(node)
         types = schema.output_types(node) if types is None else types
         if len(types) != len(node.outputs):
-            raise GraphError(f"{op_type} has {len(node.outputs)} outputs, its shape rule gave {len(types)}")
+            raise GraphError(
+                f"shape inference of {op_type} returned the wrong number of types",
+                expected=len(node.outputs),
+                got=len(types),
+            )
         for value, tensor_type in zip(node.outputs, types, strict=True):
             set_type(value, tensor_type)
         return node
 
     @contextmanager
     def at(self, origin: Mapping[str, str]) -> Iterator[None]:
-        """Nodes made inside carry `origin`: where in the user's model they come from."""
+        """Give the nodes made inside the block this `origin` in the user's model."""
         before, self.origin = self.origin, dict(origin)
         try:
             yield
@@ -135,24 +141,24 @@ class Builder:
     # Constants
 
     def constant(self, array: Any, dtype: ir.DataType) -> ir.Value:
-        """A constant tensor; equal constants of one builder are one value."""
+        """Return a constant tensor; equal constants of one builder share a value."""
         data = np.asarray(array, dtype=dtype.numpy())
         key = (dtype, data.shape, data.tobytes())
-        return self._known(key, lambda: data, TensorType(dtype, data.shape))
+        return self._shared_constant(key, lambda: data, TensorType(dtype, data.shape))
 
     def scalar(self, number: complex, like: ir.Value | ir.DataType) -> ir.Value:
-        """A 0-dimensional constant of `like`'s element type.
+        """Return a 0-dimensional constant of `like`'s element type.
 
-        The exact Python number is kept beside it: PyTorch computes half-precision tensor × Python scalar with the
-        unrounded scalar, and so do our kernels.
+        The exact Python number is kept in its metadata: PyTorch multiplies a half-precision tensor by the unrounded
+        Python scalar, and so do our kernels.
         """
         dtype = dtype_of(like) if isinstance(like, ir.Value) else like
         data = np.asarray(number, dtype=dtype.numpy())
-        value = self._known((dtype, "scalar", repr(number)), lambda: data, TensorType(dtype, ()))
+        value = self._shared_constant((dtype, "scalar", repr(number)), lambda: data, TensorType(dtype, ()))
         value.meta["scalar"] = number
         return value
 
-    def _known(self, key: Any, data: Callable[[], Any], tensor_type: TensorType) -> ir.Value:
+    def _shared_constant(self, key: Any, data: Callable[[], Any], tensor_type: TensorType) -> ir.Value:
         value = self._constants.get(key)
         if value is None or value.name not in self.graph.initializers:
             name = f"constant_{len(self.graph.initializers)}"
@@ -166,41 +172,41 @@ class Builder:
 
     # Sizes
 
-    def sizes(self, wanted: Sequence[Size]) -> ir.Value:
-        """These sizes as an int64 vector, as Reshape and Expand take them."""
-        if all(isinstance(s, int) for s in wanted):
-            return self.constant(list(wanted), ir.DataType.INT64)
-        parts = [self._size_vector(size) for size in wanted]
+    def sizes(self, dims: Sequence[Size]) -> ir.Value:
+        """Return these sizes as an int64 vector, the form that Reshape and Expand take."""
+        if all(isinstance(dim, int) for dim in dims):
+            return self.constant(list(dims), ir.DataType.INT64)
+        parts = [self._size_vector(dim) for dim in dims]
         result: ir.Value = parts[0] if len(parts) == 1 else self.Concat(*parts, axis=0)
-        result.meta["sizes"] = tuple(wanted)
+        result.meta["sizes"] = tuple(dims)
         return result
 
-    def size(self, wanted: Size, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-        """One size as a 0-dimensional tensor."""
-        if isinstance(wanted, int):
-            return self.scalar(wanted, dtype)
-        value: ir.Value = self.Squeeze(self._size_vector(wanted), self.constant([0], ir.DataType.INT64))
+    def size(self, dim: Size, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+        """Return one size as a 0-dimensional tensor."""
+        if isinstance(dim, int):
+            return self.scalar(dim, dtype)
+        value: ir.Value = self.Squeeze(self._size_vector(dim), self.constant([0], ir.DataType.INT64))
         return value if dtype == ir.DataType.INT64 else self.Cast(value, to=dtype)
 
     def shape_of(self, value: ir.Value) -> ir.Value:
-        """The shape of `value` as an int64 vector, from the graph's inputs: `value` itself is not read."""
+        """Return the shape of `value` as an int64 vector, computed from the graph's inputs without reading `value`."""
         return self.sizes(sizes.dims_of(value))
 
     def _size_vector(self, size: Size) -> ir.Value:
         if isinstance(size, int):
             return self.constant([size], ir.DataType.INT64)
-        known: dict[str, ir.Value] = self.graph.meta.setdefault("size_values", {})
-        value = known.get(size)
+        size_values: dict[str, ir.Value] = self.graph.meta.setdefault("size_values", {})
+        value = size_values.get(size)
         if value is None or value.graph is not self.graph:
-            value = known[size] = self._compute_size(sizes.parse(size))
+            value = size_values[size] = self._compute_size(sizes.parse(size))
         return value
 
     def _compute_size(self, expr: Any) -> ir.Value:
-        """Nodes that compute a size from the shapes of values whose dimension is a plain symbol."""
+        """Compute a size from the shapes of values that have a plain symbol as a dimension."""
         if expr.is_Symbol:
             source, axis = self._source_of(str(expr))
             result: ir.Value = self.Shape(source, start=axis, end=axis + 1)
-            result.name = f"size_{expr}"  # the same name in every graph made from one capture
+            result.name = f"size_{expr}"  # stable across the graphs made from one capture
             return result
         head = type(expr).__name__
         if head == "floor" and any(part.is_Float for part in expr.atoms()):
@@ -213,57 +219,65 @@ class Builder:
             operands, head = [operands[0]] * int(expr.args[1]), "Mul"
         fold = {"Add": self.Add, "Mul": self.Mul, "Max": self.Max, "Min": self.Min, "Mod": self.Mod}.get(head)
         if fold is None:
-            raise GraphError(f"the size {sizes.from_sympy(expr)} cannot be computed inside the graph ({head})")
+            raise GraphError(
+                f"the graph cannot compute the size {sizes.from_sympy(expr)}",
+                expected="sums, products, powers, floor, max, min and remainders of dimensions",
+                got=head,
+            )
         total = operands[0]
         for operand in operands[1:]:
             total = fold(total, operand)
         return total
 
     def _scaled_size(self, expr: Any) -> ir.Value:
-        """floor(size * scale) in doubles: how PyTorch computes the sizes of interpolation."""
+        """Compute floor(size * scale) in double precision, as PyTorch computes interpolated sizes."""
         factor, size = expr.args[0].as_coeff_Mul()
         if any(part.is_Float for part in size.atoms()):
-            raise GraphError(f"the size {sizes.from_sympy(expr)} cannot be computed inside the graph")
+            raise GraphError(
+                f"the graph cannot compute the size {sizes.from_sympy(expr)}",
+                expected="one floating-point factor of an integer expression",
+                got=f"floating-point numbers inside {sizes.from_sympy(size)}",
+            )
         mantissa, exponent = math.frexp(factor)
-        how = {"mantissa": int(math.ldexp(mantissa, 53)), "exponent": exponent - 53}
-        result: ir.Value = self.own.ScaledSize(self._operand(size), **how)
+        scale = {"mantissa": int(math.ldexp(mantissa, 53)), "exponent": exponent - 53}
+        result: ir.Value = self.own.ScaledSize(self._operand(size), **scale)
         return result
 
     def _operand(self, expr: Any) -> ir.Value:
         return self._size_vector(sizes.from_sympy(expr))
 
     def _source_of(self, name: str) -> tuple[ir.Value, int]:
-        """A value of the graph with a dimension that is exactly this symbol."""
-        known: dict[str, tuple[ir.Value, int]] = self.graph.meta.setdefault("size_sources", {})
-        if name not in known:
+        """Return a value of the graph, and its axis, whose dimension is exactly this symbol."""
+        sources: dict[str, tuple[ir.Value, int]] = self.graph.meta.setdefault("size_sources", {})
+        if name not in sources:
             for value in self.graph.inputs:
-                _note_symbols(value, known)
-        if name not in known:
+                _collect_symbols(value, sources)
+        if name not in sources:
             for node in self.graph:
                 for value in node.outputs:
-                    _note_symbols(value, known)
-        if name not in known:
-            raise GraphError(f"no value of the graph has the size {name}")
-        return known[name]
+                    _collect_symbols(value, sources)
+        if name not in sources:
+            raise GraphError(f"no value of the graph has the dimension {name}", got=", ".join(sources) or "no symbols")
+        return sources[name]
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
-    """onnx_ir asks of a sequence first whether it is a graph, a tensor or a type, which takes it 15 µs."""
+    """Convert to an attribute. Stating INTS saves 15 µs in onnx_ir, which tests graphs, tensors and types first."""
     is_ints = isinstance(value, (list, tuple)) and value and all(isinstance(number, int) for number in value)
     return ir.convenience.convert_attribute(name, value, ir.AttributeType.INTS if is_ints else None)
 
 
-def _note_symbols(value: ir.Value, known: dict[str, tuple[ir.Value, int]]) -> None:
+def _collect_symbols(value: ir.Value, sources: dict[str, tuple[ir.Value, int]]) -> None:
     if value.shape is None:
         return
     for axis, size in enumerate(sizes.dims_of(value)):
         if isinstance(size, str) and size.isidentifier():
-            known.setdefault(size, (value, axis))
+            sources.setdefault(size, (value, axis))
 
 
 def as_sizes(value: ir.Value) -> Sizes | None:
-    """The sizes that an int64 vector holds, where they are known before the graph runs."""
+    """Return the sizes that an int64 vector holds, or None if they are not known at compile time."""
     if value.const_value is not None:
         return tuple(int(v) for v in value.const_value.numpy().reshape(-1))
-    known: Sizes | None = value.meta.get("sizes")
-    return known
+    held: Sizes | None = value.meta.get("sizes")
+    return held

@@ -1,8 +1,8 @@
-"""Rewrites a graph for another opset of ai.onnx, node by node, with ONNX's own converter.
+"""Convert a graph to another ai.onnx opset, node by node, with ONNX's version converter.
 
-Only nodes whose op differs between the two opsets are touched. A node at a time, because ONNX's converter knows nothing
-of functions and of other domains, and because a node that cannot be converted can then be named. An op that the other
-opset lacks (Gelu before 20) is first written out by ONNX's own definition of it, where it has one.
+Only nodes whose op differs between the two opsets are converted, one at a time: ONNX's converter does not support
+functions and other domains, and an error can then name the node. An op that the target opset lacks (Gelu before 20) is
+first expanded to its ONNX function body, if it has one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NEWEST = onnx.defs.onnx_opset_version()
 
 
 def convert_opset(graph: ir.Graph, opset: int) -> None:
-    """Rewrites the graph in place. It must be typed.
+    """Convert the typed graph in place.
 
     Raises:
-        OptionError: there is no such opset, or a node has no form in it.
+        OptionError: the opset does not exist, or a node cannot be expressed in it.
     """
     present = graph.opset_imports[ONNX]
     if opset == present:
         return
     if not 1 <= opset <= NEWEST:
-        raise OptionError("There is no such opset.", "the opset asked for", f"1 to {NEWEST}", opset)
+        raise OptionError("unknown ONNX opset", "the requested opset", f"1 to {NEWEST}", opset)
     for node in list(graph):
         if node.domain != ONNX:
             continue
@@ -45,21 +45,21 @@ def convert_opset(graph: ir.Graph, opset: int) -> None:
         if not _same_meaning(node.op_type, present, opset):
             _convert(graph, node, opset)
         elif _since(node.op_type, present) != _since(node.op_type, opset):
-            _stays(node, opset)
+            _check_unchanged(node, opset)
     graph.opset_imports[ONNX] = opset
 
 
-def _stays(node: ir.Node, opset: int) -> None:
-    """Checks that the node is valid in `opset` as it is."""
+def _check_unchanged(node: ir.Node, opset: int) -> None:
+    """Check that the node is valid in `opset` without changes."""
     try:
         verify_standard(node, opset)
     except GraphError as error:
-        raise _impossible(node, opset, str(error)) from error
+        raise _not_convertible(node, opset, str(error)) from error
 
 
 @functools.lru_cache(maxsize=4096)
 def _schema(op_type: str, opset: int) -> onnx.defs.OpSchema | None:
-    """The op as it is in `opset`; None where there is no such op."""
+    """Return the op's schema in `opset`, or None if the opset lacks the op."""
     try:
         return onnx.defs.get_schema(op_type, opset, ONNX)
     except onnx.defs.SchemaError:
@@ -73,9 +73,9 @@ def _since(op_type: str, opset: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _same_meaning(op_type: str, a: int, b: int) -> bool:
-    """Whether the op differs between two opsets in nothing but the element types that it takes.
+    """Return whether the op differs between two opsets in its allowed element types only.
 
-    ONNX's converter lacks many of these pairs (ConstantOfShape 20 to 19), and to ask it takes longer.
+    ONNX's converter has no adapter for many of these pairs (ConstantOfShape 20 to 19), and calling it is slower.
     """
     one, other = _schema(op_type, a), _schema(op_type, b)
     return one is not None and other is not None and _meaning(one) == _meaning(other)
@@ -96,7 +96,7 @@ def _formals(formals: Sequence[onnx.defs.OpSchema.FormalParameter]) -> list[tupl
 
 
 def _uses_nothing_new(node: ir.Node, new: onnx.defs.OpSchema | None, old: onnx.defs.OpSchema | None) -> bool:
-    """Whether the op only gained inputs and attributes that this node does not use (Split 18, Pad 18)."""
+    """Return whether the op only gained inputs and attributes that this node does not use (Split 18, Pad 18)."""
     if new is None or old is None:
         return False
     gained, lost = _attributes(new), _attributes(old)
@@ -112,45 +112,45 @@ def _uses_nothing_new(node: ir.Node, new: onnx.defs.OpSchema | None, old: onnx.d
 
 def _convert(graph: ir.Graph, node: ir.Node, opset: int) -> None:
     if any(traversal.subgraphs(node)):
-        raise _impossible(node, opset, "it holds graphs")
+        raise _not_convertible(node, opset, "nodes with subgraphs are not supported")
     if node.op_type == "Pad":
         _pad_all_axes(graph, node)
     present = graph.opset_imports[ONNX]
-    proto = ir.to_proto(_alone(node, present))
+    proto = ir.to_proto(_single_node_model(node, present))
     try:
         if _schema(node.op_type, opset) is None:
             proto = onnx.inliner.inline_selected_functions(proto, [(ONNX, node.op_type)], inline_schema_functions=True)
         proto = onnx.version_converter.convert_version(proto, opset)
     except RuntimeError as error:
-        unknown = "No Adapter" in str(error)
-        if unknown and _uses_nothing_new(node, _schema(node.op_type, present), _schema(node.op_type, opset)):
-            return _stays(node, opset)
-        raise _impossible(node, opset, str(error).rpartition("failed: ")[2]) from error
+        no_adapter = "No Adapter" in str(error)
+        if no_adapter and _uses_nothing_new(node, _schema(node.op_type, present), _schema(node.op_type, opset)):
+            return _check_unchanged(node, opset)
+        raise _not_convertible(node, opset, str(error).rpartition("failed: ")[2]) from error
     return _splice(graph, node, ir.from_proto(proto).graph)
 
 
 def _pad_all_axes(graph: ir.Graph, node: ir.Node) -> None:
-    """Writes Pad of some axes (18) as Pad of all: widths of 0 at the others. `pads` may be computed."""
+    """Rewrite Pad with an `axes` input (opset 18) as Pad of all axes with zero widths; `pads` may be dynamic."""
     x, pads = node.inputs[:2]
-    given = node.inputs[3] if len(node.inputs) > 3 else None
-    axes = None if given is None else _constant(given, "axes")
+    axes_input = node.inputs[3] if len(node.inputs) > 3 else None
+    axes = None if axes_input is None else _constant(axes_input, "axes")
     if axes is None or x is None or x.shape is None or pads is None:
         return
     rank, count = len(x.shape), axes.size
-    places = [2 * count] * (2 * rank)  # of each width in pads and a 0 after them
-    for place, axis in enumerate(axes.numpy().reshape(-1).tolist()):
-        places[axis % rank], places[axis % rank + rank] = place, place + count
+    indices = [2 * count] * (2 * rank)  # into pads with a 0 appended
+    for position, axis in enumerate(axes.numpy().reshape(-1).tolist()):
+        indices[axis % rank], indices[axis % rank + rank] = position, position + count
     zero, index = (
-        _constant_node(np.array(c, np.int64), f"{node.name}/{n}") for c, n in (([0], "zero"), (places, "at"))
+        _constant_node(np.array(c, np.int64), f"{node.name}/{n}") for c, n in (([0], "zero"), (indices, "indices"))
     )
-    joined = ir.Node(ONNX, "Concat", [pads, zero.outputs[0]], [ir.AttrInt64("axis", 0)], name=f"{node.name}/Concat")
-    picked = ir.Node(ONNX, "Gather", [joined.outputs[0], index.outputs[0]], name=f"{node.name}/pads")
-    for new, size in ((joined, 2 * count + 1), (picked, 2 * rank)):
+    concat = ir.Node(ONNX, "Concat", [pads, zero.outputs[0]], [ir.AttrInt64("axis", 0)], name=f"{node.name}/Concat")
+    gather = ir.Node(ONNX, "Gather", [concat.outputs[0], index.outputs[0]], name=f"{node.name}/pads")
+    for new, size in ((concat, 2 * count + 1), (gather, 2 * rank)):
         value = new.outputs[0]
         value.name, value.type, value.shape = new.name, pads.type, ir.Shape([size])
         new.metadata_props.update(node.metadata_props)
-    graph.insert_before(node, [zero, index, joined, picked])
-    node.replace_input_with(1, picked.outputs[0])
+    graph.insert_before(node, [zero, index, concat, gather])
+    node.replace_input_with(1, gather.outputs[0])
     node.resize_inputs(3)
 
 
@@ -165,22 +165,25 @@ def _constant_node(array: np.ndarray[Any, Any], name: str) -> ir.Node:
     return node
 
 
-def _impossible(node: ir.Node, opset: int, reason: str) -> OptionError:
+def _not_convertible(node: ir.Node, opset: int, reason: str) -> OptionError:
     return OptionError(
-        f"{traversal.describe(node)} cannot be written in opset {opset}: {reason}",
+        f"cannot convert {traversal.describe(node)} to opset {opset}: {reason}",
         traversal.origin(node),
-        todo=f"ask for a newer opset, at most {NEWEST} (ORTMODULE_ONNX_OPSET_VERSION)",
+        todo=f"request a newer opset, up to {NEWEST} (ORTMODULE_ONNX_OPSET_VERSION)",
     )
 
 
-def _alone(node: ir.Node, opset: int) -> ir.Model:
-    """A model of this node only: inputs `i0`, `i1`, ... by position, outputs `o0`, `o1`, ...; constants are known."""
+def _single_node_model(node: ir.Node, opset: int) -> ir.Model:
+    """Return a model of this node alone, with inputs `i0`, `i1`, ... by position and outputs `o0`, `o1`, ...
+
+    Small constant inputs become initializers.
+    """
     inputs: list[ir.Value | None] = []
     for index, value in enumerate(node.inputs):
-        alone = None if value is None else ir.Value(name=f"i{index}", type=value.type, shape=value.shape)
-        if alone is not None and value is not None:
-            alone.const_value = _constant(value, f"i{index}")
-        inputs.append(alone)
+        copied = None if value is None else ir.Value(name=f"i{index}", type=value.type, shape=value.shape)
+        if copied is not None and value is not None:
+            copied.const_value = _constant(value, f"i{index}")
+        inputs.append(copied)
     copy = ir.Node(ONNX, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
     for index, (old, new) in enumerate(zip(node.outputs, copy.outputs, strict=True)):
         new.name, new.type, new.shape = f"o{index}", old.type, old.shape
@@ -191,13 +194,13 @@ def _alone(node: ir.Node, opset: int) -> ir.Model:
         nodes=[copy],
         initializers=[value for value in present if value.const_value is not None],
         opset_imports={ONNX: opset},
-        name="alone",
+        name="single_node",
     )
     return ir.Model(graph, ir_version=10)
 
 
 def _constant(value: ir.Value, name: str) -> ir.TensorProtocol | None:
-    """The elements of an initializer or of a Constant node's output, where they are few: a converter may need axes."""
+    """Return the data of an initializer or Constant output of at most 64 elements: the converter may need axes."""
     tensor = value.const_value
     producer = value.producer()
     if producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
@@ -208,9 +211,9 @@ def _constant(value: ir.Value, name: str) -> ir.TensorProtocol | None:
 
 
 def _splice(graph: ir.Graph, node: ir.Node, converted: ir.Graph) -> None:
-    """Puts the nodes of `converted` in the place of `node`."""
+    """Replace `node` by the nodes of `converted`."""
     values: dict[ir.Value, ir.Value] = {}
-    added = list(_constants(converted, node, values))
+    added = list(_map_inputs(converted, node, values))
     for number, inner in enumerate(converted):
         copy = traversal.clone_node(inner, values)
         copy.name = node.name if len(converted) == 1 else f"{node.name}/{inner.op_type}_{number}"
@@ -228,8 +231,8 @@ def _splice(graph: ir.Graph, node: ir.Node, converted: ir.Graph) -> None:
     graph.remove(node, safe=True)
 
 
-def _constants(converted: ir.Graph, node: ir.Node, values: traversal.ValueMap) -> Iterator[ir.Node]:
-    """Maps the inputs of `converted` to those of `node`, and yields Constant nodes for what the converter added."""
+def _map_inputs(converted: ir.Graph, node: ir.Node, values: traversal.ValueMap) -> Iterator[ir.Node]:
+    """Map the inputs of `converted` to those of `node`; yield Constant nodes for initializers the converter added."""
     for value in (*converted.inputs, *converted.initializers.values()):
         name = str(value.name)
         original = node.inputs[int(name[1:])] if name[:1] == "i" and name[1:].isdigit() else None

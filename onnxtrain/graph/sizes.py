@@ -1,8 +1,8 @@
-"""Sizes of tensors: an int, or an expression over the sizes of the graph's inputs.
+"""Dimension sizes: an int, or a symbolic expression over the dynamic dimensions of the graph's inputs.
 
-An expression is a plain string in Python's own syntax (`s0`, `2*s0*s1`, `(s0 + 1)//2`, `max(1, s1)`), so that it
-can stand in an ONNX `dim_param`, in generated source and in a message. Two sizes are proven equal when their
-strings are equal: every function here returns sympy's canonical form.
+An expression is a string in Python syntax (`s0`, `2*s0*s1`, `(s0 + 1)//2`, `max(1, s1)`), usable as an ONNX
+`dim_param`, in generated source and in messages. Two sizes are provably equal if their strings are equal: every
+function here returns sympy's canonical form.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Sizes = tuple[Size, ...]
 
 
 class _PythonPrinter(StrPrinter):  # type: ignore[misc]  # sympy is untyped
-    """Prints integer expressions so that Python evaluates them to the same integer."""
+    """Print integer expressions in a form that Python evaluates to the same integer."""
 
     def _print_floor(self, expr: Any) -> str:
         numerator, denominator = sympy.fraction(sympy.together(expr.args[0]))
         return f"(({self._print(numerator)})//({self._print(denominator)}))"
 
     def _print_Float(self, expr: Any) -> str:  # noqa: N802  # sympy's dispatch by class name
-        return repr(float(expr))  # the very double: a scaled size is floor(scale * size) in doubles
+        return repr(float(expr))  # the exact double: a scaled size is floor(scale * size) in double precision
 
     def _print_Mod(self, expr: Any) -> str:  # noqa: N802  # sympy's dispatch by class name
         left, right = expr.args
@@ -50,13 +50,13 @@ _PRINTER = _PythonPrinter({"order": "lex"})
 
 @functools.lru_cache(maxsize=65536)
 def symbol(name: str) -> sympy.Symbol:
-    """The sympy symbol of a size: a non-negative integer."""
+    """Return the sympy symbol of a size: a non-negative integer."""
     return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
 @functools.lru_cache(maxsize=65536)
 def parse(size: Size) -> sympy.Expr:
-    """The sympy expression of a size."""
+    """Return the sympy expression of a size."""
     if isinstance(size, int):
         return sympy.Integer(size)
     if size.isidentifier():
@@ -94,7 +94,7 @@ def _from_ast(node: ast.expr) -> sympy.Expr:
 
 
 def from_sympy(expr: Any) -> Size:
-    """The canonical size of a sympy expression."""
+    """Return the canonical size of a sympy expression."""
     if expr.is_Integer:
         return int(expr)
     return _print(expr)
@@ -127,7 +127,7 @@ def floor_divide(a: Size, b: Size) -> Size:
 
 @functools.lru_cache(maxsize=65536)
 def scale(size: Size, factor: float) -> Size:
-    """floor(size * factor), the product being rounded to a double."""
+    """Return floor(size * factor), with the product rounded to a double."""
     return int(size * factor) if isinstance(size, int) else from_sympy(sympy.floor(sympy.Float(factor) * parse(size)))
 
 
@@ -142,34 +142,34 @@ def minimum(*sizes: Size) -> Size:
 
 
 def symbols(size: Size) -> frozenset[str]:
-    """The names that a size depends on."""
+    """Return the symbols that a size depends on."""
     if isinstance(size, int):
         return frozenset()
     return frozenset(re.findall(r"[A-Za-z_]\w*", size)) - frozenset(_FUNCTIONS)
 
 
-def evaluate(size: Size, known: Mapping[str, int]) -> int:
-    """The integer that a size stands for, given the integers of its symbols."""
+def evaluate(size: Size, symbol_values: Mapping[str, int]) -> int:
+    """Return the integer value of a size, given those of its symbols."""
     if isinstance(size, int):
         return size
     # The expression is our own canonical form: names, integers, arithmetic and three functions.
-    return int(eval(size, {"__builtins__": {}, "max": max, "min": min, "abs": abs}, dict(known)))
+    return int(eval(size, {"__builtins__": {}, "max": max, "min": min, "abs": abs}, dict(symbol_values)))
 
 
 def dims_of(value: ir.Value) -> Sizes:
-    """The sizes of a value's dimensions. Raises ValueError where the shape is not known."""
+    """Return the sizes of a value's dimensions. Raises ValueError if the shape is unknown."""
     if value.shape is None:
-        raise ValueError(f"the shape of {value.name} is not known")
+        raise ValueError(f"the shape of {value.name} is unknown")
     return tuple([dim if isinstance(dim, int) else str(dim.value) for dim in value.shape.dims])
 
 
 def shape(sizes: Iterable[Size]) -> ir.Shape:
-    """The ir.Shape of these sizes."""
+    """Return the ir.Shape of these sizes."""
     return ir.Shape(list(sizes))
 
 
 def broadcast(*shapes: Sequence[Size]) -> Sizes:
-    """NumPy's broadcast of shapes. Two sizes that are not proven equal are taken to be: a guard of the capture."""
+    """Return NumPy's broadcast shape. Sizes that are not provably equal are assumed equal: the capture guards this."""
     rank = max((len(s) for s in shapes), default=0)
     result: list[Size] = []
     for position in range(rank):

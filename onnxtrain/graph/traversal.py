@@ -1,4 +1,4 @@
-"""Walking, copying and editing graphs: what every pass needs and no pass should write again."""
+"""Walk, copy and edit graphs: the operations that all passes share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from onnxtrain.errors import GraphError
 
 ValueMap = MutableMapping[ir.Value, ir.Value]
 
-# What the builder remembers about a graph: it names values of that graph and must not reach a copy.
-_BUILDER_MEMORY = frozenset({"size_values", "size_sources"})
+# Metadata in which the builder caches values of a graph: it must not be copied to another graph.
+_BUILDER_CACHES = frozenset({"size_values", "size_sources"})
 
 
 def describe(node: ir.Node) -> str:
-    """The op and name of a node, as messages show them."""
+    """Return the op and name of a node, for messages."""
     return f"{node.domain or 'ai.onnx'}::{node.op_type} {node.name!r}"
 
 
 def origin(node: ir.Node) -> str | None:
-    """The module and the user's line that a node comes from, where they are known."""
-    known = [node.metadata_props[key] for key in ("module", "line") if node.metadata_props.get(key)]
-    return ", ".join(known) or None
+    """Return the module path and source location that a node comes from, or None if neither is known."""
+    parts = [node.metadata_props[key] for key in ("module", "line") if node.metadata_props.get(key)]
+    return ", ".join(parts) or None
 
 
 _GRAPHS = frozenset({ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS})
 
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs that a node holds as attributes (If, Loop, Scan)."""
+    """Yield the graphs in a node's attributes (If, Loop, Scan)."""
     for attribute in node.attributes.values():
         if attribute.type not in _GRAPHS or attribute.is_ref():
             continue
@@ -41,35 +41,35 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def _has_subgraphs(node: ir.Node) -> bool:
-    for attribute in node.attributes.data.values():  # noqa: SIM110  # with `any`, and without `data`, twice the time
+    for attribute in node.attributes.data.values():  # noqa: SIM110  # twice as fast as `any` without `data`
         if attribute.type in _GRAPHS:
             return True
     return False
 
 
-def captured(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of outer graphs that the node's subgraphs read."""
+def captured_values(node: ir.Node) -> Iterator[ir.Value]:
+    """Yield the values of outer graphs that the node's subgraphs read."""
     for graph in subgraphs(node):
         own = {*graph.inputs, *graph.initializers.values()}
         for inner in graph:
-            yield from (v for v in (*inner.inputs, *captured(inner)) if v is not None and v not in own)
+            yield from (v for v in (*inner.inputs, *captured_values(inner)) if v is not None and v not in own)
             own.update(inner.outputs)
         yield from (v for v in graph.outputs if v not in own)
 
 
 def reads(node: ir.Node) -> Iterator[ir.Value]:
-    """All values that a node needs: its inputs and what its subgraphs capture."""
+    """Yield all values that a node reads: its inputs and those its subgraphs capture."""
     yield from (value for value in node.inputs if value is not None)
-    yield from captured(node)
+    yield from captured_values(node)
 
 
 def users(value: ir.Value) -> list[ir.Node]:
-    """The nodes that have the value as an input, each once."""
+    """Return the distinct nodes that have the value as an input."""
     return list(dict.fromkeys(use.node for use in value.uses()))
 
 
 def is_used(value: ir.Value) -> bool:
-    """Whether a node or the graph's caller reads the value."""
+    """Return whether the value has users or is a graph output."""
     return bool(value.uses()) or value.is_graph_output()
 
 
@@ -77,7 +77,7 @@ def is_used(value: ir.Value) -> bool:
 
 
 def first_out_of_order(graph: ir.Graph) -> tuple[ir.Node, ir.Value] | None:
-    """The first node that reads a value before it is there, with that value; None where the order is right."""
+    """Return the first node that reads a value before it is produced, with that value; None if the order is valid."""
     ready: set[ir.Value | None] = {None, *graph.inputs, *graph.initializers.values()}
     for node in graph:
         read = tuple(reads(node)) if _has_subgraphs(node) else node.inputs
@@ -88,12 +88,12 @@ def first_out_of_order(graph: ir.Graph) -> tuple[ir.Node, ir.Value] | None:
 
 
 def is_sorted(graph: ir.Graph) -> bool:
-    """Whether every value is produced before it is read."""
+    """Return whether every value is produced before it is read."""
     return first_out_of_order(graph) is None
 
 
 def sort(graph: ir.Graph) -> None:
-    """Puts the nodes in topological order, as near to the present one as can be. Raises GraphError on a cycle."""
+    """Sort the nodes topologically; a sorted graph is left unchanged. Raises GraphError on a cycle."""
     if is_sorted(graph):
         return
     try:
@@ -106,9 +106,9 @@ def sort(graph: ir.Graph) -> None:
 
 
 def remove_unused(graph: ir.Graph, keeps: Callable[[ir.Node], bool]) -> int:
-    """Removes nodes that no output depends on, except where `keeps` says so (effects); returns how many.
+    """Remove nodes that no output depends on, except those that `keeps` selects (side effects); return their number.
 
-    Initializers that nothing reads go too. Graph inputs stay: they are the caller's contract.
+    Unused initializers are removed too. Graph inputs remain: they are part of the caller's contract.
     """
     removed = 0
     for node in reversed(list(graph)):
@@ -122,10 +122,10 @@ def remove_unused(graph: ir.Graph, keeps: Callable[[ir.Node], bool]) -> int:
 
 
 def replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Lets all users of `old` read `new`: nodes, their subgraphs and the graph's outputs.
+    """Replace all uses of `old` by `new`: in nodes, their subgraphs and the graph's outputs.
 
-    The name of a graph's output is the caller's contract. A fresh `new` takes it over; one that already has a name of
-    its own (an input, an initializer, another output) goes through an Identity.
+    The name of a graph output is part of the caller's contract: `new` takes it over. If `new` must keep a name of its
+    own (an input, an initializer, another output), an Identity produces the output.
     """
     if old is new:
         return
@@ -156,7 +156,7 @@ def _insert_after(graph: ir.Graph, producer: ir.Node | None, node: ir.Node) -> N
 
 
 def name_uniquely(graph: ir.Graph) -> None:
-    """Renames values and nodes whose name is missing or taken; inputs, initializers and outputs keep theirs."""
+    """Rename values and nodes whose name is missing or taken; inputs, initializers and outputs keep theirs."""
     values: set[str] = {v.name for v in (*graph.inputs, *graph.initializers.values()) if v.name}
     fixed = set(graph.outputs)
     values |= {v.name for v in fixed if v.name}
@@ -181,13 +181,13 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def clone_value(value: ir.Value) -> ir.Value:
-    """A value of the same name, type and knowledge that belongs to no graph."""
+    """Return a copy of the value, with its type and metadata, that belongs to no graph."""
     copy = ir.Value(name=value.name, const_value=value.const_value)
-    _copy_facts(value, copy)
+    _copy_properties(value, copy)
     return copy
 
 
-def _copy_facts(source: ir.Value, target: ir.Value) -> None:
+def _copy_properties(source: ir.Value, target: ir.Value) -> None:
     target.name = source.name
     target.type = source.type
     target.shape = None if source.shape is None else source.shape.copy()
@@ -198,9 +198,9 @@ def _copy_facts(source: ir.Value, target: ir.Value) -> None:
 
 
 def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
-    """A copy of the node that reads `values[x]` for each input x; its outputs are added to `values`.
+    """Return a copy of the node that reads `values[x]` in place of each input x, and add its outputs to `values`.
 
-    A value that `values` does not hold belongs to an outer graph and is read as it is.
+    A value missing from `values` belongs to an outer graph and is kept.
     """
     copy = ir.Node(
         node.domain,
@@ -216,7 +216,7 @@ def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
     )
     copy.meta.update(node.meta)
     for old, new in zip(node.outputs, copy.outputs, strict=True):
-        _copy_facts(old, new)
+        _copy_properties(old, new)
         values[old] = new
     return copy
 
@@ -231,7 +231,7 @@ def _clone_attribute(attribute: ir.Attr, values: ValueMap) -> ir.Attr:
 
 
 def clone_head(graph: ir.Graph, values: ValueMap) -> ir.Graph:
-    """A graph with copies of the inputs and initializers, and no nodes or outputs yet."""
+    """Return a graph with copies of the inputs and initializers, but without nodes and outputs."""
     for value in (*graph.inputs, *graph.initializers.values()):
         if value not in values:
             values[value] = clone_value(value)
@@ -245,7 +245,7 @@ def clone_head(graph: ir.Graph, values: ValueMap) -> ir.Graph:
         name=graph.name,
         metadata_props=dict(graph.metadata_props),
     )
-    copy.meta.update({key: shallow_copy(known) for key, known in graph.meta.items() if key not in _BUILDER_MEMORY})
+    copy.meta.update({key: shallow_copy(value) for key, value in graph.meta.items() if key not in _BUILDER_CACHES})
     return copy
 
 
@@ -258,13 +258,13 @@ def _clone_into(graph: ir.Graph, values: ValueMap) -> ir.Graph:
 
 
 def clone(graph: ir.Graph) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
-    """A copy of the graph, and the copy of each of its values. Tensors are shared."""
+    """Return a copy of the graph and a map from its values to their copies. Tensors are shared."""
     values: dict[ir.Value, ir.Value] = {}
     return _clone_into(graph, values), values
 
 
 def extract(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
-    """A copy of the graph that computes these of its values, and nothing else; its inputs are the same."""
+    """Return a copy of the graph, with all its inputs, that computes these of its values only."""
     copy, copies = clone(graph)
     copy.outputs.clear()
     copy.outputs.extend(copies[v] for v in values)
@@ -273,7 +273,7 @@ def extract(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
 
 
 def with_graph(model: ir.Model, graph: ir.Graph, functions: Sequence[ir.Function] | None = None) -> ir.Model:
-    """A model like `model` with another graph and, where given, other functions."""
+    """Return a copy of `model` with another graph and, if given, other functions."""
     return ir.Model(
         graph,
         ir_version=model.ir_version,

@@ -1,4 +1,4 @@
-"""What the graph knows of a value: element type and sizes; and reading attributes and constants."""
+"""Types of values (element type and shape), their constants, and axis arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATEN = "org.pytorch.aten"
 
 
 class TensorType(NamedTuple):
-    """Element type and sizes of a tensor."""
+    """Element type and shape of a tensor."""
 
     dtype: ir.DataType
     shape: Sizes
@@ -33,13 +33,13 @@ def is_float(dtype: ir.DataType) -> bool:
 
 
 def is_differentiable_type(dtype: ir.DataType) -> bool:
-    """Whether PyTorch lets a tensor of this type require a gradient: floating or complex."""
+    """Return whether a PyTorch tensor of this type can require a gradient: floating or complex."""
     return dtype in _FLOATS or dtype in _COMPLEX
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
     if value.dtype is None:
-        raise ValueError(f"the element type of {value.name} is not known")
+        raise ValueError(f"the element type of {value.name} is unknown")
     return value.dtype
 
 
@@ -48,7 +48,7 @@ def type_of(value: ir.Value) -> TensorType:
 
 
 def rank_of(value: ir.Value) -> int:
-    """The number of a value's dimensions. Raises ValueError where the shape is not known."""
+    """Return the number of a value's dimensions. Raises ValueError if the shape is unknown."""
     return len(value.shape) if value.shape is not None else len(sizes.dims_of(value))
 
 
@@ -58,7 +58,7 @@ def set_type(value: ir.Value, tensor_type: TensorType) -> None:
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
-    """The value's elements where they are known before the graph runs, else None."""
+    """Return the value's data if it is a constant, else None."""
     if value is None or value.const_value is None:
         return None
     return value.const_value.numpy()

@@ -1,7 +1,7 @@
-"""The verifier: a graph is whole, in order, typed as its ops say, and valid ONNX.
+"""The verifier: checks that a graph is well-formed, topologically ordered, typed as its ops declare, and valid ONNX.
 
-Every stage's graph passes here, so that a fault shows at the pass that made it and not as a wrong number at the end.
-The first fault found is raised, with the node, the user's module and line it comes from, and what was expected.
+It runs on the graph of every stage, so that a fault is reported at the pass that caused it instead of showing up as
+wrong numbers. It raises the first fault, with the node, its origin in the user's model, and expected against got.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from onnxtrain.graph.values import ONNX, TensorType, dtype_of, type_of
 
 
 class Definition(Protocol):
-    """What the verifier asks of an op's definition."""
+    """The part of an op's definition that the verifier needs."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names; `x?` is optional, `xs...` variadic."""
+        """Input names; `x?` is optional, `xs...` variadic."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names, marked like those of inputs."""
+        """Output names, marked as inputs are."""
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Name to default."""
+        """Attribute name -> default."""
 
     @property
     def required(self) -> frozenset[str]:
-        """The attributes without a default."""
+        """Names of the attributes without a default."""
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
-        """What the shape rule says."""
+        """Infer the output types."""
 
 
 Definitions = Callable[[str, str], Definition]
 
 
-def verify(graph: ir.Graph | ir.Model, definitions: Definitions, known: set[Hashable] | None = None) -> None:
-    """Checks a graph and its subgraphs.
+def verify(graph: ir.Graph | ir.Model, definitions: Definitions, verified: set[Hashable] | None = None) -> None:
+    """Check a graph and its subgraphs.
 
     Args:
         graph: the graph, or a model with one.
-        definitions: (domain, op) -> definition; raises GraphError for an op that there is none of.
-        known: kinds of nodes that were found right with these definitions; more are put there.
+        definitions: (domain, op) -> definition; raises GraphError for an undefined op.
+        verified: keys of nodes that passed earlier with these definitions and are not checked again; updated in place.
 
     Raises:
-        GraphError: the first fault: a value that is read before it is produced or does not belong to the graph, a
-            missing or wrong type, an op, input, output or attribute that its definition or ONNX does not have, or
-            names that are missing or used twice.
+        GraphError: the first fault: a value that is read before it is produced or belongs to another graph; a missing
+            or wrong type; an op, input, output or attribute unknown to the definition or to ONNX; a missing or
+            duplicate name.
     """
     graph = graph.graph if isinstance(graph, ir.Model) else graph
     _verify_names(graph)
     opset = graph.opset_imports.get(ONNX, onnx.defs.onnx_opset_version())
-    _Verifier(definitions, opset, set() if known is None else known).verify(graph, set())
+    _Verifier(definitions, opset, set() if verified is None else verified).verify(graph, set())
 
 
-def agree(a: TensorType, b: TensorType) -> bool:
-    """Whether two types can be the same.
+def compatible(a: TensorType, b: TensorType) -> bool:
+    """Return whether two types may be equal at run time.
 
-    Two sizes that are not proven equal may be equal under the guards of the capture; two numbers may not.
+    A symbolic size is compatible with any other, because the capture's guards may make them equal; two ints must match.
     """
     return (
         a.dtype == b.dtype
@@ -77,21 +77,21 @@ def agree(a: TensorType, b: TensorType) -> bool:
     )
 
 
-def show(tensor_type: TensorType) -> str:
-    """A type as messages show it: `float[s0, 8]`."""
+def format_type(tensor_type: TensorType) -> str:
+    """Format a type for messages: `float[s0, 8]`."""
     return f"{tensor_type.dtype.name.lower()}[{', '.join(map(str, tensor_type.shape))}]"
 
 
 class _Verifier:
-    def __init__(self, definitions: Definitions, opset: int, known: set[Hashable]) -> None:
+    def __init__(self, definitions: Definitions, opset: int, verified: set[Hashable]) -> None:
         self._definitions = definitions
         self._opset = opset
-        self._known = known
+        self._verified = verified
 
     def verify(self, graph: ir.Graph, outer: set[ir.Value]) -> None:
-        """Checks a graph whose nodes may read the values of `outer`."""
+        """Check a graph whose nodes may read the values of `outer`."""
         for value in graph.inputs:
-            _verify_typed(value, "the graph's input", graph.name)
+            _verify_typed(value, "the graph input", graph.name)
         for value in graph.initializers.values():
             _verify_initializer(value, graph.name)
         ready = {*outer, *graph.inputs, *graph.initializers.values()}
@@ -105,24 +105,24 @@ class _Verifier:
             ready.update(node.outputs)
         for value in graph.outputs:
             if value not in ready:
-                raise GraphError(f"the output {value.name!r} is not produced by the graph", where=graph.name)
+                raise GraphError(f"no node of the graph produces the output {value.name!r}", where=graph.name)
 
     def _verify_once(self, node: ir.Node) -> None:
-        """Layers repeat nodes and stages keep them: of the 3200 of a T5 of six layers 170 differ."""
-        key = _kind(node, self._opset)
-        if key is None or key not in self._known:
+        """Check a node unless an equal one passed: of the 3200 nodes of a six-layer T5, 170 are distinct."""
+        key = _node_key(node, self._opset)
+        if key is None or key not in self._verified:
             self._verify_node(node)
             if key is not None:
-                self._known.add(key)
+                self._verified.add(key)
 
     def _verify_node(self, node: ir.Node) -> None:
         try:
             definition = self._definitions(node.domain, node.op_type)
         except GraphError as error:
-            raise _fault(node, error.what, todo="define the op, or let no pass make it") from error
+            raise _fault(node, error.what, todo="define the op, or fix the pass that creates it") from error
         for value in node.outputs:
             if value.dtype is None or value.shape is None:
-                raise _fault(node, f"the output {value.name!r} has no type")
+                raise _fault(node, f"output {value.name!r} has no type")
         _verify_inputs(node, definition)
         _verify_attributes(node, definition)
         _verify_outputs(node, definition)
@@ -130,8 +130,8 @@ class _Verifier:
             verify_standard(node, self._opset)
 
 
-def _kind(node: ir.Node, opset: int) -> Hashable | None:
-    """What the checks of a single node look at; None where that is too much to compare."""
+def _node_key(node: ir.Node, opset: int) -> Hashable | None:
+    """Return a key of everything that the checks of a single node depend on; None if it is too expensive to compare."""
     attributes: list[Hashable] = []
     for attribute in node.attributes.values():
         if attribute.type not in _COMPARED:
@@ -146,7 +146,7 @@ def _kind(node: ir.Node, opset: int) -> Hashable | None:
             return None
         else:
             values.append((value.dtype, sizes.dims_of(value), value.const_value))
-    # Sizes and axes by themselves: a shape may follow from what computes them.
+    # Size and axis inputs by identity: an inferred shape may depend on the nodes that compute them.
     values += [v for v in node.inputs if v is not None and v.dtype == ir.DataType.INT64 and len(v.shape or ()) <= 1]
     return opset, node.domain, node.op_type, len(node.inputs), tuple(attributes), tuple(values)
 
@@ -165,14 +165,14 @@ def _fault(
 def _not_ready(node: ir.Node, value: ir.Value, graph: ir.Graph) -> GraphError:
     producer = value.producer()
     if producer is not None and producer.graph is graph:
-        got = f"its producer {traversal.describe(producer)} comes later"
+        got = f"the producer {traversal.describe(producer)} comes later"
     elif producer is not None and producer.graph is None:
-        got = f"its producer {traversal.describe(producer)} was removed from the graph"
+        got = f"the producer {traversal.describe(producer)} was removed from the graph"
     elif producer is not None:
-        got = f"its producer {traversal.describe(producer)} belongs to another graph"
+        got = f"the producer {traversal.describe(producer)} belongs to another graph"
     else:
-        got = "it is no input and no initializer of the graph"
-    return _fault(node, f"reads {value.name!r}, which is not there yet", "values that are produced before", got)
+        got = "a value without producer that is neither an input nor an initializer of the graph"
+    return _fault(node, f"reads {value.name!r} before it is produced", "a value of an earlier node", got)
 
 
 def _verify_names(graph: ir.Graph) -> None:
@@ -184,9 +184,9 @@ def _verify_names(graph: ir.Graph) -> None:
     for kind, names in (("values", values), ("nodes", nodes)):
         if not all(names):
             raise GraphError(f"{sum(not name for name in names)} {kind} have no name", where=graph.name)
-        twice = sorted(str(name) for name, count in Counter(names).items() if count > 1)
-        if twice:
-            raise GraphError(f"names of {kind} are used twice", where=graph.name, got=", ".join(twice))
+        duplicates = sorted(str(name) for name, count in Counter(names).items() if count > 1)
+        if duplicates:
+            raise GraphError(f"duplicate names of {kind}", where=graph.name, got=", ".join(duplicates))
 
 
 def _verify_typed(value: ir.Value, role: str, where: str | None) -> None:
@@ -198,14 +198,14 @@ def _verify_initializer(value: ir.Value, where: str | None) -> None:
     _verify_typed(value, "the initializer", where)
     tensor = value.const_value
     if tensor is None:
-        raise GraphError(f"the initializer {value.name!r} has no elements", where=where)
-    held = TensorType(tensor.dtype, tuple(int(size) for size in tensor.shape.numpy()))
-    if held != type_of(value):
+        raise GraphError(f"the initializer {value.name!r} has no data", where=where)
+    data_type = TensorType(tensor.dtype, tuple(int(size) for size in tensor.shape.numpy()))
+    if data_type != type_of(value):
         raise GraphError(
-            f"the elements of the initializer {value.name!r} have another type than the value",
+            f"the data of the initializer {value.name!r} does not have the value's type",
             where=where,
-            expected=show(type_of(value)),
-            got=show(held),
+            expected=format_type(type_of(value)),
+            got=format_type(data_type),
         )
 
 
@@ -220,20 +220,20 @@ def _verify_inputs(node: ir.Node, definition: Definition) -> None:
     for index, name in enumerate(declared):
         present = index < len(node.inputs) and node.inputs[index] is not None
         if not present and not name.endswith(("?", "...")):
-            raise _fault(node, f"lacks its input {name!r}", ", ".join(declared))
+            raise _fault(node, f"lacks the required input {name!r}", ", ".join(declared))
     for value in node.inputs:
         if value is not None and (value.dtype is None or value.shape is None):
-            raise _fault(node, f"its input {value.name!r} has no type")
+            raise _fault(node, f"input {value.name!r} has no type")
 
 
 def _verify_attributes(node: ir.Node, definition: Definition) -> None:
     unknown = sorted(node.attributes.keys() - definition.attributes.keys())
     if unknown:
         known = ", ".join(definition.attributes) or "none"
-        raise _fault(node, "has attributes that the op does not have", known, ", ".join(unknown))
+        raise _fault(node, "has unknown attributes", known, ", ".join(unknown))
     missing = sorted(definition.required - node.attributes.keys())
     if missing:
-        raise _fault(node, f"lacks the attributes {', '.join(missing)}")
+        raise _fault(node, f"lacks the required attributes {', '.join(missing)}")
 
 
 def _verify_outputs(node: ir.Node, definition: Definition) -> None:
@@ -244,14 +244,13 @@ def _verify_outputs(node: ir.Node, definition: Definition) -> None:
     try:
         types = definition.output_types(node)
     except Exception as error:
-        raise _fault(node, f"its shape rule failed: {error}") from error
+        raise _fault(node, f"shape inference failed: {error}") from error
     if len(types) < len(node.outputs):
-        raise _fault(node, "has more outputs than its shape rule gives", len(types), len(node.outputs))
-    for value, expected in zip(node.outputs, types, strict=False):
-        if not agree(type_of(value), TensorType(*expected)):
-            raise _fault(
-                node, f"the type of {value.name!r} is wrong", show(TensorType(*expected)), show(type_of(value))
-            )
+        raise _fault(node, "has more outputs than shape inference returns", len(types), len(node.outputs))
+    for value, inferred in zip(node.outputs, types, strict=False):
+        expected, got = TensorType(*inferred), type_of(value)
+        if not compatible(got, expected):
+            raise _fault(node, f"output {value.name!r} has the wrong type", format_type(expected), format_type(got))
 
 
 # Against ONNX
@@ -265,7 +264,7 @@ class _Parameter:
     type_name: str
     optional: bool
     variadic: bool
-    one_type: bool  # of a variadic: whether all members have the same type
+    homogeneous: bool  # of a variadic: whether all members have the same type
 
 
 @dataclass(frozen=True)
@@ -318,14 +317,14 @@ def _parameter(formal: onnx.defs.OpSchema.FormalParameter) -> _Parameter:
 
 
 def verify_standard(node: ir.Node, opset: int) -> None:
-    """Checks a node of a standard op against ONNX's own schema: inputs, outputs, attributes, type constraints.
+    """Check a node of a standard op against ONNX's schema: inputs, outputs, attributes, type constraints.
 
     Raises:
-        GraphError: the node is not valid in this opset.
+        GraphError: the node is invalid in this opset.
     """
     schema = _standard(node.op_type, opset)
     if schema is None:
-        raise _fault(node, f"ONNX has no such op in opset {opset}")
+        raise _fault(node, f"not an ONNX op of opset {opset}")
     if not schema.min_inputs <= len(node.inputs) <= schema.max_inputs:
         raise _fault(
             node, "has the wrong number of inputs", f"{schema.min_inputs} to {schema.max_inputs}", len(node.inputs)
@@ -336,11 +335,11 @@ def verify_standard(node: ir.Node, opset: int) -> None:
     for attribute in node.attributes.values():
         expected_type = schema.attributes.get(attribute.name)
         if expected_type != attribute.type.name:
-            what = f"ONNX does not have the attribute {attribute.name!r} like this"
+            what = f"attribute {attribute.name!r} does not match ONNX's schema"
             raise _fault(node, what, expected_type or ", ".join(schema.attributes), attribute.type.name)
     missing = sorted(schema.required - node.attributes.keys())
     if missing:
-        raise _fault(node, f"lacks the attributes {', '.join(missing)}")
+        raise _fault(node, f"lacks the required attributes {', '.join(missing)}")
     bound: dict[str, tuple[str, str]] = {}
     _verify_types(node, node.inputs, schema.inputs, schema, bound)
     _verify_types(node, node.outputs, schema.outputs, schema, bound)
@@ -353,20 +352,20 @@ def _verify_types(
     schema: _Standard,
     bound: dict[str, tuple[str, str]],
 ) -> None:
-    """Each type is allowed where it stands, and one type name (T) stands for one type: `bound` says for which."""
+    """Check that each type is allowed for its parameter and that a type variable (T) has one type, kept in `bound`."""
     for index, value in enumerate(values):
         parameter = parameters[min(index, len(parameters) - 1)]
         if value is None:
             if not parameter.optional and not parameter.variadic:
-                raise _fault(node, f"lacks its input {parameter.name!r}, which ONNX requires")
+                raise _fault(node, f"lacks the input {parameter.name!r}, which ONNX requires")
             continue
-        have = f"tensor({dtype_of(value).name.lower()})"
+        got = f"tensor({dtype_of(value).name.lower()})"
         allowed = schema.allowed[parameter.type_name]
-        if have not in allowed:
+        if got not in allowed:
             expected = ", ".join(sorted(allowed))
-            raise _fault(node, f"ONNX does not allow the element type of {value.name!r} here", expected, have)
-        if parameter.variadic and not parameter.one_type:
+            raise _fault(node, f"ONNX does not allow the element type of {value.name!r} here", expected, got)
+        if parameter.variadic and not parameter.homogeneous:
             continue
-        first, other = bound.setdefault(parameter.type_name, (have, str(value.name)))
-        if first != have:
-            raise _fault(node, f"{value.name!r} and {other!r} must have one element type", first, have)
+        first, other = bound.setdefault(parameter.type_name, (got, str(value.name)))
+        if first != got:
+            raise _fault(node, f"{value.name!r} and {other!r} must have the same element type", first, got)

@@ -17,7 +17,7 @@ from onnxtrain.graph import traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.traversal import ValueMap
 from onnxtrain.graph.values import ONNX, type_of
-from onnxtrain.graph.verify import agree, show
+from onnxtrain.graph.verify import compatible, format_type
 from onnxtrain.ops.definition import OPSET, STANDARD, Body, Effects, NoBody, OpDef
 from onnxtrain.ops.registry import builder, definition_of
 
@@ -186,9 +186,11 @@ def _check_outputs(node: ir.Node, call: ir.Node, outputs: Sequence[ir.Value | No
         if value is None:
             if traversal.is_used(original):
                 raise GraphError(f"{where} does not build its output {original.name}, which is used")
-        elif not agree(type_of(declared), type_of(value)):
+        elif not compatible(type_of(declared), type_of(value)):
             raise GraphError(
-                f"{where} has an output of another type", expected=show(type_of(declared)), got=show(type_of(value))
+                f"{where} has an output of another type",
+                expected=format_type(type_of(declared)),
+                got=format_type(type_of(value)),
             )
 
 

@@ -121,13 +121,13 @@ def _passed(node: ir.Node, axis: int) -> _Step | None:
     if axis_map is None or n.definition.effects or len(node.outputs) != 1 or "axis" in n.definition.attributes:
         return None
     output = axis_map.outputs[0]
-    name = None if output is None else output.named(rank_of(node.outputs[0]))[axis]
+    name = None if output is None else output.axis_factors(rank_of(node.outputs[0]))[axis]
     if name is None or len(name) != 1 or not name[0].startswith("..."):
         return None
     found = [
         _Step(node, index, names.index(name))
         for index, (value, operand) in enumerate(zip(node.inputs, axis_map.inputs, strict=True))
-        if value is not None and operand is not None and name in (names := operand.named(rank_of(value)))
+        if value is not None and operand is not None and name in (names := operand.axis_factors(rank_of(value)))
     ]
     return found[0] if len(found) == 1 else None
 

@@ -66,7 +66,9 @@ def needed_rows(node: ir.Node, wanted: dict[ir.Value, Axes]) -> list[Rows | None
     if len(found) != 1:
         raise NotRowwise(f"the results of {node.op_type} are read along different axes")
     (names,) = found
-    if any(name in operand.whole for operand in (*axis_map.inputs, *axis_map.outputs) if operand for name in names):
+    if any(
+        name in operand.unsliceable for operand in (*axis_map.inputs, *axis_map.outputs) if operand for name in names
+    ):
         raise NotRowwise(f"{node.op_type} reads all rows together")
     output = next(v for v in node.outputs if v in wanted)
     result = [
@@ -88,7 +90,7 @@ def _check_effects(node: ir.Node) -> None:
 
 def _names(operand: Operand, rank: int, axes: Axes) -> tuple[str, ...]:
     """The axis names under these axes; a reshape has several under one axis."""
-    factors = operand.named(rank)
+    factors = operand.axis_factors(rank)
     return tuple(name for axis in axes for name in factors[axis])
 
 
@@ -96,7 +98,7 @@ def _place(
     node: ir.Node, value: ir.Value, operand: Operand, names: tuple[str, ...], output: ir.Value, along: Axes
 ) -> Rows | None:
     """Where the rows called `names`, `along` of `output`, lie in an input; None where it has none, or one for all."""
-    factors = operand.named(rank_of(value))
+    factors = operand.axis_factors(rank_of(value))
     if names in factors:
         axes: Axes = (factors.index(names),)
     else:
@@ -153,7 +155,7 @@ def output_axes(node: ir.Node, wanted: dict[ir.Value, Axes]) -> dict[ir.Value, A
     for value, operand in zip(node.outputs, axis_map.outputs, strict=True):
         if operand is None:
             continue
-        factors = operand.named(rank_of(value))
+        factors = operand.axis_factors(rank_of(value))
         if names in factors:
             result[value] = (factors.index(names),)
         elif all((name,) in factors for name in names):

@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
-from onnxtrain.graph.host import host_values, is_root
+from onnxtrain.graph.host import host_values, reads_shape
 from onnxtrain.ops import Effects, definition_of
 
 
@@ -105,7 +105,7 @@ def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], given: set[ir.Value])
     """
     earlier = set(joint.forward_nodes)
     for node in nodes:
-        if node not in earlier and is_root(node, definition_of(node)):
+        if node not in earlier and reads_shape(definition_of(node)):
             source = node.inputs[0]
             if (
                 source is not None
@@ -138,7 +138,7 @@ def nodes_computing(
     while open_values:
         value = open_values.pop()
         producer = value.producer()
-        arithmetic = producer is not None and value in host and not is_root(producer, definition_of(producer))
+        arithmetic = producer is not None and value in host and not reads_shape(definition_of(producer))
         if producer is None or not (producer in own or arithmetic):
             outside[value] = None
         elif producer not in used:

@@ -20,7 +20,7 @@ from onnxtrain.autodiff import Joint
 from onnxtrain.capture.checkpoints import REGION
 from onnxtrain.graph import traversal
 from onnxtrain.graph.alias import AliasSets
-from onnxtrain.graph.host import host_values, is_root
+from onnxtrain.graph.host import host_values, reads_shape
 from onnxtrain.ops import Effects, builder, definition_of
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import Cut
@@ -129,7 +129,7 @@ def _needed(
     node: ir.Node, again: Collection[ir.Value], sources: Collection[ir.Node], done: set[ir.Node]
 ) -> list[ir.Node]:
     """The nodes to run before `node`, in order; adds them to `done`."""
-    if is_root(node, definition_of(node)):  # reads sizes, which cross by themselves
+    if reads_shape(definition_of(node)):  # reads sizes, which cross by themselves
         return []
     order: list[ir.Node] = []
     waiting: list[tuple[ir.Node, bool]] = [(node, False)]
@@ -159,7 +159,7 @@ def predict_cut(parts: Cut, again: Collection[ir.Value]) -> Cut:
     for node in nodes:
         if node in sources:
             needed.update(recompute_inputs(node))
-        elif not is_root(node, definition_of(node)):
+        elif not reads_shape(definition_of(node)):
             needed.update(traversal.reads(node))
     needed.update(v for v in parts.backward.outputs if v is not None)
     made = (*parts.forward.inputs, *(v for n in parts.forward.nodes for v in n.outputs))
@@ -194,7 +194,7 @@ def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
             assert made is not None, "a replay computes something"
             made.metadata_props.update(copy.metadata_props)
             copy.resize_inputs(0)  # it was only what the replay was built from
-        elif not is_root(node, definition_of(node)):
+        elif not reads_shape(definition_of(node)):
             for index, value in enumerate(node.inputs):
                 if value in copies:
                     node.replace_input_with(index, copies[value])

@@ -11,7 +11,7 @@ from onnxtrain.ops.definition import OPSET
 
 
 def graph_of(**inputs: tuple[int | str, ...]) -> tuple[Builder, list[ir.Value]]:
-    """A builder on a new graph with float32 inputs of these shapes, and the inputs."""
+    """Return a builder on a new graph with float32 inputs of these shapes, and the inputs."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="small")
     for name, shape in inputs.items():
         value = ir.Value(name=name)

@@ -1,4 +1,4 @@
-"""Graphs in other opsets compute the same."""
+"""Graphs converted to other opsets compute the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(op, **feeds):
 
 
 def graph():
-    """Ops that differ between opsets in each way: types only, an input that was an attribute, absent before 20."""
+    """Return ops that differ between opsets in allowed types, in an input that was an attribute, and by absence."""
     op, (x,) = graph_of(x=("b", 4))
     y = op.Transpose(x, perm=(1, 0))
     y = op.ReduceMax(y, op.sizes([0]), keepdims=0)
@@ -51,7 +51,7 @@ def test_same_results(opset):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_nodes_that_stay_the_same_are_not_touched():
+def test_nodes_that_are_equal_in_both_opsets_are_kept():
     op = graph()
     first = op.graph[0]
     convert_opset(op.graph, 17)
@@ -67,7 +67,7 @@ def test_new_nodes_carry_the_origin():
     assert all(node.metadata_props == {"module": "act", "line": "m.py:3"} for node in op.graph)
 
 
-def test_an_op_without_a_form_is_named():
+def test_the_error_names_an_op_that_cannot_be_converted():
     op, (x,) = graph_of(x=("b", 4))
     bits = op.Cast(x, to=ir.DataType.INT64)
     with op.at({"line": "m.py:7"}):
@@ -77,7 +77,7 @@ def test_an_op_without_a_form_is_named():
     assert caught.value.where == "m.py:7"
 
 
-def test_an_element_type_that_is_too_new_is_refused():
+def test_an_element_type_that_the_opset_lacks_is_refused():
     op, (x,) = graph_of(x=("b", 4))
     half = op.Cast(x, to=ir.DataType.BFLOAT16)
     op.graph.outputs.append(op.Round(half))
@@ -85,11 +85,11 @@ def test_an_element_type_that_is_too_new_is_refused():
         convert_opset(op.graph, 18)
 
 
-def test_a_node_that_uses_nothing_new_stays():
+def test_a_node_that_uses_no_new_feature_of_its_op_is_kept():
     op, (x,) = graph_of(x=(4, 2))
     op.graph.outputs.extend(split(op, x, [1, 3], axis=0))
     nodes = list(op.graph)
-    convert_opset(op.graph, 17)  # Split of 18 has num_outputs as well
+    convert_opset(op.graph, 17)  # Split 18 added num_outputs
     assert list(op.graph) == nodes
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
     first, rest = run(op, x=x)
@@ -112,7 +112,7 @@ def test_pad_of_some_axes_becomes_pad_of_all(computed):
     np.testing.assert_array_equal(session.run(None, {"x": array})[0], np.pad(array, pads))
 
 
-def test_a_node_that_uses_something_new_is_refused():
+def test_a_node_that_uses_a_new_feature_of_its_op_is_refused():
     op, (x,) = graph_of(x=(4, 2))
     op.graph.outputs.extend(op.Split(x, axis=0, num_outputs=2))
     with pytest.raises(OptionError, match="Split"):
@@ -120,7 +120,7 @@ def test_a_node_that_uses_something_new_is_refused():
 
 
 @pytest.mark.parametrize("opset", [0, 9999])
-def test_there_must_be_such_an_opset(opset):
+def test_an_unknown_opset_is_an_error(opset):
     op, _ = graph_of(x=("b", 4))
-    with pytest.raises(OptionError, match="no such opset"):
+    with pytest.raises(OptionError, match="unknown ONNX opset"):
         convert_opset(op.graph, opset)

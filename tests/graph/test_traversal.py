@@ -10,21 +10,21 @@ from onnxtrain.graph import traversal
 from tests.graph.small import graph_of
 
 
-def test_sort_puts_producers_first_and_keeps_a_right_order():
+def test_sort_puts_producers_first_and_keeps_a_valid_order():
     op, (x,) = graph_of(x=("b", 4))
     y = op.Tanh(op.Neg(x))
     op.graph.outputs.append(y)
     assert traversal.is_sorted(op.graph)
-    right = list(op.graph)
+    nodes = list(op.graph)
     traversal.sort(op.graph)
-    assert list(op.graph) == right
+    assert list(op.graph) == nodes
 
-    first = right[0]
+    first = nodes[0]
     op.graph.remove(first)
     op.graph.append(first)
-    assert traversal.first_out_of_order(op.graph) == (right[1], first.outputs[0])
+    assert traversal.first_out_of_order(op.graph) == (nodes[1], first.outputs[0])
     traversal.sort(op.graph)
-    assert list(op.graph) == right
+    assert list(op.graph) == nodes
 
 
 def test_sort_refuses_a_cycle():
@@ -36,7 +36,7 @@ def test_sort_refuses_a_cycle():
         traversal.sort(op.graph)
 
 
-def test_remove_unused_takes_chains_and_initializers_but_what_is_kept():
+def test_remove_unused_removes_chains_and_initializers_except_kept_nodes():
     op, (x,) = graph_of(x=(4,))
     used = op.Neg(x)
     op.graph.outputs.append(used)
@@ -48,7 +48,7 @@ def test_remove_unused_takes_chains_and_initializers_but_what_is_kept():
     assert len(x.uses()) == 1
 
 
-def test_replace_moves_all_users_and_an_output_keeps_its_name():
+def test_replace_redirects_all_users_and_an_output_keeps_its_name():
     op, (x,) = graph_of(x=(4,))
     old, new = op.Tanh(x), op.Neg(x)
     user = op.Exp(old)
@@ -75,7 +75,7 @@ def test_replace_of_an_output_by_an_input_goes_through_an_identity():
     assert traversal.is_sorted(op.graph)
 
 
-def test_a_copy_shares_no_node_or_value_and_keeps_what_is_known():
+def test_a_copy_shares_no_node_or_value_and_keeps_metadata():
     op, (x,) = graph_of(x=("b", 4))
     with op.at({"module": "layer.0"}):
         y = op.Mul(op.Reshape(x, op.shape_of(x)), op.scalar(0.1, like=x))
@@ -89,7 +89,7 @@ def test_a_copy_shares_no_node_or_value_and_keeps_what_is_known():
     assert values[y].producer().metadata_props == {"module": "layer.0"}
     scalar = y.producer().inputs[1]
     assert values[scalar].meta["scalar"] == 0.1
-    # The builder's memory of where sizes are names values of the other graph.
+    # The builder's cache of size values refers to values of the original graph.
     assert "size_values" in op.graph.meta
     assert "size_values" not in copy.meta
 
@@ -108,7 +108,7 @@ def test_names_become_unique_and_inputs_and_outputs_keep_theirs():
 
 
 def _with_branch(op, x):
-    """A node with a subgraph that reads `x` from outside."""
+    """Return a node with a subgraph that captures `x`, and the subgraph's node."""
     inner = ir.node("Neg", [x])
     branch = ir.Graph([], inner.outputs, nodes=[inner], name="branch")
     node = ir.Node("", "If", [], [ir.AttrGraph("then_branch", branch)])
@@ -116,7 +116,7 @@ def _with_branch(op, x):
     return node, inner
 
 
-def test_what_a_subgraph_reads_counts_as_read():
+def test_values_that_a_subgraph_captures_count_as_read():
     op, (x,) = graph_of(x=(4,))
     y = op.Tanh(x)
     node, inner = _with_branch(op, y)

@@ -1,4 +1,4 @@
-"""The verifier names the fault, the node and where the node comes from."""
+"""The verifier reports the fault, the node and the node's origin."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnxtrain.ops import lookup
 from tests.graph.small import graph_of
 
 
-def whole() -> tuple[Builder, ir.Value, ir.Value]:
-    """A graph without fault: the builder, its first node's output and its result."""
+def valid_graph() -> tuple[Builder, ir.Value, ir.Value]:
+    """Return a builder with a valid graph, the output of its first node and its result."""
     op, (x,) = graph_of(x=("b", 4))
     with op.at({"module": "encoder.layer", "line": "model.py:12 in forward"}):
         a = op.Neg(x)
@@ -25,8 +25,8 @@ def whole() -> tuple[Builder, ir.Value, ir.Value]:
     return op, a, y
 
 
-def test_a_whole_graph_passes():
-    op, _, _ = whole()
+def test_a_valid_graph_passes():
+    op, _, _ = valid_graph()
     verify(op.graph, lookup)
     verify(ir.Model(op.graph, ir_version=10), lookup)
 
@@ -82,11 +82,11 @@ def too_many_inputs(op, a, y):
     y.producer().replace_input_with(2, a)
 
 
-def one_name_for_two_values(op, a, y):
+def duplicate_value_name(op, a, y):
     a.name = "x"
 
 
-def one_name_for_two_nodes(op, a, y):
+def duplicate_node_name(op, a, y):
     a.producer().name = y.producer().name
 
 
@@ -108,73 +108,73 @@ def initializer_of_another_type(op, a, y):
 FAULTS = [
     (out_of_order, "comes later"),
     (removed_producer, "was removed"),
-    (foreign_value, "no input and no initializer"),
+    (foreign_value, "neither an input nor an initializer"),
     (no_type, "has no type"),
-    (wrong_dtype, "type of .* is wrong"),
-    (wrong_rank, "type of .* is wrong"),
-    (wrong_size, r"(?s)type of .* is wrong.*float\[b, 4\].*float\[b, 5\]"),
-    (mixed_operands, "must have one element type"),
+    (wrong_dtype, "has the wrong type"),
+    (wrong_rank, "has the wrong type"),
+    (wrong_size, r"(?s)has the wrong type.*float\[b, 4\].*float\[b, 5\]"),
+    (mixed_operands, "must have the same element type"),
     (unknown_op, "no definition"),
     (unknown_attribute, "axis"),
-    (absent_input, "lacks its input 'b'"),
+    (absent_input, "lacks the required input 'b'"),
     (too_many_inputs, "too many inputs"),
-    (one_name_for_two_values, "(?s)names of values are used twice.*x"),
-    (one_name_for_two_nodes, "names of nodes are used twice"),
+    (duplicate_value_name, "(?s)duplicate names of values.*x"),
+    (duplicate_node_name, "duplicate names of nodes"),
     (no_name, "1 values have no name"),
-    (output_of_no_node, "'z' is not produced"),
-    (initializer_of_another_type, "elements of the initializer"),
+    (output_of_no_node, "no node of the graph produces the output 'z'"),
+    (initializer_of_another_type, "data of the initializer"),
 ]
 
 
 @pytest.mark.parametrize(("break_it", "message"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
-def test_each_fault_is_found(break_it, message):
-    op, a, y = whole()
+def test_each_fault_is_detected(break_it, message):
+    op, a, y = valid_graph()
     break_it(op, a, y)
     with pytest.raises(GraphError, match=message):
         verify(op.graph, lookup)
 
 
 @pytest.mark.parametrize(("break_it", "message"), FAULTS, ids=lambda f: getattr(f, "__name__", ""))
-def test_a_fault_is_found_where_nodes_were_right_before(break_it, message):
-    op, a, y = whole()
-    known = set()
-    verify(op.graph, lookup, known)
+def test_a_fault_is_detected_in_a_graph_that_passed_before(break_it, message):
+    op, a, y = valid_graph()
+    verified = set()
+    verify(op.graph, lookup, verified)
     break_it(op, a, y)
     with pytest.raises(GraphError, match=message):
-        verify(op.graph, lookup, known)
+        verify(op.graph, lookup, verified)
 
 
-def test_nodes_of_one_kind_are_verified_once():
-    asked = []
+def test_equal_nodes_are_verified_once():
+    looked_up = []
 
     def definitions(domain, op_type):
-        asked.append(op_type)
+        looked_up.append(op_type)
         return lookup(domain, op_type)
 
     op, (x,) = graph_of(x=("b", 4))
     op.graph.outputs.append(op.Neg(op.Softmax(op.Neg(op.Softmax(x, axis=1)), axis=0)))
-    known = set()
-    verify(op.graph, definitions, known)
-    verify(op.graph, definitions, known)
-    assert asked == ["Softmax", "Neg", "Softmax"]
+    verified = set()
+    verify(op.graph, definitions, verified)
+    verify(op.graph, definitions, verified)
+    assert looked_up == ["Softmax", "Neg", "Softmax"]
 
 
-def test_a_shape_that_is_computed_otherwise_is_verified():
-    """Two Reshapes of equal types: what computes the second's shape says that its result is another."""
+def test_equal_nodes_with_differently_computed_shapes_are_both_verified():
+    """Two Reshapes have equal types; the nodes that compute the second's shape give it another result type."""
     op, (x,) = graph_of(x=("b", 4))
     b, _ = sizes.dims_of(x)
     first, second = (op.Reshape(x, op.sizes([b, *others]), allowzero=1) for others in ((1, 4), (4, 1)))
     op.graph.outputs.extend((op.Neg(first), op.Neg(second)))
-    known = set()
-    verify(op.graph, lookup, known)
+    verified = set()
+    verify(op.graph, lookup, verified)
     set_type(second, TensorType(ir.DataType.FLOAT, ("b", 1, 4)))
     set_type(op.graph.outputs[1], TensorType(ir.DataType.FLOAT, ("b", 1, 4)))
     with pytest.raises(GraphError, match="Reshape"):
-        verify(op.graph, lookup, known)
+        verify(op.graph, lookup, verified)
 
 
-def test_the_message_says_where_the_node_comes_from():
-    op, a, y = whole()
+def test_the_message_has_the_origin_of_the_node():
+    op, a, y = valid_graph()
     wrong_size(op, a, y)
     with pytest.raises(GraphError) as caught:
         verify(op.graph, lookup)
@@ -183,23 +183,23 @@ def test_the_message_says_where_the_node_comes_from():
     assert (caught.value.expected, caught.value.got) == ("float[b, 4]", "float[b, 5]")
 
 
-def test_sizes_that_may_be_equal_under_guards_pass():
-    op, a, _ = whole()
+def test_symbolic_sizes_that_may_be_equal_under_guards_pass():
+    op, a, _ = valid_graph()
     set_type(a, TensorType(ir.DataType.FLOAT, ("c", 4)))
     verify(op.graph, lookup)
 
 
-def test_a_required_attribute_must_be_there():
+def test_a_missing_required_attribute_is_detected():
     op, (x,) = graph_of(x=("b", 4))
     y = op.Cast(x, to=ir.DataType.DOUBLE)
     op.graph.outputs.append(y)
     verify(op.graph, lookup)
     y.producer().attributes.pop("to")
-    with pytest.raises(GraphError, match="lacks the attributes to"):
+    with pytest.raises(GraphError, match="lacks the required attributes to"):
         verify(op.graph, lookup)
 
 
-def test_onnx_must_allow_the_element_type():
+def test_an_element_type_that_onnx_forbids_is_detected():
     op, (x,) = graph_of(x=("b", 4))
     op.graph.outputs.append(op.Sqrt(x))
     for value in (x, op.graph.outputs[0]):
