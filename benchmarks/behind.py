@@ -1,14 +1,17 @@
 """Training while kernels are compiled behind it: how much do the steps suffer?
 
 A fresh process with empty caches trains with onnxtrain. The first step, which captures the model, is left out. Of each
-16 steps four have the machine for themselves, as compilers are held meanwhile: both kinds are timed within the same
-moments of the machine, on the same program. It ends when no compiler has run for two such turns.
+16 steps four have the machine for themselves, as this benchmark stops compilers meanwhile: both are timed within the
+same moments of the machine, on the same program. It ends when no compiler has run for two such turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import processes
@@ -18,7 +21,7 @@ from benchmarks.processes import Tell
 from benchmarks.steady import is_compiling
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
-from onnxtrain.native.background import held
+from onnxtrain.native import background
 
 WORKLOAD = WORKLOADS["llama"]  # kernels of ours, and regions fused by Inductor, which take far longer
 _BESIDE, _ALONE = 12, 4  # steps of a turn
@@ -54,6 +57,24 @@ def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[
         "compiling_s": last - started,
         "others_cores": others.cores(),
     }
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """The compilers that run stand still inside, and no piece of Python runs. All goes on afterwards."""
+    with background.pieces:
+        groups = background.groups()
+        _signal(groups, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(groups, signal.SIGCONT)
+
+
+def _signal(groups: list[int], number: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
 
 
 if __name__ == "__main__":

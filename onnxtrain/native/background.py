@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -17,16 +18,11 @@ from typing import IO
 # A compiler's share of one core beside two threads that keep two cores busy, and how long steps of a Llama-like model
 # then take: at 10, 10 % and 1.10 times as long; at 5, 25 % and 1.32; at 3, 43 % and 1.56. At 19 nothing ever ends.
 _NICENESS = "5"
-# Such threads wait for each other at each operator. Where the scheduler puts both on one core and leaves the other to a
-# compiler, it takes up to 300 ms to put that right: seen in steps of 400 to 680 ms, where others take 210. When the
-# compiler pauses, one of them moves to its core at once.
-_RUN_S, _PAUSE_S = 0.06, 0.02
 _GRACE_S = 1.0
 _REST = 10.0  # times what a piece of Python took
+pieces = threading.Lock()  # of `piece`; a benchmark that times steps without any holds it, too
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
-_pieces = threading.Lock()
-_holding = threading.Lock()
 _ending = threading.Event()
 
 
@@ -65,6 +61,7 @@ def turn(after_s: float = 0.0) -> Turn:
     Args:
         after_s: seconds from now, before which it is not taken.
     """
+    _end_with_program()
     made = Turn(_queue, _changed, time.monotonic() + after_s)
     with _changed:
         _queue.append(made)
@@ -78,25 +75,20 @@ def piece() -> Iterator[None]:
     The rest, on this thread, is ten times as long as the piece took of a processor. So work that is divided into pieces
     takes a tenth of each step's time, where all at once it would make one step long.
     """
-    with _pieces:
+    with pieces:
         before = time.thread_time()
         yield
         time.sleep(_REST * (time.thread_time() - before))
 
 
-@contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Nothing is compiled inside: a program that times its steps measures them alone. All goes on afterwards.
-
-    Compilers that were started before stand still; one that is started inside does so within 60 ms.
-    """
-    with _holding, _pieces:
-        time.sleep(_RUN_S)
-        yield
+def groups() -> list[int]:
+    """The numbers of the process groups of all that runs now."""
+    with _lock:
+        return [child.pid for child in _running if child.returncode is None]
 
 
 def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Starts a command at low priority and with pauses, in a process group of its own. `end` it.
+    """Starts a command at low priority, in a process group of its own. `end` it.
 
     Args:
         command: the program and its arguments.
@@ -104,6 +96,7 @@ def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[in
         pass_fds: the open files that it gets.
     """
     nice = shutil.which("nice")
+    _end_with_program()
     with _lock:
         _end_thread_of_ending_program()
         child = subprocess.Popen(
@@ -115,22 +108,7 @@ def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[in
             process_group=0,  # in this session: Linux shares processors out by session first, by niceness within one
         )
         _running.add(child)
-    threading.Thread(target=_pause, args=(child,), name="onnxtrain pauses a compiler", daemon=True).start()
     return child
-
-
-def _pause(child: subprocess.Popen[bytes]) -> None:
-    """Stops a process and those that it started again and again, as long as it runs.
-
-    Until somebody has waited for its end the number of its group is nobody else's.
-    """
-    while not _ending.wait(_RUN_S) and child in _running and child.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGSTOP)
-            _ending.wait(_PAUSE_S)
-            with _holding:
-                pass
-            os.killpg(child.pid, signal.SIGCONT)
 
 
 def end(child: subprocess.Popen[bytes]) -> int:
@@ -157,7 +135,6 @@ def _signal(child: subprocess.Popen[bytes]) -> None:
     """The driver and the compiler proper, which it starts; one that does not end when it is asked to is killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
-        os.killpg(child.pid, signal.SIGCONT)  # one that pauses would not end
         try:
             child.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -170,7 +147,12 @@ def _end_thread_of_ending_program() -> None:
         raise SystemExit  # of this thread, without a word
 
 
-@atexit.register
+@functools.cache
+def _end_with_program() -> None:
+    """Asks for `_end_all` once there is something to end: a program that compiles nothing gets no handler."""
+    atexit.register(_end_all)
+
+
 def _end_all() -> None:
     """No compiler outlives the program that asked for it."""
     with _lock:

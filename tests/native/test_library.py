@@ -253,15 +253,15 @@ def test_a_piece_of_python_is_followed_by_a_rest(monkeypatch: pytest.MonkeyPatch
     now, slept = [5.0], []
 
     def sleep(seconds: float) -> None:
-        slept.append((seconds, background._pieces.locked()))
+        slept.append((seconds, background.pieces.locked()))
 
     monkeypatch.setattr(background, "time", SimpleNamespace(thread_time=lambda: now[0], sleep=sleep))
     for seconds in (0.5, 0.25):
         with background.piece():
-            assert background._pieces.locked()
+            assert background.pieces.locked()
             now[0] += seconds
     assert slept == [(5.0, True), (2.5, True)]
-    assert not background._pieces.locked()
+    assert not background.pieces.locked()
 
 
 def test_what_is_there_waits_for_no_compiler() -> None:
@@ -310,41 +310,20 @@ sleep 100
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of processes are in /proc")
-def test_a_compiler_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It and what it started. One that pauses ends when it is asked to."""
-    monkeypatch.setattr(background, "_ending", ending := threading.Event())
-    monkeypatch.setattr(background, "_RUN_S", 0.02)
-    monkeypatch.setattr(background, "_PAUSE_S", 0.02)
-    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
-    child = background.start(command, subprocess.PIPE)
+def test_a_compiler_gets_no_signal_before_it_is_to_end(tmp_path: Path) -> None:
+    """One that was stopped and continued would say so. What it started ends with it."""
+    noting = tmp_path / "noting"
+    noting.write_text("trap 'echo continued' CONT\nsleep 100 & echo $!\nwhile :; do sleep 0.01; done\n")
+    child = background.start(["sh", str(noting)], subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout as said:
         started = int(said.readline())
-    for pid in (child.pid, started):
-        wait_for_state(pid, paused=True)
-        wait_for_state(pid, paused=False)
-    with background.held():
-        for pid in (child.pid, started):
-            wait_for_state(pid, paused=True)
-            time.sleep(0.1)  # five times as long as a pause
-            assert state_of(pid) == "T"
-        assert background._pieces.locked()
-    wait_for_state(child.pid, paused=False)
-    monkeypatch.setattr(background, "_PAUSE_S", 60)
-    time.sleep(0.1)  # it may have begun a short pause
-    wait_for_state(child.pid, paused=True)
-    assert background.end(child) == -signal.SIGTERM
-    assert not is_running(child.pid)
-    ending.set()  # the thread's 60 s
-
-
-def wait_for_state(pid: int, *, paused: bool) -> None:
-    for _ in range(5000):
-        if (state_of(pid) == "T") == paused:
-            return
-        time.sleep(0.002)
-    pytest.fail(f"process {pid} is in state {state_of(pid)} all the time")
+        assert background.groups() == [child.pid]
+        time.sleep(0.5)
+        assert background.end(child) == -signal.SIGTERM
+        assert said.read() == b""
+    assert background.groups() == []
+    assert not is_running(started)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python itself says nothing
@@ -363,11 +342,6 @@ def test_a_program_that_ends_begins_no_compile(
 
 def is_running(pid: int) -> bool:
     try:
-        return state_of(pid) != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def state_of(pid: int) -> str:
-    """R, S, D, T (stopped) or Z."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

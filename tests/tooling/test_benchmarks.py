@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -41,6 +44,7 @@ from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, s
 from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
+from onnxtrain.native import background as native_background
 from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.ops.matmul.candidates import onednn_product, product_by_convolution
 
@@ -217,6 +221,22 @@ def test_steps_behind_a_compiler_are_told_from_those_alone(monkeypatch: pytest.M
     assert [len(turn) for turn in found["during_s"]] == [12] * 3
     assert [len(turn) for turn in found["alone_s"]] == [4] * 3
     assert steps == [False, *([False] * 12 + [True] * 4) * 5]
+
+
+def test_compilers_stand_still_while_steps_are_timed_alone() -> None:
+    child = native_background.start(["sleep", "100"], subprocess.DEVNULL)
+    process = psutil.Process(child.pid)
+    try:
+        with behind.held():
+            assert _comes(lambda: process.status() == psutil.STATUS_STOPPED)
+            assert native_background.pieces.locked()
+        assert _comes(lambda: process.status() != psutil.STATUS_STOPPED)
+    finally:
+        native_background.end(child)
+
+
+def _comes(what: Callable[[], bool]) -> bool:
+    return any(what() or time.sleep(0.01) for _ in range(500))
 
 
 def test_compilers_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
