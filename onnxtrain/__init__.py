@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onnxtrain.prepared import prepare, report_of, unprepare
     from onnxtrain.verification import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DebugOptions",
