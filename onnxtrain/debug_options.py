@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxtrain.options import LogLevel, Options
 
-# Messages that tell nothing to somebody who trains.
+# Messages of the exporter and of onnxruntime that do not concern training.
 _EXPORTER_NOISE = (
     "type is missing, so it may result in wrong shape inference",
     "Checker does not support models with experimental ops",
@@ -24,7 +24,7 @@ _RUNTIME_NOISE = (
 
 @dataclass(frozen=True)
 class SaveOnnxOptions:
-    """Whether, where and under which name the graphs are written."""
+    """Whether the graphs are written, and the prefix and folder of the files."""
 
     save: bool
     name_prefix: str
@@ -33,25 +33,25 @@ class SaveOnnxOptions:
 
 @dataclass(frozen=True)
 class LoggingOptions:
-    """How much is logged."""
+    """The lowest level that is logged."""
 
     log_level: LogLevel
 
 
 class DebugOptions:
-    """What to log and which graphs to write; environment variables win over what is given here.
+    """What to log and which graphs to write. Environment variables override these arguments.
 
     Args:
-        log_level: how much to log (ORTMODULE_LOG_LEVEL).
+        log_level: the lowest level to log (ORTMODULE_LOG_LEVEL).
         save_onnx: write the graph of each stage.
-        onnx_prefix: how the names of written files begin; required with `save_onnx`.
+        onnx_prefix: prefix of the file names; required with `save_onnx`.
         save_path: the folder to write to, by default the current one (ORTMODULE_SAVE_ONNX_PATH).
         config: further options by their name in `onnxtrain.Options`, as in `{"rng": "torch"}`.
 
     Raises:
-        OSError: `save_onnx` is set and the folder cannot be written to.
-        TypeError: `log_level` is no LogLevel, or `save_onnx` is set and `onnx_prefix` is no text.
-        ValueError: `save_onnx` is set and `onnx_prefix` is empty, or an option has a value that is not allowed.
+        OSError: `save_onnx` is set and the folder is missing or not writable.
+        TypeError: `log_level` is not a LogLevel, or `save_onnx` is set and `onnx_prefix` is not a str.
+        ValueError: `save_onnx` is set and `onnx_prefix` is empty, or an option has an invalid value.
     """
 
     def __init__(
@@ -67,30 +67,30 @@ class DebugOptions:
         if save_onnx and not isinstance(onnx_prefix, str):
             raise TypeError(f"Expected onnx_prefix of type str, got {type(onnx_prefix).__name__}: {onnx_prefix!r}.")
         if save_onnx and not onnx_prefix:
-            raise ValueError("save_onnx needs an onnx_prefix: give the text with which the file names shall begin.")
+            raise ValueError("save_onnx=True requires onnx_prefix, the prefix of the file names; got an empty string.")
         self.log_level = log_level
         self.save_onnx = save_onnx
         self.onnx_prefix = onnx_prefix
-        folder = os.path.abspath(save_path)  # a later change of the current folder does not move the files
+        folder = os.path.abspath(save_path)  # os.chdir after this must not redirect the files
         self.settings: dict[str, Any] = {**(config or {}), "log_level": log_level, "save_path": folder}
         if save_onnx:
             self.settings |= {"save_onnx": True, "onnx_prefix": onnx_prefix}
         self.options = Options.resolve(**self.settings)
         if save_onnx and not os.access(self.options.save_path, os.W_OK):
             raise OSError(
-                f"The folder {self.options.save_path} does not exist or cannot be written to. "
-                "Give another save_path, or set the environment variable ORTMODULE_SAVE_ONNX_PATH."
+                f"The folder {self.options.save_path} does not exist or is not writable. "
+                "Pass another save_path, or set the environment variable ORTMODULE_SAVE_ONNX_PATH."
             )
 
     @property
     def save_onnx_models(self) -> SaveOnnxOptions:
-        """Whether, where and under which name the graphs are written, the environment applied."""
+        """Whether the graphs are written, and the prefix and folder of the files, after the environment is applied."""
         options = self.options
         return SaveOnnxOptions(options.save_onnx, options.onnx_prefix, str(options.save_path.absolute()))
 
     @property
     def logging(self) -> LoggingOptions:
-        """How much is logged, the environment applied."""
+        """The lowest level that is logged, after the environment is applied."""
         return LoggingOptions(self.options.log_level)
 
     @property

@@ -18,7 +18,7 @@ import torch
 
 from onnxtrain.capture.dynamo_graph import named_graph
 from onnxtrain.capture.torch_reports import logged_as_info
-from onnxtrain.engine import Call, Engine, Way
+from onnxtrain.engine import Call, Engine, EntryPoint
 from onnxtrain.errors import OptionError
 from onnxtrain.options import Options
 from onnxtrain.report import CompileReport
@@ -57,8 +57,8 @@ def _compiled(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool =
     key = (module.key(), options, is_piece)
     engine = _ENGINES.get(key)
     if engine is None:
-        way = Way(fixed_sizes=module.fixed_sizes, is_part=True, is_piece=is_piece)
-        engine = _ENGINES[key] = Engine(module, options, way)
+        entry_point = EntryPoint(fixed_sizes=module.fixed_sizes, is_part=True, is_piece=is_piece)
+        engine = _ENGINES[key] = Engine(module, options, entry_point)
     inputs = module.inputs
 
     def run(*arguments: Any) -> Any:

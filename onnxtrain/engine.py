@@ -37,7 +37,7 @@ from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
-from onnxtrain.options import Options, answer_variables
+from onnxtrain.options import Options, warn_ineffective_variables
 
 _LOG = logging.getLogger("onnxtrain")
 
@@ -124,16 +124,16 @@ _F = TypeVar("_F", bound=Call)
 
 
 @dataclass(frozen=True)
-class Way:
-    """How an entry point wants a module to be run, where that is not plainly by its call.
+class EntryPoint:
+    """How an entry point wants the module run.
 
     Attributes:
-        in_torch: runs the module in PyTorch, when hooks of the module itself run around the graph; else None.
-        fixed_sizes: the numbers of those tensors of a call whose sizes stay the same.
-        pieces: from a function to one that runs the parts of it that can be graphs as graphs; None: without.
-        is_part: whether it is a part of what the user trains: what its first call took is not worth a warning.
-        is_piece: whether a warning has been given already, and failures are only logged.
-        twins: units of other modules that serve where the graph is the same, by what else they depend on.
+        in_torch: runs the module in eager PyTorch; set if the module's own hooks run around the graph, else None.
+        fixed_sizes: indices of the call's tensors whose sizes never change.
+        pieces: turns a function into one that runs as graphs between graph breaks; None: no graph breaks.
+        is_part: whether the module is only part of the user's model, whose initialization time is not worth a warning.
+        is_piece: whether the module is a piece between graph breaks: the user was warned, so failures are only logged.
+        twins: units of other modules that can be reused if the graph is the same, by their other dependencies.
     """
 
     in_torch: Call | None = None
@@ -147,11 +147,11 @@ class Way:
 class Engine:
     """Runs calls of one module."""
 
-    def __init__(self, module: torch.nn.Module, options: Options, way: Way | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, options: Options, entry_point: EntryPoint | None = None) -> None:
         self._module = module
         self._options = options
-        self._way = way or Way()
-        self._in_torch = self._way.in_torch or module
+        self._entry_point = entry_point or EntryPoint()
+        self._in_torch = self._entry_point.in_torch or module
         self._entries: dict[Any, list[_Entry]] = {}
         self._recent: _Entry | None = None
         self._usual: UsualCall = _never
@@ -160,7 +160,7 @@ class Engine:
         self._in_pieces: Call | None = None
         self._cache = (
             None
-            if options.cache_dir is None or self._way.is_piece
+            if options.cache_dir is None or self._entry_point.is_piece
             else CaptureCache(options.cache_dir, options.cache_limit_mb, module)
         )
         self.captures = 0
@@ -246,12 +246,12 @@ class Engine:
             raise
         if self.captures > captures:
             took, report = time.perf_counter() - start, self.newest().report
-            first = not captures and not self._way.is_part
+            first = not captures and not self._entry_point.is_part
             log_initialisation(type(self._module).__name__, took, report, first=first)
         return entry, [*self._read(entry.state), *tensors]
 
     def _refuse(self, tensors: Sequence[torch.Tensor]) -> None:
-        refuse_module(self._module, hooks_run_outside=self._way.in_torch is not None)
+        refuse_module(self._module, hooks_run_outside=self._entry_point.in_torch is not None)
         refuse_call(tensors)
 
     def _read(self, state: ModuleState) -> list[torch.Tensor]:
@@ -273,8 +273,8 @@ class Engine:
                 return entry
         state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"], captured.reads)
         inputs = [*self._read(state), *tensors]
-        rerun = _rerun(module, self._way.in_torch, structure, captured)
-        twins = self._way.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
+        rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
+        twins = self._entry_point.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
         twin = next((twin for twin in twins if twin.is_twin(captured)), None)
         if twin is not None:
             compiled = twin.of(captured, rerun)
@@ -291,7 +291,7 @@ class Engine:
     def _captured(
         self, structure: Structure, tensors: list[torch.Tensor], watch: SideEffects, suggested: Sequence[Example]
     ) -> Captured:
-        run, fixed = self._way.in_torch, self._way.fixed_sizes
+        run, fixed = self._entry_point.in_torch, self._entry_point.fixed_sizes
 
         def make(run: Run | None) -> Captured:
             return capture(self._module, structure, tensors, watch, suggested, run, fixed)
@@ -336,7 +336,7 @@ class Engine:
         self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call | None:
         """What runs the module in pieces; None where that is not wanted, or none of its parts may be a graph."""
-        if self._way.pieces is None or not self._options.pieces:
+        if self._entry_point.pieces is None or not self._options.pieces:
             return None
         # generate() fills a cache: PyTorch is done before pieces are found. A parameter would be changed in each piece.
         if isinstance(error, ChangedArgumentError | ChangedParameterError):
@@ -346,7 +346,7 @@ class Engine:
         except ORTModuleFallbackException:
             return None
         if self._in_pieces is None:
-            self._in_pieces = self._way.pieces(self._in_torch)
+            self._in_pieces = self._entry_point.pieces(self._in_torch)
         return self._in_pieces
 
     def _instead(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Instead:
@@ -367,7 +367,7 @@ class Engine:
             self._entries.setdefault(instead.key, []).append(instead.entry)
         if instead.warning not in self._warned:
             self._warned.add(instead.warning)
-            if self._way.is_piece:
+            if self._entry_point.is_piece:
                 _LOG.info(instead.warning)
             else:
                 warnings.warn(instead.warning, UserWarning, stacklevel=source_line.depth_of_caller())
@@ -381,7 +381,7 @@ def set_up(engine: Engine, name: str, options: Options) -> Call:
         What runs calls, as (args, kwargs): the engine, watched where the options say so.
     """
     logs.set_up(options)
-    answer_variables()
+    warn_ineffective_variables()
     if options.conv_algo_search == "EXHAUSTIVE":
         torch.backends.cudnn.benchmark = True
     run: Call = engine

@@ -1,34 +1,38 @@
-"""Every error says what went wrong, where, what was expected against what was found, and what to do next.
+"""The exceptions of onnxtrain. Each says what went wrong, where, expected against got, and what to do next.
 
-The ORTModule family keeps the names that ORTModule's users catch. A fallback policy may turn its members into a run in
-plain PyTorch (`options.FallbackPolicy.covers`). `GraphError` and `KernelError` are faults of onnxtrain itself and never
-fall back.
+The ORTModule family keeps the names that ORTModule's users catch. Depending on the fallback policy, the module runs in
+eager PyTorch after one of them (`options.FallbackPolicy.covers`). `GraphError` and `KernelError` are bugs of onnxtrain
+itself and never fall back.
 """
 
 from __future__ import annotations
 
+import warnings
+
 
 class OnnxTrainError(Exception):
-    """The base of all errors raised by onnxtrain.
+    """The base class of all errors raised by onnxtrain.
 
     Args:
-        what: what went wrong, as one sentence.
-        where: the user's line, module or node.
-        expected: what would have been right.
-        got: what was found instead.
-        todo: what the user can do next.
+        problem: what went wrong, as one sentence.
+        where: the source location, module or node.
+        expected: the values or state that would have been valid.
+        got: the value or state that was seen instead.
+        todo: the next step for the user.
     """
 
     def __init__(
         self,
-        what: str,
+        problem: str,
         where: str | None = None,
         expected: object = None,
         got: object = None,
         todo: str | None = None,
     ) -> None:
-        super().__init__(what, where, expected, got, todo)  # the full args, so that pickle and copy rebuild the error
-        self.what = what
+        super().__init__(
+            problem, where, expected, got, todo
+        )  # the full args, so that pickle and copy rebuild the error
+        self.problem = problem
         self.where = where
         self.expected = expected
         self.got = got
@@ -37,34 +41,34 @@ class OnnxTrainError(Exception):
     def __str__(self) -> str:
         details = (("where", self.where), ("expected", self.expected), ("got", self.got), ("to do", self.todo))
         lines = [f"  {label + ':':<10}{text}" for label, text in details if text is not None]
-        return "\n".join([self.what, *lines])
+        return "\n".join([self.problem, *lines])
 
 
 class OptionError(OnnxTrainError, ValueError, KeyError):
-    """An option or environment variable has an unknown name or value.
+    """An option or environment variable has an unknown name or an invalid value.
 
-    It is a `KeyError` too, because ORTModule raised that for a bad enum name in a variable.
+    It is also a `KeyError`, because ORTModule raised one for an unknown enum name in a variable.
     """
 
 
-class ORTModuleFallbackException(OnnxTrainError):  # noqa: N818  the peer's name
-    """The base of the errors after which a module may run in plain PyTorch instead."""
+class ORTModuleFallbackException(OnnxTrainError):  # noqa: N818  ORTModule's name
+    """The base class of the errors after which a module may fall back to eager PyTorch."""
 
 
 class ORTModuleInitException(ORTModuleFallbackException):
-    """ORTModule could not be set up."""
+    """ORTModule could not be initialized."""
 
 
 class ORTModuleDeviceException(ORTModuleFallbackException):
-    """The module or its inputs lie on a device, or on several devices, that are not supported."""
+    """The module or its inputs are on an unsupported device, or on several devices."""
 
 
 class ORTModuleIOError(ORTModuleFallbackException):
-    """An input or output of the module has a type that is not supported."""
+    """An input or output of the module has an unsupported type."""
 
 
 class ORTModuleTorchModelException(ORTModuleFallbackException):
-    """The PyTorch module cannot be handled."""
+    """The PyTorch module is not supported."""
 
 
 class ORTModuleONNXModelException(ORTModuleFallbackException):
@@ -76,15 +80,15 @@ class CaptureError(ORTModuleTorchModelException):
 
 
 class ChangedArgumentError(CaptureError):
-    """Forward changes a container among its arguments, as a cache of keys and values that it fills."""
+    """Forward mutates a container among its arguments, such as a key-value cache that it fills."""
 
 
 class ChangedParameterError(CaptureError):
-    """Forward changes a parameter, as an embedding with `max_norm` does."""
+    """Forward mutates a parameter, as an embedding with `max_norm` does."""
 
 
 class UnsupportedOperatorError(ORTModuleONNXModelException):
-    """A PyTorch operator has no definition in the graph."""
+    """A PyTorch operator has no ONNX definition."""
 
 
 class GradientError(ORTModuleONNXModelException):
@@ -92,40 +96,52 @@ class GradientError(ORTModuleONNXModelException):
 
 
 class GraphError(OnnxTrainError):
-    """The verifier found a graph that is not well formed."""
+    """The verifier rejected a malformed graph."""
 
 
 class KernelError(OnnxTrainError):
-    """A node has no kernel that applies, or its kernel failed."""
+    """No kernel applies to a node, or its kernel failed."""
 
 
 class MemoryBudgetError(OnnxTrainError, RuntimeError):
-    """A training step does not fit into `memory_budget_bytes`, whatever is computed again."""
+    """A training step does not fit into `memory_budget_bytes`, however much is recomputed."""
 
 
 class QuantizationError(OnnxTrainError, RuntimeError):
-    """A quantized weight lacks what it is quantized with: neither a graph nor PyTorch can compute with it."""
+    """A quantized weight lacks its quantization state, without which neither a graph nor PyTorch can use it."""
 
 
 class PythonOpError(KernelError, RuntimeError):
-    """A user's `torch.autograd.Function` gave something that autograd, or its place in the graph, does not allow."""
+    """A user's `torch.autograd.Function` returned something that autograd, or its node in the graph, does not allow."""
 
 
 class CheckpointError(OnnxTrainError, RuntimeError):
-    """A checkpoint file is damaged, or holds something else than the training graphs expect."""
+    """A checkpoint file is corrupt, or does not match the training graphs."""
 
 
 class TrainingError(OnnxTrainError, RuntimeError):
-    """The training API was asked for, or given, something that its graphs do not have."""
+    """The training API was called with something that its graphs do not have or do not accept."""
 
 
 class UnknownNameError(TrainingError, KeyError):
-    """There is no parameter or property of this name."""
+    """No parameter or property has this name."""
 
 
 class ArtifactError(OnnxTrainError, RuntimeError):
-    """Training artifacts cannot be made from this model or these arguments."""
+    """Training artifacts cannot be generated from this model or these arguments."""
 
 
-class LeftOutError(OnnxTrainError, TypeError):
-    """An output of a module is used that the option `keep_outputs` does not name."""
+class OutputNotKeptError(OnnxTrainError, TypeError):
+    """The caller used an output of the module that the option `keep_outputs` does not list."""
+
+
+_OLD_NAMES = {"LeftOutError": OutputNotKeptError}
+
+
+def __getattr__(name: str) -> type[OnnxTrainError]:
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    replacement = _OLD_NAMES[name]
+    message = f"onnxtrain.errors.{name} was renamed to {replacement.__name__}"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return replacement

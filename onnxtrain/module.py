@@ -21,7 +21,7 @@ from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_line import depth_of_caller, hide_own_frames
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.dynamo import pieces
-from onnxtrain.engine import Engine, Way, set_up, untraced
+from onnxtrain.engine import Engine, EntryPoint, set_up, untraced
 from onnxtrain.errors import ORTModuleTorchModelException
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.report import CompileReport
@@ -81,7 +81,9 @@ class ORTModule(torch.nn.Module):
         self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
         self.__dict__["_original"] = module
         self.__dict__["_options"] = options
-        engine = self.__dict__["_engine"] = Engine(module, options, Way(pieces=pieces(options), is_part=self._is_part))
+        engine = self.__dict__["_engine"] = Engine(
+            module, options, EntryPoint(pieces=pieces(options), is_part=self._is_part)
+        )
         self.__dict__["_run"] = set_up(engine, type(module).__name__, options)
 
     @property

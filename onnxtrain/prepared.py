@@ -20,7 +20,7 @@ import torch
 from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.dynamo import pieces
-from onnxtrain.engine import Call, Engine, Way, set_up, untraced
+from onnxtrain.engine import Call, Engine, EntryPoint, set_up, untraced
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.module import ORTModule
@@ -69,10 +69,10 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
         refuse_module(model)
     unprepare(model)
     blocks = _blocks(model)
-    by_block, why = _decided(regional, model, blocks)
+    by_block, reason = _decided(regional, model, blocks)
     twins = Twins()
     for module in blocks.values() if by_block else [model]:
-        _Forward(module, settings, twins, why).install()
+        _Forward(module, settings, twins, reason).install()
     return model
 
 
@@ -93,7 +93,7 @@ def report_of(model: torch.nn.Module) -> PrepareReport:
     if not found:
         raise OptionError("The model is not prepared.", type(model).__name__, "onnxtrain.prepare(model) before")
     by_block = found[0][1].module is not model
-    return PrepareReport(by_block, found[0][1].why, tuple(forward.region(name) for name, forward in found))
+    return PrepareReport(by_block, found[0][1].reason, tuple(forward.region(name) for name, forward in found))
 
 
 def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, _Forward]]:
@@ -168,21 +168,21 @@ class _Forward:
     Attributes:
         module: the module that it belongs to.
         options: as given to `prepare`.
-        why: why this module is a region.
+        reason: why this module is a region.
         __signature__, __func__, __self__: what `inspect` and other wrappers of forward look for.
     """
 
     # No dict: a capture compares what is in the dicts of a module's attributes.
-    __slots__ = ("__func__", "__signature__", "_engine", "_previous", "_run", "_twins", "module", "options", "why")
+    __slots__ = ("__func__", "__signature__", "_engine", "_previous", "_run", "_twins", "module", "options", "reason")
     __name__ = "forward"
 
-    def __init__(self, module: torch.nn.Module, options: Options, twins: Twins, why: str) -> None:
-        self._set_up((module, options, twins, why, module.__dict__.get("forward")))
+    def __init__(self, module: torch.nn.Module, options: Options, twins: Twins, reason: str) -> None:
+        self._set_up((module, options, twins, reason, module.__dict__.get("forward")))
 
     def _set_up(self, state: tuple[torch.nn.Module, Options, Twins, str, Call | None]) -> None:
-        self.module, self.options, self._twins, self.why, self._previous = state
-        way = Way(in_torch=self.in_torch, pieces=pieces(self.options), twins=self._twins)
-        self._engine = Engine(self.module, self.options, way)
+        self.module, self.options, self._twins, self.reason, self._previous = state
+        entry_point = EntryPoint(in_torch=self.in_torch, pieces=pieces(self.options), twins=self._twins)
+        self._engine = Engine(self.module, self.options, entry_point)
         self._run = set_up(self._engine, type(self.module).__name__, self.options)
         self.__signature__ = inspect.signature(self._previous or type(self.module).forward.__get__(self.module))
         self.__func__ = _function(self.__signature__)
@@ -239,7 +239,7 @@ class _Forward:
         return _Forward.__new__, (_Forward,), self.__getstate__()
 
     def __getstate__(self) -> Any:
-        return (self.module, self.options, self._twins, self.why, self._previous)
+        return (self.module, self.options, self._twins, self.reason, self._previous)
 
     __setstate__ = _set_up
 

@@ -1,4 +1,4 @@
-"""Plain values in which each stage says what it did, what it refused and why; `observe` renders them."""
+"""Reports of the pipeline as plain values: what each stage applied, what it refused and why. `observe` renders them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Refusal:
-    """A change that a pass could have made to a node but did not.
+    """A rewrite that a pass considered for a node and refused.
 
     Attributes:
         pass_name: the pass.
         node: the node's name.
         reason: why, as a sentence without its full stop.
-        where: the user's module and line that the node comes from; "" where they are not known.
+        where: the module and source location that the node comes from; "" if unknown.
     """
 
     pass_name: str
@@ -28,7 +28,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass took, the changes that it made, as sentences, and those that it refused."""
+    """One pass: its time, the changes that it applied, as sentences, and those that it refused."""
 
     name: str
     took_ms: float
@@ -38,11 +38,11 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Work:
-    """What one run of a graph takes, at the sizes of one call.
+    """The cost of one run of a graph at the sizes of one call.
 
     Attributes:
         flops: floating-point operations.
-        bytes: what its nodes read and write in memory; a view reads and writes nothing.
+        bytes: bytes that its nodes read from and write to memory; views count as none.
     """
 
     flops: int
@@ -51,14 +51,14 @@ class Work:
 
 @dataclass(frozen=True)
 class SubgraphReport:
-    """Activations that can be computed again instead of kept.
+    """Activations of one kind that backward can recompute instead of keeping.
 
     Attributes:
-        pattern: the operators that compute one, each with "+" behind it.
-        frequency: how many such activations there are.
-        saved_bytes: what is kept less when all of them are computed again, at the sizes of the first call.
-        recomputed: how many of them are.
-        config: what computes all of them again, for the option memory_opt_config.
+        pattern: the operators that compute one, each followed by "+".
+        frequency: the number of such activations.
+        saved_bytes: the memory saved when all of them are recomputed, at the sizes of the first call.
+        recomputed: how many of them are recomputed now.
+        config: the entry of the option memory_opt_config that recomputes all of them.
     """
 
     pattern: str
@@ -69,15 +69,15 @@ class SubgraphReport:
 
     @property
     def status(self) -> str:
-        return f"{self.recomputed} of {self.frequency} computed again" if self.recomputed else "kept"
+        return f"{self.recomputed} of {self.frequency} recomputed" if self.recomputed else "kept"
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one stage of the pipeline did: its time, the nodes of its graph, changes made and refused, its passes.
+    """One stage of the pipeline: its time, the nodes of its graph, changes applied and refused, its passes.
 
-    That of planning has the subgraphs that memory_opt_config can name, where one of its options is set. `work` is what
-    its graph takes, under the option count_work.
+    `subgraphs` lists what memory_opt_config can name; only the plan stage has them, and only if a memory_opt option is
+    set. `work` is the cost of the stage's graph, if the option count_work is set.
     """
 
     name: str
@@ -96,9 +96,9 @@ class CompileReport:
 
     Attributes:
         stages: in order.
-        before: under the option count_work, what a step would take as it was captured, with its backward and no pass.
-        variants: other graphs of the same capture by what is special about them ("without padding"). They come when
-            the first batch for them does.
+        before: the cost of a step before any pass, with its backward, if the option count_work is set.
+        variants: further graphs of the same capture by name ("without padding"). Each is compiled when its first batch
+            arrives.
     """
 
     stages: tuple[StageReport, ...] = ()
@@ -107,12 +107,12 @@ class CompileReport:
 
     @property
     def took_ms(self) -> float:
-        """The time of all stages together."""
+        """The total time of all stages."""
         return sum(stage.took_ms for stage in self.stages)
 
     @property
     def after(self) -> Work | None:
-        """Under the option count_work, what a step takes that runs the last graph."""
+        """The cost of a step of the final graph, if the option count_work is set."""
         return next((stage.work for stage in reversed(self.stages) if stage.work is not None), None)
 
     @property
@@ -122,7 +122,7 @@ class CompileReport:
 
     @property
     def subgraphs(self) -> tuple[SubgraphReport, ...]:
-        """The subgraphs that memory_opt_config can name; () where none of its options is set."""
+        """The subgraphs that memory_opt_config can name; () if no memory_opt option is set."""
         return tuple(subgraph for stage in self.stages for subgraph in stage.subgraphs)
 
 
@@ -132,30 +132,33 @@ class Region:
 
     Attributes:
         name: its qualified name; "" is the model itself.
-        kind: its class.
-        shares: whether its newest graph is one that was compiled for another region.
-        compiled: what the stages did; None before its first call, and where it runs in PyTorch.
+        class_name: its class.
+        shares_graph: whether its newest graph was compiled for another region.
+        compiled: the report of its compilation; None before its first call, or if it runs in PyTorch.
     """
 
     name: str
-    kind: str
-    shares: bool = False
+    class_name: str
+    shares_graph: bool = False
     compiled: CompileReport | None = None
 
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """How a model was prepared: as a whole or block by block, why, and its regions."""
+    """How a model was prepared: as a whole or block by block, the reason, and its regions."""
 
     by_block: bool
-    why: str
+    reason: str
     regions: tuple[Region, ...]
 
     def __str__(self) -> str:
-        how = "block by block" if self.by_block else "as a whole"
-        lines = [f"prepared {how}: {self.why}"]
+        mode = "block by block" if self.by_block else "as a whole"
+        lines = [f"prepared {mode}: {self.reason}"]
         for region in self.regions:
-            found = region.compiled
-            state = "no graph" if found is None else "shares a graph" if region.shares else f"{found.took_ms:.0f} ms"
-            lines.append(f"  {region.name or 'the model'} ({region.kind}): {state}")
+            report = region.compiled
+            if report is None:
+                state = "no graph"
+            else:
+                state = "shares a graph" if region.shares_graph else f"{report.took_ms:.0f} ms"
+            lines.append(f"  {region.name or 'the model'} ({region.class_name}): {state}")
         return "\n".join(lines)

@@ -28,7 +28,7 @@ from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import cut, single_part
-from onnxtrain.tolerance import compared
+from onnxtrain.tolerance import error_and_bound
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def assert_no_worse_than_eager(
     """
     assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, eager has {eager.dtype}"
     assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, eager has {tuple(eager.shape)}"
-    error, allowed, scale = compared(got, eager, exact, largest)
+    error, allowed, scale = error_and_bound(got, eager, exact, largest)
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})\n{got}\n{eager}"
 
 

@@ -1,4 +1,4 @@
-"""The one tolerance: at most twice as far from the float64 result as eager PyTorch's own result, plus rounding."""
+"""The one tolerance: an error of at most twice eager PyTorch's own, both against float64, plus rounding."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import math
 import torch
 
 
-def compared(
+def error_and_bound(
     got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, largest: float = 0.0
 ) -> tuple[float, float, float]:
-    """How far a result is off, how far it may be, and the scale of rounding.
+    """Return the largest absolute error of a result, the bound on it, and the scale of rounding.
+
+    The error is infinite if one result is finite where the other is not, or if integers differ.
 
     Args:
         got: the result in the dtype under test.
-        eager: eager PyTorch's, of the same shape and dtype.
+        eager: the result of eager PyTorch, of the same shape and dtype.
         exact: the result in float64.
-        largest: the model's largest |exact|; 1e-3 of it is rounding scale for tensors that are nearly zero.
-
-    Returns:
-        The error is infinite where one is finite and the other is not, and where integers differ.
+        largest: the model's largest |exact|; 1e-3 of it is the rounding scale of tensors that are nearly zero.
     """
     if not got.is_floating_point():
         return (0.0 if torch.equal(got, eager) else math.inf), 0.0, 0.0

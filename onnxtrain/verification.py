@@ -1,11 +1,11 @@
-"""verify(model, batch): whether a model's graph gives eager PyTorch's numbers, and if not, which operator is the first.
+"""Compare a model's graph with eager PyTorch, and name the first operator that differs.
 
     verdict = onnxtrain.verify(model, {"input_ids": ids, "labels": labels})
     assert verdict.is_right, verdict
 
-Outputs and gradients are compared with eager PyTorch by the tolerance of onnxtrain's own tests (`tolerance.py`). Where
-one is too far off, the exported graph runs in PyTorch, with autograd, and the optimized one by its own kernels: of all
-values that both have, in the order of execution, the first that differs names the operator.
+Outputs and gradients are checked by the tolerance of onnxtrain's own tests (`tolerance.py`). If one is off, the
+exported graph runs in PyTorch with autograd, and the optimized graph runs with onnxtrain's kernels. Of the values that
+both graphs have, the first to differ in execution order names the operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onnxtrain.capture.export import Captured
 from onnxtrain.capture.proof import Proof
 from onnxtrain.capture.refusals import one_device
 from onnxtrain.capture.structure import flatten_call, flatten_output
-from onnxtrain.engine import Engine, Way
+from onnxtrain.engine import Engine, EntryPoint
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.program import Program
 from onnxtrain.graph import traversal
@@ -35,14 +35,14 @@ from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.passes import JOINT, optimize
 from onnxtrain.plan.cut import single_part
 from onnxtrain.prepared import unprepare
-from onnxtrain.tolerance import compared
+from onnxtrain.tolerance import error_and_bound
 
 _SEED = 20_251
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor: how far it is from the float64 result, and how far it may be."""
+    """The largest absolute error of one tensor against float64, and the error that the tolerance allows."""
 
     name: str
     error: float
@@ -60,9 +60,9 @@ class FirstOperator:
     Attributes:
         op: its name in the graph, as `domain::Name`.
         value: the result: a value of forward, or the gradient of one.
-        where: the user's module and line.
-        error: how far the result is from the float64 one.
-        allowed: how far it may be.
+        where: the module and source location.
+        error: the largest absolute error against float64.
+        allowed: the error that the tolerance allows.
     """
 
     op: str
@@ -74,11 +74,11 @@ class FirstOperator:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         tensors: the outputs, then the gradients of parameters and inputs.
-        first: the first operator that differs; None where nothing does, or where none could be found.
+        first: the first operator that differs; None if none does, or if it could not be located.
     """
 
     tensors: tuple[Difference, ...]
@@ -86,7 +86,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether every tensor is as near to the float64 result as the tolerance asks."""
+        """Whether every tensor is within the tolerance."""
         return all(tensor.is_right for tensor in self.tensors)
 
     def __str__(self) -> str:
@@ -94,39 +94,39 @@ class Verdict:
         if not wrong:
             worst = max((t.error / t.allowed for t in self.tensors if t.allowed), default=0.0)
             agreed = f"{len(self.tensors)} tensors agree with eager PyTorch"
-            return f"right: {agreed} (the worst uses {worst:.0%} of what is allowed)"
+            return f"right: {agreed} (the largest error is {worst:.0%} of the tolerance)"
         lines = [f"WRONG: {len(wrong)} of {len(self.tensors)} tensors differ from eager PyTorch"]
-        lines += [f"  {t.name}: off by {t.error:.3g}, allowed {t.allowed:.3g}" for t in wrong[:10]]
+        lines += [f"  {t.name}: error {t.error:.3g}, allowed {t.allowed:.3g}" for t in wrong[:10]]
         if len(wrong) > 10:
             lines.append(f"  and {len(wrong) - 10} more")
         if self.first is None:
-            lines.append("no single operator is off by itself: compare with rng='torch' and native=False")
+            lines.append("no single operator is off by itself; try again with native=False to rule out native kernels")
         else:
             f = self.first
-            lines.append(f"the first to differ: {f.op}, which gives {f.value} ({f.where or 'no line is known'})")
-            lines.append(f"  off by {f.error:.3g}, allowed {f.allowed:.3g}")
+            lines.append(f"first difference: {f.op}, output {f.value} ({f.where or 'unknown source location'})")
+            lines.append(f"  error {f.error:.3g}, allowed {f.allowed:.3g}")
         return "\n".join(lines)
 
 
 def verify(model: torch.nn.Module, batch: Any, **options: Any) -> Verdict:
-    """Compares one forward and backward with eager PyTorch, and prints the verdict.
+    """Compare one forward and backward pass with eager PyTorch, and print the verdict.
 
     Args:
-        model: any module; an ORTModule or a prepared one is taken as the module that it is of. It stays as it is:
-            copies run, in the mode (training, evaluation) that it is in.
+        model: any module; an ORTModule or a prepared module is unwrapped. The model is not modified: copies of it run,
+            in its current mode (training or evaluation).
         batch: its inputs: a dict of keyword arguments, a tuple of positional ones, or one tensor.
-        **options: any field of `onnxtrain.Options`. `rng` is "torch" here, so that dropout draws the same.
+        **options: any field of `onnxtrain.Options`. `rng` is always "torch": both sides sample the same dropout.
 
     Raises:
-        ORTModuleFallbackException: the model cannot be a graph.
-        OptionError: there is nothing in the output to compare.
+        ORTModuleFallbackException: the model cannot be captured as a graph.
+        OptionError: the model's output has no tensors to compare.
     """
     source = model.module if isinstance(model, ORTModule) else model
     args, kwargs = _call(batch)
     settings = Options.resolve(**{"fallback_policy": FallbackPolicy.FALLBACK_DISABLE, **options, "rng": "torch"})
     module = unprepare(copy.deepcopy(source))
     eager, exact = copy.deepcopy(module), copy.deepcopy(module).double()
-    engine = Engine(module, settings, Way(is_part=True))  # what it takes is no warning: nothing is trained
+    engine = Engine(module, settings, EntryPoint(is_part=True))  # no warning about initialization time
     sides = (
         _Side(module, lambda *a, **k: engine(a, k), args, kwargs, None),
         _Side(eager, eager, args, kwargs, None),
@@ -135,11 +135,16 @@ def verify(model: torch.nn.Module, batch: Any, **options: Any) -> Verdict:
     got, theirs, right = (side.run() for side in sides)
     verdict = Verdict(tuple(_differences(got, theirs, right)))
     if not verdict.tensors:
-        raise OptionError("There is nothing to compare.", "the model's output", "tensors", "none")
+        raise OptionError(
+            "The model's output has no tensors to compare.",
+            expected="at least one tensor in the output",
+            got="none",
+            todo="Let forward return the tensors to compare.",
+        )
     if not verdict.is_right:
         captured = engine.newest().captured
         verdict = Verdict(verdict.tensors, _first_operator(captured, eager, flatten_call(args, kwargs)[0]))
-    print(verdict)  # noqa: T201  what the caller asks for
+    print(verdict)  # noqa: T201  documented behaviour
     return verdict
 
 
@@ -150,13 +155,13 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _to(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a tensor on the same device; one of floating type in `dtype`. Anything else is itself."""
+    """A copy of a tensor on the same device, a floating one cast to `dtype`. Anything else is returned as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    made = value.detach().clone()
-    if dtype is not None and made.is_floating_point():
-        made = made.to(dtype)
-    return made.requires_grad_(value.requires_grad)
+    copied = value.detach().clone()
+    if dtype is not None and copied.is_floating_point():
+        copied = copied.to(dtype)
+    return copied.requires_grad_(value.requires_grad)
 
 
 class _Side:
@@ -179,15 +184,15 @@ class _Side:
             torch.manual_seed(_SEED)
             leaves, structure = flatten_output(self._run(*self._args, **self._kwargs))
             outputs = {n: t for n, t in zip(structure.names, leaves, strict=False) if isinstance(t, torch.Tensor)}
-            found = {f"output {name}": tensor for name, tensor in outputs.items()}
+            results = {f"output {name}": tensor for name, tensor in outputs.items()}
             with_gradient = [t for t in outputs.values() if t.requires_grad]
             if with_gradient and torch.is_grad_enabled():
                 inputs = dict(_differentiable(self._module, self._args, self._kwargs))
                 gradients = torch.autograd.grad(
                     with_gradient, list(inputs.values()), _cotangents(with_gradient), allow_unused=True
                 )
-                found |= {f"gradient of {n}": g for n, g in zip(inputs, gradients, strict=True) if g is not None}
-        return found
+                results |= {f"gradient of {n}": g for n, g in zip(inputs, gradients, strict=True) if g is not None}
+        return results
 
 
 def _gpus(module: torch.nn.Module) -> list[int]:
@@ -204,15 +209,13 @@ def _differentiable(
 
 
 def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same for each side, whatever its dtype: ones for a loss, random numbers elsewhere."""
+    """The same values for each side, whatever its dtype: one for a scalar loss, random values elsewhere."""
     generator = torch.Generator().manual_seed(_SEED)
-    found = []
+    cotangents = []
     for output in outputs:
-        numbers = (
-            torch.randn(output.shape, generator=generator, dtype=torch.float32) if output.dim() else torch.ones(())
-        )
-        found.append(numbers.to(torch.bfloat16).to(output.device, output.dtype))  # of so few bits as any dtype has
-    return found
+        values = torch.randn(output.shape, generator=generator, dtype=torch.float32) if output.dim() else torch.ones(())
+        cotangents.append(values.to(torch.bfloat16).to(output.device, output.dtype))  # exact in every dtype
+    return cotangents
 
 
 def _differences(
@@ -224,7 +227,7 @@ def _differences(
             yield Difference(name, float("inf"), 0.0)
             continue
         scale = largest["gradient"] if name.startswith("gradient") else 0.0
-        error, allowed, _ = compared(got[name].detach(), eager[name].detach(), exact[name].detach(), scale)
+        error, allowed, _ = error_and_bound(got[name].detach(), eager[name].detach(), exact[name].detach(), scale)
         yield Difference(name, error, allowed)
 
 
@@ -239,7 +242,7 @@ def _largest(tensors: Iterator[torch.Tensor]) -> float:
 def _first_operator(
     captured: Captured, module: torch.nn.Module, tensors: Sequence[torch.Tensor]
 ) -> FirstOperator | None:
-    """The first node of the joint graph whose result is off, of those whose value the exported graph has too."""
+    """The first node of the joint graph whose result is off, among the values that the exported graph has too."""
     exported = captured.guards.exported
     if exported is None or any(source.kind == "part" for source in captured.sources):
         return None
@@ -255,7 +258,7 @@ def _first_operator(
         for value in node.outputs:
             name = str(value.name)
             if name in got and name in eager and name in exact and got[name].shape == eager[name].shape:
-                error, allowed, _ = compared(got[name], eager[name], exact[name], largest)
+                error, allowed, _ = error_and_bound(got[name], eager[name], exact[name], largest)
                 if not error <= allowed:
                     op = f"{node.domain or 'ai.onnx'}::{node.op_type}"
                     return FirstOperator(op, name, traversal.origin(node) or "", error, allowed)
@@ -263,18 +266,18 @@ def _first_operator(
 
 
 def _own_tensors(captured: Captured, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for source in captured.sources:
         if source.kind != "input":
             path, _, name = source.name.rpartition(".")
-            found[source.name] = getattr(module.get_submodule(path), name)
-    return found
+            tensors[source.name] = getattr(module.get_submodule(path), name)
+    return tensors
 
 
 def _values_in_torch(
     exported: Proof, captured: Captured, inputs: Sequence[torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Each value of the exported graph, run by PyTorch, and its gradient as `grad_<value>`."""
+    """Each value of the exported graph as PyTorch computes it, and its gradient as `grad_<value>`."""
     own = {s.name: _to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind != "input"}
     given = iter([_to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind == "input"])
     constants = iter([_to(t, dtype) for t in exported.constants])
@@ -292,13 +295,13 @@ def _values_in_torch(
         torch.manual_seed(_SEED)
         outputs = run.run(*arguments)
     results = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)][-captured.results :]
-    found = dict(run.values)
+    values = dict(run.values)
     ends = [t for t in results if t.requires_grad]
     inner = {name: t for name, t in run.values.items() if t.requires_grad}
     if ends and inner:
         gradients = torch.autograd.grad(ends, list(inner.values()), _cotangents(ends), allow_unused=True)
-        found |= {f"grad_{name}": g for name, g in zip(inner, gradients, strict=True) if g is not None}
-    return {name: t.detach() for name, t in found.items()}
+        values |= {f"grad_{name}": g for name, g in zip(inner, gradients, strict=True) if g is not None}
+    return {name: t.detach() for name, t in values.items()}
 
 
 class _Recorder(torch.fx.Interpreter):
@@ -309,7 +312,7 @@ class _Recorder(torch.fx.Interpreter):
         self.values: dict[str, torch.Tensor] = {}
 
     def run_node(self, node: torch.fx.Node) -> Any:
-        """Runs a node. Of several results the first is kept: the others of a fused operator may mean something else."""
+        """Run a node and record its first result; further results of a fused operator may differ in meaning."""
         result = super().run_node(node)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if node.op == "call_function" and isinstance(first, torch.Tensor):
@@ -320,13 +323,13 @@ class _Recorder(torch.fx.Interpreter):
 def _values_of_graph(
     captured: Captured, inputs: Sequence[torch.Tensor], wrt: Sequence[bool], eager: Mapping[str, torch.Tensor]
 ) -> tuple[list[ir.Node], dict[str, torch.Tensor]]:
-    """The nodes of the optimized graph with its gradients, and its values."""
+    """The nodes of the optimized joint graph, and its values."""
     model = traversal.with_graph(captured.model, traversal.clone(captured.model.graph)[0])
     results = captured.results
-    of = [i < results for i in range(len(model.graph.outputs))]
+    is_result = [i < results for i in range(len(model.graph.outputs))]
     tensors = list(inputs)
     if any(wrt):
-        joint = differentiate(model, wrt, of)
+        joint = differentiate(model, wrt, is_result)
         optimize(joint.model, JOINT)
         model = joint.model
         shapes = [eager.get(str(v.name)) for v in list(model.graph.outputs)[:results]]

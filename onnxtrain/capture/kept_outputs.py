@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 
 from onnxtrain.capture.export import Captured
 from onnxtrain.capture.structure import Constant, Node, OutputStructure, Slot, Tree, leaves
-from onnxtrain.errors import LeftOutError, OptionError
+from onnxtrain.errors import OptionError, OutputNotKeptError
 
 
 class LeftOut:
     """Stands for an output that `keep_outputs` does not name.
 
     Raises:
-        LeftOutError: at any use.
+        OutputNotKeptError: at any use.
     """
 
     __slots__ = ("_path",)
@@ -43,7 +43,7 @@ class LeftOut:
 
 def _raise(left_out: Any, *_: Any) -> NoReturn:
     path = object.__getattribute__(left_out, "_path")
-    raise LeftOutError(
+    raise OutputNotKeptError(
         f"the output {path} is not computed, because the option keep_outputs does not name it",
         todo=f"add {path!r} to keep_outputs, or leave the option out",
     )

@@ -20,7 +20,7 @@ from rich.table import Table
 from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
 from onnxtrain.cli.page import write_page
-from onnxtrain.engine import Engine, Way
+from onnxtrain.engine import Engine, EntryPoint
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
@@ -28,10 +28,10 @@ from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
 from onnxtrain.observe.step_memory import (
     MeasuredStep,
     activations_of,
-    again_in,
     largest_tensors,
     measure_step,
     predicted,
+    recomputed_in,
 )
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.plan.lifetimes import Timeline
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     before, sizes, keeping = _planned(copy.deepcopy(twin), loaded, recompute_cheap=False)
     plan, storages, engine = _planned(loaded.module, loaded, memory_budget_bytes=options.budget)
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
-    tensors = largest_tensors(plan, storages, options.largest, again_in(plan))
+    tensors = largest_tensors(plan, storages, options.largest, recomputed_in(plan))
     peaks = {
         "eager PyTorch, measured": eager.activations,
         "onnxtrain that keeps everything, predicted": activations_of(before),
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:
-        console.print(_subgraphs(_what_can_be_named(keeping.newest(), sizes, again_in(plan))))
+        console.print(_subgraphs(_what_can_be_named(keeping.newest(), sizes, recomputed_in(plan))))
     if options.html is not None:
         plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
@@ -95,7 +95,7 @@ def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tu
     """The plan of a module, at the sizes of the loaded inputs, and what runs it. One step is done."""
     # What is tried, and another program for padded batches, would make this step unlike the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
-    engine = Engine(module, replace(settings, tuning=False, skip_padding="never"), Way(is_part=True))
+    engine = Engine(module, replace(settings, tuning=False, skip_padding="never"), EntryPoint(is_part=True))
     loss_of(engine(loaded.args, loaded.kwargs)).backward()
     module.zero_grad()
     return *engine.newest().timeline(), engine

@@ -23,7 +23,7 @@ from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_page import section
 from onnxtrain.observe.model_report.page import render
 from onnxtrain.observe.model_report.values import ModelReport, Steps, node_times, read_graph
-from onnxtrain.observe.step_memory import again_in, largest_tensors, predicted
+from onnxtrain.observe.step_memory import largest_tensors, predicted, recomputed_in
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.verification import verify
 
@@ -100,7 +100,7 @@ def _memory(model: ORTModule) -> str:
     plan, storages = engine.newest().timeline()
     parameters = {id(p): p.nbytes for p in (*model.parameters(), *model.buffers())}
     timeline = predicted("Memory of a step", plan, storages, {"parameters": sum(parameters.values())})
-    return section(timeline, largest_tensors(plan, storages, _LARGEST, again_in(plan)))
+    return section(timeline, largest_tensors(plan, storages, _LARGEST, recomputed_in(plan)))
 
 
 def _about(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:

@@ -63,7 +63,7 @@ def from_torch(
     except ArtifactError:
         raise
     except OnnxTrainError as error:
-        raise ArtifactError(error.what, error.where, error.expected, error.got, error.todo) from error
+        raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     parameters = dict(module.named_parameters())
     known = {t.name for t in training.model.graph.initializer}
     named = [(name, p) for name, p in parameters.items() if name in known]

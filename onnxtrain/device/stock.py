@@ -74,7 +74,7 @@ def for_stock(model: ir.Model, *, portable: bool) -> ir.Model:
             convert_opset(graph, OPSET)
         traversal.remove_unused(result.graph, keeps=lambda node: True)  # the axes of sums that were written out
     except (GraphError, OptionError) as error:
-        raise ArtifactError(error.what, error.where, error.expected, error.got, error.todo) from error
+        raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     return result
 
 

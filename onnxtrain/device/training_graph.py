@@ -165,7 +165,7 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
     try:
         joint = differentiate(model, [v.name in roles.trainable for v in graph.inputs], of)
     except OnnxTrainError as error:
-        raise ArtifactError(error.what, error.where, error.expected, error.got, error.todo) from error
+        raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     graph = joint.model.graph
     gradients = {str(v.name): g for v, g in zip(graph.inputs, joint.gradients, strict=False) if g is not None}
     lacking = [name for name in roles.trainable if name not in gradients]

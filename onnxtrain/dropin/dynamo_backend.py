@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from onnxtrain import dynamo
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 
 
 class OrtBackend:
@@ -21,9 +21,9 @@ class OrtBackend:
 
     def __init__(self, ep: str = "", preallocate_output: bool = False) -> None:
         if ep:
-            say_once(f"OrtBackend(ep={ep!r}) has no effect: a graph runs where its tensors are.")
+            warn_once(f"OrtBackend(ep={ep!r}) has no effect: a graph runs where its tensors are.")
         if preallocate_output:
-            say_once("OrtBackend(preallocate_output=True) has no effect: PyTorch's allocator gives the memory.")
+            warn_once("OrtBackend(preallocate_output=True) has no effect: PyTorch's allocator gives the memory.")
 
     def compile(self, graph_module: torch.fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph that torch.compile found; it is captured at its first call."""

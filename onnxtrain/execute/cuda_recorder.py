@@ -17,7 +17,7 @@ import torch
 from onnxtrain.capture.export import Captured
 from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Recordings, Results
 from onnxtrain.options import Options
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 
 _WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
 _CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
@@ -40,7 +40,7 @@ def recordings_for(
     recorder = recorder_for(device) if options.cuda_graphs else None
     if recorder is None:
         if options.cuda_graphs:
-            say_once(f"The option cuda_graphs has no effect on the device {device.type}.")
+            warn_once(f"The option cuda_graphs has no effect on the device {device.type}.")
         return None
     values = captured.model.graph.inputs
     fixed = frozenset(v.name or "" for v, s in zip(values, captured.sources, strict=True) if s.kind != "input")

@@ -32,7 +32,7 @@ from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.traversal import origin
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.ops.definition import NoBody
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 from onnxtrain.plan.cut import Part
 from onnxtrain.report import Refusal
 
@@ -130,7 +130,7 @@ class Recordings:
         refusal = self.refusal(program.part)
         if refusal is None:
             return RecordedProgram(program, self)
-        say_once(f"Not recorded by {refusal}")
+        warn_once(f"Not recorded by {refusal}")
         return None
 
 
@@ -190,7 +190,7 @@ class RecordedProgram:
             self._forget(MOST_SIZES)
             self._forgotten += 1
             if self._forgotten == MOST_SIZES:
-                say_once(_MANY_SIZES)
+                warn_once(_MANY_SIZES)
         if found < CALLS:
             self.known[key] = found + 1
             return None
@@ -198,7 +198,7 @@ class RecordedProgram:
             made = Recording(self._program.part, self._ordinary, self._recordings, tensors, given, self._fixed)
         except RuntimeError as error:  # CUDA's are, and that of the memory that is not there
             reason = str(error).partition("\n")[0]
-            say_once(f"Not recorded by {_NAME}: {self._program.filename}: {reason}")
+            warn_once(f"Not recorded by {_NAME}: {self._program.filename}: {reason}")
             self._program.run = self._ordinary
             self._forget()
             return None

@@ -119,7 +119,7 @@ class _Verifier:
         try:
             definition = self._definitions(node.domain, node.op_type)
         except GraphError as error:
-            raise _fault(node, error.what, todo="define the op, or fix the pass that creates it") from error
+            raise _fault(node, error.problem, todo="define the op, or fix the pass that creates it") from error
         for value in node.outputs:
             if value.dtype is None or value.shape is None:
                 raise _fault(node, f"output {value.name!r} has no type")

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Range:
-    """A stretch of time with a name (`torch.profiler.record_function`), in microseconds."""
+    """A interval of time with a name (`torch.profiler.record_function`), in microseconds."""
 
     name: str
     start: float

@@ -65,7 +65,7 @@ class Chart:
 def cells(group: TensorGroup) -> tuple[str, ...]:
     """A row of the table of tensors, by COLUMNS."""
     sizes = f"{group.dtype} {'×'.join(map(str, group.shape)) or 'scalar'}"
-    held = f"{group.held_for}, {group.status}" if group.status == "computed again" else group.held_for
+    held = f"{group.held_for}, {group.status}" if group.status == "recomputed" else group.held_for
     return (
         as_bytes(group.bytes), str(group.count), sizes, group.op, group.module or "(model)", group.line, held,
         str(group.at_peak),

@@ -1,7 +1,7 @@
 """The memory of a training step as plain values, and as a stacked chart in SVG: no script, no network.
 
     predicted(plan) ─┐
-    measured(step)  ─┴─▶ MemoryTimeline: bytes held in each stretch of the step, by what for ─draw─▶ <svg>
+    measured(step)  ─┴─▶ MemoryTimeline: bytes held in each interval of the step, by what for ─draw─▶ <svg>
 
 The page that holds the chart gives its colours: `STYLE`, light and dark.
 """
@@ -19,7 +19,7 @@ BANDS = ("parameters", "optimizer state", "gradients", "activations kept", "temp
 _WIDTH, _HEIGHT = 860, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 22, 46
 _NARROW = 70  # pixels that the name of a phase takes
-_MOST_STRETCHES = 640  # finer than a screen shows
+_MAX_INTERVALS = 640  # finer than a screen shows
 
 STYLE = """
 :root { --b0: #8d99a8; --b1: #b9a9d6; --b2: #63a583; --b3: #3f7fcf; --b4: #e0803f; --peak: #a3262a; }
@@ -42,7 +42,7 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Interval:
     """A part of a step in which what is held does not change.
 
     Attributes:
@@ -68,24 +68,24 @@ class MemoryTimeline:
     Attributes:
         title: what it is of.
         axis: what the axis counts, such as "ms" or "nodes".
-        stretches: in order, without gaps.
+        intervals: in order, without gaps.
         phases: (name, where it starts), in order.
     """
 
     title: str
     axis: str
-    stretches: tuple[Stretch, ...]
+    intervals: tuple[Interval, ...]
     phases: tuple[tuple[str, float], ...] = ()
 
     @property
-    def peak(self) -> Stretch:
-        """The stretch in which most is held."""
-        return max(self.stretches, key=lambda stretch: stretch.total)
+    def peak(self) -> Interval:
+        """The interval in which most is held."""
+        return max(self.intervals, key=lambda interval: interval.total)
 
     @property
     def peak_of_activations(self) -> int:
         """The most bytes that are held at once of what a step makes: of all but parameters and optimizer state."""
-        return max(sum(stretch.held[2:]) for stretch in self.stretches)
+        return max(sum(interval.held[2:]) for interval in self.intervals)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TensorGroup:
         shape: sizes in this step.
         dtype: the element type.
         held_for: one of BANDS.
-        status: what the plan does with them: "kept", "computed again", or "".
+        status: what the plan does with them: "kept", "recomputed", or "".
         at_peak: how many of them are held when most is.
     """
 
@@ -128,7 +128,7 @@ def as_bytes(count: float) -> str:
 
 def legend(timelines: Sequence[MemoryTimeline]) -> str:
     """The legend, as HTML, of the bands that these charts have."""
-    present = [any(s.held[band] for t in timelines for s in t.stretches) for band in range(len(BANDS))]
+    present = [any(s.held[band] for t in timelines for s in t.intervals) for band in range(len(BANDS))]
     items = [
         f'<span style="--band: var(--b{band})">{escape(name)}</span>'
         for band, name in enumerate(BANDS)
@@ -141,12 +141,12 @@ def draw(timeline: MemoryTimeline, top: int | None = None) -> str:
     """The chart as SVG.
 
     Args:
-        timeline: what to draw; it has a stretch or more.
+        timeline: what to draw; it has a interval or more.
         top: the bytes that the vertical axis must reach, so that charts side by side have one scale.
     """
-    stretches = _coarse(timeline.stretches)
+    intervals = _coarse(timeline.intervals)
     ticks = _ticks(max(top or 0, timeline.peak.total, 1))
-    first, last = stretches[0].start, stretches[-1].end
+    first, last = intervals[0].start, intervals[-1].end
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def across(x: float) -> float:
@@ -160,14 +160,14 @@ def draw(timeline: MemoryTimeline, top: int | None = None) -> str:
         y = down(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{as_bytes(tick)}</text>')
-    parts += _areas(stretches, across, down)
+    parts += _areas(intervals, across, down)
     parts += _phases(timeline, across)
     parts += _peak(timeline, across, down)
-    for stretch in stretches:
-        left, right = across(stretch.start), across(stretch.end)
+    for interval in intervals:
+        left, right = across(interval.start), across(interval.end)
         parts.append(
             f'<rect class="column" x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.6):.1f}" height="{height}">'
-            f"<title>{escape(_described(stretch))}</title></rect>"
+            f"<title>{escape(_described(interval))}</title></rect>"
         )
     label = f"{timeline.axis}: {_number(first)} to {_number(last)}"
     parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">{escape(label)}</text>')
@@ -178,24 +178,24 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 
-def _described(stretch: Stretch) -> str:
-    rows = [f"{as_bytes(held)} {name}" for name, held in zip(BANDS, stretch.held, strict=True) if held]
-    return "\n".join([f"{as_bytes(stretch.total)} in all", *rows, *([stretch.doing] if stretch.doing else [])])
+def _described(interval: Interval) -> str:
+    rows = [f"{as_bytes(held)} {name}" for name, held in zip(BANDS, interval.held, strict=True) if held]
+    return "\n".join([f"{as_bytes(interval.total)} in all", *rows, *([interval.doing] if interval.doing else [])])
 
 
-def _coarse(stretches: Sequence[Stretch]) -> list[Stretch]:
+def _coarse(intervals: Sequence[Interval]) -> list[Interval]:
     """No more of them than a screen shows; of those that fall together, the one with most bytes."""
-    if len(stretches) <= _MOST_STRETCHES:
-        return list(stretches)
-    start, end = stretches[0].start, stretches[-1].end
-    bin_of: Callable[[Stretch], int] = lambda s: int((s.start - start) / ((end - start) or 1) * _MOST_STRETCHES)
-    groups: dict[int, list[Stretch]] = {}
-    for stretch in stretches:
-        groups.setdefault(bin_of(stretch), []).append(stretch)
+    if len(intervals) <= _MAX_INTERVALS:
+        return list(intervals)
+    start, end = intervals[0].start, intervals[-1].end
+    bin_of: Callable[[Interval], int] = lambda s: int((s.start - start) / ((end - start) or 1) * _MAX_INTERVALS)
+    groups: dict[int, list[Interval]] = {}
+    for interval in intervals:
+        groups.setdefault(bin_of(interval), []).append(interval)
     found = []
     for group in groups.values():
-        most = max(group, key=lambda stretch: stretch.total)
-        found.append(Stretch(group[0].start, group[-1].end, most.held, most.doing))
+        most = max(group, key=lambda interval: interval.total)
+        found.append(Interval(group[0].start, group[-1].end, most.held, most.doing))
     return found
 
 
@@ -209,14 +209,14 @@ def _ticks(top: int) -> list[int]:
 
 
 def _areas(
-    stretches: Sequence[Stretch], across: Callable[[float], float], down: Callable[[float], float]
+    intervals: Sequence[Interval], across: Callable[[float], float], down: Callable[[float], float]
 ) -> Iterator[str]:
-    below = [0] * len(stretches)
+    below = [0] * len(intervals)
     for band in range(len(BANDS)):
-        above = [base + stretch.held[band] for base, stretch in zip(below, stretches, strict=True)]
+        above = [base + interval.held[band] for base, interval in zip(below, intervals, strict=True)]
         if above != below:
-            upper = [(x, down(y)) for s, y in zip(stretches, above, strict=True) for x in (s.start, s.end)]
-            lower = [(x, down(y)) for s, y in zip(stretches, below, strict=True) for x in (s.start, s.end)]
+            upper = [(x, down(y)) for s, y in zip(intervals, above, strict=True) for x in (s.start, s.end)]
+            lower = [(x, down(y)) for s, y in zip(intervals, below, strict=True) for x in (s.start, s.end)]
             points = " ".join(f"{across(x):.1f},{y:.1f}" for x, y in (*upper, *reversed(lower)))
             yield f'<polygon class="b{band}" points="{points}"/>'
         below = above

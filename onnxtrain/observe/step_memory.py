@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.observe.allocations import Allocation, Recording, peak_bytes, record
-from onnxtrain.observe.memory_timeline import MemoryTimeline, Stretch, TensorGroup, held_by_band
+from onnxtrain.observe.memory_timeline import Interval, MemoryTimeline, TensorGroup, held_by_band
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.lifetimes import Allocation as PlannedAllocation
 from onnxtrain.plan.lifetimes import Kind, Timeline
@@ -55,19 +55,19 @@ def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str
         last = len(plan.nodes) if one.kind is Kind.GRADIENT else one.last
         changes[min(last, len(plan.nodes) - 1) + 1][_BAND[one.kind]] -= one.nbytes
     held = dict.fromkeys(_BAND.values(), 0)
-    stretches: list[Stretch] = []
+    intervals: list[Interval] = []
     backward = 0
     for position, node in enumerate(plan.nodes):
         held = {band: held[band] + changes[position][band] for band in held}
         if storages.host.issuperset(node.outputs):
             continue
         if position < plan.forward:
-            backward = len(stretches) + 1
+            backward = len(intervals) + 1
         now = {**state, **held, "temporary": held["temporary"] + plan.workspace[position]}
         module = node.metadata_props.get("module", "")
         doing = f"{'gradient of ' * ('gradient_of' in node.metadata_props)}{node.op_type} {module}".strip()
-        stretches.append(Stretch(len(stretches), len(stretches) + 1, held_by_band(now), doing))
-    return MemoryTimeline(title, "nodes", tuple(stretches), ((_FORWARD, 0), (_BACKWARD, backward)))
+        intervals.append(Interval(len(intervals), len(intervals) + 1, held_by_band(now), doing))
+    return MemoryTimeline(title, "nodes", tuple(intervals), ((_FORWARD, 0), (_BACKWARD, backward)))
 
 
 def activations_of(plan: Timeline) -> int:
@@ -76,7 +76,7 @@ def activations_of(plan: Timeline) -> int:
     return kept.peak
 
 
-def again_in(plan: Timeline) -> set[str]:
+def recomputed_in(plan: Timeline) -> set[str]:
     """The names of the values that backward computes again."""
     return {str(v.name) for node in plan.nodes if RECOMPUTED in node.metadata_props for v in node.outputs}
 
@@ -92,14 +92,14 @@ def largest_tensors(
         count: how many groups.
         again: the names of the values that backward computes again.
     """
-    held, computed_again = plan.held(), set(again)
+    held, recomputed = plan.held(), set(again)
     peak = max(range(len(held)), key=held.__getitem__, default=0)
     groups: dict[TensorGroup, list[PlannedAllocation]] = {}
     for one in plan.allocations:
         node = one.value.producer()
         assert node is not None  # an allocation is made by a node
         props = node.metadata_props
-        status = "computed again" if one.value.name in computed_again else "kept" if one.kind is Kind.KEPT else ""
+        status = "recomputed" if one.value.name in recomputed else "kept" if one.kind is Kind.KEPT else ""
         key = TensorGroup(
             name="",
             count=0,
@@ -219,20 +219,20 @@ def _measured(title: str, recording: Recording, gradients: set[int], state: Mapp
         key=lambda change: change[0],
     )
     held = dict.fromkeys(_BAND.values(), 0)
-    stretches = [Stretch(0.0, 0.0, held_by_band(state))]
+    intervals = [Interval(0.0, 0.0, held_by_band(state))]
     for at, change, name, maker in changes:
         held[name] += change
         ms = (at - start) / 1000
-        last = stretches[-1]
-        stretches[-1] = Stretch(last.start, ms, last.held, last.doing)
-        stretches.append(Stretch(ms, ms, held_by_band({**state, **held}), maker))
-    last = stretches[-1]
-    stretches[-1] = Stretch(last.start, (end - start) / 1000, last.held, last.doing)
+        last = intervals[-1]
+        intervals[-1] = Interval(last.start, ms, last.held, last.doing)
+        intervals.append(Interval(ms, ms, held_by_band({**state, **held}), maker))
+    last = intervals[-1]
+    intervals[-1] = Interval(last.start, (end - start) / 1000, last.held, last.doing)
     phases = [
         (r.name, (r.start - start) / 1000) for r in recording.ranges if r.name in (_FORWARD, _BACKWARD, _OPTIMIZER)
     ]
     in_step = [one for one in own if bands[one] != "gradients" and (one.start or start) <= backward.end]
-    return MeasuredStep(MemoryTimeline(title, "ms", tuple(stretches), tuple(phases)), peak_bytes(in_step), dict(state))
+    return MeasuredStep(MemoryTimeline(title, "ms", tuple(intervals), tuple(phases)), peak_bytes(in_step), dict(state))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -13,9 +13,9 @@ from onnxtrain.options.table import (
     PROCESS_VARIABLES,
     Options,
     Resolved,
-    answer_variables,
     knobs,
     resolved,
+    warn_ineffective_variables,
 )
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Resolved",
     "SkipCheck",
     "SubgraphConfig",
-    "answer_variables",
     "knobs",
     "resolved",
+    "warn_ineffective_variables",
 ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from onnxtrain.errors import OptionError
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SkipCheck, SubgraphConfig
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def one_of_or(default: str, *others: str) -> Kind[str]:
         word = value.upper() if isinstance(value, str) else value
         if word in texts:
             return str(word)
-        say_once(f"{value!r} is none of {', '.join(texts)}: {default} is taken.")
+        warn_once(f"{value!r} is none of {', '.join(texts)}: {default} is taken.")
         return default
 
     return Kind(" or ".join(map(repr, texts)) + "; else the first, with a warning", read)

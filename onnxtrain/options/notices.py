@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 _LOG = logging.getLogger("onnxtrain")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def say_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """Logs a warning, unless it was logged before."""
-    if text not in _said:
-        _said.add(text)
+    if text not in _logged:
+        _logged.add(text)
         _LOG.warning("%s", text)

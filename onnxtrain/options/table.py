@@ -358,11 +358,11 @@ def _resolved(knob: Knob, value: Any, file: Mapping[str, object], path: str) -> 
     return Resolved(knob, value, source) if found is None else Resolved(knob, found[1], found[0])
 
 
-def answer_variables() -> None:
+def warn_ineffective_variables() -> None:
     """Says in the log, once in a process, which of the variables that are set have no effect, and why.
 
     Raises:
         OptionError: one of them has a value that is not allowed.
     """
     named = [name for knob in knobs() for name in (knob.variable, *(old.variable for old in knob.old_names)) if name]
-    without_effect.answer_variables([*named, *PROCESS_VARIABLES])
+    without_effect.warn_ineffective_variables([*named, *PROCESS_VARIABLES])

@@ -13,7 +13,7 @@ from typing import Any
 
 from onnxtrain.errors import OptionError
 from onnxtrain.options.kinds import SKIP_CHECK, Kind
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def answer(subject: str, row: WithoutEffect, value: object) -> None:
             row.kind.read(value)
         except ValueError as error:
             raise OptionError("The value is not allowed.", subject, row.kind.allowed, repr(value)) from error
-    say_once(f"{subject} has no effect: {row.why}")
+    warn_once(f"{subject} has no effect: {row.why}")
 
 
-def answer_variables(known: Iterable[str]) -> None:
+def warn_ineffective_variables(known: Iterable[str]) -> None:
     """Answers the variables that are set and have no effect, and those of our prefixes that nobody knows.
 
     Args:
@@ -99,4 +99,4 @@ def answer_variables(known: Iterable[str]) -> None:
             answer(f"The variable {name}", VARIABLES[name], value)
         elif name.startswith(("ORTMODULE_", "ONNXTRAIN_")):
             near = difflib.get_close_matches(name, names, 1)
-            say_once(f"The variable {name} is unknown" + (f": is {near[0]} meant?" if near else "."))
+            warn_once(f"The variable {name} is unknown" + (f": is {near[0]} meant?" if near else "."))

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxtrain.errors import OptionError
 from onnxtrain.graph import traversal
 from onnxtrain.options import Options
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 from onnxtrain.passes.cancel_axis_merges import cancel_axis_merges
 from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes
@@ -141,7 +141,7 @@ def _disabled_names(options: Options) -> set[str]:
     disabled: set[str] = set()
     for name in options.disabled_passes or ():
         if name in FORMER_NAMES:
-            say_once(f"disabled_passes: the pass {name!r} is now named {FORMER_NAMES[name]!r}")
+            warn_once(f"disabled_passes: the pass {name!r} is now named {FORMER_NAMES[name]!r}")
         disabled.add(FORMER_NAMES.get(name, name))
     if unknown := sorted(disabled - pass_names):
         raise OptionError(

@@ -86,7 +86,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def notices_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_logged", set())
 
 
 def model(tmp_path: Path, make: Callable[[], nn.Module] = Net, **options: Any) -> ORTModule:

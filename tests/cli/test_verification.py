@@ -72,7 +72,7 @@ def test_the_operator_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, caps
     assert verdict.first is not None
     assert (verdict.first.op, verdict.first.value) == ("ai.onnx::Tanh", "tanh")
     assert "test_verification.py" in verdict.first.where
-    assert "the first to differ: ai.onnx::Tanh" in capsys.readouterr().out
+    assert "first difference: ai.onnx::Tanh" in capsys.readouterr().out
 
 
 def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

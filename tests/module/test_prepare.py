@@ -114,8 +114,8 @@ def test_equal_blocks_share_their_programs_and_others_do_not() -> None:
     model(torch.randn(2, WIDTH)).sum().backward()
     regions = report_of(model).regions
     assert [region.name for region in regions] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert not regions[0].shares
-    assert regions[2].shares  # the first block's input needs no gradient, those of the others do
+    assert not regions[0].shares_graph
+    assert regions[2].shares_graph  # the first block's input needs no gradient, those of the others do
     first, second, third = ([*block.parameters()] for block in model.blocks)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (*first, *second, *third))
 
@@ -127,7 +127,7 @@ def test_equal_blocks_share_their_programs_and_others_do_not() -> None:
     eager = copy.deepcopy(wide)
     onnxtrain.unprepare(eager)
     torch.testing.assert_close(wide(torch.ones(1)), eager(torch.ones(1)))
-    assert [region.shares for region in report_of(wide).regions] == [False, False, True]
+    assert [region.shares_graph for region in report_of(wide).regions] == [False, False, True]
 
 
 def test_blocks_that_differ_in_an_attribute_are_not_shared() -> None:
@@ -137,7 +137,7 @@ def test_blocks_that_differ_in_an_attribute_are_not_shared() -> None:
         block.factor = number + 1.0
     expected = model(torch.ones(2, WIDTH))
     torch.testing.assert_close(onnxtrain.prepare(model, True)(torch.ones(2, WIDTH)), expected)
-    assert not any(region.shares for region in report_of(model).regions)
+    assert not any(region.shares_graph for region in report_of(model).regions)
     onnxtrain.unprepare(model)
     assert all(block.forward.__func__ is _scaled for block in model.blocks)
     torch.testing.assert_close(model(torch.ones(2, WIDTH)), expected)
@@ -189,11 +189,11 @@ def test_hooks_of_prepared_modules_run_once_around_the_graph(regional: bool) -> 
 
 def test_auto_says_what_it_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one process" in str(report_of(onnxtrain.prepare(Tower())))
-    assert "no repeated blocks" in report_of(onnxtrain.prepare(nn.Linear(2, 2))).why
+    assert "no repeated blocks" in report_of(onnxtrain.prepare(nn.Linear(2, 2))).reason
     hooked = Tower()
     hooked.blocks[1].register_forward_hook(lambda *_: None)
     assert report_of(onnxtrain.prepare(hooked)).by_block
-    assert "blocks.1" in report_of(hooked).why
+    assert "blocks.1" in report_of(hooked).reason
     monkeypatch.setattr("onnxtrain.observe.logs.world_size", lambda: 2)
     assert report_of(onnxtrain.prepare(Tower())).by_block
     assert not report_of(onnxtrain.prepare(Tower(), False)).by_block
@@ -315,7 +315,7 @@ def test_blocks_of_a_transformer() -> None:
     model = onnxtrain.prepare(BertForSequenceClassification(config), True)
     assert [region.name for region in report_of(model).regions] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([1])).loss.backward()
-    assert [region.shares for region in report_of(model).regions] == [False, True]
+    assert [region.shares_graph for region in report_of(model).regions] == [False, True]
     states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     assert len(states) == 3
 

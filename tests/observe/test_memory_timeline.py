@@ -17,7 +17,7 @@ from onnxtrain import ORTModule
 from onnxtrain.cli import main
 from onnxtrain.observe import allocations
 from onnxtrain.observe.allocations import peak_bytes, profiled, record
-from onnxtrain.observe.memory_timeline import BANDS, MemoryTimeline, Stretch, as_bytes, draw, held_by_band
+from onnxtrain.observe.memory_timeline import BANDS, Interval, MemoryTimeline, as_bytes, draw, held_by_band
 from onnxtrain.observe.step_memory import measure_step, predicted
 
 MODEL = """
@@ -43,7 +43,7 @@ MIB = 2**20
 
 def timeline(*totals: int) -> MemoryTimeline:
     held = [held_by_band({"activations kept": total}) for total in totals]
-    return MemoryTimeline("a step", "nodes", tuple(Stretch(i, i + 1, h, f"node {i}") for i, h in enumerate(held)))
+    return MemoryTimeline("a step", "nodes", tuple(Interval(i, i + 1, h, f"node {i}") for i, h in enumerate(held)))
 
 
 def test_what_is_held_and_given_back_is_counted() -> None:
@@ -79,7 +79,7 @@ def test_gradients_are_held_until_a_planned_step_ends(early: bool) -> None:
     model = ORTModule(module, early_gradients=early)
     model(torch.ones(5, 100)).sum().backward()
     drawn = predicted("", *model.__dict__["_engine"].newest().timeline(), {})
-    gradients = [dict(zip(BANDS, stretch.held, strict=True))["gradients"] for stretch in drawn.stretches]
+    gradients = [dict(zip(BANDS, interval.held, strict=True))["gradients"] for interval in drawn.intervals]
     assert gradients == sorted(gradients)
     assert gradients[-1] == sum(p.nbytes for p in module.parameters())
 
@@ -88,14 +88,14 @@ def test_a_measured_step_is_split_into_bands() -> None:
     module = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 100))
     x, parameters = torch.ones(50, 100), 4 * (2 * 100 * 200 + 300)
     step = measure_step("", module, torch.optim.Adam(module.parameters()), lambda: module(x), torch.sum)
-    end = dict(zip(BANDS, step.timeline.stretches[-1].held, strict=True))
+    end = dict(zip(BANDS, step.timeline.intervals[-1].held, strict=True))
     assert step.state["parameters"] == parameters
     assert 2 * parameters <= step.state["optimizer state"] <= 2 * parameters + 100
     assert end["gradients"] == parameters
     assert end["activations kept"] == 0
     assert [name for name, _ in step.timeline.phases] == ["forward", "backward", "optimizer"]
     backward = step.timeline.phases[1][1]
-    (before,) = [s for s in step.timeline.stretches if s.start <= backward < s.end]
+    (before,) = [s for s in step.timeline.intervals if s.start <= backward < s.end]
     kept = 4 * (50 * 200 + 50 * 100) + 4  # tanh's result, the output and the loss
     assert dict(zip(BANDS, before.held, strict=True))["activations kept"] == kept
     assert step.activations >= kept
@@ -148,7 +148,7 @@ def test_the_command_predicts_what_it_measures(
     assert found["onnxtrain, measured"] <= found["eager PyTorch, measured"]
     assert re.search(r"3 │ float32 64×128 +│ Gelu", out)  # one row for three layers
     assert "net.py:10 in forward" in out
-    assert re.search(r"96.0 KiB │ +3 │ 3 of 3 computed again +│ Gelu\+:1:-1", out)
+    assert re.search(r"96.0 KiB │ +3 │ 3 of 3 recomputed +│ Gelu\+:1:-1", out)
     text = page.read_text()
     assert text.count("<svg") == 3
     assert "http" not in text.replace("http://www.w3.org", "")  # nothing is fetched
@@ -165,7 +165,7 @@ def test_the_command_plans_for_a_budget(
     out = capsys.readouterr().out
     found = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
     assert found["onnxtrain, predicted"] < found["onnxtrain that keeps everything, predicted"]
-    assert "computed again" in out
+    assert "recomputed" in out
 
 
 def test_a_model_without_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

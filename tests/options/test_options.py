@@ -21,10 +21,10 @@ from onnxtrain.options import (
     FallbackPolicy,
     LogLevel,
     Options,
-    answer_variables,
     knobs,
     notices,
     resolved,
+    warn_ineffective_variables,
 )
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS
@@ -40,7 +40,7 @@ VARIABLES = [knob.variable for knob in knobs() if knob.variable]
 def empty_environment(monkeypatch):
     for variable in (*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices, "_logged", set())
 
 
 def test_every_knob_is_described_once():
@@ -350,19 +350,19 @@ class TestWithoutEffect:
     def test_a_bad_name_is_a_key_error(self, monkeypatch):
         monkeypatch.setenv("ORTMODULE_SKIPCHECK_POLICY", "SKIP_ALL")
         with pytest.raises(KeyError, match="SKIP_ALL"):
-            answer_variables()
+            warn_ineffective_variables()
 
     def test_unknown_ones_are_answered_with_the_nearest(self, monkeypatch, caplog):
         monkeypatch.setenv("ORTMODULE_LOG_LEVLE", "INFO")
         monkeypatch.setenv("ONNXTRAIN_COLOUR", "red")
-        answer_variables()
+        warn_ineffective_variables()
         assert "ORTMODULE_LOG_LEVLE is unknown: is ORTMODULE_LOG_LEVEL meant?" in caplog.text
         assert "ONNXTRAIN_COLOUR is unknown" in caplog.text
 
     def test_those_with_an_effect_are_not_answered(self, monkeypatch, caplog):
         for variable in (*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES):
             monkeypatch.setenv(variable, "1")
-        answer_variables()
+        warn_ineffective_variables()
         assert not caplog.records
 
 

@@ -1,4 +1,4 @@
-"""Errors say what, where, expected against got and what to do, and keep ORTModule's names and families."""
+"""Errors say what went wrong, where, expected against got and what to do; the ORTModule class hierarchy is kept."""
 
 import copy
 import pickle
@@ -34,23 +34,31 @@ def test_message_has_every_part_on_its_own_line():
     ]
 
 
-def test_message_leaves_out_what_is_not_known():
+def test_message_omits_missing_parts():
     assert str(errors.CaptureError("No graph.")) == "No graph."
     assert str(errors.CaptureError("No graph.", todo="Look up.")) == "No graph.\n  to do:    Look up."
-    assert str(errors.CaptureError("Count.", got=0)) == "Count.\n  got:      0"  # a falsy value is known all the same
+    assert str(errors.CaptureError("Count.", got=0)) == "Count.\n  got:      0"  # a falsy value is shown
 
 
 @pytest.mark.parametrize("kind", FALLBACK + OWN_FAULTS)
 @pytest.mark.parametrize("rebuild", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy])
 def test_errors_survive_a_process_boundary(kind, rebuild):
-    error = kind("what", "where", "expected", got=3, todo="todo")
+    error = kind("problem", "where", "expected", got=3, todo="todo")
     again = rebuild(error)
     assert type(again) is kind
     assert str(again) == str(error)
-    assert (again.what, again.where, again.expected, again.got, again.todo) == ("what", "where", "expected", 3, "todo")
+    parts = (again.problem, again.where, again.expected, again.got, again.todo)
+    assert parts == ("problem", "where", "expected", 3, "todo")
 
 
-def test_families():
+def test_a_renamed_error_keeps_its_old_name():
+    with pytest.warns(DeprecationWarning, match="OutputNotKeptError"):
+        assert errors.LeftOutError is errors.OutputNotKeptError
+    with pytest.raises(AttributeError, match="NoSuchError"):
+        _ = errors.NoSuchError
+
+
+def test_class_hierarchy():
     assert all(issubclass(kind, errors.ORTModuleFallbackException) for kind in FALLBACK)
     assert not any(issubclass(kind, errors.ORTModuleFallbackException) for kind in OWN_FAULTS)
     assert all(issubclass(kind, errors.OnnxTrainError) for kind in FALLBACK + OWN_FAULTS)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from onnxtrain import ORTModule
-from onnxtrain.errors import LeftOutError, OptionError
+from onnxtrain.errors import OptionError, OutputNotKeptError
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.passes.less_work import (
     CLASSES,
@@ -279,7 +279,7 @@ def test_outputs_that_are_left_out_raise_and_name_the_option(tmp_path: Path) -> 
         lambda logits: torch.ones(2) * logits, bool,
     )  # fmt: skip
     for use in uses:
-        with pytest.raises(LeftOutError, match="keep_outputs"):
+        with pytest.raises(OutputNotKeptError, match="keep_outputs"):
             use(output.logits)
 
 

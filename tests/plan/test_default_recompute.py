@@ -68,11 +68,11 @@ def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
         x.zero_()  # forward kept no input that backward computes from
         output.square().sum().backward()
         found += [output.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        again = again or computed_again(model)
+        again = again or recomputed(model)
     return again, found
 
 
-def computed_again(model: ORTModule) -> list[str]:
+def recomputed(model: ORTModule) -> list[str]:
     nodes = model.__dict__["_engine"].newest().parts.backward.nodes
     return [node.op_type for node in nodes if RECOMPUTED in node.metadata_props]
 
@@ -89,4 +89,4 @@ def test_a_convolution_of_few_channels_is_not_cheap() -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3))
     model = ORTModule(net, rng="torch")
     model(torch.randn(2, 1, 12, 12)).sum().backward()
-    assert computed_again(model) == ["Gelu"]
+    assert recomputed(model) == ["Gelu"]

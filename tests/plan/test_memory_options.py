@@ -140,7 +140,7 @@ def test_the_summary_is_logged(module: nn.Module, caplog: pytest.LogCaptureFixtu
     train(module, memory_opt_config="Gelu+:1:2,Gello+:1:-1")
     (text,) = [r.getMessage() for r in caplog.records if "memory optimization: level 0" in r.getMessage()]
     assert "config Gelu+:1:2,Gello+:1:-1" in text
-    assert any(line.startswith("Gelu+ ") and "2 of 4 computed again" in line for line in text.splitlines())
+    assert any(line.startswith("Gelu+ ") and "2 of 4 recomputed" in line for line in text.splitlines())
     assert "no kept activation is computed by Gello+: is Gelu+ meant?" in caplog.text
 
 

@@ -185,7 +185,7 @@ def over(name: str, got: Named, eager: Named, exact: Named) -> float:
         assert ours_ is theirs, f"{name}: one of them is None"
         return 0.0
     assert (ours_.dtype, ours_.shape) == (theirs.dtype, theirs.shape), name
-    error, allowed, _ = tolerance.compared(ours_, theirs, reference, largest_of(exact))
+    error, allowed, _ = tolerance.error_and_bound(ours_, theirs, reference, largest_of(exact))
     return error / allowed if allowed else math.inf if error else 0.0
 
 

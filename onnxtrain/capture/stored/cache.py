@@ -27,7 +27,7 @@ from onnxtrain.capture.stored.executed import Executed, file_hash, global_values
 from onnxtrain.capture.stored.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 
 _LOG = logging.getLogger("onnxtrain")
 _MIB = 2**20
@@ -104,7 +104,7 @@ class CaptureCache:
             except NotStorableError:
                 continue
             except Exception as error:  # noqa: BLE001  # what is damaged may raise anything
-                say_once(f"the capture {file} is damaged, and is made anew ({type(error).__name__}: {error})")
+                warn_once(f"the capture {file} is damaged, and is made anew ({type(error).__name__}: {error})")
                 continue
             self._folder.used(file)
             _LOG.info("%s: the capture is read from %s", type(self._module).__name__, file)

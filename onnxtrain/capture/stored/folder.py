@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from onnxtrain.atomic_file import replacing
-from onnxtrain.options.notices import say_once
+from onnxtrain.options.notices import warn_once
 
 _LOG = logging.getLogger("onnxtrain")
 _ABANDONED_S = 3600.0  # a partial file so old belongs to a process that was killed
@@ -38,14 +38,14 @@ class CaptureFolder:
         try:
             found = [(file.stat().st_mtime, file) for file in self._folder.glob(f"{key}-*.capture") if _is_ours(file)]
         except OSError as error:
-            say_once(f"the captures in {self._folder} cannot be read, and are made anew: {error}")
+            warn_once(f"the captures in {self._folder} cannot be read, and are made anew: {error}")
             return
         for _, file in sorted(found, reverse=True)[:_MOST_OF_A_KEY]:
             try:
                 data = file.read_bytes()
             except OSError as error:
                 if file.exists():  # else another process removed it
-                    say_once(f"the capture {file} cannot be read, and is made anew: {error}")
+                    warn_once(f"the capture {file} cannot be read, and is made anew: {error}")
                 continue
             yield file, data
 
@@ -62,7 +62,7 @@ class CaptureFolder:
             with replacing(file) as target:
                 target.write(data)
         except OSError as error:
-            say_once(f"captures are not kept in {self._folder}: {error}")
+            warn_once(f"captures are not kept in {self._folder}: {error}")
             return None
         self._make_room(file)
         return file

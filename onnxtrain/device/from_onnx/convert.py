@@ -151,9 +151,9 @@ class _Walk:
         except ArtifactError:
             raise
         except (OnnxTrainError, ValueError, TypeError, AttributeError) as error:
-            what = error.what if isinstance(error, OnnxTrainError) else str(error)
+            problem = error.problem if isinstance(error, OnnxTrainError) else str(error)
             raise ArtifactError(
-                f"{traversal.describe(node)} cannot stand in a training graph: {what}",
+                f"{traversal.describe(node)} cannot stand in a training graph: {problem}",
                 where=traversal.origin(node),
                 got=getattr(error, "got", None),
                 todo="replace the op before the export, or cut the model in front of it and train what follows",

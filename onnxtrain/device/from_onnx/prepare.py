@@ -38,7 +38,7 @@ def prepare(model: ir.Model) -> ir.Model:
         convert_opset(model.graph, OPSET)
     except OptionError as error:
         todo = "export the model with a newer opset, 18 to 23 are best, or without this op"
-        raise ArtifactError(f"The model has opset {opset}. {error.what}", error.where, todo=todo) from error
+        raise ArtifactError(f"The model has opset {opset}. {error.problem}", error.where, todo=todo) from error
     except (RuntimeError, onnx.shape_inference.InferenceError) as error:
         raise ArtifactError("ONNX finds a fault in the model.", model.graph.name, got=str(error)) from error
     traversal.name_uniquely(model.graph)

@@ -19,7 +19,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
-from onnxtrain.tolerance import compared
+from onnxtrain.tolerance import error_and_bound
 
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _LOG = logging.getLogger(__name__)
@@ -166,6 +166,6 @@ class RegionCall:
         for got, own, wide in zip(found, expected, exact, strict=True):
             if got.shape != own.shape or got.dtype != own.dtype:
                 raise BuildError(f"the kernel gives {got.dtype} {list(got.shape)}, not {own.dtype} {list(own.shape)}")
-            off, allowed, _ = compared(got, own, wide)
+            off, allowed, _ = error_and_bound(got, own, wide)
             if off > allowed:
                 raise BuildError(f"the kernel is off by {off:.2g}, where {allowed:.2g} is allowed")
