@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from onnxtrain import errors
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.garbage import collector_paused
 
 if TYPE_CHECKING:
     from onnxtrain.debug_options import DebugOptions
@@ -51,8 +50,7 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with collector_paused():
-        value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

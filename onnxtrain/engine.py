@@ -219,7 +219,7 @@ class Engine:
     def _find_or_compile(
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
-        with CAPTURE_LOCK, collector_paused():
+        with CAPTURE_LOCK, collector_paused(self._options.pause_collector):
             entry, inputs = self._find(key, tensors)  # another thread may have made it meanwhile
             if entry is None:
                 return self._compile(key, tensors, structure)

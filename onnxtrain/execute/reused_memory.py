@@ -1,14 +1,16 @@
-"""Memory of a program's tensors, kept from step to step.
+"""Memory of a program's tensors, kept from step to step: the option `reuse_memory`.
 
 What a step frees, the C library gives back to the system, which clears it anew for the next step: of MiniLM's step of
 1.25 s that took 0.16 (40,000 pages of 4 KB; 2 threads of an AMD EPYC). While a program runs, its tensors come from
-memory that earlier ones have left (`native/memory.cpp`). So a process holds between steps, too, what a step needs at
-most, and up to a quarter more. It goes back when a program is collected.
+memory that earlier ones have left (`native/memory.cpp`). For that an allocator stands in front of PyTorch's, for the
+whole process, from the first program's first run until the last program is collected. So a process holds between steps,
+too, what a step needs at most, and up to a quarter more. It goes back when a program is collected.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +23,11 @@ from onnxtrain.native import Library, text
 from onnxtrain.plan.cut import Part
 
 LIBRARY = Library(
-    "memory", text("memory.cpp"), {"enter": "", "leave": "", "trim": "", "held": "pp"}, short=True, torch_headers=True
+    "memory",
+    text("memory.cpp"),
+    {"join": "", "part": "", "enter": "", "leave": "", "trim": "", "held": "pp"},
+    short=True,
+    torch_headers=True,
 )
 _LEAST = 16 << 10  # bytes of a tensor, as there
 _UNKNOWN = 32  # for a size that is not known yet
@@ -33,11 +39,16 @@ def reuse_memory(program: Program) -> None:
         return
     LIBRARY.request()
     ordinary = program.run
+    joined = threading.Event()
 
     def run(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
         native = LIBRARY.functions
         if native is None:
             return ordinary(tensors, given)
+        if not joined.is_set():
+            native.join()
+            weakref.finalize(program, native.part).atexit = False
+            joined.set()
         native.enter()
         try:
             return ordinary(tensors, given)
@@ -45,7 +56,6 @@ def reuse_memory(program: Program) -> None:
             native.leave()
 
     program.run = run
-    weakref.finalize(program, _trim).atexit = False
 
 
 def _has_large(part: Part) -> bool:
@@ -56,8 +66,3 @@ def _has_large(part: Part) -> bool:
 
 def _number(size: sizes.Size) -> int:
     return size if isinstance(size, int) else _UNKNOWN
-
-
-def _trim() -> None:
-    if LIBRARY.functions is not None:
-        LIBRARY.functions.trim()

@@ -133,7 +133,7 @@ class UnitBuilder:
         self, part: Part, title: str, layout: ChannelsLast | None = None, joined: Joined | None = None
     ) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, layout, joined)
-        if self.device.type == "cpu" and self.options.native:
+        if self.device.type == "cpu" and self.options.native and self.options.reuse_memory:
             reuse_memory(program)
         return program
 

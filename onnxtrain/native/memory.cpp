@@ -1,6 +1,6 @@
-// PyTorch's allocator on a CPU, with memory at hand while a program runs: what its tensors leave behind serves the next
-// step's. Elsewhere, and for small tensors, the allocator that was there before does all. A tensor that leaves its program
-// holds its block as long as it lives, on any thread.
+// An allocator in front of PyTorch's own on a CPU, while programs use it: what a program's tensors leave behind serves the
+// next step's. Elsewhere, and for small tensors, the allocator that was there before does all, and is there again after the
+// last program. A tensor that leaves its program holds its block as long as it lives, on any thread.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <map>
@@ -54,7 +54,19 @@ void to_system(const Block &block) {
 
 class Memory final : public c10::Allocator {
   public:
-    Memory() : before_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
+    void join() {
+        const std::lock_guard<std::mutex> guard(lock_);
+        if (users_++ > 0 || installed_) return;
+        before_ = c10::GetCPUAllocator();
+        c10::SetCPUAllocator(this);
+        installed_ = true;
+    }
+    void part() {
+        const std::lock_guard<std::mutex> guard(lock_);
+        users_--;
+        trim_locked();
+        uninstall_if_unused();
+    }
 
     c10::DataPtr allocate(size_t n) override {
         if (depth == 0 || n < LEAST) return before_->allocate(n);
@@ -72,8 +84,7 @@ class Memory final : public c10::Allocator {
     }
     void trim() {
         const std::lock_guard<std::mutex> guard(lock_);
-        trimmed_ = run_;
-        give_back([](const Block &) { return true; });
+        trim_locked();
     }
     void held(int64_t *used, int64_t *unused) {
         const std::lock_guard<std::mutex> guard(lock_);
@@ -83,6 +94,19 @@ class Memory final : public c10::Allocator {
 
   private:
     static void release(void *data);
+
+    void trim_locked() {
+        trimmed_ = run_;
+        give_back([](const Block &) { return true; });
+    }
+
+    // Not before the last block is left: oneDNN asks for raw memory, and gives it to the allocator of the moment. Nor where
+    // somebody has put another allocator in front of this one.
+    void uninstall_if_unused() {
+        if (users_ > 0 || !installed_ || !live_.empty() || c10::GetCPUAllocator() != this) return;
+        c10::SetCPUAllocator(before_);
+        installed_ = false;
+    }
 
     Block take(size_t n) {
         const std::lock_guard<std::mutex> guard(lock_);
@@ -127,6 +151,7 @@ class Memory final : public c10::Allocator {
             block.since = run_;
             free_.emplace(block.size, block);
         }
+        uninstall_if_unused();
         return true;
     }
 
@@ -145,8 +170,10 @@ class Memory final : public c10::Allocator {
         for (auto it = free_.begin(); it != free_.end();) it = wanted(it->second) ? drop(it) : std::next(it);
     }
 
-    c10::Allocator *const before_;
+    c10::Allocator *before_ = nullptr;
     std::mutex lock_;
+    int64_t users_ = 0;  // programs
+    bool installed_ = false;
     std::unordered_map<void *, Block> live_;
     std::multimap<size_t, Block> free_;  // by size
     size_t used_ = 0, unused_ = 0;       // bytes of live and of free blocks
@@ -171,6 +198,10 @@ void Memory::release(void *data) {
 }  // namespace
 
 extern "C" {
+
+// The first program's `join` puts the allocator in place; the last one's `part` takes it away and gives memory back.
+void join() { memory().join(); }
+void part() { memory().part(); }
 
 // A program begins and ends on this thread.
 void enter() {

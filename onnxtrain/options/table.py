@@ -75,8 +75,22 @@ class Options:
         True,
         BOOL,
         "on a CPU with a C++ compiler, attention, dropout, norms and others run kernels compiled while training "
-        "goes on, and memory of tensors stays at hand from step to step",
+        "goes on",
         "ONNXTRAIN_NATIVE",
+    )
+    reuse_memory: bool = _knob(
+        False,
+        BOOL,
+        "on a CPU with a C++ compiler, a step's tensors lie in the memory of the step before: an allocator of "
+        "onnxtrain stands in front of PyTorch's for the whole process as long as such a module lives. If `native` is "
+        "off, so is this",
+        "ONNXTRAIN_REUSE_MEMORY",
+    )
+    pause_collector: bool = _knob(
+        False,
+        BOOL,
+        "Python's garbage collector is off, for the whole process, while the module is captured and compiled",
+        "ONNXTRAIN_PAUSE_COLLECTOR",
     )
     regions: str = _knob(
         "off",

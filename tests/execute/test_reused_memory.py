@@ -1,4 +1,4 @@
-"""Memory of a program's tensors is kept for the next step, and nobody else's tensors come from it or change."""
+"""The option reuse_memory: a program's memory serves the next step, and nobody else's tensors come from it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,9 +41,10 @@ def nothing_held() -> Iterator[None]:
     LIBRARY.functions.trim()
     _BEFORE.in_use = 0
     _BEFORE.in_use = held()[0]
+    LIBRARY.functions.join()
     yield
     gc.collect()
-    LIBRARY.functions.trim()
+    LIBRARY.functions.part()
 
 
 def held() -> tuple[int, int]:
@@ -50,6 +52,15 @@ def held() -> tuple[int, int]:
     counts = (ctypes.c_int64 * 2)()
     LIBRARY.functions.held(ctypes.addressof(counts), ctypes.addressof(counts) + 8)
     return counts[0] - _BEFORE.in_use, counts[1]
+
+
+def allocator() -> int:
+    """The address of PyTorch's CPU allocator of the moment."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    get = c10._ZN3c1015GetCPUAllocatorEv
+    get.restype = ctypes.c_void_p
+    found: int = get()
+    return found
 
 
 class Wide(nn.Module):
@@ -80,7 +91,7 @@ def inside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def test_a_steps_memory_serves_the_next() -> None:
-    module = ORTModule(Wide())
+    module = ORTModule(Wide(), reuse_memory=True)
     for _ in range(6):
         step(module)
     in_all = sum(held())
@@ -93,7 +104,7 @@ def test_a_steps_memory_serves_the_next() -> None:
 
 
 def test_it_goes_back_when_the_module_does() -> None:
-    module = ORTModule(Wide())
+    module = ORTModule(Wide(), reuse_memory=True)
     for _ in range(3):
         step(module)
     assert held()[1] > 0
@@ -103,7 +114,7 @@ def test_it_goes_back_when_the_module_does() -> None:
 
 
 def test_what_a_program_gave_out_stays() -> None:
-    module = ORTModule(Wide())
+    module = ORTModule(Wide(), reuse_memory=True)
     module(torch.randn(64, 16))
     kept = []
     for _ in range(8):
@@ -118,7 +129,7 @@ def test_what_a_program_gave_out_stays() -> None:
 
 
 def test_tensors_outlive_the_module() -> None:
-    module = ORTModule(Wide())
+    module = ORTModule(Wide(), reuse_memory=True)
     step(module)
     y = inside(lambda: torch.full((MB,), 3.0))
     del module
@@ -149,17 +160,48 @@ def test_small_tensors_are_pytorchs() -> None:
 def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[bool] = []
     functions = LIBRARY.functions
-    both = SimpleNamespace(enter=lambda: entered.append(True), leave=lambda: None, trim=functions.trim)
+    both = SimpleNamespace(**{**vars(functions), "enter": lambda: entered.append(True), "leave": lambda: None})
     monkeypatch.setattr(LIBRARY, "functions", both)
-    step(ORTModule(Wide(width)))
+    step(ORTModule(Wide(width), reuse_memory=True))
     assert len(entered) == (2 if width > 8 else 0)
 
 
-def test_without_compiled_kernels_it_is_left_alone() -> None:
-    module = ORTModule(Wide(), native=False)
+@pytest.mark.parametrize("options", [{}, {"native": False, "reuse_memory": True}])
+def test_without_the_option_or_compiled_kernels_the_allocator_is_left_alone(options: dict[str, bool]) -> None:
+    LIBRARY.functions.part()
+    before = allocator()
+    module = ORTModule(Wide(), **options)
     for _ in range(3):
         step(module)
+    assert allocator() == before
+    LIBRARY.functions.join()
     assert held() == (0, 0)
+
+
+def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
+    LIBRARY.functions.part()
+    before = allocator()
+    modules = [ORTModule(Wide(), reuse_memory=True) for _ in range(2)]
+    step(modules[0])
+    ours = allocator()
+    assert ours != before
+    step(modules[1])
+    modules.pop()
+    gc.collect()
+    assert allocator() == ours
+    kept = inside(lambda: torch.full((MB,), 3.0))
+    modules.clear()
+    gc.collect()
+    assert allocator() == ours
+    assert (kept == 3).all()
+    del kept
+    assert allocator() == before
+    step(again := ORTModule(Wide(), reuse_memory=True))
+    assert allocator() == ours
+    del again
+    gc.collect()
+    assert allocator() == before
+    LIBRARY.functions.join()
 
 
 def test_blocks_are_reused_for_what_is_little_smaller() -> None:
@@ -222,7 +264,7 @@ def test_other_uses_of_a_storage() -> None:
 def test_convolutions_inside_and_outside_take_turns() -> None:
     """OneDNN asks PyTorch's allocator for memory of its own, and gives it back whenever it likes."""
     eager = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
-    ours = ORTModule(eager)
+    ours = ORTModule(eager, reuse_memory=True)
     for size in (20, 33, 20, 47):
         x = torch.randn(4, 3, size, size)
         torch.testing.assert_close(ours(x), eager(x))
@@ -230,7 +272,7 @@ def test_convolutions_inside_and_outside_take_turns() -> None:
 
 
 def test_threads() -> None:
-    modules = [ORTModule(Wide()) for _ in range(3)]
+    modules = [ORTModule(Wide(), reuse_memory=True) for _ in range(3)]
     given: list[torch.Tensor] = []
 
     def work(module: nn.Module) -> None:
@@ -274,6 +316,7 @@ def test_a_process_ends_with_tensors_alive() -> None:
         "import torch\n"
         "from onnxtrain.execute.reused_memory import LIBRARY\n"
         "assert LIBRARY.wait()\n"
+        "LIBRARY.functions.join()\n"
         "LIBRARY.functions.enter()\n"
         "x = torch.ones(1 << 20)\n"
         "print(x.sum().item())\n"

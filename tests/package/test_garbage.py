@@ -1,4 +1,4 @@
-"""The garbage collector rests while modules are captured, and is as before afterwards."""
+"""The option pause_collector: the garbage collector rests while modules are captured, and is as before afterwards."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def _is_looked_at(node: _Node) -> bool:
 
 def test_it_is_on_again_and_finds_what_was_made_meanwhile() -> None:
     gc.enable()
-    with collector_paused():
+    with collector_paused(True):
         assert not gc.isenabled()
-        with collector_paused():
+        with collector_paused(True):
             pass
         assert not gc.isenabled()
         seen = weakref.ref(_Node())
     assert gc.isenabled()
     gc.collect()
     assert seen() is None
-    with pytest.raises(ZeroDivisionError), collector_paused():
+    with pytest.raises(ZeroDivisionError), collector_paused(True):
         1 / 0  # noqa: B018
     assert gc.isenabled()
 
 
 def test_one_that_is_off_stays_off() -> None:
     gc.disable()
-    with collector_paused():
+    with collector_paused(True):
         pass
     assert not gc.isenabled()
 
@@ -58,13 +58,14 @@ def test_objects_that_a_program_froze_stay_frozen() -> None:
     node = _Node()
     assert _is_looked_at(node)
     gc.freeze()
-    with collector_paused():
+    with collector_paused(True):
         pass
     # Its own object, not `gc.get_freeze_count`: other frozen ones may be freed meanwhile, by any thread.
     assert not _is_looked_at(node)
 
 
-def test_it_rests_during_a_capture() -> None:
+@pytest.mark.parametrize("pause_collector", [False, True])
+def test_it_rests_during_a_capture_where_it_is_asked_to(pause_collector: bool) -> None:
     gc.enable()
     was: list[bool] = []
 
@@ -73,7 +74,6 @@ def test_it_rests_during_a_capture() -> None:
             was.append(gc.isenabled())
             return super().forward(x)
 
-    ORTModule(Net(4, 4))(torch.randn(2, 4)).sum().backward()
-    assert was
-    assert not any(was)
+    ORTModule(Net(4, 4), pause_collector=pause_collector)(torch.randn(2, 4)).sum().backward()
+    assert set(was) == {not pause_collector}
     assert gc.isenabled()
