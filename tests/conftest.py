@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from onnxtrain.machine import Machine, current_machine
 from onnxtrain.native import library
+from tests.machines import MACHINES, Describe, limited, replace_current
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 LARGE_GB = 8  # what a test marked `large` may need, unless it says so itself: @pytest.mark.large(gb=16)
@@ -16,6 +19,9 @@ LARGE_GB = 8  # what a test marked `large` may need, unless it says so itself: @
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption(
+        "--machine", choices=MACHINES, help="choose kernels as on a machine that tests/machines.py describes"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     queue_no_seeds()
+    if name := config.getoption("--machine"):
+        replace_current(limited(MACHINES[name], current_machine()))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    machine = current_machine()
+    instructions = " ".join(sorted(machine.onednn_instructions))
+    return f"machine: {machine.processor}, oneDNN with {instructions or 'no vectors'}, {machine.threads} threads"
 
 
 def queue_no_seeds() -> None:
@@ -51,6 +65,8 @@ def why_skip(item: pytest.Item) -> str | None:
         needed_gb = large.kwargs.get("gb", LARGE_GB) * WORKERS
         if memory_gb() < needed_gb:
             return f"large: needs {needed_gb} GB of memory for {WORKERS} test processes"
+    if item.get_closest_marker("compiler") and not current_machine().compiles:
+        return "compiler: needs Linux and a C++ compiler"
     if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
         return "slow: runs under --slow, as in `make test-all`"
     return None
@@ -82,3 +98,18 @@ def clean_state() -> Iterator[None]:
     before = global_state()
     yield
     assert global_state() == before, "this test left global state changed"
+
+
+@pytest.fixture
+def described_machine(monkeypatch: pytest.MonkeyPatch) -> Describe:
+    """Replaces the facts that kernel choice, planning and compiled code rest on.
+
+    `described_machine("avx2", threads=1)` takes a machine of tests/machines.py, or one that is given whole.
+    """
+
+    def describe(machine: str | Machine, **facts: object) -> Machine:
+        wish = dataclasses.replace(MACHINES[machine] if isinstance(machine, str) else machine, **facts)
+        replace_current(wish, monkeypatch.setattr)
+        return wish
+
+    return describe

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onnxtrain.cache_folder import cache_folder
+from onnxtrain.machine import current_machine
 from onnxtrain.native import background, compiler
+from onnxtrain.options.notices import warn_once
 
 _DIGEST_BYTES = 32
 _LIMIT_S = 300  # for a compile at low priority on a busy machine
@@ -33,16 +35,14 @@ def build(name: str, source: str, turn: background.Turn, *, torch_headers: bool 
         torch_headers: whether it includes PyTorch's headers and Python's.
 
     Raises:
-        BuildError: there is no compiler, there are no such headers, it refuses the source, or the cache cannot be
-            written.
+        BuildError: this is not Linux, there is no compiler, there are no such headers, it refuses the source, or the
+            cache cannot be written.
     """
-    found = compiler.find()
-    if found is None:
-        raise BuildError("there is no C++ compiler (looked for $CXX, c++, g++, clang++)")
+    found = usable_compiler("compiled kernels")
     if torch_headers and not compiler.has_torch_headers():
         raise BuildError("Python's headers are not there (Debian and Ubuntu: apt install python3-dev)")
     flags = compiler.flags(torch_headers=torch_headers)
-    parts = (source, " ".join((*found.command, *flags)), found.version, compiler.processor())
+    parts = (source, " ".join((*found.command, *flags)), found.version, current_machine().code_target)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     try:
         folder = cache_folder("native")
@@ -54,6 +54,31 @@ def build(name: str, source: str, turn: background.Turn, *, torch_headers: bool 
     except OSError as error:
         raise BuildError(f"the folder of compiled kernels cannot be used: {error}") from error
     return target
+
+
+def usable_compiler(product: str) -> compiler.Compiler:
+    """The machine's compiler. Where it is missing, a warning says once what to install.
+
+    Args:
+        product: what it is to compile, for the error.
+
+    Raises:
+        BuildError: this is not Linux, or there is no compiler.
+    """
+    system = current_machine().system
+    if not system.startswith("linux"):
+        raise BuildError(f"{product} are for Linux, this is {system}")
+    found = compiler.find()
+    if found is None:
+        wish = os.environ.get("CXX")
+        sought = f"$CXX is {wish!r}, which does not run" if wish else "looked for c++, g++ and clang++"
+        warn_once(
+            f"There is no C++ compiler ({sought}): training runs without compiled kernels, which is slower. Install "
+            "one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set native=False "
+            "(ONNXTRAIN_NATIVE=0)."
+        )
+        raise BuildError(f"there is no C++ compiler ({sought})")
+    return found
 
 
 def is_whole(path: Path) -> bool:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-_CANDIDATES = ("c++", "g++", "clang++")
+from onnxtrain.machine import current_machine
+
 # No -ffast-math: infinities and NaN keep their meaning. Without errno and traps more loops become vectors.
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pipe", "-w")
 
@@ -39,7 +35,7 @@ class Compiler:
 
 def flags(*, torch_headers: bool = False) -> Sequence[str]:
     """How everything is compiled; with PyTorch's and Python's headers, for this version of each."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
+    x86 = current_machine().architecture in ("x86_64", "AMD64")
     return (*_FLAGS, "-march=native" if x86 else "-mcpu=native", *(_for_torch() if torch_headers else ()))
 
 
@@ -63,15 +59,11 @@ def has_torch_headers() -> bool:
 
 
 def find() -> Compiler | None:
-    """The compiler that $CXX names, else the first of c++, g++ and clang++ that runs; None where there is none.
+    """The first of the machine's compilers that runs; None where none does.
 
     It starts a process, which takes some milliseconds.
     """
-    wish = os.environ.get("CXX")
-    for name in (wish,) if wish else _CANDIDATES:
-        command = tuple(shlex.split(name))
-        if not command or shutil.which(command[0]) is None:
-            continue
+    for command in current_machine().compilers:
         try:
             asked = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
@@ -79,13 +71,3 @@ def find() -> Compiler | None:
         if asked.returncode == 0:
             return Compiler(command, asked.stdout)
     return None
-
-
-@functools.cache
-def processor() -> str:
-    """What -march=native looks at: a library runs only where this is the same."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    wanted = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
-    return "\n".join([platform.machine(), *(told.get(name, "") for name in wanted)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,8 +91,6 @@ class Library:
 
     def _build(self, turn: background.Turn) -> None:
         try:
-            if not sys.platform.startswith("linux"):
-                raise BuildError(f"compiled kernels are for Linux, this is {sys.platform}")
             source = text("parallel.h") + self.source
             self.functions = self._load(build(self.name, source, turn, torch_headers=self._torch_headers))
         except BuildError as error:

@@ -13,7 +13,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, type_of
+from onnxtrain.machine import Machine
 from onnxtrain.ops.constructors import always
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -30,7 +32,6 @@ from onnxtrain.ops.definition import (
     OpDef,
     Standard,
 )
-from onnxtrain.ops.machine import Machine, Shapes
 from onnxtrain.ops.registry import FROM_TORCH, define
 
 

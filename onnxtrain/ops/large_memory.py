@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from onnxtrain.machine import current_machine
 
 LARGE = 32 << 20  # bytes: the most to which glibc raises M_MMAP_THRESHOLD by itself
 _PAGE = 2 << 20
@@ -39,7 +40,7 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
 
 def _ask_for_large_pages(tensor: torch.Tensor) -> None:
     """Of the whole pages in it: no memory beside it is touched, and none is used that it would not use."""
-    advise = _madvise()
+    advise = _madvise() if current_machine().system.startswith("linux") else None
     begin = -(-tensor.data_ptr() // _PAGE) * _PAGE
     end = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
     if advise is not None and end > begin:
@@ -48,8 +49,6 @@ def _ask_for_large_pages(tensor: torch.Tensor) -> None:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], Any] | None:
-    if not sys.platform.startswith("linux"):
-        return None
     advise: Any = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is not None:
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -43,7 +43,7 @@ JSON_VARIABLE = "ORTMODULE_JSON_CONFIG_PATH"
 PROCESS_VARIABLES: Mapping[str, str] = {
     JSON_VARIABLE: "a JSON file of options",
     "ONNXTRAIN_CACHE_DIR": "the folder for what is compiled and measured; else $XDG_CACHE_HOME/onnxtrain, or "
-    "~/.cache/onnxtrain",
+    "~/.cache/onnxtrain, or a temporary folder where these cannot be written",
 }
 
 

@@ -24,8 +24,9 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import MemoryBudgetError
+from onnxtrain.machine import current_machine
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.machine import expected_seconds, moving_seconds, this_machine
+from onnxtrain.ops.cost_model import expected_seconds, moving_seconds
 from onnxtrain.plan.backward_stages import group_gradients
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
@@ -255,4 +256,5 @@ def node_seconds(node: ir.Node, storages: Storages) -> float:
         return 1e-6  # a view
     moved = sum(storages.bytes_of(v) for v in (*node.inputs, *node.outputs) if v is not None)
     flops = storages.number(definition_of(node).flops(definition_of(node).view(node)))
-    return moving_seconds(moved) + expected_seconds("aten", flops, this_machine())
+    machine = current_machine()
+    return moving_seconds(moved, machine) + expected_seconds("aten", flops, machine)

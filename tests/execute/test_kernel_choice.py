@@ -23,14 +23,9 @@ from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
 from onnxtrain.ops.definition import Call, Kernel
-from onnxtrain.ops.machine import Machine
-from onnxtrain.ops.matmul import candidates, compiled_product
+from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
-
-NATIVE, NONE = {torch.bfloat16: 6.0}, {torch.bfloat16: 0.19}
-INTEL, AMD = Machine("a Xeon", "intel avx512", NONE), Machine("an EPYC", "amd avx512", NATIVE)
-NARROW_AMD = Machine("an older EPYC", "amd avx2", NONE)
-
+from tests.machines import Describe
 
 # Times
 
@@ -235,10 +230,13 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_made_again(file: pathlib.P
     assert load(file).keys() == {"q"}
 
 
-def test_each_setting_has_its_own_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = file_of(tmp_path)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert file_of(tmp_path) != here
+def test_each_machine_has_its_own_file(tmp_path: pathlib.Path, described_machine: Describe) -> None:
+    """Threads and the limits of ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA are other settings of one machine."""
+    found = []
+    for facts in ({}, {"threads": 77}, {"vectors": "default"}, {"onednn_instructions": frozenset({"avx2"})}):
+        described_machine("amx", **facts)
+        found.append(file_of(tmp_path))
+    assert len(set(found)) == len(found)
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: pathlib.Path) -> None:
@@ -261,71 +259,6 @@ def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
         process.join(60)
         assert process.exitcode == 0
     assert load(file).keys() == {f"{name}{number}" for name in "ab" for number in range(20)}
-
-
-# The cost model
-
-
-def seconds(
-    machine: Machine, rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32
-) -> dict[str, float]:
-    case = OpCase("onnxtrain", "Linear", (Spec("t k"), Spec("n k"), Spec("n")), torch.nn.functional.linear)
-    check = CaseCheck(case, dtype)
-    (node,) = check.model.graph
-    view = check.definition.view(node)
-    shapes = ((rows, inputs), (outputs, inputs), (outputs,))
-    return {k.name: k.seconds(view, shapes, machine) for k in check.definition.candidates(node, "cpu")}
-
-
-@pytest.mark.parametrize(
-    ("machine", "rows", "side", "dtype", "first"),
-    [
-        (AMD, 2048, 384, torch.float32, "onednn"),
-        (AMD, 64, 64, torch.float32, "aten"),  # 0.5 MFLOP: below 4 to 8 what it costs to begin decides
-        (INTEL, 2048, 384, torch.float32, "aten"),
-        (NARROW_AMD, 2048, 384, torch.float32, "aten"),  # oneDNN gains by AVX-512 there, which MKL does not use
-        (Machine("another", "avx2", {}), 2048, 384, torch.float32, "aten"),
-        (INTEL, 2048, 384, torch.bfloat16, "float32"),
-        (AMD, 2048, 384, torch.bfloat16, "aten"),
-    ],
-)
-def test_expected_first(machine: Machine, rows: int, side: int, dtype: torch.dtype, first: str) -> None:
-    found = seconds(machine, rows, side, side, dtype)
-    assert min(found, key=found.__getitem__) == first
-
-
-def weight_gradient_seconds(machine: Machine, rows: int) -> dict[str, float]:
-    case = OpCase("com.microsoft", "FusedMatMul", (Spec("t n"), Spec("t k")), torch.mm, {"transA": 1})
-    check = CaseCheck(case, torch.float32)
-    (node,) = check.model.graph
-    view, shapes = check.definition.view(node), ((rows, 384), (rows, 384))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "this_machine", lambda: machine)
-        return {k.name: k.seconds(view, shapes, machine) for k in check.definition.candidates(node, "cpu")}
-
-
-def test_weight_gradients_by_convolution_need_rows_in_sixteens() -> None:
-    even, odd = (weight_gradient_seconds(AMD, rows)["convolution"] for rows in (2048, 2049))
-    assert even < 1 < odd
-
-
-@pytest.mark.parametrize(("machine", "first"), [(AMD, "convolution"), (NARROW_AMD, "aten"), (INTEL, "aten")])
-def test_weight_gradients_begin_with_what_suits_the_vectors(machine: Machine, first: str) -> None:
-    """By convolution they take 3.4 times as long as by MKL on an EPYC without AVX-512: there it is no candidate."""
-    found = weight_gradient_seconds(machine, 2048)
-    assert ("convolution" in found) == (machine is not NARROW_AMD)
-    assert min(found, key=found.__getitem__) == first
-
-
-def test_reduced_precision_and_switched_off_libraries_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seconds(AMD, 8, 8, 8).keys() == {"aten", "large pages", "onednn"}
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=False):
-        assert seconds(AMD, 8, 8, 8).keys() == {"aten", "large pages"}
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert seconds(AMD, 8, 8, 8).keys() == {"aten", "large pages"}
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 # In running steps

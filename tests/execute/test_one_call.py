@@ -25,10 +25,10 @@ from onnxtrain.execute.one_call.source import NAME, Function, write
 from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
 from onnxtrain.execute.program import Program, Run
 from onnxtrain.native import Library
-from onnxtrain.native.compiler import find, has_torch_headers
+from onnxtrain.native.compiler import has_torch_headers
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
 
-pytestmark = pytest.mark.skipif(find() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.compiler
 
 Form = Callable[[Call, Run], Run]
 FORMS = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -53,8 +52,7 @@ from tests.zoo.models import ZOO
 
 pytestmark = [
     pytest.mark.usefixtures("regions_cache"),
-    pytest.mark.skipif(compiler.find() is None, reason="there is no C++ compiler"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled regions are for Linux"),
+    pytest.mark.compiler,
 ]
 
 # Which nodes join

@@ -23,15 +23,14 @@ from onnxtrain.execute.regions import build as building
 from onnxtrain.execute.regions import child, request
 from onnxtrain.execute.regions import process as processes
 from onnxtrain.execute.regions.process import Process
-from onnxtrain.native import build, compiler
+from onnxtrain.native import build
 from onnxtrain.native.build import BuildError, is_whole, seal
 from onnxtrain.options import Options
 from tests.execute.region_cases import a_request, gated, nodes_as_kernel, part_of, regions_of, written
 
 pytestmark = [
     pytest.mark.usefixtures("regions_cache"),
-    pytest.mark.skipif(compiler.find() is None, reason="there is no C++ compiler"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled regions are for Linux"),
+    pytest.mark.compiler,
 ]
 
 

@@ -21,7 +21,6 @@ from onnxtrain.execute.regions.build import build
 from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.execute.regions.request import Request
 from onnxtrain.graph import sizes
-from onnxtrain.native.compiler import find as find_compiler
 from onnxtrain.plan.cut import Part
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.region_cases import CPU, KINDS, SIZES, Trained, fused_programs, part_of, regions_of, wait_for
@@ -32,8 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
     pytest.mark.usefixtures("regions_cache"),
-    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled regions are for Linux"),
+    pytest.mark.compiler,
 ]
 
 

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,11 +22,11 @@ from onnxtrain.execute.reused_memory import LIBRARY
 
 MB = 1 << 20
 
+pytestmark = pytest.mark.compiler
+
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
     assert LIBRARY.wait(), LIBRARY.why_not
 
 

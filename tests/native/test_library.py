@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, background, build, compiler
+from onnxtrain.options import notices
+from tests.machines import Describe
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="compiled kernels are for Linux"),
-]
+pytestmark = pytest.mark.compiler
 
 COUNT = """
 extern "C" void count(int64_t *seen, int64_t n, int64_t threads) {
@@ -81,7 +80,9 @@ def test_what_is_compiled_is_not_compiled_again(cache: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("other", ["source", "flags", "compiler", "processor"])
-def test_what_decides_the_code_decides_the_file(other: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_the_code_decides_the_file(
+    other: str, cache: Path, monkeypatch: pytest.MonkeyPatch, described_machine: Describe
+) -> None:
     check(counter())
     if other == "flags":
         monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-DOTHER"))
@@ -90,7 +91,7 @@ def test_what_decides_the_code_decides_the_file(other: str, cache: Path, monkeyp
         assert found is not None
         monkeypatch.setattr(compiler, "find", lambda: compiler.Compiler(found.command, "another version"))
     if other == "processor":
-        monkeypatch.setattr(compiler, "processor", lambda: "another processor")
+        described_machine(current_machine(), code_target="another processor")
     check(counter(COUNT + "// changed" if other == "source" else COUNT))
     assert len(list(cache.iterdir())) == 2
 
@@ -128,15 +129,39 @@ def test_a_function_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) 
     assert any(r.levelno == logging.WARNING for r in caplog.records)
 
 
-def test_without_a_compiler_nothing_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_one_warning_says_what_to_install(
+    described_machine: Describe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/c++")
+    described_machine("no-compiler")
+    monkeypatch.setattr(notices, "_logged", set())
+    libraries = counter(), counter()
+    with caplog.at_level(logging.INFO, "onnxtrain"):
+        assert not any(library.wait(60) for library in libraries)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "apt install g++" in warning
+    assert "ONNXTRAIN_NATIVE=0" in warning
+    for library in libraries:
+        assert "no C++ compiler" in (library.why_not or "")
+
+
+def test_a_compiler_that_does_not_run_is_named(described_machine: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false --fast")
+    described_machine(current_machine(), compilers=(("false", "--fast"),))
+    library = counter()
+    assert not library.wait(60)
+    assert "'false --fast'" in (library.why_not or "")
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_outside_linux_nothing_is_compiled(
+    system: str, described_machine: Describe, caplog: pytest.LogCaptureFixture
+) -> None:
+    described_machine(current_machine(), system=system)
     library = counter()
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(60)
-    assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain.native")] == [logging.INFO]
-    assert "no C++ compiler" in (library.why_not or "")
+    assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain")] == [logging.INFO]
+    assert f"for Linux, this is {system}" in (library.why_not or "")
 
 
 def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
@@ -211,7 +236,7 @@ def test_processes_build_side_by_side(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1  # and nothing that was half done
 
 
-def test_compilers_run_one_after_the_other_in_the_order_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_run_one_after_the_other_in_the_order_asked(tmp_path: Path, described_machine: Describe) -> None:
     notes, noting = tmp_path / "notes", tmp_path / "noting-c++"
     noting.write_text(
         f"""#!/bin/sh
@@ -224,7 +249,7 @@ exit 1
 """
     )
     noting.chmod(0o755)
-    monkeypatch.setenv("CXX", str(noting))
+    described_machine(current_machine(), compilers=((str(noting),),))
     libraries = [counter(f"// {number}\n") for number in range(4)]
     for library in libraries:
         library.request()

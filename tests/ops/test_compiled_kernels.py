@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,13 @@ from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.loss import rows
-from onnxtrain.ops.machine import Machine
 from onnxtrain.ops.native import NOTE
 from onnxtrain.ops.norm import rms_kernels
 from onnxtrain.ops.recurrent import kernels as recurrent_kernels
 from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from tests.machines import Describe
 from tests.ops import (
     cases_activation,
     cases_attention,
@@ -41,7 +40,7 @@ from tests.ops import (
 )
 from tests.ops.captures import OfTensors
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.compiler
 
 OPS = {
     "FlashAttention",
@@ -85,7 +84,7 @@ def keyed(mask: torch.Tensor, keep: float) -> torch.Tensor:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Counter[str]:
     """Lets the graphs of cases run compiled kernels and their references draw alike; counts the kernels' calls."""
     plain = testing.case_graph
 
@@ -101,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(rows, "_LEAST", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
-    monkeypatch.setattr(compiled, "this_machine", lambda: Machine("", "", {torch.bfloat16: 0.19}))  # bfloat16 too
+    described_machine("avx2")  # bfloat16 too
     monkeypatch.setattr(torch.Tensor, "bernoulli_", keyed)
     return found
 
@@ -525,7 +524,9 @@ def test_nan_and_infinity_go_through() -> None:
     torch.testing.assert_close(y, expected, equal_nan=True)
 
 
-def test_only_the_type_that_a_graph_has_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_type_that_a_graph_has_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, described_machine: Describe
+) -> None:
     asked: list[str] = []
     monkeypatch.setattr(Library, "request", lambda library: asked.append(library.name))
 
@@ -536,7 +537,7 @@ def test_only_the_type_that_a_graph_has_is_compiled(monkeypatch: pytest.MonkeyPa
     assert asked == []
     request(ir.DataType.FLOAT)
     assert asked == ["attention-float"]
-    monkeypatch.setattr(compiled, "this_machine", lambda: Machine("", "", {torch.bfloat16: 1.8}))
+    described_machine("avx512-bf16")
     request(ir.DataType.BFLOAT16)
     assert asked == ["attention-float"]
 

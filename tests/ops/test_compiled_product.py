@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 from onnxtrain import testing
+from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.machine import this_machine
 from onnxtrain.ops.matmul.compiled_product import LIBRARY, product
 from onnxtrain.ops.native import NOTE
 from onnxtrain.testing import CaseCheck, assert_no_worse_than_eager
@@ -24,7 +23,7 @@ from tests.ops import cases_matmul
 from tests.ops.compiled_candidates import compiled, let_cases_compile
 from tests.ops.test_compiled_kernels import counting
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.compiler
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_only_wide_outputs_are_worth_a_trial() -> None:
     [case] = [c for c in cases_matmul.CASES if c.name == "Linear"][:1]
     [node] = testing.case_graph(case, torch.float32).graph
     node.metadata_props[NOTE] = "on"
-    definition, machine = definition_of(node), this_machine()
+    definition, machine = definition_of(node), current_machine()
     kernel, view = compiled(node, "cpu"), definition.view(node)
     assert kernel.name == "compiled"
     rest = [()] * (len(definition.inputs) - 2)

@@ -9,7 +9,6 @@ from torch import nn
 from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
-from onnxtrain.ops.machine import Machine
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
@@ -60,14 +59,10 @@ def test_only_the_gradients_that_are_asked_for():
     check_capture(lambda x, w: F.conv2d(x.detach(), w), Spec("n 4 8 h"), Spec("6 4 3 3"), sizes=({"n": 2, "h": 5},))
 
 
-NARROW = Machine("", "intel avx512", {torch.bfloat16: 6.0})
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_other_types(dtype, monkeypatch):
+def test_other_types(dtype, described_machine):
     """As on a processor with instructions for bfloat16; on others its operands may be widened."""
-    for chooses in ("expected", "trial"):
-        monkeypatch.setattr(f"onnxtrain.execute.kernel_choice.{chooses}.this_machine", lambda: NARROW)
+    described_machine("amx")
     check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=dtype, exact=True)
     check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=dtype, exact=True)
 

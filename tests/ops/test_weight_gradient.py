@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests.ops import cases_convolution
 from tests.ops.compiled_candidates import compiled, let_cases_compile
 from tests.ops.test_compiled_kernels import counting
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.compiler
 
 
 @pytest.fixture

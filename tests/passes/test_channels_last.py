@@ -1,6 +1,5 @@
 """Pictures lie channels-last between convolutions; the user sees eager's order."""
 
-import shutil
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.machine import current_machine
 from onnxtrain.ops.norm import channels_last
 from onnxtrain.ops.norm.batch import batch_norm, batch_norm_backward
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -151,7 +151,7 @@ def test_under_autocast() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of the compiled batch norm, which is there."""
-    if shutil.which("c++") is None:
+    if not current_machine().compiles:
         pytest.skip("needs a C++ compiler")
     library = channels_last.LIBRARY
     assert library.wait(), library.why_not

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -337,7 +336,7 @@ def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
     assert torch.equal(*losses)
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.compiler
 def test_one_call_of_the_kernel_drops_and_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[str] = Counter()
     monkeypatch.setattr(draws.LIBRARY, "functions", counting(draws.LIBRARY, found))

@@ -27,6 +27,7 @@ from onnxtrain.capture.stored.executed import Executed, file_hash, global_values
 from onnxtrain.capture.stored.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
+from onnxtrain.machine import current_machine
 from onnxtrain.options.notices import warn_once
 
 _LOG = logging.getLogger("onnxtrain")
@@ -206,7 +207,7 @@ def _of_tree(found: Fingerprints, tree: Tree) -> Any:
 
 def _devices() -> list[str]:
     """The devices by which forward may decide."""
-    found = [torch.backends.cpu.get_cpu_capability()]
+    found = [current_machine().vectors]
     if torch.cuda.is_available():
         gpus = range(torch.cuda.device_count())
         found += [f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus]

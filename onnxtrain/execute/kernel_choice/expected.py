@@ -11,9 +11,10 @@ from operator import itemgetter
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
+from onnxtrain.machine import current_machine
 from onnxtrain.ops import definition_of
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import Kernel
-from onnxtrain.ops.machine import Shapes, this_machine
 
 _UNKNOWN = 32  # for batch and length each: a thousand rows
 
@@ -29,7 +30,7 @@ def expected_seconds(node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
     found = definition.candidates(node, device)
     if len(found) == 1:
         return [(found[0], 0.0)]
-    view, shapes, machine = definition.view(node), expected_shapes(node), this_machine()
+    view, shapes, machine = definition.view(node), expected_shapes(node), current_machine()
     return [(kernel, kernel.seconds(view, shapes, machine)) for kernel in found]
 
 

@@ -23,7 +23,7 @@ import torch
 from onnxtrain.atomic_file import replacing
 from onnxtrain.cache_folder import cache_folder
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Answers, Samples, merged
-from onnxtrain.ops.machine import this_machine
+from onnxtrain.machine import current_machine
 
 _LOG = logging.getLogger("onnxtrain")
 _VERSION = 3  # of the file's form, and of what candidates there are
@@ -32,9 +32,11 @@ _LOCK_SECONDS = 0.2  # a training step does not wait longer: what was measured i
 
 def setting() -> dict[str, Any]:
     """What times depend on besides the question."""
+    machine = current_machine()
     return {
-        "processor": this_machine().model,
-        "threads": torch.get_num_threads(),
+        "processor": machine.processor,
+        "instructions": [machine.vectors, *sorted(machine.onednn_instructions)],
+        "threads": machine.threads,
         "torch": torch.__version__,
         "libraries": _libraries(),
         "version": _VERSION,

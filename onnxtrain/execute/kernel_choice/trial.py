@@ -16,9 +16,10 @@ import torch
 from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.times import FAR_OFF, WORTH_SECONDS, Answer, Answers, rounded
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.machine import current_machine
 from onnxtrain.ops import definition_of
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import Call, Kernel
-from onnxtrain.ops.machine import Shapes, this_machine
 
 
 class _Case:
@@ -111,7 +112,7 @@ class Trial:
         return result
 
     def _case(self, shapes: Shapes, arguments: Sequence[torch.Tensor | None]) -> _Case:
-        machine = this_machine()
+        machine = current_machine()
         expected = {k.name: k.seconds(self._view, shapes, machine) for k in self._kernels}
         by_name = {k.name: k for k in self._kernels}
         least = min(expected.values())

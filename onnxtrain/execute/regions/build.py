@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,8 @@ from filelock import FileLock
 from onnxtrain.cache_folder import cache_folder
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
-from onnxtrain.native import background, compiler
-from onnxtrain.native.build import BuildError, is_whole
+from onnxtrain.native import background
+from onnxtrain.native.build import BuildError, is_whole, usable_compiler
 
 _LOG = logging.getLogger(__name__)
 _LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
@@ -81,10 +80,7 @@ def _kept(request: Request) -> Path:
 
 
 def _compile(request: Request, target: Path) -> None:
-    if not sys.platform.startswith("linux"):
-        raise BuildError(f"compiled regions are for Linux, this is {sys.platform}")
-    if compiler.find() is None:
-        raise BuildError("there is no C++ compiler (looked for $CXX, c++, g++, clang++)")
+    usable_compiler("compiled regions")
     with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
         request.write(Path(scratch))
         _process.compile(Path(scratch), target.parent / "inductor", _LIMIT_S)

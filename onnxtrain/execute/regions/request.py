@@ -16,7 +16,7 @@ from onnxtrain.capture.stored.graph import from_bytes, to_bytes
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.values import ONNX
-from onnxtrain.native import compiler
+from onnxtrain.machine import current_machine
 from onnxtrain.ops.bodies import IR_VERSION, import_opsets
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import Part
@@ -55,7 +55,7 @@ class Request:
         beside = {"known": known, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
         self.beside = json.dumps(beside)
         # Without the shapes: sizes of another first call give the same library.
-        told = json.dumps([known, threads, compiler.processor(), _kind(device), *versions()])
+        told = json.dumps([known, threads, current_machine().code_target, _kind(device), *versions()])
         self.key = hashlib.sha256(self.graph + b"\0" + told.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:

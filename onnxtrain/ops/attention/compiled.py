@@ -31,12 +31,12 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.draws import least_kept
-from onnxtrain.ops.machine import this_machine
 
 Tensor = torch.Tensor
 
@@ -59,7 +59,7 @@ _NONE3, _NONE4 = (0,) * 3, (0,) * 4
 
 def library_of(dtype: torch.dtype) -> Library | None:
     """The library for q, k and v of this type; None where PyTorch's operators serve for good."""
-    if dtype == torch.bfloat16 and this_machine().narrow[torch.bfloat16] > 1:
+    if dtype == torch.bfloat16 and current_machine().rates.narrow[torch.bfloat16] > 1:
         return None  # the kernel computes in float32: processors with instructions for bfloat16 are faster with them
     return LIBRARIES.get(dtype)
 

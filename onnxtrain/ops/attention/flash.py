@@ -24,6 +24,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
+from onnxtrain.machine import current_machine
 from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.parts import (
     accumulated,
@@ -193,7 +194,7 @@ def _compiled_is_faster(
 
     A thread works on whole heads of k: with fewer heads than threads PyTorch's splits the rows too.
     """
-    if q.dtype == torch.bfloat16 or q.size(0) * k.size(1) * 2 < torch.get_num_threads():
+    if q.dtype == torch.bfloat16 or q.size(0) * k.size(1) * 2 < current_machine().threads:
         return False
     masked = mask is not None and k.size(2) >= _LEAST_MASKED
     return is_causal or masked or not _runs_flash(q, k, v, mask, is_causal, scale)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -32,11 +33,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.machine import Machine
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
+from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
 from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
-from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.spatial import (
     as_list,
@@ -230,8 +232,8 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
         return Call(_in_float32, call.function, *call.args)
 
     def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
-        wide = Machine(machine.model, machine.kind, {})
-        return n.definition.kernels[0].seconds(n, shapes, wide) + widening_seconds(sum(map(math.prod, shapes)))
+        wide = replace(machine, rates=replace(machine.rates, narrow={}))
+        return n.definition.kernels[0].seconds(n, shapes, wide) + widening_seconds(sum(map(math.prod, shapes)), machine)
 
     narrow = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
     return Kernel(

@@ -12,6 +12,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
     Effects,
@@ -20,7 +21,6 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.machine import Shapes
 from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
 from onnxtrain.ops.matmul.product import (
     Grad,

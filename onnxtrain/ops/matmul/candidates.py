@@ -24,10 +24,11 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.machine import Machine, current_machine
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
-from onnxtrain.ops.machine import Machine, Shapes, expected_seconds, this_machine, widening_seconds
 from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.ops.native import may_compile
 
@@ -143,7 +144,7 @@ def _convolution_seconds(dims: Dims, machine: Machine) -> float:
 
 def _float32_seconds(dims: Dims, machine: Machine) -> float:
     m, k, n, batch = dims
-    return _seconds("aten", dims, machine) + widening_seconds(batch * (m * k + k * n + m * n))
+    return _seconds("aten", dims, machine) + widening_seconds(batch * (m * k + k * n + m * n), machine)
 
 
 DimsOf = Callable[[NodeView, Shapes], Dims]
@@ -274,7 +275,7 @@ def convolves() -> bool:
     Without AVX-512 they take 3.4 times as long as MKL's product and add all rows one after the other: less exact than
     the one tolerance allows.
     """
-    return "avx512" in this_machine().kind
+    return "avx512" in current_machine().onednn_instructions
 
 
 def _in_onednn(n: NodeView, product: Product) -> bool:

@@ -13,6 +13,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import always
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -21,7 +22,6 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.machine import Shapes
 from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
 from onnxtrain.ops.matmul.product import (
     INTEGERS,

@@ -15,6 +15,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.composite import composite
 from onnxtrain.ops.constructors import with_attributes
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
     Effects,
@@ -23,7 +24,6 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.machine import Shapes
 from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
 from onnxtrain.ops.matmul.product import (
     Grad,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from onnxtrain.machine import current_machine
 from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM, Cell
 from onnxtrain.ops.recurrent.steps import Run, Weights, backward, forward
@@ -52,7 +53,7 @@ def _onednn_runs(cell: Cell, x: Tensor) -> bool:
     if cell is not LSTM or x.device.type != "cpu" or not x.numel() or not torch._C._get_mkldnn_enabled():
         return False
     if x.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return current_machine().onednn_bfloat16
     return x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
