@@ -4,6 +4,7 @@
 #   make test             checks and tests          make test-all   the slow tests as well
 #   make lint             checks only               make format     formats and fixes what can be fixed
 #   make docs             builds the documentation into build/docs; a warning or a broken link is an error
+#   make fuzz MINUTES=5   random programs, in onnxtrain and in eager PyTorch
 #   make bench            measures
 #
 # PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
@@ -29,6 +30,9 @@ docs: .venv/.docs
 	rm -rf build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "open build/docs/index.html, or: python3 -m http.server -d build/docs"
+
+fuzz: .venv/.dev
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --jobs $(JOBS) $(ARGS)
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -1,0 +1,397 @@
+"""Trains a program for two steps in onnxtrain and in eager PyTorch, and judges by the one tolerance."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import linecache
+import math
+import re
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from onnxtrain import FallbackPolicy, ORTModule, prepare
+from onnxtrain.capture.stored import executed
+from onnxtrain.errors import MemoryBudgetError, ORTModuleFallbackException
+from onnxtrain.tolerance import compared
+from tests.fuzz.configurations import Configuration
+from tests.fuzz.programs import Program
+
+STEPS = 2
+
+# Programs that are no graph, as the documentation says: what the error says, what the program has, and the page.
+# Nothing else is taken for a refusal, and each is counted.
+DOCUMENTED = (
+    (
+        "changes a tensor in place where autograd does not see it, and a gradient flows through it",
+        r"no_grad|detach|\.data\.",
+        "in place where autograd does not see it (ortmodule.md)",
+    ),
+    (
+        "GuardOnDataDependentSymNode",
+        "gaussian_nll_loss",
+        "F.gaussian_nll_loss decides by elements in Python (ortmodule.md)",
+    ),
+    ("PendingUnbackedSymbolNotFound", "torch.combinations", "torch.combinations (operators.md)"),
+)
+
+Named = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a program.
+
+    Attributes:
+        kind: "equal", "refused" (for a documented reason), "discarded" (PyTorch cannot run it), "unstable" (eager's own
+            result moves as far when the inputs move by some roundings); or a finding: "wrong", "error", "hang",
+            "crash".
+        detail: the error, or what differs.
+    """
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind in ("wrong", "error", "hang", "crash")
+
+    @property
+    def signature(self) -> str:
+        """What stays the same while a program shrinks."""
+        first = self.detail.strip().splitlines()[0] if self.detail.strip() else ""
+        return f"{self.kind}: {'' if self.kind == 'wrong' else re.sub(r'[0-9]+', '#', first)[:90]}"
+
+
+def judge(program: Program, configuration: Configuration) -> Verdict:
+    """Runs a program in eager PyTorch, in float64 and in onnxtrain."""
+    if not program.outputs:
+        return Verdict("discarded", "no outputs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _judge(program, configuration)
+
+
+def _judge(program: Program, configuration: Configuration) -> Verdict:
+    blocks = configuration.entry == "regional"
+    try:
+        sides = _Sides(program, configuration, blocks)
+        eager = sides.eager()
+    except Exception as error:  # noqa: BLE001  # whatever PyTorch raises
+        return Verdict("discarded", f"{type(error).__name__}: {error}")
+    try:
+        exact = sides.exact()
+    except Exception as error:  # noqa: BLE001  # an operator that float64 lacks, or dtypes that the program fixes
+        return Verdict("discarded", f"in float64: {type(error).__name__}: {error}")
+    if difference := sides.structure(eager, exact):
+        return Verdict("discarded", f"in float64: {difference}")
+    for attempt in range(2 if configuration.cached else 1):
+        try:
+            got = sides.ours()
+        except ORTModuleFallbackException as error:
+            reason = _documented(str(error), program)
+            return Verdict("refused", reason) if reason else Verdict("error", _described(error))
+        except MemoryBudgetError:
+            return Verdict("refused", "memory budget")
+        except Exception as error:  # noqa: BLE001  # every error of onnxtrain's is a finding
+            return Verdict("error", _described(error))
+        if difference := _difference(got, eager, exact):
+            if sides.moves(eager, exact, got):
+                return Verdict("unstable", difference)
+            return Verdict("wrong", f"{difference}{' from the cache' if attempt else ''}")
+    return Verdict("equal")
+
+
+def _documented(error: str, program: Program) -> str | None:
+    source = program.source()
+    return next((why for text, cause, why in DOCUMENTED if text in error and re.search(cause, source)), None)
+
+
+def _described(error: BaseException) -> str:
+    """The error with the last lines of its traceback."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append(f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {error}\n    " + "\n    ".join(frames[-12:])
+
+
+class _Sides:
+    """The sides of a comparison: each trains the same parameters, which eager's gradients change after a step."""
+
+    def __init__(self, program: Program, configuration: Configuration, blocks: bool) -> None:
+        self.program, self.configuration, self.blocks = program, configuration, blocks
+        self.cache: tempfile.TemporaryDirectory[str] | None = None
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def eager(self) -> list[Named]:
+        model = load(self.program.source(self.blocks))()
+        self.states = [_parameters(model)]
+        return self._train(model, model)
+
+    def exact(self, noise: int | None = None) -> list[Named]:
+        """In float64; with `noise`, the inputs and parameters are moved by some roundings."""
+        torch.set_default_dtype(torch.float64)
+        try:
+            model = load(_in_float64(self.program.source(self.blocks)))().double()
+            return self._train(model, model, torch.float64, noise)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def moved(self, noise: int) -> list[Named]:
+        """Eager with its inputs and parameters moved by some roundings."""
+        model = load(self.program.source(self.blocks))()
+        return self._train(model, model, noise=noise)
+
+    def ours(self) -> list[Named]:
+        """In onnxtrain, from the cache where that was filled before."""
+        options: dict[str, Any] = {
+            "rng": "torch",
+            "fallback_policy": FallbackPolicy.FALLBACK_DISABLE,
+            "log_level": "ERROR",
+        }
+        options |= self.configuration.options
+        source = self.program.source(self.blocks)
+        with contextlib.ExitStack() as stack:
+            if self.configuration.cached:
+                self.cache = self.cache or tempfile.TemporaryDirectory(prefix="fuzz-")
+                options["cache_dir"] = self.cache.name
+                model = stack.enter_context(_in_file(source, self.cache.name))()
+            else:
+                model = load(source)()
+            if self.configuration.entry == "module":
+                return self._train(ORTModule(model, **options), model)
+            regional = self.configuration.entry == "regional"
+            return self._train(prepare(model, regional=regional, **options), model)
+
+    def _train(
+        self, run: torch.nn.Module, model: torch.nn.Module, dtype: torch.dtype | None = None, noise: int | None = None
+    ) -> list[Named]:
+        found = []
+        for step in range(STEPS):
+            first = len(self.states) <= step
+            if step and first:  # eager, the first time
+                self.states.append(_updated(model))
+            _load_parameters(model, _noisy(self.states[step], noise))
+            if self.configuration.evaluates and step:
+                found.append(self._evaluate(run, dtype))
+            inputs = self._inputs(step, dtype, noise)
+            found.append(_step(run, model, inputs, step, self.configuration.one_gradient and step == 1))
+        return found
+
+    def _inputs(self, step: int, dtype: torch.dtype | None, noise: int | None) -> list[torch.Tensor]:
+        inputs = self.program.call(step)
+        moved = _noisy({str(i): t.detach() for i, t in enumerate(inputs)}, noise)
+        return [
+            (t.to(dtype) if dtype is not None and t.is_floating_point() else t).detach().requires_grad_(i.requires_grad)
+            for t, i in zip(moved.values(), inputs, strict=True)
+        ]
+
+    def _evaluate(self, run: torch.nn.Module, dtype: torch.dtype | None) -> Named:
+        run.eval()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            outputs = pytree.tree_leaves(run(*self._inputs(0, dtype, None)))
+        run.train()
+        return {f"output {i} in eval mode": _plain(o) for i, o in enumerate(outputs)}
+
+    def structure(self, eager: Sequence[Named], exact: Sequence[Named]) -> str:
+        """How float64's results differ in kind from eager's."""
+        for theirs, right in zip(eager, exact, strict=True):
+            if theirs.keys() != right.keys():
+                return "other results"
+            for name, t in theirs.items():
+                r = right[name]
+                if (t is None) != (r is None) or (isinstance(t, torch.Tensor) and t.shape != r.shape):
+                    return f"{name} has another form"
+        return ""
+
+    def moves(self, eager: Sequence[Named], exact: Sequence[Named], got: Sequence[Named]) -> bool:
+        """Whether eager's own results move as far as ours are off when the inputs move by some roundings."""
+        spread: dict[tuple[int, str], float] = {}
+        for noise in range(6):
+            for make, still in ((self.exact, exact), (self.moved, eager)):
+                try:
+                    found = make(noise)
+                except Exception:  # noqa: BLE001  # a size that depends on elements, for example
+                    return True
+                for step, (f, s) in enumerate(zip(found, still, strict=True)):
+                    for name, t in s.items():
+                        if isinstance(t, torch.Tensor):
+                            far = _distance(f[name], t)
+                            spread[step, name] = max(spread.get((step, name), 0.0), far)
+        wrong = [(k, n) for k, (g, e, x) in enumerate(zip(got, eager, exact, strict=True)) for n in _wrong(g, e, x)]
+        return all(_distance(got[k].get(n), exact[k].get(n)) <= 4 * spread.get((k, n), 0.0) for k, n in wrong)
+
+
+def _distance(a: Any, b: Any) -> float:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
+        return math.inf
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.double(), b.double()
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    if not torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0)):
+        return math.inf
+    return (a - b)[finite].abs().max().item() if finite.any() else 0.0
+
+
+def _noisy(tensors: Mapping[str, torch.Tensor], noise: int | None) -> dict[str, torch.Tensor]:
+    if noise is None:
+        return dict(tensors)
+    generator = torch.Generator().manual_seed(noise)
+    return {
+        name: t * (1 + 4 * torch.finfo(t.dtype).eps * torch.randn(t.shape, generator=generator).to(t.dtype))
+        if t.is_floating_point()
+        else t
+        for name, t in ((n, t.double() if t.dtype == torch.float32 else t) for n, t in tensors.items())
+    }
+
+
+def _step(
+    run: torch.nn.Module, model: torch.nn.Module, inputs: list[torch.Tensor], step: int, one_gradient: bool
+) -> Named:
+    """Outputs, gradients and buffers, and inputs that forward changed."""
+    model.zero_grad(set_to_none=True)
+    given = [t.detach().clone() for t in inputs]
+    torch.manual_seed(step)
+    outputs = pytree.tree_leaves(run(*inputs))
+    drawn = torch.get_rng_state()
+    found: dict[str, Any] = {}
+    pairs = []
+    generator = torch.Generator().manual_seed(5)
+    for number, output in enumerate(outputs):
+        found[f"output {number}"] = _plain(output)
+        found[f"requires_grad of output {number}"] = isinstance(output, torch.Tensor) and output.requires_grad
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            pairs.append((output, torch.randn(output.shape, generator=generator, dtype=torch.float).to(output.dtype)))
+    pairs = pairs[-1:] if one_gradient else pairs
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [c for _, c in pairs])
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    found |= {f"gradient of input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+    found |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
+    found |= {f"input {i}": t.detach() for i, (t, g) in enumerate(zip(inputs, given, strict=True)) if _changed(t, g)}
+    return found | {"random state": drawn}
+
+
+def _changed(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    return tensor.shape != before.shape or not torch.equal(tensor.detach().nan_to_num(), before.nan_to_num())
+
+
+def _plain(output: Any) -> Any:
+    return output.detach().clone() if isinstance(output, torch.Tensor) else output
+
+
+def _difference(got: Sequence[Named], eager: Sequence[Named], exact: Sequence[Named]) -> str:
+    texts = [
+        f"call {call}: {text}"
+        for call, sides in enumerate(zip(got, eager, exact, strict=True))
+        for text in _wrong(*sides).values()
+    ]
+    return "\n".join(texts[:6])
+
+
+def _wrong(got: Named, eager: Named, exact: Named) -> dict[str, str]:
+    """The results that the tolerance does not let pass, by name."""
+    if got.keys() != eager.keys():
+        return {"": f"results {sorted(got.keys() ^ eager.keys())} on one side only"}
+    scales = [x.abs().max().item() for n, x in exact.items() if "gradient of" in n and x is not None and x.numel()]
+    largest = max((s for s in scales if math.isfinite(s)), default=0.0)
+    found = {}
+    for name, theirs in eager.items():
+        mine = got[name]
+        if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
+            if mine is not theirs and not (isinstance(theirs, (bool, int, float)) and mine == theirs):
+                found[name] = f"{name}: {_short(mine)}, eager has {_short(theirs)}"
+        elif mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+            found[name] = f"{name}: {mine.dtype} {tuple(mine.shape)}, eager has {theirs.dtype} {tuple(theirs.shape)}"
+        elif theirs.numel():
+            of = largest if name.startswith("gradient") else 0.0
+            error, allowed, scale = compared(mine, theirs, exact[name], of)
+            if not error <= allowed:
+                found[name] = f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
+    return found
+
+
+def _short(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+# Programs as modules
+
+
+def load(source: str) -> type[torch.nn.Module]:
+    """The class `Program` of a source, which tracebacks can show."""
+    name = f"<program {hash(source)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    scope: dict[str, Any] = {"__name__": "fuzzed_program"}
+    sys.modules.setdefault("fuzzed_program", types.ModuleType("fuzzed_program"))
+    exec(compile(source, name, "exec"), scope)
+    found: type[torch.nn.Module] = scope["Program"]
+    return found
+
+
+@contextlib.contextmanager
+def _in_file(source: str, folder: str) -> Iterator[type[torch.nn.Module]]:
+    """The class of a module in a file, as captures on the disk need it: older than this process, as it pretends."""
+    path = Path(folder, "fuzzed_program_in_file.py")
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    before, executed._began = executed._began, lambda: math.inf
+    try:
+        spec.loader.exec_module(module)
+        yield module.Program
+    finally:
+        executed._began = before
+        del sys.modules[path.stem]
+
+
+_WIDER = (
+    ("torch.float32", "torch.float64"),
+    ('torch.autocast("cpu", torch.bfloat16)', 'torch.autocast("cpu", enabled=False)'),
+    ("torch.bfloat16", "torch.float64"),
+    (".float()", ".double()"),
+    (".bfloat16()", ".double()"),
+    ("dtype=torch.float)", "dtype=torch.float).double()"),
+    ("generator=torch.Generator()", "dtype=torch.float, generator=torch.Generator()"),
+)
+
+
+def _in_float64(source: str) -> str:
+    for narrow, wide in _WIDER:
+        source = source.replace(narrow, wide)
+    return source.replace("torch.randint(0, high, shape, dtype=torch.float, ", "torch.randint(0, high, shape, ")
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _updated(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters after a step along their gradients, a short one."""
+    found = _parameters(model)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] -= 0.1 * parameter.grad.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
+    return found
+
+
+def _load_parameters(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
