@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from onnxtrain import FallbackPolicy, ORTModule, prepare
 from onnxtrain.capture.stored import executed
 from onnxtrain.errors import MemoryBudgetError, ORTModuleFallbackException
-from onnxtrain.tolerance import compared
+from onnxtrain.tolerance import error_and_bound
 from tests.fuzz.configurations import Configuration
 from tests.fuzz.programs import Program
 
@@ -318,7 +318,7 @@ def _wrong(got: Named, eager: Named, exact: Named) -> dict[str, str]:
             found[name] = f"{name}: {mine.dtype} {tuple(mine.shape)}, eager has {theirs.dtype} {tuple(theirs.shape)}"
         elif theirs.numel():
             of = largest if name.startswith("gradient") else 0.0
-            error, allowed, scale = compared(mine, theirs, exact[name], of)
+            error, allowed, scale = error_and_bound(mine, theirs, exact[name], of)
             if not error <= allowed:
                 found[name] = f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
     return found
