@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from onnxtrain.capture.self_check import notices_each_change
 from onnxtrain.capture.snapshot import PLAIN_TENSORS, Reads, Snapshot, attribute_reads
 
 __all__ = [
@@ -63,31 +64,6 @@ def environment() -> tuple[Hashable, ...]:
         _function_modes() if c._len_torch_function_stack() else None,
         _dispatch_modes() if c._len_torch_dispatch_stack() else None,
     )
-
-
-def switches_beside_global_state() -> tuple[Hashable, ...]:
-    """What `environment()` has beside PyTorch's own check of its global state and of a tensor's dispatch keys.
-
-    Those see grad mode, autocast, the default dtype and determinism; inference mode and torch.func's transforms.
-    """
-    return (
-        _flash(),
-        _efficient(),
-        _math(),
-        _cudnn(),
-        _reduction(),
-        mha._is_fastpath_enabled,
-        _precision(),
-        forward_ad._current_level,
-        _count_function_modes() and _function_modes(),
-        _count_dispatch_modes(),
-    )
-
-
-_flash, _efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
-_math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-_reduction, _precision = torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._get_float32_matmul_precision
-_count_function_modes, _count_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def environment_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
@@ -229,7 +205,9 @@ class ModuleState:
         return f"{what} of {where}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
 
     def _first_check(self, module: torch.nn.Module) -> Any:
-        self.check = _compile(self.snapshot)
+        if module is not self.snapshot.module:
+            return None
+        self.check = _compile(self.snapshot) if sees_each_change() else _unsure
         return self.check(module)
 
     def look_again(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
@@ -238,9 +216,8 @@ class ModuleState:
         if now is None:
             return None
         self.snapshot = now
-        self.check = _compile(now)
-        found = self.check(module)
-        return found if isinstance(found, list) else None
+        self.check = self._first_check
+        return now.named_tensors()
 
 
 Check: TypeAlias = Callable[[torch.nn.Module], Any]
@@ -251,6 +228,21 @@ def _compile(snapshot: Snapshot) -> Check:
     exec(_code(source), snapshot.values)
     check: Check = snapshot.values["check"]
     return check
+
+
+def _unsure(module: torch.nn.Module) -> bool:
+    return False
+
+
+@functools.cache
+def sees_each_change() -> bool:
+    """Whether a generated check notices each kind of change on this Python and PyTorch. If not, facts decide alone."""
+
+    def watch(module: torch.nn.Module) -> Callable[[], bool]:
+        check = _compile(Snapshot(module, ["weight", "mean"], None))
+        return lambda: isinstance(check(module), list)
+
+    return notices_each_change(watch)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ every step: a value that is the same object and cannot be changed in place needs
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import operator
 import sys
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import EllipsisType, ModuleType, NoneType
+from types import EllipsisType, MemberDescriptorType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +34,10 @@ try:  # private to PyTorch, and the fastest check there is
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 except ImportError:
     _TensorGuards = None
+
+# What `Snapshot.statements` raise where the module has something of another kind. PyTorch's check takes no None.
+CHANGED_KIND = "(LookupError, AttributeError, TypeError)"
+_DIFFERS, _MAY_DIFFER, _RUNS = "differs", "may differ", "runs"
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = (*_HOOKS, "_modules", "_parameters", "_buffers")
@@ -78,12 +83,8 @@ class Snapshot:
     Attributes:
         module, names, reads: see `onnxtrain.capture.key.ModuleState.take`.
         facts: by what and where, for example ("p", "encoder.dropout") and ("shape", "encoder.weight").
-        values: what the names in `source()` and in `always` stand for.
+        values: what the names in `source()` and `statements()` stand for.
         tensors: all that were found, by module and name.
-        owners: the modules, and the objects in their attributes.
-        tables: the dicts in the dicts of `owners`, that are looked into; those that are empty are in `empty`.
-        always: lines of `source()` about what is not in a dict. The others hold as long as no owner has another class
-            and none of the dicts was touched.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], reads: Reads | None) -> None:
@@ -93,11 +94,7 @@ class Snapshot:
         self.facts: dict[tuple[str, str], Fact] = {}
         self.values: dict[str, Any] = {"is_": operator.is_}
         self.tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self.owners: list[object] = []
-        self.tables: list[Mapping[Any, Any]] = []
-        self.empty: list[Mapping[Any, Any]] = []
-        self.always: list[str] = []
-        self._lines: list[str] = []
+        self._lines: list[tuple[str, str]] = []  # a statement or a condition, and what it means where that holds
         self._variables: dict[tuple[int, str], str] = {}  # of tensors
         self._first_of_tensor: dict[int, tuple[str, str]] = {}  # by id: variable and name
         self._first_of_object: dict[int, str] = {}
@@ -127,28 +124,51 @@ class Snapshot:
         Raises:
             CaptureError: the module does not have a tensor of `names`.
         """
+        body = [f"if module is not {self.bind(self.module)}: return None", *self.statements("None", "False")]
+        body = ["try:", *(f"    {line}" for line in body), f"except {CHANGED_KIND}: return None"]
+        body.append(f"return [{', '.join(self.variables())}]")
+        return "def check(module):\n" + "\n".join(f"    {line}" for line in body) + "\n"
+
+    def variables(self) -> list[str]:
+        """The variables in which `statements()` leave the tensors of `names`.
+
+        Raises:
+            CaptureError: the module does not have a tensor of `names`.
+        """
+        self._refuse_missing()
+        return [self._variables[place] for place in self._wanted]
+
+    def named_tensors(self) -> list[torch.Tensor]:
+        """The tensors of `names`.
+
+        Raises:
+            CaptureError: the module does not have a tensor of `names`.
+        """
+        self._refuse_missing()
+        return [self.tensors[place] for place in self._wanted]
+
+    def _refuse_missing(self) -> None:
         for name, place in zip(self.names, self._wanted, strict=True):
-            if place not in self._variables:
+            if place not in self.tensors:
                 raise CaptureError(
                     "a tensor that forward reads is not a parameter, buffer or attribute of the module", got=name
                 )
-        found = ", ".join(self._variables[place] for place in self._wanted)  # type: ignore[index]  # none is None here
-        body = [f"if module is not {self.bind(self.module)}: return None", *self.always, *self._lines]
-        if self.tensors:
-            self._bind_tensors()
-            tensors = ", ".join(variable for variable, _ in self._first_of_tensor.values())
-            body.append(f"if not quick({tensors}) and not exact({tensors}): return None")
-        # TypeError: a tensor is None now, and PyTorch's check does not take it.
-        body = ["try:", *(f"    {line}" for line in body), "except (KeyError, AttributeError, TypeError): return None"]
-        body.append(f"return [{found}]")
-        return "def check(module):\n" + "\n".join(f"    {line}" for line in body) + "\n"
 
-    def _bind_tensors(self) -> None:
-        """The check of the tensors' facts: PyTorch's own where this version has it, and ours if that says no."""
-        tensors = self.different_tensors()
-        exact = _ExactTensors([_tensor_facts(tensor) for tensor in tensors])
-        self.values["exact"] = exact
-        self.values["quick"] = quick_check(tensors) or (lambda *tensors: False)
+    def statements(self, other: str, unsure: str) -> list[str]:
+        """Python that returns `other` if the module's state is another, and `unsure` where only facts can tell.
+
+        It reads the attributes themselves, as any Python program may. Where one is missing, or is of another kind, it
+        raises one of `CHANGED_KIND`.
+        """
+        verdicts = {_DIFFERS: f": return {other}", _MAY_DIFFER: f": return {unsure}", _RUNS: ""}
+        found = [text + verdicts[verdict] for text, verdict in self._lines]
+        if self.tensors:
+            tensors = ", ".join(variable for variable, _ in self._first_of_tensor.values())
+            facts = [_tensor_facts(tensor) for tensor in self.different_tensors()]
+            self.values["exact"] = _ExactTensors(facts)
+            self.values["quick"] = quick_check(self.different_tensors()) or (lambda *tensors: False)
+            found.append(f"if not quick({tensors}) and not exact({tensors}): return {other}")
+        return found
 
     def bind(self, value: object) -> str:
         """A name for `value` in the source."""
@@ -157,25 +177,17 @@ class Snapshot:
         return name
 
     def emit(self, line: str) -> None:
-        self._lines.append(line)
+        self._lines.append((line, _RUNS))
 
-    def differs(self, *conditions: str, always: bool = False) -> None:
+    def differs(self, *conditions: str) -> None:
         """Where one of these holds, the state is another."""
         if conditions:
-            (self.always if always else self._lines).append(f"if {' or '.join(conditions)}: return None")
+            self._lines.append((f"if {' or '.join(conditions)}", _DIFFERS))
 
-    def may_differ(self, *conditions: str, always: bool = False) -> None:
+    def may_differ(self, *conditions: str) -> None:
         """Where one of these holds, only facts can tell."""
         if conditions:
-            (self.always if always else self._lines).append(f"if {' or '.join(conditions)}: return False")
-
-    def owner(self, owner: object) -> None:
-        """The lines look into its `__dict__`."""
-        self.owners.append(owner)
-
-    def table(self, table: Mapping[Any, Any]) -> None:
-        """The lines look into this dict, which they find in another."""
-        (self.tables if table else self.empty).append(table)
+            self._lines.append((f"if {' or '.join(conditions)}", _MAY_DIFFER))
 
     def read_of(self, module: torch.nn.Module) -> Collection[str] | None:
         """The attributes that forward reads of this module; None for all."""
@@ -194,10 +206,6 @@ class Snapshot:
     def different_tensors(self) -> list[torch.Tensor]:
         """Each tensor once, though it has several names: PyTorch's check takes no tensor twice."""
         return list({id(tensor): tensor for tensor in self.tensors.values()}.values())
-
-    def named_tensors(self) -> list[torch.Tensor]:
-        """The tensors of `names`."""
-        return [self.tensors[place] for place in self._wanted if place is not None]
 
     def is_named(self, module: torch.nn.Module, name: str) -> bool:
         return (id(module), name) in self._wanted
@@ -223,7 +231,6 @@ class Snapshot:
         state = quantization(value)
         if state is None:
             return
-        self.owner(value)
         self.value("quantization", where, state, 0, 0)
         self.may_differ(f"{variable}.quant_state is not {self.bind(state)}")
         for way, tensor in parts(value).items():
@@ -256,7 +263,7 @@ class Snapshot:
         self.value(name, where, value, 0, 0)
         if name != "forward" and (kind, name) not in self._of_classes:  # that of every class is looked at anyhow
             self._of_classes.add((kind, name))
-            self.may_differ(f"{self.bind(kind)}.{name} is not {self.bind(value)}", always=True)
+            self.may_differ(f"{self.bind(kind)}.{name} is not {self.bind(value)}")
 
     def value(self, name: str, where: str, value: object, depth: int, objects: int) -> None:
         """Facts of a value and of what is in it, and checks of what can be changed in place."""
@@ -268,7 +275,7 @@ class Snapshot:
             length = len(value) if isinstance(value, _CONTAINERS) else None
             self._fact(name, where, (_Same(value), length), f"{type(value).__name__} at {id(value):#x}")
             if length is not None and not isinstance(value, tuple):
-                self.differs(f"len({self.bind(value)}) != {length}", always=True)
+                self.differs(f"len({self.bind(value)}) != {length}")
             return
         here = f"{name} of {where}"
         first = self._first_of_object.setdefault(id(value), here)
@@ -281,45 +288,51 @@ class Snapshot:
         if isinstance(value, _CONTAINERS) and getattr(value, "__dict__", None):  # a subclass with attributes of its own
             self.value(f"{name}.__dict__", where, vars(value), depth + 1, objects + 1)
         for step, child in children.items():
-            self.value(name + step, where, child, depth + 1, objects + hasattr(value, "__dict__"))
+            self.value(name + step, where, child, depth + 1, objects + (not isinstance(value, _CONTAINERS)))
 
     def _watch(self, value: object, children: Mapping[str, object]) -> None:
         if isinstance(value, (tuple, frozenset)):
             return
         bound = self.bind(value)
         if isinstance(value, set):
-            self.may_differ(f"{bound} != {self.bind(set(value))}", always=True)
-            return
-        saved = self.bind(tuple(children.values()))
-        size = f"len({bound}) != {len(children)}"
-        if isinstance(value, list):
-            self.may_differ(size, f"not all(map(is_, {bound}, {saved}))", always=True)
-            return
-        if type(value) is dict:
-            self.table(value)
-        elif not isinstance(value, dict):
-            self.owner(value)
-            bound = f"{bound}.__dict__"
-            size = f"len({bound}) != {len(children)}"
-        keys = self.bind(tuple(value if isinstance(value, dict) else vars(value)))
-        conditions = (size, f"not all(map(is_, {bound}.values(), {saved}))", f"not all(map(is_, {bound}, {keys}))")
-        self.may_differ(*conditions, always=isinstance(value, dict) and type(value) is not dict)
+            self.may_differ(f"{bound} != {self.bind(set(value))}")
+        elif isinstance(value, list):
+            saved = self.bind(tuple(children.values()))
+            self.may_differ(f"len({bound}) != {len(children)}", f"not all(map(is_, {bound}, {saved}))")
+        elif isinstance(value, dict):
+            self._watch_dict(bound, value)
+        else:
+            if hasattr(value, "__dict__"):
+                self._watch_dict(f"{bound}.__dict__", vars(value))
+            absent = self.bind(_ABSENT)
+            self.may_differ(*(
+                f"getattr({bound}, {name!r}, {absent}) is not {self.bind(getattr(value, name, _ABSENT))}"
+                for name in _slots(value)
+            ))  # fmt: skip
+
+    def _watch_dict(self, place: str, value: Mapping[Any, object]) -> None:
+        keys, saved = self.bind(tuple(value)), self.bind(tuple(value.values()))
+        self.may_differ(
+            f"len({place}) != {len(value)}",
+            f"not all(map(is_, {place}.values(), {saved}))",
+            f"not all(map(is_, {place}, {keys}))",
+        )
 
     # Hooks
 
     def _global_hooks(self) -> None:
         tables = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
         if not any(tables):
-            self.differs(f"any({self.bind(tables)})", always=True)
+            self.differs(f"any({self.bind(tables)})")
         for name, table in zip(_HOOKS, tables, strict=True):
             if table:
-                self.hooks(self.bind(table), name, "all modules", table, always=True)
+                self.hooks(self.bind(table), name, "all modules", table)
 
-    def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object], *, always: bool = False) -> None:
+    def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object]) -> None:
         """A table of hooks that is not empty, and where the source finds it."""
         words = name.strip("_").replace("_", " ")
         self._fact(words, where, tuple((i, _Same(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
-        self.differs(f"{source} != {self.bind(dict(hooks))}", always=always)
+        self.differs(f"{source} != {self.bind(dict(hooks))}")
 
 
 class _Visit:
@@ -343,10 +356,11 @@ class _Visit:
         if kind not in snapshot._classes:
             snapshot._classes.add(kind)
             snapshot._fact("forward", f"class {kind.__qualname__}", _Same(kind.forward), "a function")
-            snapshot.differs(f"{bound_class}.forward is not {snapshot.bind(kind.forward)}", always=True)
-        snapshot.owner(module)
-        for name in _TABLES:
-            snapshot.table(own[name])
+            snapshot._fact("__call__", f"class {kind.__qualname__}", _Same(kind.__call__), "a function")
+            snapshot.differs(
+                f"{bound_class}.forward is not {snapshot.bind(kind.forward)}",
+                f"{bound_class}.__call__ is not {snapshot.bind(kind.__call__)}",
+            )
         snapshot.emit(f"d = {bound}.__dict__")
         snapshot.differs(*(f'd["{name}"]' for name in _TABLES if not own[name]))
         for name in _HOOKS:
@@ -421,6 +435,10 @@ def quick_check(
     tensors: Sequence[torch.Tensor], of_any_size: Sequence[torch.Tensor] = ()
 ) -> Callable[..., bool] | None:
     """PyTorch's own check, in C++: all facts, and the exact class. None where this version does not have it so."""
+    return _quick_check(tensors, of_any_size) if sees_each_fact() else None
+
+
+def _quick_check(tensors: Sequence[torch.Tensor], of_any_size: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     if _TensorGuards is None:
         return None
     sizes = [*(list(tensor.shape) for tensor in tensors), *([None] * tensor.dim() for tensor in of_any_size)]
@@ -432,6 +450,29 @@ def quick_check(
         return None
     check: Callable[..., bool] = guards.check
     return check
+
+
+@functools.cache
+def sees_each_fact() -> bool:
+    """Whether PyTorch's check, as this version has it, notices another value of each fact."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
+        others = [
+            *(plain.double(), plain.to("meta"), plain.clone().requires_grad_(), plain.as_subclass(_Subclass)),
+            *(plain[0], torch._neg_view(plain), plain.to_sparse(), torch.nn.Parameter(plain, requires_grad=False)),
+        ]
+        with torch.inference_mode():
+            others.append(plain.clone())
+        resized = plain.new_zeros(3, 3)
+    of_size, of_any_size = _quick_check([plain], ()), _quick_check((), [plain])
+    if of_size is None or of_any_size is None:
+        return False
+    seen = [check(plain) and not any(map(check, others)) for check in (of_size, of_any_size)]
+    return all(seen) and of_any_size(resized) and not of_size(resized)
+
+
+class _Subclass(torch.Tensor):
+    pass
 
 
 class _ExactTensors:
@@ -453,9 +494,26 @@ def _children(value: object, objects: int) -> dict[str, object] | None:
         return {f"[{text}]": child for text, child in zip(texts, value.values(), strict=True)}
     if isinstance(value, (set, frozenset)):
         return {f"[{i}: {text}]": None for i, text in enumerate(sorted(map(repr, value)))}
-    if callable(value) or isinstance(value, _OPAQUE) or objects >= _DEEPEST_OBJECT or not hasattr(value, "__dict__"):
+    if callable(value) or isinstance(value, _OPAQUE) or objects >= _DEEPEST_OBJECT:
         return None
-    return {f".{name}": child for name, child in vars(value).items()}
+    slots = _slots(value)
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    attributes = {**getattr(value, "__dict__", {}), **{n: getattr(value, n) for n in slots if hasattr(value, n)}}
+    return {f".{name}": child for name, child in attributes.items()}
+
+
+def _slots(value: object) -> tuple[str, ...]:
+    """The attributes that an object keeps outside of a `__dict__`."""
+    return tuple(
+        name
+        for base in type(value).__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and "__slots__" in vars(base) and name != "__dict__"
+    )
+
+
+_ABSENT = object()
 
 
 def submodules(
@@ -472,7 +530,7 @@ def submodules(
             yield from submodules(child, f"{path}.{name}" if path else name, seen)
 
 
-def _place(module: torch.nn.Module, name: str) -> tuple[int, str] | None:
+def _place(module: torch.nn.Module, name: str) -> tuple[int, str]:
     """The submodule that holds a tensor of this qualified name, and its name there (dots: what a parameter holds)."""
     steps = name.split(".")
     while len(steps) > 1 and (child := module.__dict__["_modules"].get(steps[0])) is not None:
