@@ -80,8 +80,8 @@ def options_page() -> str:
         "## Variables of the process\n\n| variable | meaning |\n|---|---|\n" + _rows(PROCESS_VARIABLES, code=True)
     )
     parts.append(_JSON + _rows({_json_key(key): f"`{option}`" for key, option in KEYS.items()}, code=True))
-    parts.append(_WITHOUT_EFFECT + _rows({name: row.why for name, row in VARIABLES.items()}, code=True))
-    keys = {name: row.why for name, row in JSON_KEYS.items()}
+    parts.append(_WITHOUT_EFFECT + _rows({name: row.reason for name, row in VARIABLES.items()}, code=True))
+    keys = {name: row.reason for name, row in JSON_KEYS.items()}
     parts.append(
         "These keys of a JSON file have no effect either:\n\n| key | reason |\n|---|---|\n" + _rows(keys, code=True)
     )

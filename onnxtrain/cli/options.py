@@ -41,5 +41,5 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"{name}={os.environ.get(name, '')}  {meaning}", markup=False)
     for name, row in VARIABLES.items():
         if os.environ.get(name):
-            console.print(f"{name} is set and has no effect: {row.why}", markup=False)
+            console.print(f"{name} is set and has no effect: {row.reason}", markup=False)
     return 0

@@ -89,4 +89,4 @@ def load_from_json(ortmodule: ORTModule, path: str | os.PathLike[str] | None = N
 
 def say_that_nothing_is_built() -> None:
     """Tells whoever runs the build of the predecessor's extensions that there is nothing to build."""
-    Console().print(VARIABLES["ORTMODULE_TORCH_CPP_DIR"].why, markup=False)
+    Console().print(VARIABLES["ORTMODULE_TORCH_CPP_DIR"].reason, markup=False)

@@ -1,9 +1,9 @@
-"""Every knob of onnxtrain in one table: its default, environment variable, allowed values and meaning.
+"""All options of onnxtrain in one table: default, environment variable, allowed values and meaning of each.
 
     options = Options.resolve(rng="torch")      defaults, then code, then the JSON file, then the environment
 
-The fields of `Options` (`table.py`) are the table: a new option is one row there. `without_effect.py` answers the
-variables of ONNX Runtime Training that have nothing to switch here; the documentation lists both.
+The fields of `Options` (`table.py`) are the table: a new option is one row there. `without_effect.py` lists the
+variables of ONNX Runtime Training that have no effect here. The documentation is generated from both.
 """
 
 from onnxtrain.options.kinds import Kind, Knob, OldName

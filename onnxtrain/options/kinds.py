@@ -1,4 +1,4 @@
-"""Sets of allowed values, and a row of the table of options."""
+"""Kinds of option values, and `Knob`, a row of the table of options."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Flag = TypeVar("Flag", bound=IntFlag)
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """A set of allowed values.
+    """The allowed values of an option, and how they are parsed and printed.
 
     Attributes:
-        allowed: the set, in words.
-        read: takes a value of the kind, or its text, and raises ValueError for all else.
-        text: the value as one would write it.
+        allowed: the allowed values, in words.
+        read: parses a value of this kind or its text; raises ValueError for anything else.
+        text: formats a value.
     """
 
     allowed: str
@@ -37,11 +37,11 @@ class Kind(Generic[T]):
 
 @dataclass(frozen=True)
 class OldName:
-    """A further variable for an option.
+    """A former environment variable of an option.
 
     Attributes:
         variable: its name.
-        value: the option's value for the variable's text; empty where it says nothing.
+        value: turns the variable's text into the option's; "" if the text sets nothing.
     """
 
     variable: str
@@ -53,12 +53,12 @@ class Knob:
     """One row of the table.
 
     Attributes:
-        name: the field of `Options`, and the keyword of ORTModule.
-        default: its value where nobody says anything.
-        variable: the environment variable that decides it; None where there is none.
+        name: the field of `Options`, and the keyword argument of ORTModule.
+        default: the default value.
+        variable: its environment variable, or None.
         kind: the allowed values.
-        meaning: what it does, as one sentence.
-        old_names: further variables, which count where `variable` is not set.
+        meaning: the effect, as one sentence.
+        old_names: former variables, which count if `variable` is not set.
     """
 
     name: str
@@ -69,15 +69,20 @@ class Knob:
     old_names: tuple[OldName, ...] = field(default=())
 
     def read(self, value: object, where: str) -> Any:
-        """Returns the value in its own type, or raises an error that names the place it came from."""
+        """Parse a value. `where` names its source in the error for an invalid one."""
         try:
             return self.kind.read(value)
         except ValueError as error:
-            what = f"The option {self.name!r} has a value that is not allowed."
-            raise OptionError(what, where, self.kind.allowed, repr(value), "Give an allowed value.") from error
+            raise OptionError(
+                f"The option {self.name!r} has an invalid value.",
+                where,
+                self.kind.allowed,
+                repr(value),
+                "Set an allowed value.",
+            ) from error
 
     def from_environment(self) -> tuple[str, Any] | None:
-        """The variable that decides and the value it gives; None where none is set. Empty counts as not set."""
+        """The variable that is set and its value; None if none is set. An empty variable counts as not set."""
         names = [OldName(self.variable)] if self.variable else []
         for name in (*names, *self.old_names):
             if text := name.value(os.environ.get(name.variable, "")):
@@ -85,58 +90,58 @@ class Knob:
         return None
 
 
-def _refuse(value: object) -> ValueError:
-    return ValueError(f"not allowed: {value!r}")
+def _invalid(value: object) -> ValueError:
+    return ValueError(f"invalid value: {value!r}")
 
 
 def one_of(*texts: str) -> Kind[str]:
-    """One of these texts."""
+    """One of these strings."""
 
     def read(value: object) -> str:
         if isinstance(value, str) and value in texts:
             return value
-        raise _refuse(value)
+        raise _invalid(value)
 
     return Kind(" or ".join(map(repr, texts)), read)
 
 
 def one_of_or(default: str, *others: str) -> Kind[str]:
-    """One of these texts; for any other, the default is taken with a warning."""
+    """One of these strings; any other one is replaced by the default, with a warning."""
     texts = (default, *others)
 
     def read(value: object) -> str:
         word = value.upper() if isinstance(value, str) else value
         if word in texts:
             return str(word)
-        warn_once(f"{value!r} is none of {', '.join(texts)}: {default} is taken.")
+        warn_once(f"Expected one of {', '.join(texts)}, got {value!r}; using {default}.")
         return default
 
-    return Kind(" or ".join(map(repr, texts)) + "; else the first, with a warning", read)
+    return Kind(" or ".join(map(repr, texts)) + "; any other value: the first, with a warning", read)
 
 
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def opposite(text: str) -> str:
-    """The text for the opposite of a yes or no; other texts stay as they are."""
+    """Negate a boolean; any other text is returned unchanged."""
     word = text.strip().lower()
     return str(not _TRUTH[word]) if word in _TRUTH else text
 
 
 def auto_or_never(text: str) -> str:
-    """'auto' for yes, 'never' for no; other texts stay as they are."""
+    """'auto' for true, 'never' for false; any other text is returned unchanged."""
     word = text.strip().lower()
     return ("never", "auto")[_TRUTH[word]] if word in _TRUTH else text
 
 
 def on_or_off(text: str) -> str:
-    """'on' for yes, 'off' for no; other texts stay as they are."""
+    """'on' for true, 'off' for false; any other text is returned unchanged."""
     word = text.strip().lower()
     return ("off", "on")[_TRUTH[word]] if word in _TRUTH else text
 
 
 def triton_folder(text: str) -> str:
-    """The folder that ONNX Runtime Training wrote to for yes, none for no; other texts stay as they are."""
+    """The dump folder of ONNX Runtime Training for true, "" for false; any other text is returned unchanged."""
     word = text.strip().lower()
     return ("", "triton_debug")[_TRUTH[word]] if word in _TRUTH else text
 
@@ -144,32 +149,32 @@ def triton_folder(text: str) -> str:
 def _read_bool(value: object) -> bool:
     word = str(value).strip().lower()
     if word not in _TRUTH:
-        raise _refuse(value)
+        raise _invalid(value)
     return _TRUTH[word]
 
 
 def _read_text(value: object) -> str:
     if not isinstance(value, str):
-        raise _refuse(value)
+        raise _invalid(value)
     return value
 
 
 def _read_names(value: object) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
-        raise _refuse(value)
+        raise _invalid(value)
     return tuple(name.strip() for name in names)
 
 
 def _read_path(value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
-        raise _refuse(value)
+        raise _invalid(value)
     return Path(value)
 
 
 def _read_count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 0:
-        raise _refuse(value)
+        raise _invalid(value)
     return int(value)
 
 
@@ -177,42 +182,42 @@ def _read_budget(value: object) -> int | float | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise _refuse(value)
+        raise _invalid(value)
     if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
         count = int(value)
         if count < 1:
-            raise _refuse(value)
+            raise _invalid(value)
         return count
-    share = float(value)
-    if not 0 < share <= 1:
-        raise _refuse(value)
-    return share
+    fraction = float(value)
+    if not 0 < fraction <= 1:
+        raise _invalid(value)
+    return fraction
 
 
 def _read_opset(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
-        raise _refuse(value)
+        raise _invalid(value)
     return int(value)
 
 
 def _read_memory_level(value: object) -> MemoryOptLevel:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _refuse(value)
+        raise _invalid(value)
     return MemoryOptLevel(int(value))
 
 
 def _read_subgraphs(value: object) -> tuple[SubgraphConfig, ...]:
-    """Patterns joined by commas, a list of them, or the path of a JSON file with such a list."""
+    """Parse comma-separated patterns, a list of patterns, or the path of a JSON file with such a list."""
     if isinstance(value, str | os.PathLike) and str(value).endswith(".json"):
         try:
             value = json.loads(Path(value).read_text(encoding="utf-8"))
         except OSError as error:
-            raise _refuse(value) from error
+            raise _invalid(value) from error
         if not isinstance(value, list):
-            raise _refuse(value)
+            raise _invalid(value)
     entries = value.split(",") if isinstance(value, str) and value else value or ()
     if not isinstance(entries, list | tuple):
-        raise _refuse(value)
+        raise _invalid(value)
     return tuple(e if isinstance(e, SubgraphConfig) else SubgraphConfig.read(str(e)) for e in entries)
 
 
@@ -221,7 +226,7 @@ def _read_log_level(value: object) -> LogLevel:
         return value
     if isinstance(value, str) and value.upper() in LogLevel.__members__:
         return LogLevel[value.upper()]
-    raise _refuse(value)
+    raise _invalid(value)
 
 
 def _flags(enum: type[Flag]) -> Kind[Flag]:
@@ -231,7 +236,7 @@ def _flags(enum: type[Flag]) -> Kind[Flag]:
         texts = value.split("|") if isinstance(value, str) else value if isinstance(value, list | tuple) else [""]
         names = [str(text).strip().upper() for text in texts]
         if not names or not set(names) <= set(enum.__members__):
-            raise _refuse(value)
+            raise _invalid(value)
         return reduce(or_, (enum[name] for name in names))
 
     def text(value: Flag) -> str:
@@ -241,21 +246,21 @@ def _flags(enum: type[Flag]) -> Kind[Flag]:
 
 
 def optional(kind: Kind[T]) -> Kind[T | None]:
-    """A value of the kind, or None."""
+    """A value of `kind`, or None."""
     return Kind(f"{kind.allowed}, or None", lambda value: None if value is None else kind.read(value))
 
 
 BOOL = Kind("true, 1, yes, on, false, 0, no or off", _read_bool)
 TEXT = Kind("text", _read_text)
-NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or joined by commas", _read_names, ",".join)
+NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or comma-separated", _read_names, ",".join)
 PATH = Kind("a path", _read_path)
-COUNT = Kind("a whole number from 0 up", _read_count)
-BUDGET: Kind[int | float | str] = Kind("bytes as a whole number, a share such as 0.5, or 'auto'", _read_budget)
-OPSET = Kind("a whole number from 1 up", _read_opset)
+COUNT = Kind("an integer >= 0", _read_count)
+BUDGET: Kind[int | float | str] = Kind("an integer number of bytes, a fraction such as 0.5, or 'auto'", _read_budget)
+OPSET = Kind("an integer >= 1", _read_opset)
 LOG_LEVEL: Kind[LogLevel] = Kind(", ".join(LogLevel.__members__), _read_log_level, lambda level: level.name)
 MEMORY_OPT_LEVEL: Kind[MemoryOptLevel] = Kind("0, 1 or 2", _read_memory_level, lambda level: str(int(level)))
 MEMORY_OPT_CONFIG: Kind[tuple[SubgraphConfig, ...]] = Kind(
-    "such as BiasGelu+:1:-1, joined by commas or as a list; or the path of a JSON file (.json) with such a list",
+    "entries such as BiasGelu+:1:-1, comma-separated or as a list; or the path of a JSON file (.json) with such a list",
     _read_subgraphs,
     lambda entries: ",".join(map(str, entries)),
 )

@@ -1,4 +1,4 @@
-"""What options have to say to the user: each once in a process, in the log."""
+"""Warnings about options, each logged once per process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _logged: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Logs a warning, unless it was logged before."""
+    """Log a warning, unless this process has logged it before."""
     if text not in _logged:
         _logged.add(text)
         _LOG.warning("%s", text)

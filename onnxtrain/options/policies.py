@@ -1,4 +1,4 @@
-"""The enums that options take, with the names and values of ONNX Runtime Training."""
+"""Enums of options, with the names and values of ONNX Runtime Training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxtrain.errors import (
 
 
 class LogLevel(IntEnum):
-    """How much is logged: everything from this level up."""
+    """The lowest level that is logged."""
 
     VERBOSE = 0
     DEVINFO = 1
@@ -28,7 +28,7 @@ class LogLevel(IntEnum):
 
 
 class FallbackPolicy(IntFlag):
-    """Which failures make a module run in plain PyTorch, with a warning, instead of raising."""
+    """The failures after which a module falls back to eager PyTorch, with a warning, instead of raising."""
 
     FALLBACK_DISABLE = 1
     FALLBACK_FORCE_TORCH_FORWARD = 2
@@ -40,7 +40,7 @@ class FallbackPolicy(IntFlag):
     FALLBACK_BAD_INITIALIZATION = 128
 
     def covers(self, error: BaseException) -> bool:
-        """Whether the module runs in PyTorch after this error. FALLBACK_DISABLE wins over all other members."""
+        """Whether the module falls back after this error. FALLBACK_DISABLE overrides all other members."""
         if FallbackPolicy.FALLBACK_DISABLE in self:
             return False
         return any(isinstance(error, _FALLS_BACK_AFTER[policy]) for policy in self)
@@ -58,9 +58,9 @@ _FALLS_BACK_AFTER: dict[FallbackPolicy, tuple[type[ORTModuleFallbackException], 
 
 
 class SkipCheck(IntFlag):
-    """Which checks of a call ORTModule left out after the first one.
+    """The checks that ORTModule could skip after the first call.
 
-    onnxtrain leaves none out: whether a graph serves a call is recognised in microseconds.
+    onnxtrain never skips them: checking whether a graph fits a call takes microseconds.
     """
 
     SKIP_CHECK_DISABLED = 1
@@ -70,7 +70,7 @@ class SkipCheck(IntFlag):
 
 
 class MemoryOptLevel(IntEnum):
-    """Who chooses what backward computes again."""
+    """How the activations that backward recomputes are chosen."""
 
     USER_SPECIFIED = 0
     TRANSFORMER_LAYERWISE_RECOMPUTE = 1
@@ -79,12 +79,12 @@ class MemoryOptLevel(IntEnum):
 
 @dataclass(frozen=True)
 class SubgraphConfig:
-    """What to do with the activations that one pattern of nodes computes: "BiasGelu+:1:-1".
+    """Whether to recompute the activations that one pattern of nodes computes: "BiasGelu+:1:-1".
 
     Attributes:
-        pattern: the operators in order, each with "+" behind it.
-        kind: 0: keep them, 1: compute them again, 2: also where something smaller is then kept in their place.
-        count: the first so many; -1: all.
+        pattern: the operators in order, each followed by "+".
+        kind: 0: keep, 1: recompute, 2: recompute even if a smaller tensor must be kept for it.
+        count: applies to the first `count` occurrences; -1: to all.
     """
 
     pattern: str
@@ -93,11 +93,11 @@ class SubgraphConfig:
 
     @classmethod
     def read(cls, text: str) -> SubgraphConfig:
-        """Reads one such text; raises ValueError for all else."""
-        found = re.fullmatch(r"((?:\w+\+)+):([012]):(-1|\d+)", text.strip())
-        if found is None:
-            raise ValueError(f"not a pattern with kind and count: {text!r}")
-        return cls(found[1], int(found[2]), int(found[3]))
+        """Parse the text form; raises ValueError if it is malformed."""
+        match = re.fullmatch(r"((?:\w+\+)+):([012]):(-1|\d+)", text.strip())
+        if match is None:
+            raise ValueError(f"expected pattern:kind:count such as BiasGelu+:1:-1, got {text!r}")
+        return cls(match[1], int(match[2]), int(match[3]))
 
     def __str__(self) -> str:
         return f"{self.pattern}:{self.kind}:{self.count}"

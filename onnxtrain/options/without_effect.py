@@ -1,6 +1,6 @@
-"""Variables and JSON keys of ONNX Runtime Training that switch nothing in onnxtrain: each is answered, none ignored.
+"""Variables and JSON keys of ONNX Runtime Training that have no effect in onnxtrain: each one set is logged.
 
-A row moves to the table of options when there is something to switch.
+A row moves to the table of options when it gains an effect.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from onnxtrain.options.notices import warn_once
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """Why something has no effect, as one sentence that also says what to do, and the values that it must have."""
+    """Why a setting has no effect and what to do instead, as one sentence, and its allowed values."""
 
-    why: str
+    reason: str
     kind: Kind[Any] | None = None
 
 
 _ALWAYS_CHECKED = WithoutEffect(
-    "every call is checked, in microseconds: a graph that does not fit the call would give wrong numbers.", SKIP_CHECK
+    "every call is checked, which takes microseconds: a graph that does not fit the call would give wrong results.",
+    SKIP_CHECK,
 )
-_NO_BUILD = WithoutEffect("onnxtrain has no extensions to build: torch's own kernels run, on the GPU as well.")
+_NO_BUILD = WithoutEffect("onnxtrain has no extensions to build: it runs PyTorch's kernels, also on the GPU.")
 _FUSED_ATTENTION = WithoutEffect(
-    "attention runs PyTorch's fused kernels where they apply; torch.nn.attention.sdpa_kernel chooses among them."
+    "attention uses PyTorch's fused kernels wherever they apply; choose one with torch.nn.attention.sdpa_kernel."
 )
 
 VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_SKIPCHECK_POLICY": _ALWAYS_CHECKED,
-    "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": WithoutEffect("checkpointed regions are captured without being allowed to."),
+    "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": WithoutEffect("checkpointed regions are always captured."),
     "ORTMODULE_SKIPPED_AUTOGRAD_FUNCTIONS": WithoutEffect(
-        "autograd functions are told apart by module and full name, so that none need be skipped."
+        "autograd functions are identified by module and qualified name, so none has to be skipped."
     ),
-    "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect(
-        "a capture leaves the module as it was, and copies nothing to do so."
-    ),
+    "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect("a capture does not modify the module, so needs no copy."),
     "ORTMODULE_ENABLE_ZERO_STAGE3": WithoutEffect("DeepSpeed's ZeRO stage 3 is not supported: use stage 1 or 2."),
     "ORTMODULE_TRITON_CONFIG_FILE": WithoutEffect(
-        "which operators join a fused region stands in their definitions; the option regions says whether."
+        "operator definitions say what a fused region may contain; turn fusion on and off with the option regions."
     ),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": _FUSED_ATTENTION,
     "ORTMODULE_USE_FLASH_ATTENTION": _FUSED_ATTENTION,
@@ -56,47 +55,49 @@ VARIABLES: Mapping[str, WithoutEffect] = {
 }
 
 JSON_KEYS: Mapping[str, WithoutEffect] = {
-    "PropagateCastOps": WithoutEffect("casts stand where autocast puts them in eager: choose them by torch.autocast."),
-    "UseExternalGPUAllocator": WithoutEffect("all memory comes from torch's allocator."),
-    "EnableGradAccOptimization": WithoutEffect("gradients are accumulated by autograd, as in eager."),
-    "UseStaticShape": WithoutEffect("sizes stay open, and a batch of other sizes runs on the same graph."),
+    "PropagateCastOps": WithoutEffect("casts are where autocast puts them in eager; control them with torch.autocast."),
+    "UseExternalGPUAllocator": WithoutEffect("all memory comes from PyTorch's allocator."),
+    "EnableGradAccOptimization": WithoutEffect("autograd accumulates gradients, as in eager."),
+    "UseStaticShape": WithoutEffect("dimensions are dynamic, and batches of other sizes reuse the same graph."),
     "RunSymbolicShapeInference": WithoutEffect("shapes are always inferred."),
     "UseMemoryEfficientGradient": WithoutEffect(
-        "a gradient reads what costs least to keep; the option early_gradients hands gradients over early."
+        "gradients always read the tensors that are cheapest to keep; see also the option early_gradients."
     ),
     "SkipCheck": _ALWAYS_CHECKED,
 }
 
 
-def answer(subject: str, row: WithoutEffect, value: object) -> None:
-    """Says once in the log that `subject` has no effect, and why.
+def warn_ineffective(subject: str, row: WithoutEffect, value: object) -> None:
+    """Log once that `subject` has no effect, and why.
 
     Raises:
-        OptionError: the value is not allowed.
+        OptionError: the value is invalid.
     """
     if row.kind is not None:
         try:
             row.kind.read(value)
         except ValueError as error:
-            raise OptionError("The value is not allowed.", subject, row.kind.allowed, repr(value)) from error
-    warn_once(f"{subject} has no effect: {row.why}")
+            raise OptionError(
+                f"{subject} has an invalid value.", None, row.kind.allowed, repr(value), "Correct or remove it."
+            ) from error
+    warn_once(f"{subject} has no effect: {row.reason}")
 
 
-def warn_ineffective_variables(known: Iterable[str]) -> None:
-    """Answers the variables that are set and have no effect, and those of our prefixes that nobody knows.
+def warn_ineffective_variables(effective: Iterable[str]) -> None:
+    """Log the variables that are set without effect, and the unknown ones with a prefix of onnxtrain or ORTModule.
 
     Args:
-        known: the variables that do have an effect.
+        effective: the variables that do have an effect.
 
     Raises:
-        OptionError: one has a value that is not allowed.
+        OptionError: a variable has an invalid value.
     """
-    names = {*known, *VARIABLES}
+    names = {*effective, *VARIABLES}
     for name, value in os.environ.items():
-        if not value or name in known:
+        if not value or name in effective:
             continue
         if name in VARIABLES:
-            answer(f"The variable {name}", VARIABLES[name], value)
+            warn_ineffective(f"The variable {name}", VARIABLES[name], value)
         elif name.startswith(("ORTMODULE_", "ONNXTRAIN_")):
-            near = difflib.get_close_matches(name, names, 1)
-            warn_once(f"The variable {name} is unknown" + (f": is {near[0]} meant?" if near else "."))
+            similar = difflib.get_close_matches(name, names, 1)
+            warn_once(f"The variable {name} is unknown" + (f": did you mean {similar[0]}?" if similar else "."))

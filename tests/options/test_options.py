@@ -1,4 +1,4 @@
-"""Defaults, code, JSON file, environment; bad values are named; every variable has an effect or an answer."""
+"""Defaults, code, JSON file, environment; invalid values are named; every variable has an effect or is logged."""
 
 import ast
 import dataclasses
@@ -97,13 +97,13 @@ def test_variables(monkeypatch, variable, text, name, value):
     assert type(resolved) is type(value)
 
 
-# Any text is a path, names are looked up where they are used, and an unknown search is answered by a warning.
+# Any text is a valid path, names are looked up at their use, and an unknown search only warns.
 ANY_TEXT = {k.variable for k in knobs() if k.kind.allowed.startswith(("a path", "names"))}
 ANY_TEXT |= {"ORTMODULE_CONV_ALGO_SEARCH"}
 
 
 @pytest.mark.parametrize("variable", sorted(set(VARIABLES) - ANY_TEXT))
-def test_a_bad_variable_is_named_with_its_value_and_what_is_allowed(monkeypatch, variable):
+def test_an_invalid_variable_is_named_with_its_value_and_the_allowed_values(monkeypatch, variable):
     monkeypatch.setenv(variable, "banana")
     with pytest.raises(errors.OptionError) as caught:
         Options.resolve()
@@ -131,15 +131,15 @@ def test_a_bad_variable_is_named_with_its_value_and_what_is_allowed(monkeypatch,
         {"verify": None},
     ],
 )
-def test_bad_values_in_code(code):
+def test_invalid_values_in_code(code):
     (name,) = code
-    with pytest.raises(errors.OptionError, match=f"the code's {name}="):
+    with pytest.raises(errors.OptionError, match=f"the argument {name}="):
         Options.resolve(**code)
 
 
-def test_the_codes_mistake_shows_even_where_the_environment_wins(monkeypatch):
+def test_an_invalid_argument_raises_even_if_the_environment_overrides_it(monkeypatch):
     monkeypatch.setenv("ONNXTRAIN_RNG", "fast")
-    with pytest.raises(errors.OptionError, match="the code's rng="):
+    with pytest.raises(errors.OptionError, match="the argument rng="):
         Options.resolve(rng="slow")
 
 
@@ -148,7 +148,7 @@ def test_unknown_option_is_named():
         Options.resolve(colour="red")
 
 
-def test_options_do_not_change_and_compare_by_value():
+def test_options_are_immutable_and_compare_by_value():
     options = Options(log_level="info", dump_dir="here")
     assert (options.log_level, options.dump_dir) == (LogLevel.INFO, Path("here"))
     assert options == Options(log_level=LogLevel.INFO, dump_dir=Path("here"))
@@ -230,13 +230,13 @@ class TestDebugOptions:
 
 
 class TestSources:
-    """Later wins: defaults, code, JSON file, environment."""
+    """Later sources override earlier ones: default, code, JSON file, environment."""
 
     def source(self, name, **code):
         (row,) = [row for row in resolved(Options(**code)) if row.knob.name == name]
         return row.value, row.source
 
-    def test_in_their_order(self, tmp_path, monkeypatch):
+    def test_precedence(self, tmp_path, monkeypatch):
         assert self.source("rng") == ("fast", "default")
         assert self.source("rng", rng="torch") == ("torch", "code")
         file = tmp_path / "options.json"
@@ -247,13 +247,13 @@ class TestSources:
         monkeypatch.setenv("ONNXTRAIN_RNG", "torch")
         assert self.source("rng") == ("torch", "ONNXTRAIN_RNG")
 
-    def test_the_present_name_of_a_variable_wins_over_an_old_one(self, monkeypatch):
+    def test_the_current_name_of_a_variable_overrides_an_old_one(self, monkeypatch):
         monkeypatch.setenv("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "1")
         assert self.source("custom_autograd") == (False, "ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT")
         monkeypatch.setenv("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "1")
         assert self.source("custom_autograd") == (True, "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD")
 
-    def test_a_bad_value_of_an_old_name_is_named(self, monkeypatch):
+    def test_an_invalid_value_of_an_old_name_is_reported_with_it(self, monkeypatch):
         monkeypatch.setenv("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "banana")
         with pytest.raises(errors.OptionError, match="DISABLE_CUSTOM_AUTOGRAD_SUPPORT"):
             Options.resolve()
@@ -304,7 +304,7 @@ class TestJson:
         ("content", "named"),
         [
             ("{", "Expecting property name"),
-            ("[]", "an object"),
+            ("[]", "a JSON object"),
             ({"Colour": 1}, "Colour"),
             ({"DebugOptions": {"Colour": 1}}, "DebugOptions.Colour"),
             ({"rng": "slow"}, "slow"),
@@ -312,19 +312,19 @@ class TestJson:
             ({"FallbackPolicy": []}, "FALLBACK_DISABLE"),
         ],
     )
-    def test_mistakes_are_named_with_the_file(self, tmp_path, content, named):
+    def test_errors_name_the_file(self, tmp_path, content, named):
         with pytest.raises(KeyError) as caught:
             Options().over_file(self.file(tmp_path, content))
         assert named in str(caught.value)
         assert "options.json" in str(caught.value)
 
-    def test_no_text_and_no_file(self, tmp_path):
+    def test_binary_and_missing_files(self, tmp_path):
         (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
         for name in ("binary.json", "missing.json", ""):
             with pytest.raises(errors.OptionError, match=re.escape(str(tmp_path / name))):
                 Options().over_file(tmp_path / name)
 
-    def test_a_module_takes_it_and_is_captured_again(self, tmp_path):
+    def test_a_module_loads_it_and_is_captured_again(self, tmp_path):
         model = ORTModule(torch.nn.Linear(3, 2))
         before = model(torch.ones(1, 3))
         target = {"SaveONNX": True, "ONNXPrefix": "net", "SaveONNXPath": str(tmp_path)}
@@ -335,38 +335,38 @@ class TestJson:
 
 class TestWithoutEffect:
     @pytest.mark.parametrize("variable", WITHOUT_EFFECT)
-    def test_each_is_answered_once(self, variable, monkeypatch, caplog):
+    def test_each_is_logged_once(self, variable, monkeypatch, caplog):
         row = WITHOUT_EFFECT[variable]
         monkeypatch.setenv(variable, "SKIP_CHECK_DEVICE" if row.kind else "1")
         ORTModule(torch.nn.Linear(1, 1))
         ORTModule(torch.nn.Linear(1, 1))
         (record,) = [r for r in caplog.records if variable in r.getMessage()]
-        assert row.why in record.getMessage()
+        assert row.reason in record.getMessage()
         assert record.levelno == logging.WARNING
 
-    def test_none_is_an_option_as_well(self):
+    def test_none_is_also_an_option(self):
         assert not set(WITHOUT_EFFECT) & {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES}
 
-    def test_a_bad_name_is_a_key_error(self, monkeypatch):
+    def test_an_unknown_enum_name_is_a_key_error(self, monkeypatch):
         monkeypatch.setenv("ORTMODULE_SKIPCHECK_POLICY", "SKIP_ALL")
         with pytest.raises(KeyError, match="SKIP_ALL"):
             warn_ineffective_variables()
 
-    def test_unknown_ones_are_answered_with_the_nearest(self, monkeypatch, caplog):
+    def test_unknown_ones_are_logged_with_the_most_similar_name(self, monkeypatch, caplog):
         monkeypatch.setenv("ORTMODULE_LOG_LEVLE", "INFO")
         monkeypatch.setenv("ONNXTRAIN_COLOUR", "red")
         warn_ineffective_variables()
-        assert "ORTMODULE_LOG_LEVLE is unknown: is ORTMODULE_LOG_LEVEL meant?" in caplog.text
+        assert "ORTMODULE_LOG_LEVLE is unknown: did you mean ORTMODULE_LOG_LEVEL?" in caplog.text
         assert "ONNXTRAIN_COLOUR is unknown" in caplog.text
 
-    def test_those_with_an_effect_are_not_answered(self, monkeypatch, caplog):
+    def test_those_with_an_effect_are_not_logged(self, monkeypatch, caplog):
         for variable in (*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES):
             monkeypatch.setenv(variable, "1")
         warn_ineffective_variables()
         assert not caplog.records
 
 
-# Section 3 of the predecessor's features: every variable that it read.
+# Every variable that ONNX Runtime Training read.
 PREDECESSORS_VARIABLES = """
     ORTMODULE_ONNX_OPSET_VERSION ORTMODULE_FALLBACK_POLICY ORTMODULE_FALLBACK_RETRY ORTMODULE_LOG_LEVEL
     ORTMODULE_SAVE_ONNX_PATH ORTMODULE_SKIPCHECK_POLICY ORTMODULE_CONV_ALGO_SEARCH ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT
@@ -384,7 +384,7 @@ PREDECESSORS_VARIABLES = """
 """.split()  # noqa: SIM905  a list of 41 quoted names would be read by nobody
 
 
-# The test of what each option does: its file under tests/, and its name.
+# The test of each option's effect: its file under tests/, and its name.
 EFFECTS = {
     "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
     "native": ("passes/test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
@@ -432,7 +432,7 @@ EFFECTS = {
 
 
 class TestSweep:
-    def test_every_variable_of_the_predecessor_has_an_effect_or_an_answer(self):
+    def test_every_variable_of_the_predecessor_has_an_effect_or_is_logged(self):
         assert not set(PREDECESSORS_VARIABLES) - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
 
     def test_the_package_reads_no_variable_that_the_table_lacks(self):
@@ -443,7 +443,7 @@ class TestSweep:
         read = {name for text in sources for name in re.findall(r'"((?:ORTMODULE|ONNXTRAIN)_[A-Z0-9_]+)"', text)}
         assert not read - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
 
-    def test_every_option_has_a_test_of_what_it_does(self):
+    def test_every_option_has_a_test_of_its_effect(self):
         assert [knob.name for knob in knobs()] == list(EFFECTS), "a new option needs a test of its effect, named there"
         for option, (file, name) in EFFECTS.items():
             source = (ROOT / "tests" / file).read_text()
@@ -462,7 +462,7 @@ class TestSweep:
     def test_an_unknown_search_warns_and_reverts(self, monkeypatch, caplog):
         monkeypatch.setenv("ORTMODULE_CONV_ALGO_SEARCH", "banana")
         assert Options.resolve().conv_algo_search == "HEURISTIC"
-        assert "'banana' is none of HEURISTIC, EXHAUSTIVE: HEURISTIC is taken" in caplog.text
+        assert "Expected one of HEURISTIC, EXHAUSTIVE, got 'banana'; using HEURISTIC." in caplog.text
 
 
 class TestCommand:
@@ -479,7 +479,7 @@ class TestCommand:
         assert "the lowest level that is logged" in shown
         assert "ORTMODULE_TRITON_CONFIG_FILE is set and has no effect" in shown
 
-    def test_a_bad_value_is_an_error_and_no_traceback(self, monkeypatch, capsys):
+    def test_an_invalid_value_is_an_error_without_traceback(self, monkeypatch, capsys):
         monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")
         assert cli.main(["options"]) == cli.USAGE
         assert "LOUD" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What options do that have no other place for a test."""
+"""The effects of options that no other test file covers."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ print(before, torch.backends.cudnn.benchmark)
 
 @pytest.mark.parametrize(("way", "expected"), [("option", "False True"), ("variable", "True True")])
 def test_an_exhaustive_search_is_cudnns_benchmark(way: str, expected: str) -> None:
-    """In a process of its own: PyTorch's test tools, which other tests import, forbid to set the flag."""
+    """Runs in its own process: PyTorch's test tools, which other tests import, forbid setting the flag."""
     environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_CONV_ALGO_SEARCH"}
     if way == "variable":
         environment["ORTMODULE_CONV_ALGO_SEARCH"] = "EXHAUSTIVE"

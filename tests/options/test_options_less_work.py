@@ -1,4 +1,4 @@
-"""What the options about work that is left out do, and the variables of ONNX Runtime Training for them."""
+"""The options that skip dead rows, and the variables of ONNX Runtime Training for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASSES = ("hoist_gathers", "skip_ignored_labels", "chunk_losses", "pack_tokens")
 
 
 class Words(nn.Module):
-    """Every pass finds something: padding in attention, ignored labels, a vocabulary, a first token that is read."""
+    """A target for every pass: padding in attention, ignored labels, a vocabulary, a pooled first token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[str]:
-    """The passes that found something."""
+    """The passes that changed the graph."""
     monkeypatch.setattr(importlib.import_module("onnxtrain.passes.chunk_losses"), "FEWEST_CLASSES", CLASSES)
     model = ORTModule(Words(), **options)
     model(*batch()).backward()
