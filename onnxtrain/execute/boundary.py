@@ -19,6 +19,7 @@ from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_surroundings import until_settled
+from onnxtrain.torch_compat import dispatch
 
 Flags = tuple[bool, ...]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -140,7 +141,7 @@ class Unit:
         self.none = (None,) * results
         self.inference = torch.is_inference_mode_enabled()
         # A unit is made in the state in which it is called: where autocast is off now, it need not be switched off.
-        plain = not self.mutations and not torch._C._is_any_autocast_enabled()
+        plain = not self.mutations and not dispatch.is_any_autocast_enabled()
         self.several = sum(differentiable) > 1  # then one of their cotangents may be missing
         self.fixed = tuple(i for i, d in enumerate(differentiable) if not d)
         self.rerun = rerun
@@ -170,7 +171,7 @@ class Unit:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Runs the forward program and writes mutated inputs back; returns its outputs and sizes."""
-        if torch._C._is_any_autocast_enabled():  # the graph holds the casts already
+        if dispatch.is_any_autocast_enabled():  # the graph holds the casts already
             with torch.autocast(self.device_type, enabled=False):
                 found, sizes = self.forward.run(tensors, ())
         else:
@@ -263,7 +264,7 @@ def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         return (None, *differentiable_backward(ctx, cotangents, needed[1:]))
     usual, program = unit.usual
-    if needed == usual and not torch._C._is_any_autocast_enabled():
+    if needed == usual and not dispatch.is_any_autocast_enabled():
         arguments = iter((*ctx.saved_tensors, *cotangents))
         cotangents.clear()
         ctx.maybe_clear_saved_tensors()
@@ -305,7 +306,7 @@ def _backward(ctx: Any, cotangents: list[torch.Tensor | None], needed: Flags) ->
     """Backward of any unit."""
     unit = ctx.call[0]
     program, arguments, sizes = prepare_backward(ctx, cotangents, needed)
-    if torch._C._is_any_autocast_enabled():
+    if dispatch.is_any_autocast_enabled():
         with torch.autocast(unit.device_type, enabled=False):
             gradients, _ = program.run(arguments, sizes)
     else:

@@ -27,6 +27,7 @@ from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, k
 from onnxtrain.execute.program import Program, drained
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
+from onnxtrain.torch_compat import dispatch
 
 
 class StagedProgram:
@@ -156,7 +157,7 @@ class _Call:
         run = self._runs[torch._C._current_graph_task_id()]
         if not isinstance(run, StagedRun):
             return [run[index] for index in self.boundary.groups[stage]]
-        if torch._C._is_any_autocast_enabled():  # the graph holds the casts already
+        if dispatch.is_any_autocast_enabled():  # the graph holds the casts already
             with torch.autocast(self.unit.device_type, enabled=False):
                 return run.advance()
         return run.advance()

@@ -36,6 +36,7 @@ from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
+from onnxtrain.torch_compat import dispatch
 
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
@@ -93,7 +94,7 @@ class Program:
         writer = _Writer(part, name, device, kernels, layout, ranges=False, entry=entry, joined=self._joined)
         self.source = writer.source()
         self.filename = f"<onnxtrain {name} #{next(_SERIAL)}>"
-        writer.namespace.update(profiling=torch._C._autograd._profiler_enabled, profiled=self._profiled)
+        writer.namespace.update(profiling=dispatch.profiler_enabled, profiled=self._profiled)
         self.namespace = writer.namespace
         self.run = self._load(self.source, self.filename, writer.namespace)
         self._ranged: Run | None = None

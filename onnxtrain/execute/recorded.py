@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import NoBody
 from onnxtrain.options.notices import warn_once
 from onnxtrain.plan.cut import Part
 from onnxtrain.report import Refusal
+from onnxtrain.torch_compat import dispatch
 
 _NAME = "cuda_graphs"
 CALLS = 3  # of the same sizes go the ordinary way: to record takes as long as some ten of them
@@ -51,7 +52,7 @@ Results = tuple[tuple[Any, ...], tuple[int, ...]]
 Play = Callable[[], None]
 Output = Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Any]  # of arguments and copies
 
-_profiling = torch._C._autograd._profiler_enabled
+_profiling = dispatch.profiler_enabled
 _REASONS = {
     Effects.PYTHON: "it runs the user's Python",
     Effects.COLLECTIVE: "it waits for other processes",

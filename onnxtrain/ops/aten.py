@@ -37,6 +37,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.registry import define
+from onnxtrain.torch_compat import dispatch
 
 _NO_BODY = NoBody("PyTorch's own operator, which has no form in standard ops")
 
@@ -130,7 +131,7 @@ def aten_sum(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def is_composite(target: torch._ops.OpOverload) -> bool:
     """Whether an operator is a composition of others: autocast may cast inside it."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return dispatch.has_kernel_for_key(target.name(), "CompositeImplicitAutograd")
 
 
 def ambient() -> AutocastState:

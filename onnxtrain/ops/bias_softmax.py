@@ -24,6 +24,7 @@ from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
 from onnxtrain.ops.fused import fused
 from onnxtrain.ops.randomness import dropout_backward_of_any_ratio, dropout_of_any_ratio
 from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 
@@ -130,7 +131,7 @@ def _dropout_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 def softmax_dropout_backward(dy: Tensor, mask: Tensor, probabilities: Tensor, ratio: Any, axis: int) -> Tensor:
     dy = dropout_backward_of_any_ratio(dy, mask, ratio, True)
-    return torch._softmax_backward_data(dy, probabilities, axis, probabilities.dtype)
+    return aten_kernels.softmax_grad(dy, probabilities, axis, probabilities.dtype)
 
 
 def _dropout_grad_axes(n: NodeView) -> str:
@@ -176,5 +177,5 @@ def _old_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
     )
 
 
-_old_gradient("SoftmaxGrad", torch._softmax_backward_data)
-_old_gradient("LogSoftmaxGrad", torch._log_softmax_backward_data)
+_old_gradient("SoftmaxGrad", aten_kernels.softmax_grad)
+_old_gradient("LogSoftmaxGrad", aten_kernels.log_softmax_grad)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
+from onnxtrain.torch_compat import dispatch
+
 # Autocast
 
 # Device type, element type; and whether casts of parameters are cached.
@@ -20,7 +22,7 @@ Autocast: TypeAlias = tuple[tuple[tuple[str, torch.dtype], ...], bool]
 
 def autocast_of_now() -> Autocast | None:
     """The autocast of this thread; None where there is none."""
-    if not torch._C._is_any_autocast_enabled():
+    if not dispatch.is_any_autocast_enabled():
         return None
     devices = tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
     return devices, torch.is_autocast_cache_enabled()
@@ -60,18 +62,18 @@ def uncaptured() -> Iterator[None]:
     _THREAD.uncaptured += 1
     drawn = random.getstate(), np.random.get_state()  # noqa: NPY002  # the one that users draw from
     modes: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
+    while dispatch.count_function_modes():
+        modes.append(dispatch.pop_function_mode())
     kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
     try:
         for mode in kept:
-            torch._C._push_on_torch_function_stack(mode)
+            dispatch.push_function_mode(mode)
         yield
     finally:
         for _ in kept:
-            torch._C._pop_torch_function_stack()
+            dispatch.pop_function_mode()
         for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+            dispatch.push_function_mode(mode)
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])  # noqa: NPY002
         _THREAD.uncaptured -= 1

@@ -25,6 +25,7 @@ from onnxtrain.ops.composite import composite, no_axes
 from onnxtrain.ops.constructors import TORCH_DTYPES, as_value, cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, reshaped
+from onnxtrain.torch_compat import dispatch
 
 Tensor = torch.Tensor
 
@@ -139,7 +140,7 @@ for _name, _function in (
     ("aten::fake_quantize_per_tensor_affine_cachemask", fake_quantize_on_fakes),
     ("aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", switched_on_fakes),
 ):
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(_name, "Meta"):
+    if not dispatch.has_kernel_for_key(_name, "Meta"):
         torch.library.register_fake(_name, _function)
 
 

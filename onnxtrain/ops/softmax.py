@@ -33,6 +33,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.registry import define
+from onnxtrain.torch_compat import aten_kernels
 
 
 def _row_axes(n: NodeView) -> str:
@@ -147,7 +148,7 @@ def safe_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
     A row of -inf becomes a row of NaN, so that its first element is NaN. A GPU would have to be waited for to look.
     """
     if x.device.type != "cpu":
-        return torch.ops.aten._safe_softmax.default(x, dim)  # type: ignore[no-any-return]  # of no stated type
+        return aten_kernels.safe_softmax(x, dim)
     y = torch.softmax(x, dim)
     if y.numel() and y.select(dim, 0).isnan().any():
         return torch.where(x.eq(-math.inf).all(dim, keepdim=True), 0.0, y)
@@ -209,5 +210,5 @@ def _log_softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return dx
 
 
-SOFTMAX_GRAD = _define_gradient("SoftmaxGrad_13", torch._softmax_backward_data, _softmax_grad_body)
-LOG_SOFTMAX_GRAD = _define_gradient("LogSoftmaxGrad_13", torch._log_softmax_backward_data, _log_softmax_grad_body)
+SOFTMAX_GRAD = _define_gradient("SoftmaxGrad_13", aten_kernels.softmax_grad, _softmax_grad_body)
+LOG_SOFTMAX_GRAD = _define_gradient("LogSoftmaxGrad_13", aten_kernels.log_softmax_grad, _log_softmax_grad_body)

@@ -23,6 +23,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
+from onnxtrain.torch_compat import dispatch
 
 Kind = tuple[Shape, torch.dtype]
 
@@ -128,7 +129,7 @@ def python_call(call: Call, ordinary: Run) -> Run:
         f"    return ({''.join(f'{r}, ' for r in results)}), {call.sizes_out!r}",
     ]
     namespace: dict[str, Any] = {
-        "profiling": torch._C._autograd._profiler_enabled,
+        "profiling": dispatch.profiler_enabled,
         "ordinary": ordinary,
         "empty": _empty,
         "torch": torch,

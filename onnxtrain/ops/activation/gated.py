@@ -27,8 +27,8 @@ from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects
 from onnxtrain.ops.fused import fused
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.registry import define
+from onnxtrain.torch_compat import aten_kernels
 
-_glu = torch._C._nn.glu
 _glu_backward = torch.ops.aten.glu_backward.default
 
 
@@ -84,7 +84,7 @@ GLU = define(
         native_ok=never,
         gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
         stops=frozenset(),
-        kernels=(Kernel(lower=lambda n, x: Call(_glu, x, n.axis)),),
+        kernels=(Kernel(lower=lambda n, x: Call(aten_kernels.glu, x, n.axis)),),
         axes=lambda n: _other_axes(n, 1),
         effects=Effects.NONE,
         aliases={},

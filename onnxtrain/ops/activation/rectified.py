@@ -36,14 +36,10 @@ from onnxtrain.ops.definition import (
     Overwriting,
 )
 from onnxtrain.ops.registry import define
+from onnxtrain.torch_compat import aten_kernels
 
 Grad = ir.Value | None
 _aten = torch.ops.aten
-_leaky_relu = torch._C._nn.leaky_relu  # the functions that torch.nn.functional calls after its checks
-_hardtanh = torch._C._nn.hardtanh
-_hardsigmoid = torch._C._nn.hardsigmoid
-_hardswish = torch._C._nn.hardswish
-_softshrink = torch._C._nn.softshrink
 
 
 # Relu, LeakyRelu, Threshold
@@ -109,7 +105,7 @@ RELU, RELU_GRAD = activation(
 LEAKY_RELU, LEAKY_RELU_GRAD = activation(
     "LeakyRelu",
     {"aten.leaky_relu.default": _capture_leaky_relu},
-    lambda n, x: Call(_leaky_relu, x, n.alpha),
+    lambda n, x: Call(aten_kernels.leaky_relu, x, n.alpha),
     _leaky_relu_body,
     lambda n, dy, x: Call(_aten.leaky_relu_backward.default, dy, x, n.alpha, False),
     _leaky_relu_grad_body,
@@ -183,7 +179,7 @@ HARDTANH, HARDTANH_GRAD = activation(
         "aten.hardtanh.default": _capture_hardtanh,
         "aten.relu6.default": lambda op, x: _capture_hardtanh(op, x, 0, 6),
     },
-    lambda n, x: Call(_hardtanh, x, n.low, n.high),
+    lambda n, x: Call(aten_kernels.hardtanh, x, n.low, n.high),
     _hardtanh_body,
     lambda n, dy, x: Call(_aten.hardtanh_backward.default, dy, x, n.low, n.high),
     lambda op, n: _within(op, n, n.low, n.high, n.dy),
@@ -194,7 +190,7 @@ HARDTANH, HARDTANH_GRAD = activation(
 HARD_SIGMOID, HARD_SIGMOID_GRAD = activation(
     "HardSigmoid",
     {"aten.hardsigmoid.default": lambda op, x: op.HardSigmoid(x, alpha=1 / 6, beta=0.5)},
-    lambda n, x: Call(_hardsigmoid, x),
+    lambda n, x: Call(aten_kernels.hardsigmoid, x),
     _hard_sigmoid_body,
     lambda n, dy, x: Call(_aten.hardsigmoid_backward.default, dy, x),
     _hard_sigmoid_grad_body,
@@ -205,7 +201,7 @@ HARD_SIGMOID, HARD_SIGMOID_GRAD = activation(
 HARD_SWISH, HARD_SWISH_GRAD = activation(
     "HardSwish",
     "aten.hardswish.default",
-    lambda n, x: Call(_hardswish, x),
+    lambda n, x: Call(aten_kernels.hardswish, x),
     lambda op, n: op.Mul(n.x, _sixth(op, n)),
     lambda n, dy, x: Call(_aten.hardswish_backward.default, dy, x),
     _hard_swish_grad_body,
@@ -248,7 +244,7 @@ HARDSHRINK, HARDSHRINK_GRAD = activation(
 SOFTSHRINK, SOFTSHRINK_GRAD = activation(
     "Softshrink",
     {"aten.softshrink.default": lambda op, x, lambd=0.5: op.own.Softshrink(x, lambd=float(lambd))},
-    lambda n, x: Call(_softshrink, x, n.lambd),
+    lambda n, x: Call(aten_kernels.softshrink, x, n.lambd),
     _softshrink_body,
     lambda n, dy, x: Call(_aten.softshrink_backward.default, dy, x, n.lambd),
     _shrink_grad_body,
@@ -298,7 +294,7 @@ PRELU = define(
         native_ok=always,
         gradient=(Gradient(_prelu_gradient, ("x", "slope")),),
         stops=frozenset(),
-        kernels=(Kernel(lower=lambda n, x, slope: Call(_aten._prelu_kernel.default, x, slope)),),
+        kernels=(Kernel(lower=lambda n, x, slope: Call(aten_kernels.prelu, x, slope)),),
         axes=lambda n: "..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
@@ -321,7 +317,7 @@ PRELU_GRAD = define(
         native_ok=never,
         gradient=NOT_DIFFERENTIABLE,
         stops=frozenset(),
-        kernels=(Kernel(lower=lambda n, dy, x, slope: Call(_aten._prelu_kernel_backward.default, dy, x, slope)),),
+        kernels=(Kernel(lower=lambda n, dy, x, slope: Call(aten_kernels.prelu_grad, dy, x, slope)),),
         axes=lambda n: "..., ..., ... -> ..., ...",
         effects=Effects.NONE,
         aliases={},

@@ -25,10 +25,9 @@ from onnxtrain.ops.activation.pairs import activation, backward, not_double, sca
 from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView, Overwriting
 from onnxtrain.ops.native import may_compile
+from onnxtrain.torch_compat import aten_kernels
 
 _aten = torch.ops.aten
-_softplus = torch._C._nn.softplus  # the functions that torch.nn.functional calls after its checks
-_elu = torch._C._nn.elu
 
 
 # Sigmoid, Tanh: the gradient reads the output
@@ -206,7 +205,7 @@ def _capture_softplus(op: Builder, x: ir.Value, beta: float = 1, threshold: floa
 SCALED_SOFTPLUS, SOFTPLUS_GRAD = activation(
     "Softplus",
     {},
-    lambda n, x: Call(_softplus, x, n.beta, n.threshold),
+    lambda n, x: Call(aten_kernels.softplus, x, n.beta, n.threshold),
     lambda op, n: _softplus_of(op, n, n.beta, n.threshold),
     lambda n, dy, x: Call(_aten.softplus_backward.default, dy, x, n.beta, n.threshold),
     _softplus_grad_body,
@@ -217,7 +216,7 @@ SCALED_SOFTPLUS, SOFTPLUS_GRAD = activation(
 SOFTPLUS = unary(
     "Softplus",
     {"aten.softplus.default": _capture_softplus},
-    _softplus,
+    aten_kernels.softplus,
     lambda op, n, dy: op.own.SoftplusGrad(dy, n.x),
     body=lambda op, n: _softplus_of(op, n, 1, 20),
     native_ok=not_double,  # PyTorch takes x itself above 20, which float64 can tell
@@ -303,24 +302,24 @@ ELU_GRAD = backward(
 ELU = unary(
     "Elu",
     {"aten.elu.default": _capture_elu},
-    _elu,
+    aten_kernels.elu,
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha),
     attributes={"alpha": 1.0},
     since=6,
     body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1.0),
     native_ok=not_double,
-    lower=lambda n, x: Call(_elu, x, n.alpha),
+    lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha),
 )
 SELU = unary(
     "Selu",
     {"aten.selu.default": lambda op, x: op.Selu(x, alpha=_SELU_ALPHA, gamma=_SELU_SCALE)},
-    _elu,
+    aten_kernels.elu,
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, scale=n.gamma),
     attributes={"alpha": _SELU_ALPHA, "gamma": _SELU_SCALE},
     since=6,
     body=lambda op, n: _exponential_unit(op, n, n.alpha, n.gamma, 1.0),
     native_ok=not_double,
-    lower=lambda n, x: Call(_elu, x, n.alpha, n.gamma),
+    lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha, n.gamma),
 )
 CELU = unary(
     "Celu",

@@ -16,6 +16,7 @@ import torch
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Scores
+from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 Block = tuple[slice, slice, slice] | None  # of batches, of heads, of heads of k and v; None: all of them
@@ -173,7 +174,7 @@ def attend_backward(
             ds.mul_(kept)
             used = kept.mul_(part)
         _summed(dv, block, each, used.to(v.dtype).flatten(0, 1).mT, cotangent, factor)
-        torch._softmax_backward_data(ds, part, -1, part.dtype, grad_input=ds)
+        aten_kernels.softmax_grad(ds, part, -1, part.dtype, grad_input=ds)
         if hidden is not None:
             ds.masked_fill_(_broadcast(hidden, block), 0.0)
         narrow = ds.to(q.dtype).flatten(0, 1)

@@ -44,6 +44,7 @@ from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.softmax import safe_softmax
+from onnxtrain.torch_compat import aten_kernels
 
 Grad = ir.Value | None
 
@@ -105,10 +106,10 @@ def _runs_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> bool:
     """Whether eager PyTorch takes its CPU flash kernel: it asks sizes, strides and the enabled backends."""
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or not aten_kernels.has_cpu_flash():
         return False
     shared = q.size(1) != k.size(1)
-    return torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=shared) == _FLASH
+    return aten_kernels.SDP_CHOICE.get()(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=shared) == _FLASH
 
 
 def attention(
@@ -129,7 +130,9 @@ def attention(
         if found is not None:
             return found
     if _runs_flash(q, k, v, mask, is_causal, scale):
-        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return aten_kernels.CPU_FLASH.get()(  # type: ignore[no-any-return]
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
     scores, _, v_ = _scores(q, k, v, mask, is_causal, scale)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
@@ -154,7 +157,7 @@ def attention_backward(
         if found is not None:
             return found
     if _runs_flash(q, k, v, mask, is_causal, scale):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(  # type: ignore[no-any-return]
+        return aten_kernels.CPU_FLASH_GRAD.get()(  # type: ignore[no-any-return]
             dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
         )
     scores, k_, v_ = _scores(q, k, v, mask, is_causal, scale)

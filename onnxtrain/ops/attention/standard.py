@@ -34,6 +34,7 @@ from onnxtrain.ops.fused import reshaped, times
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
 from onnxtrain.ops.reshape.join import concatenated, split
 from onnxtrain.ops.reshape.rows import along, counting
+from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 _RAW, _CAPPED, _MASKED, _PROBABILITIES = range(4)
@@ -181,7 +182,7 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     stages.append(scores)
-    stages.append(torch.ops.aten._safe_softmax.default(scores.to(how["precision"]), -1).to(q.dtype))
+    stages.append(aten_kernels.safe_softmax(scores.to(how["precision"]), -1).to(q.dtype))
     y = stages[3] @ values
     return (y.transpose(1, 2).flatten(2) if rank == 3 else y), k, v, stages[how["mode"]]
 

@@ -14,6 +14,7 @@ import torch
 
 from onnxtrain.graph.sizes import Size
 from onnxtrain.ops.attention.scores import Packed
+from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 
@@ -39,7 +40,7 @@ def varlen_dropout_flash(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, ratio: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with dropout, and the state of the generator that it drew from."""
-    y, logsumexp, state, _, _ = torch.ops.aten._flash_attention_forward.default(
+    y, logsumexp, state, _, _ = aten_kernels.varlen_flash(
         *_operands(q, k, v, packed), ratio, packed.causal, False, scale=packed.scale
     )
     return _of_sequences(y, packed.cu_q), logsumexp.flatten(), state
@@ -59,7 +60,7 @@ def varlen_backward_flash(
     """The gradients of q, k and v."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device) if state is None else state
     q, k, v, rows, columns, *longest = _operands(q, k, v, packed)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
+    dq, dk, dv = aten_kernels.varlen_flash_grad(
         *(dy.contiguous(), q, k, v, y.contiguous(), logsumexp.view(q.size(1), q.size(0)), rows, columns, *longest),
         *(ratio, packed.causal, state, state.new_empty(0)),
         scale=packed.scale,

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from onnxtrain.torch_compat import aten_kernels
+
 Index = Sequence[torch.Tensor]
 
 
@@ -31,9 +33,7 @@ def is_together(axes: Sequence[int]) -> bool:
 def add_to_zeros(shape: Sequence[int], axes: Sequence[int], index: Index, updates: torch.Tensor) -> torch.Tensor:
     """Zeros of `shape` with `updates`, whose sizes are those of x[index], added at the places."""
     if updates.device.type != "cpu":
-        return torch.ops.aten._index_put_impl_(  # type: ignore[no-any-return]
-            updates.new_zeros(shape), places(axes, index), updates, True, True
-        )
+        return aten_kernels.index_put(updates.new_zeros(shape), places(axes, index), updates, True, True)
     order = _order(len(shape), axes)
     target = updates.new_zeros([shape[i] for i in order])
     return _add_rows(target, axes, index, updates).permute(_inverse(order))

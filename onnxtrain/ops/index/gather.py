@@ -27,6 +27,7 @@ from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement,
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic import held_sizes, needed_sizes
+from onnxtrain.torch_compat import aten_kernels
 
 
 def _gathered_type(n: NodeView) -> Sequence[TensorType]:
@@ -160,7 +161,7 @@ def _index_add(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.
 def _index_put(shape: tuple[int, ...], axis: int, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """As `_index_add`, with a kernel that sorts the rows on a GPU and so adds in a fixed order."""
     places = [None] * axis + [rows]
-    return torch.ops.aten._index_put_impl_(dy.new_zeros(shape), places, dy, True, True)  # type: ignore[no-any-return]
+    return aten_kernels.index_put(dy.new_zeros(shape), places, dy, True, True)
 
 
 def row_sums(shape: tuple[int, int], rows: torch.Tensor, dy: torch.Tensor, padding: int) -> torch.Tensor:

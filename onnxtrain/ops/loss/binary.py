@@ -25,6 +25,7 @@ from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, statistics_type
 from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced, unreduced
+from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -125,7 +126,7 @@ fused(
     gradient=(Gradient(_probability_gradient, reads=("x", "target", "weight")),),
     stops=frozenset({"weight"}),
     lower=lambda n, x, target, weight: Call(
-        torch._C._nn.binary_cross_entropy, x, target, weight, number_of(n.reduction)
+        aten_kernels.binary_cross_entropy, x, target, weight, number_of(n.reduction)
     ),
     axes=lambda n: _axes(n, n.node.inputs, loss_first=False),
     flops=lambda n: sizes.multiply(8, numel(n.x)),

@@ -25,6 +25,7 @@ from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, reshaped, times, total
 from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of
+from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -96,9 +97,9 @@ def cross_entropy_backward(
     d_log_prob = nll_loss_backward(dy, log_prob, labels, weights, reduction, ignore_index, total_weight)
     if dy.device.type == "cpu":
         # Each row is summed before any of it is written: no second tensor as large as the scores.
-        dx: Tensor = aten._log_softmax_backward_data.out(d_log_prob, log_prob, 1, log_prob.dtype, out=d_log_prob)
+        dx: Tensor = aten_kernels.log_softmax_grad(d_log_prob, log_prob, 1, log_prob.dtype, out=d_log_prob)
     else:
-        dx = torch._log_softmax_backward_data(d_log_prob, log_prob, 1, log_prob.dtype)
+        dx = aten_kernels.log_softmax_grad(d_log_prob, log_prob, 1, log_prob.dtype)
     if dtype is not None:
         dx = dx.to(dtype)
     return dx if bias is None else dx + bias

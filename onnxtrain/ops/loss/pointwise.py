@@ -28,9 +28,9 @@ from onnxtrain.ops.constructors import cast, promoted
 from onnxtrain.ops.definition import Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, plus, statistics_type, times
 from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced, unreduced
+from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
-_nn = torch._C._nn  # what torch.nn.functional calls, without its checks of arguments
 Tensor = torch.Tensor
 # (builder, x, target, node) -> the loss of each element, or its slope in x
 PerElement = Callable[[Builder, ir.Value, ir.Value, NodeView], ir.Value]
@@ -199,12 +199,19 @@ def _huber_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.
 
 
 symmetric(
-    "MseLoss", "aten.mse_loss.default", _nn.mse_loss, aten.mse_loss_backward.default, _squared, _squared_slope, {}, 3
+    "MseLoss",
+    "aten.mse_loss.default",
+    aten_kernels.mse_loss,
+    aten.mse_loss_backward.default,
+    _squared,
+    _squared_slope,
+    {},
+    3,
 )
 symmetric(
     "SmoothL1Loss",
     "aten.smooth_l1_loss.default",
-    _nn.smooth_l1_loss,
+    aten_kernels.smooth_l1_loss,
     aten.smooth_l1_loss_backward.default,
     _smooth_l1,
     _smooth_l1_slope,
@@ -214,7 +221,7 @@ symmetric(
 symmetric(
     "HuberLoss",
     "aten.huber_loss.default",
-    _nn.huber_loss,
+    aten_kernels.huber_loss,
     aten.huber_loss_backward.default,
     _huber,
     _huber_slope,
@@ -250,7 +257,7 @@ fused(
     body=_body_of(_soft_margin),
     gradient=(Gradient(_soft_margin_gradient, reads=("x", "target")),),
     stops=frozenset({"target"}),
-    lower=lambda n, x, t: Call(_nn.soft_margin_loss, x, t, number_of(n.reduction)),
+    lower=lambda n, x, t: Call(aten_kernels.soft_margin_loss, x, t, number_of(n.reduction)),
     axes=_loss_axes,
     flops=lambda n: sizes.multiply(4, numel(n.x)),
 )

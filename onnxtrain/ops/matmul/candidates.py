@@ -31,6 +31,7 @@ from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
 from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.ops.native import may_compile
+from onnxtrain.torch_compat import aten_kernels
 
 _NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 
@@ -86,7 +87,7 @@ def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, 
     if b.size(0) == 0:
         empty = torch.matmul(a, b)
         return empty if bias is None else empty.add_(bias)
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    y = aten_kernels.onednn_linear(a, b.t(), bias, "none", [], "")
     return y if alpha == 1 else y.mul_(alpha)
 
 

@@ -14,6 +14,7 @@ import torch
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.definition import Call
+from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 _NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -91,14 +92,14 @@ def composed_backward(
 
 def on_cuda(x: Tensor, axis: int, scale: Tensor | None, epsilon: float) -> Any:
     """PyTorch's kernel; here the normalized sizes need not be known in advance."""
-    return torch._fused_rms_norm(x, x.shape[axis:], scale, epsilon)
+    return aten_kernels.fused_rms_norm(x, x.shape[axis:], scale, epsilon)
 
 
 def on_cuda_backward(
     dy: Tensor, x: Tensor, scale: Tensor | None, inv_std: Tensor, added: Tensor | None, axis: int, mask: list[bool]
 ) -> Any:
     """PyTorch's kernel of the gradient."""
-    dx, dscale = torch.ops.aten._fused_rms_norm_backward.default(dy, x, x.shape[axis:], inv_std, scale, mask)
+    dx, dscale = aten_kernels.fused_rms_norm_grad(dy, x, x.shape[axis:], inv_std, scale, mask)
     return dx if added is None else dx.add_(added), dscale
 
 

@@ -22,6 +22,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import fused, masked, only_first, statistics_type, total
+from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ def _has_kernel(n: NodeView, device: str) -> bool:
 
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's kernel."""
-    return torch._weight_norm_interface(v.contiguous(), g.contiguous(), dim)
+    return aten_kernels.weight_norm(v.contiguous(), g.contiguous(), dim)
 
 
 def composed_weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +77,7 @@ def composed_weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[to
 
 def weight_norm_backward(dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int) -> Any:
     """PyTorch's kernel."""
-    return aten._weight_norm_interface_backward.default(dw.contiguous(), v.contiguous(), g.contiguous(), norm, dim)
+    return aten_kernels.weight_norm_grad(dw.contiguous(), v.contiguous(), g.contiguous(), norm, dim)
 
 
 def composed_weight_norm_backward(

@@ -26,9 +26,9 @@ from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
 from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched
 from onnxtrain.ops.spatial import as_list, names, product, spatial
+from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
-_nn = torch._C._nn  # what torch.nn.functional calls, without its checks of arguments
 Tensor = torch.Tensor
 INT64 = ir.DataType.INT64
 
@@ -102,7 +102,7 @@ def _average_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value |
 
 
 def _lower_average(n: NodeView, x: Any, size: Any) -> Call:
-    kernel = {1: torch.adaptive_avg_pool1d, 2: _nn.adaptive_avg_pool2d, 3: _nn.adaptive_avg_pool3d}
+    kernel = {1: torch.adaptive_avg_pool1d, 2: aten_kernels.adaptive_avg_pool2d, 3: aten_kernels.adaptive_avg_pool3d}
     return Call(kernel[rank_of(n.x) - 2], x, list(size))
 
 
@@ -155,8 +155,8 @@ def adaptive_average_backward(dy: Tensor, shape: Sequence[int]) -> Tensor:
     """PyTorch's kernels."""
     if dy.ndim == 3:
         return adaptive_average_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
-    kernel = aten._adaptive_avg_pool2d_backward if dy.ndim == 4 else aten._adaptive_avg_pool3d_backward
-    return kernel.default(dy, stand_in(dy, shape, dy.dtype))  # type: ignore[no-any-return]
+    kernel = aten_kernels.adaptive_avg_pool2d_grad if dy.ndim == 4 else aten_kernels.adaptive_avg_pool3d_grad
+    return kernel(dy, stand_in(dy, shape, dy.dtype))
 
 
 fused(
@@ -206,7 +206,7 @@ def _max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> list[ir.Va
 
 
 def _lower_max(n: NodeView, x: Any, size: Any) -> Call:
-    kernel = {1: torch.adaptive_max_pool1d, 2: _nn.adaptive_max_pool2d, 3: _nn.adaptive_max_pool3d}
+    kernel = {1: torch.adaptive_max_pool1d, 2: aten_kernels.adaptive_max_pool2d, 3: aten_kernels.adaptive_max_pool3d}
     return Call(kernel[rank_of(n.x) - 2], x, list(size))
 
 

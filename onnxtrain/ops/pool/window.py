@@ -40,9 +40,9 @@ from onnxtrain.ops.spatial import (
     symmetric_pads,
     window_count,
 )
+from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
-_nn = torch._C._nn  # what torch.nn.functional calls, without its checks of arguments
 Tensor = torch.Tensor
 
 _WINDOW: dict[str, Any] = {"kernel_shape": REQUIRED, "strides": None, "pads": None, "ceil_mode": 0}
@@ -117,7 +117,11 @@ def _max_types(n: NodeView) -> Sequence[TensorType]:
     return TensorType(dtype_of(n.x), shape), TensorType(ir.DataType.INT64, shape)
 
 
-_MAX_KERNELS = {1: torch.max_pool1d_with_indices, 2: _nn.max_pool2d_with_indices, 3: _nn.max_pool3d_with_indices}
+_MAX_KERNELS = {
+    1: torch.max_pool1d_with_indices,
+    2: aten_kernels.max_pool2d_with_indices,
+    3: aten_kernels.max_pool3d_with_indices,
+}
 
 
 def _lower_max(n: NodeView, x: Any) -> Call:
@@ -282,7 +286,7 @@ MAX_POOL_GRAD = fused(
 
 
 def _lower_average(n: NodeView, x: Any) -> Call:
-    kernel = {1: torch.avg_pool1d, 2: _nn.avg_pool2d, 3: _nn.avg_pool3d}[rank_of(n.x) - 2]
+    kernel = {1: torch.avg_pool1d, 2: aten_kernels.avg_pool2d, 3: aten_kernels.avg_pool3d}[rank_of(n.x) - 2]
     return Call(kernel, x, *_geometry(n, n.x), bool(n.ceil_mode), bool(n.count_include_pad))
 
 

@@ -17,6 +17,7 @@ from onnxtrain.machine import current_machine
 from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM, Cell
 from onnxtrain.ops.recurrent.steps import Run, Weights, backward, forward
+from onnxtrain.torch_compat import dispatch
 
 Tensor = torch.Tensor
 _LSTM_MODE = 2  # of oneDNN's and cuDNN's kernels in PyTorch
@@ -50,7 +51,7 @@ def inner(dtype: torch.dtype) -> torch.dtype:
 
 def _onednn_runs(cell: Cell, x: Tensor) -> bool:
     """Whether eager PyTorch takes oneDNN's kernel."""
-    if cell is not LSTM or x.device.type != "cpu" or not x.numel() or not torch._C._get_mkldnn_enabled():
+    if cell is not LSTM or x.device.type != "cpu" or not x.numel() or not bool(torch.backends.mkldnn.enabled):
         return False
     if x.dtype == torch.bfloat16:
         return current_machine().onednn_bfloat16
@@ -126,7 +127,7 @@ def _cast(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
 def _with_onednn(keeps: bool, each: _Direction) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The kernel asks the grad mode whether to keep what its gradient needs; the tape itself is not wanted."""
     assert each.c is not None
-    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(keeps):
+    with dispatch.below_autograd(), torch.set_grad_enabled(keeps):
         y, last_h, last_c, kept = torch.mkldnn_rnn_layer(
             *(each.x.contiguous(), *_four(each.weights), each.h, each.c, each.reverse, []),
             *(_LSTM_MODE, each.h.size(-1), 1, True, False, False, keeps),

@@ -1,0 +1,423 @@
+"""Kernels of ATen without a public name, each with the formula that takes its place.
+
+At first use a kernel's schema is compared with the one that is called here: another order of arguments in a later
+PyTorch is found before it gives a wrong number. `agrees` compares the kernel with its formula on a few elements; the
+tests run it on each version, for running a kernel at import would start PyTorch's threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from onnxtrain.torch_compat.internal import Internal, missing
+
+Tensor = torch.Tensor
+_ATEN = torch.ops.aten
+
+
+def _ramp(*shape: int) -> Tensor:
+    """Some small numbers, without drawing any."""
+    count = torch.Size(shape).numel()
+    return torch.linspace(-1.0, 1.5, count, dtype=torch.float32).reshape(shape)
+
+
+def _takes(overload: str, arguments: str, results: int = 1) -> Callable[[Any], bool]:
+    """Checks that an ATen operator's first arguments have these names, that others may be left out, and its results."""
+
+    def check(found: Any) -> bool:
+        schema = getattr(_ATEN if hasattr(_ATEN, overload) else torch.ops.mkldnn, overload).default._schema
+        names = arguments.split()
+        return (
+            [a.name for a in schema.arguments[: len(names)]] == names
+            and all(a.has_default_value() or a.kwarg_only for a in schema.arguments[len(names) :])
+            and len(schema.returns) == results
+        )
+
+    return check
+
+
+def _agree(found: Callable[..., Any], formula: Callable[..., Any], *arguments: Any) -> bool:
+    with torch.no_grad():
+        results, expected = found(*arguments), formula(*arguments)
+    pairs = zip(results, expected, strict=True) if isinstance(expected, tuple) else [(results, expected)]
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+# Softmax
+
+
+def _softmax_grad(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, *, grad_input: Tensor | None = None) -> Tensor:
+    dx = (dy - (dy * y).sum(dim, keepdim=True)) * y
+    return dx.to(dtype) if grad_input is None else grad_input.copy_(dx)
+
+
+def _log_softmax_grad(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    dx = dy - y.exp() * dy.sum(dim, keepdim=True)
+    return dx.to(dtype) if out is None else out.copy_(dx)
+
+
+def _probabilities() -> Tensor:
+    return _ramp(2, 3).softmax(-1)
+
+
+softmax_grad = Internal[Callable[..., Tensor]](
+    "softmax_grad",
+    lambda: torch._softmax_backward_data,
+    why="softmax's gradient from its result, in one kernel",
+    without=_softmax_grad,
+    cost="softmax's gradient takes three kernels for one",
+    check=_takes("_softmax_backward_data", "grad_output output dim input_dtype"),
+    agrees=lambda found: _agree(found, _softmax_grad, _ramp(2, 3), _probabilities(), 1, torch.float32),
+).get()
+
+log_softmax_grad = Internal[Callable[..., Tensor]](
+    "log_softmax_grad",
+    lambda: torch._log_softmax_backward_data,
+    why="log_softmax's gradient from its result, in one kernel",
+    without=_log_softmax_grad,
+    cost="log_softmax's gradient takes three kernels for one",
+    check=_takes("_log_softmax_backward_data", "grad_output output dim input_dtype"),
+    agrees=lambda found: _agree(found, _log_softmax_grad, _ramp(2, 3), _probabilities().log(), 1, torch.float32),
+).get()
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    y = torch.softmax(x, dim, dtype)
+    return y.masked_fill((x == -torch.inf).all(dim, keepdim=True), 0.0)
+
+
+safe_softmax = Internal[Callable[..., Tensor]](
+    "safe_softmax",
+    lambda: _ATEN._safe_softmax.default,
+    why="softmax that gives 0 for a row of -inf, as attention's own",
+    without=_safe_softmax,
+    cost="two more kernels",
+    check=_takes("_safe_softmax", "self dim"),
+    agrees=lambda found: _agree(found, _safe_softmax, torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), 1),
+).get()
+
+# Activations
+
+
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(x > 0, x, slope * x)
+
+
+def _prelu_grad(dy: Tensor, x: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(x > 0, dy, slope * dy), torch.where(x > 0, 0.0, x * dy)
+
+
+prelu = Internal[Callable[..., Tensor]](
+    "prelu",
+    lambda: _ATEN._prelu_kernel.default,
+    why="torch.prelu takes slopes by channel only, ONNX's broadcast",
+    without=_prelu,
+    cost="PReLU takes three kernels for one",
+    check=_takes("_prelu_kernel", "self weight"),
+    agrees=lambda found: _agree(found, _prelu, _ramp(2, 3), _ramp(2, 3)),
+).get()
+
+prelu_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
+    "prelu_grad",
+    lambda: _ATEN._prelu_kernel_backward.default,
+    why="as prelu",
+    without=_prelu_grad,
+    cost="PReLU's gradient takes six kernels for one",
+    check=_takes("_prelu_kernel_backward", "grad_output self weight", 2),
+    agrees=lambda found: _agree(found, _prelu_grad, _ramp(2, 3), _ramp(2, 3), _ramp(2, 3)),
+).get()
+
+
+# Functions behind torch.nn.functional
+
+
+def _behind_functional(name: str) -> Callable[..., Any]:
+    """What a function of torch.nn.functional calls after it has checked its arguments in Python."""
+    return Internal[Callable[..., Any]](
+        f"nn.{name}",
+        lambda: getattr(torch._C._nn, name),
+        why="the function of torch.nn.functional checks its arguments in Python: about a microsecond a call",
+        without=getattr(_ATEN, name),
+        cost=f"each {name} takes about two microseconds longer",
+        check=callable,
+    ).get()
+
+
+adaptive_avg_pool2d = _behind_functional("adaptive_avg_pool2d")
+adaptive_avg_pool3d = _behind_functional("adaptive_avg_pool3d")
+adaptive_max_pool2d = _behind_functional("adaptive_max_pool2d")
+adaptive_max_pool3d = _behind_functional("adaptive_max_pool3d")
+avg_pool2d = _behind_functional("avg_pool2d")
+avg_pool3d = _behind_functional("avg_pool3d")
+binary_cross_entropy = _behind_functional("binary_cross_entropy")
+elu = _behind_functional("elu")
+glu = _behind_functional("glu")
+hardsigmoid = _behind_functional("hardsigmoid")
+hardswish = _behind_functional("hardswish")
+hardtanh = _behind_functional("hardtanh")
+huber_loss = _behind_functional("huber_loss")
+leaky_relu = _behind_functional("leaky_relu")
+max_pool2d_with_indices = _behind_functional("max_pool2d_with_indices")
+max_pool3d_with_indices = _behind_functional("max_pool3d_with_indices")
+mse_loss = _behind_functional("mse_loss")
+smooth_l1_loss = _behind_functional("smooth_l1_loss")
+soft_margin_loss = _behind_functional("soft_margin_loss")
+softplus = _behind_functional("softplus")
+softshrink = _behind_functional("softshrink")
+
+# Attention. Without these kernels attention is computed by its formula: `ATTENTION` asks.
+
+
+def _qkv() -> tuple[Tensor, Tensor, Tensor]:
+    q = _ramp(1, 1, 2, 8)
+    return q, q + 0.25, q + 0.5
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT * q.size(-1) ** -0.5
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def _attention_grads(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    scale = q.size(-1) ** -0.5
+    p = (q @ k.mT * scale).softmax(-1)
+    ds = _softmax_grad(dy @ v.mT, p, -1, p.dtype) * scale
+    return ds @ k, ds.mT @ q, p.mT @ dy
+
+
+def _cpu_flash_is_attention(found: Callable[..., Any]) -> bool:
+    return _agree(lambda *tensors: found(*tensors, 0.0, False, attn_mask=None, scale=None), _attention, *_qkv())
+
+
+def _cpu_flash_grad_is_its_gradient(found: Callable[..., Any]) -> bool:
+    y, logsumexp = _attention(*_qkv())
+
+    def grads(dy: Tensor, *tensors: Tensor) -> Any:
+        return tuple(found(dy, *tensors, y, logsumexp, 0.0, False, attn_mask=None, scale=None))
+
+    return _agree(grads, _attention_grads, _qkv()[2], *_qkv())
+
+
+CPU_FLASH = Internal[Callable[..., Any]](
+    "cpu_flash",
+    lambda: torch._scaled_dot_product_flash_attention_for_cpu,
+    why="flash attention with its logsumexp, which the public function keeps to itself",
+    without=missing("cpu_flash"),
+    cost="attention on CPUs holds all scores in memory",
+    check=_takes("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal", 2),
+    agrees=_cpu_flash_is_attention,
+)
+CPU_FLASH_GRAD = Internal[Callable[..., Any]](
+    "cpu_flash_grad",
+    lambda: _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    why="the gradient of cpu_flash",
+    without=missing("cpu_flash_grad"),
+    cost="see cpu_flash",
+    check=_takes(
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "grad_out query key value out logsumexp dropout_p is_causal",
+        3,
+    ),
+    agrees=_cpu_flash_grad_is_its_gradient,
+)
+SDP_CHOICE = Internal[Callable[..., int]](
+    "sdp_choice",
+    lambda: torch._fused_sdp_choice,
+    why="which kernel eager takes for an attention: it asks sizes, strides and the enabled backends",
+    without=missing("sdp_choice"),
+    cost="see cpu_flash",
+    check=_takes("_fused_sdp_choice", "query key value attn_mask dropout_p is_causal"),
+    agrees=lambda found: isinstance(found(*_qkv(), None, 0.0, False, scale=None, enable_gqa=False), int),
+)
+
+
+def has_cpu_flash() -> bool:
+    """Whether flash attention on CPUs is there, forward and backward."""
+    return CPU_FLASH.is_available and CPU_FLASH_GRAD.is_available and SDP_CHOICE.is_available
+
+
+varlen_flash = Internal[Callable[..., Any]](
+    "varlen_flash",
+    lambda: _ATEN._flash_attention_forward.default,
+    why="flash attention over packed sequences on a GPU, with its logsumexp and the state of its dropout",
+    without=missing("varlen_flash"),
+    cost="models whose batches are packed run in PyTorch on a GPU",
+    check=_takes(
+        "_flash_attention_forward",
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
+        5,
+    ),
+).get()
+varlen_flash_grad = Internal[Callable[..., Any]](
+    "varlen_flash_grad",
+    lambda: _ATEN._flash_attention_backward.default,
+    why="the gradient of varlen_flash",
+    without=missing("varlen_flash_grad"),
+    cost="see varlen_flash",
+    check=_takes(
+        "_flash_attention_backward",
+        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
+        3,
+    ),
+).get()
+
+# Norms
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], scale: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    axes = tuple(range(-len(shape), 0))
+    inv_std = (x.float().square().mean(axes, keepdim=True) + epsilon).rsqrt()
+    z = (x.float() * inv_std).to(x.dtype)
+    return z if scale is None else z * scale, inv_std
+
+
+def _rms_norm_grad(
+    dy: Tensor, x: Tensor, shape: Sequence[int], inv_std: Tensor, scale: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    axes = tuple(range(-len(shape), 0))
+    z = x.float() * inv_std
+    g = dy.float() if scale is None else dy.float() * scale.float()
+    dx = (g - z * (g * z).mean(axes, keepdim=True)) * inv_std if mask[0] else None
+    rest = tuple(range(x.dim() - len(shape)))
+    dscale = (dy.float() * z).sum(rest) if mask[1] and scale is not None else None
+    return None if dx is None else dx.to(x.dtype), None if dscale is None else dscale.to(x.dtype)
+
+
+fused_rms_norm = Internal[Callable[..., Any]](
+    "fused_rms_norm",
+    lambda: torch._fused_rms_norm,
+    why="RMSNorm and the inverse of its root in one kernel on a GPU",
+    without=_rms_norm,
+    cost="RMSNorm on a GPU takes six kernels for one",
+    check=_takes("_fused_rms_norm", "input normalized_shape weight eps", 2),
+    agrees=lambda found: _agree(found, _rms_norm, _ramp(2, 4), (4,), _ramp(4), 1e-5),
+).get()
+fused_rms_norm_grad = Internal[Callable[..., Any]](
+    "fused_rms_norm_grad",
+    lambda: _ATEN._fused_rms_norm_backward.default,
+    why="the gradient of fused_rms_norm",
+    without=_rms_norm_grad,
+    cost="the gradient of RMSNorm on a GPU takes ten kernels for one",
+    check=_takes("_fused_rms_norm_backward", "grad_out input normalized_shape rstd weight output_mask", 2),
+    agrees=lambda found: _agree(
+        found, _rms_norm_grad, _ramp(2, 4), _ramp(2, 4), (4,), torch.ones(2, 1), _ramp(4), (True, True)
+    ),
+).get()
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    norm = torch.norm_except_dim(v, 2, dim)
+    return v * (g / norm), norm
+
+
+def _weight_norm_grad(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    axes = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
+    dg = (dw * v).sum(axes, keepdim=True) / norm
+    return g / norm * (dw - v * (dg / norm)), dg
+
+
+weight_norm = Internal[Callable[..., tuple[Tensor, Tensor]]](
+    "weight_norm",
+    lambda: torch._weight_norm_interface,
+    why="weight_norm with the norm that its gradient needs",
+    without=_weight_norm,
+    cost="weight_norm takes three kernels for one",
+    check=_takes("_weight_norm_interface", "v g dim", 2),
+    agrees=lambda found: _agree(found, _weight_norm, _ramp(2, 3), _ramp(2, 1) + 3, 0),
+).get()
+weight_norm_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
+    "weight_norm_grad",
+    lambda: _ATEN._weight_norm_interface_backward.default,
+    why="the gradient of weight_norm",
+    without=_weight_norm_grad,
+    cost="the gradient of weight_norm takes eight kernels for one",
+    check=_takes("_weight_norm_interface_backward", "grad_w saved_v saved_g saved_norms dim", 2),
+    agrees=lambda found: _agree(
+        found,
+        _weight_norm_grad,
+        _ramp(2, 3) - 1,
+        _ramp(2, 3),
+        _ramp(2, 1) + 3,
+        torch.norm_except_dim(_ramp(2, 3), 2, 0),
+        0,
+    ),
+).get()
+
+# Indices and pools
+
+
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool, unsafe: bool) -> Tensor:
+    return x.index_put_([*indices], values, accumulate)
+
+
+index_put = Internal[Callable[..., Tensor]](
+    "index_put",
+    lambda: _ATEN._index_put_impl_.default,
+    why="index_put_ that does not check its indices again: that waits for a GPU",
+    without=_index_put,
+    cost="gradients of indexing wait for the GPU",
+    check=_takes("_index_put_impl_", "self indices values accumulate unsafe"),
+    agrees=lambda found: _agree(
+        lambda i: found(torch.zeros(3), [i], torch.ones(2), True, True),
+        lambda i: torch.tensor([0.0, 2.0, 0.0]),
+        torch.tensor([1, 1]),
+    ),
+).get()
+
+
+def _adaptive_average_grad(dy: Tensor, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = torch.zeros_like(x, requires_grad=True)
+        kernel = adaptive_avg_pool2d if dy.ndim == 4 else adaptive_avg_pool3d
+        return torch.autograd.grad(kernel(leaf, dy.shape[2:]), leaf, dy)[0]
+
+
+adaptive_avg_pool2d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
+    "adaptive_avg_pool2d_grad",
+    lambda: _ATEN._adaptive_avg_pool2d_backward.default,
+    why="the pool's gradient without running the pool",
+    without=_adaptive_average_grad,
+    cost="the pool runs again in backward",
+    check=_takes("_adaptive_avg_pool2d_backward", "grad_output self"),
+    agrees=lambda found: _agree(found, _adaptive_average_grad, _ramp(1, 1, 2, 2), _ramp(1, 1, 3, 4)),
+).get()
+adaptive_avg_pool3d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
+    "adaptive_avg_pool3d_grad",
+    lambda: _ATEN._adaptive_avg_pool3d_backward.default,
+    why="the pool's gradient without running the pool",
+    without=_adaptive_average_grad,
+    cost="the pool runs again in backward",
+    check=_takes("_adaptive_avg_pool3d_backward", "grad_output self"),
+    agrees=lambda found: _agree(found, _adaptive_average_grad, _ramp(1, 1, 2, 2, 1), _ramp(1, 1, 3, 4, 2)),
+).get()
+
+# oneDNN
+
+
+def _linear(a: Tensor, weight: Tensor, bias: Tensor | None, *fused: Any) -> Tensor:
+    return torch.nn.functional.linear(a, weight, bias)
+
+
+onednn_linear = Internal[Callable[..., Tensor]](
+    "onednn_linear",
+    lambda: torch.ops.mkldnn._linear_pointwise.default,
+    why="oneDNN's GEMM, also where PyTorch takes another library's",
+    without=_linear,
+    cost="GEMMs for which oneDNN is faster run in the library that PyTorch takes",
+    check=_takes("_linear_pointwise", "X W B attr scalars algorithm"),
+    agrees=lambda found: (
+        not torch.backends.mkldnn.is_available()
+        or _agree(found, _linear, _ramp(2, 4), _ramp(3, 4), None, "none", [], "")
+    ),
+).get()
+onednn_has_bfloat16 = Internal[Callable[[], bool]](
+    "onednn_has_bfloat16",
+    lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    why="whether eager takes oneDNN's LSTM for bfloat16",
+    without=lambda: False,
+    cost="LSTMs in bfloat16 run step by step",
+    agrees=lambda found: found() in (True, False),
+).get()

@@ -1,0 +1,92 @@
+"""The state of PyTorch's dispatcher: autocast, modes, the profiler, registered kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from onnxtrain.torch_compat.internal import Internal
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def _any_autocast_by_device() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES)
+
+
+is_any_autocast_enabled = Internal[Callable[[], bool]](
+    "is_any_autocast_enabled",
+    lambda: torch._C._is_any_autocast_enabled,
+    why="asked at every call; the public function asks for one device at a time",
+    without=_any_autocast_by_device,
+    cost="a call takes about a microsecond longer",
+    check=lambda found: found() == _any_autocast_by_device(),
+).get()
+
+profiler_enabled = Internal[Callable[[], bool]](
+    "profiler_enabled",
+    lambda: torch._C._autograd._profiler_enabled,
+    why="programs name their nodes for the profiler only while it runs; there is no public question",
+    without=lambda: False,
+    cost="the profiler's table names ATen operators but no nodes",
+    check=lambda found: found() in (True, False),
+).get()
+
+
+def _no_function_modes() -> int:
+    return 0
+
+
+count_function_modes = Internal[Callable[[], int]](
+    "count_function_modes",
+    lambda: torch._C._len_torch_function_stack,
+    why="what custom autograd functions call must not go through the modes of whoever runs the graph",
+    without=_no_function_modes,
+    cost="modes of torch.overrides see the operators inside of custom autograd functions twice",
+    check=lambda found: found() >= 0,
+).get()
+
+
+def _no_mode() -> Any:
+    raise AssertionError("there are no modes")  # count_function_modes says so
+
+
+pop_function_mode = Internal[Callable[[], Any]](
+    "pop_function_mode",
+    lambda: torch._C._pop_torch_function_stack,
+    why="see count_function_modes",
+    without=_no_mode,
+    cost="see count_function_modes",
+).get()
+
+push_function_mode = Internal[Callable[[Any], None]](
+    "push_function_mode",
+    lambda: torch._C._push_on_torch_function_stack,
+    why="see count_function_modes",
+    without=lambda mode: None,
+    cost="see count_function_modes",
+).get()
+
+
+has_kernel_for_key = Internal[Callable[[str, str], bool]](
+    "has_kernel_for_key",
+    lambda: torch._C._dispatch_has_kernel_for_dispatch_key,
+    why="tells operators that are composed of others, which have no kernel of their own",
+    without=lambda name, key: False,
+    cost="operators that are composed of others are not decomposed; modules that call such run in PyTorch",
+    check=lambda found: (
+        found("aten::linear", "CompositeImplicitAutograd")
+        and not found("aten::add.Tensor", "CompositeImplicitAutograd")
+    ),
+).get()
+
+below_autograd = Internal[Callable[[], AbstractContextManager[Any]]](
+    "below_autograd",
+    lambda: torch._C._AutoDispatchBelowAutograd,
+    why="oneDNN's LSTM asks the grad mode what to keep, and is not to be recorded by autograd",
+    without=nullcontext,
+    cost="the LSTM's own tape is made and dropped",
+).get()

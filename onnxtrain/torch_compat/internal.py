@@ -1,0 +1,101 @@
+"""An entry of the package: one private part of PyTorch.
+
+    softmax_grad = Internal("softmax_grad", lambda: torch._softmax_backward_data, why=..., without=..., cost=...).get()
+
+ONNXTRAIN_WITHOUT_INTERNALS="softmax_grad,cpu_flash" (or "all") takes what stands in for them, as where PyTorch has them
+no more: the tests run so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from onnxtrain.errors import CaptureError
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VARIABLE = "ONNXTRAIN_WITHOUT_INTERNALS"
+ENTRIES: dict[str, Internal[Any]] = {}  # all that have been imported, by name
+
+
+class Internal(Generic[T]):
+    """One private part of PyTorch.
+
+    Args:
+        name: of the entry.
+        find: gets it from PyTorch; raises ImportError or AttributeError where it is not there.
+        why: what it is used for, and why no public part will do.
+        without: what takes its place: a slower way to the same result, or `missing(name)`.
+        cost: what users notice without it.
+        versions: where PyTorch has had it under this name.
+        check: raises or returns False where it is not what is expected. Runs at first use, in microseconds.
+        agrees: compares it with `without` on an example; run by the tests, on each version of PyTorch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], T],
+        *,
+        why: str,
+        without: T,
+        cost: str,
+        versions: str = "2.11 to 2.13",
+        check: Callable[[T], bool] | None = None,
+        agrees: Callable[[T], bool] | None = None,
+    ) -> None:
+        assert name not in ENTRIES, f"the entry {name} is defined twice"
+        self.name, self.why, self.without, self.cost, self.versions = name, why, without, cost, versions
+        self._find, self._check, self.agrees = find, check, agrees
+        self._resolved: tuple[T] | None = None
+        self.fault = ""
+        ENTRIES[name] = self
+
+    def get(self) -> T:
+        """The private part, or what takes its place. Resolved once: bind the result where it is called often."""
+        if self._resolved is None:
+            self._resolved = (self._resolve(),)
+        return self._resolved[0]
+
+    @property
+    def is_available(self) -> bool:
+        """Whether `get` gives PyTorch's own."""
+        self.get()
+        return not self.fault
+
+    def _resolve(self) -> T:
+        if _is_switched_off(self.name):
+            self.fault = f"switched off by {VARIABLE}"
+            return self.without
+        try:
+            found = self._find()
+            if self._check is None or self._check(found):
+                return found
+            self.fault = "it does not behave as expected"
+        except Exception as error:  # noqa: BLE001  a private part may fail in any way
+            self.fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        _LOG.info("PyTorch's %s is not used (%s): %s", self.name, self.fault, self.cost)
+        return self.without
+
+
+def missing(name: str) -> Callable[..., Any]:
+    """What takes the place of a part without which there is no graph: calling it lets the module run in PyTorch."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise CaptureError(
+            f"this PyTorch lacks a private part that onnxtrain needs: {name}",
+            expected="a version of PyTorch that onnxtrain is tested with (see README)",
+            todo="install one of these versions, or run the module in PyTorch",
+        )
+
+    return refuse
+
+
+def _is_switched_off(name: str) -> bool:
+    names = os.environ.get(VARIABLE, "").split(",")
+    return name in names or "all" in names
