@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from onnxtrain.torch_compat import aten_kernels
+
 # Instruction sets that choices ask for, by the names that Linux and PyTorch give them.
 _INSTRUCTIONS = {
     "avx2": "avx2",
@@ -170,7 +172,7 @@ def _allowed_by_onednn(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _onednn_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and aten_kernels.onednn_has_bfloat16()
 
 
 def _compilers(environment: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
