@@ -23,7 +23,7 @@ from benchmarks.chart import speed_chart
 from benchmarks.contenders import COMPILING, CONTENDERS, EAGER, ONNXTRAIN, OWN, USUAL, can_compile, of_workload
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine, describe_machine, measured_commit
 from benchmarks.other_programs import MOST, wait_and_count
 from benchmarks.page import write_page
 from benchmarks.progress import Watch
@@ -74,7 +74,13 @@ def parse(arguments: Sequence[str]) -> Plan:
     several = f"processes for each first step of eager and onnxtrain; 0 leaves first steps out (default: {_REPEATS})"
     add("--repeats", type=int, help=several)
     add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
-    add("--write", nargs="?", type=Path, const=Path("docs/explanation"), help="write benchmarks.md and its chart too")
+    add(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=Path("docs/explanation"),
+        help="write the documentation's table and charts too",
+    )
     add("--loaded", action="store_true", help="measure beside busy programs; the figures are marked as disturbed")
     given = parser.parse_args(arguments)
     if given.rounds is not None and given.rounds < 1:
@@ -155,7 +161,7 @@ class Run:
 
     def _circumstances(self, others_cores: float) -> Circumstances:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        return Circumstances(self._machine, self._plan.command, today, others_cores)
+        return Circumstances(self._machine, self._plan.command, today, others_cores, measured_commit())
 
 
 def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
@@ -191,9 +197,7 @@ def write_all(plan: Plan, console: Console) -> None:
     (plan.folder / "speeds.svg").write_text(speed_chart(measured), encoding="utf-8")
     console.print(f"Times, table and chart: {plan.folder.resolve()}", soft_wrap=True, highlight=False)
     if plan.pages is not None:
-        behinds = [result for result in found if isinstance(result, Behind)]
-        page = write_page(measured, behinds[0] if behinds else None, plan.pages)
-        console.print(f"The page: {page.resolve()}", soft_wrap=True, highlight=False)
+        console.print(f"The page: {write_page(measured, plan.pages).resolve()}", soft_wrap=True, highlight=False)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ and ends in a point.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
 from benchmarks.contenders import CONTENDERS, EAGER
@@ -24,20 +24,40 @@ _COLOURS = {
     "torch.compile": ("#2a6fc9", "#6aa5f0"),
     "torch.compile dynamic": ("#7fb2e8", "#3c6ea8"),
 }
+# What README shows: few workloads, against eager and torch.compile.
+_OVERVIEW = ("minilm-lengths", "bert-mlm", "t5", "minilm", "gpt2", "cnn", "vit", "llama", "lstm")
+_OVERVIEW_CONTENDERS = ("onnxtrain", "torch.compile")
 _CLASSES = {contender: f"bar{number}" for number, contender in enumerate(_COLOURS)}
 
 
+Speeds = tuple[str, float, float, float]  # contender, lower quartile, median, upper quartile
+
+
 def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
-    """The chart; workloads without eager's times are left out."""
-    groups = [(workload, _speeds(workload, measured)) for workload, measured in results]
-    groups = [(workload, speeds) for workload, speeds in groups if speeds]
+    """Draw all results; workloads without eager's times are skipped."""
+    return draw([(workload.title, _speeds(workload, measured)) for workload, measured in results])
+
+
+def overview_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
+    """Draw the workloads and contenders that README shows."""
+    by_name = {workload.name: (workload, measured) for workload, measured in results}
+    chosen = [by_name[name] for name in _OVERVIEW if name in by_name]
+    return draw([
+        (workload.title, [each for each in _speeds(workload, measured) if each[0] in _OVERVIEW_CONTENDERS])
+        for workload, measured in chosen
+    ])  # fmt: skip
+
+
+def draw(all_groups: Sequence[tuple[str, Sequence[Speeds]]]) -> str:
+    """Draw a group of bars for each title."""
+    groups = [(title, speeds) for title, speeds in all_groups if speeds]
     most = max([1.0, *(high for _, speeds in groups for _, _, _, high in speeds)])
     scale = (_WIDTH - _LEFT - _RIGHT) / min(most, _MOST)
     parts: list[str] = []
     top = _TOP
-    for workload, speeds in groups:
+    for title, speeds in groups:
         middle = top + (len(speeds) * (_BAR + _GAP) - _GAP) / 2
-        parts.append(_text(_LEFT - 10, middle + 4, _shortened(workload.title), "name", "end"))
+        parts.append(_text(_LEFT - 10, middle + 4, _shortened(title), "name", "end"))
         for contender, low, speed, high in speeds:
             parts += _bar(contender, top, scale, low, speed, high)
             top += _BAR + _GAP
@@ -48,10 +68,21 @@ def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
     parts.append(_text(line, _TOP - 13, "eager", "note", "middle"))
     label = "Speed of a training step, in multiples of eager PyTorch's"
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
-    return "\n".join([frame, _style(), *_legend(), *parts, "</svg>", ""])
+    background = f'<rect class="background" width="{_WIDTH}" height="{height}"/>'
+    return "\n".join(
+        [
+            frame,
+            _style(),
+            background,
+            *_legend({speed[0] for _, speeds in groups for speed in speeds}),
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
 
 
-def _speeds(workload: Workload, measured: Measured) -> list[tuple[str, float, float, float]]:
+def _speeds(workload: Workload, measured: Measured) -> list[Speeds]:
     eager = measured.of(EAGER)
     if eager is None:
         return []
@@ -77,10 +108,12 @@ def _bar(contender: str, top: float, scale: float, low: float, speed: float, hig
     ]
 
 
-def _legend() -> list[str]:
+def _legend(shown: Collection[str]) -> list[str]:
     parts = []
     left = 20
     for contender, style in _CLASSES.items():
+        if contender not in shown:
+            continue
         parts.append(f'<rect class="{style}" x="{left}" y="14" width="12" height="12"/>')
         parts.append(_text(left + 18, 24, contender, "note", "start"))
         left += 48 + 7 * len(contender)
@@ -104,10 +137,12 @@ text {{ font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; f
 .note {{ fill: #62625c }}
 .level {{ stroke: #62625c; stroke-dasharray: 2 4 }}
 .range {{ stroke: #1c1c1a; opacity: .55 }}
+.background {{ fill: #ffffff }}
 {light}@media (prefers-color-scheme: dark) {{
 text {{ fill: #ecebe6 }}
 .note {{ fill: #a5a49c }}
 .level {{ stroke: #a5a49c }}
 .range {{ stroke: #ecebe6 }}
+.background {{ fill: #16191d }}
 {dark}}}
 </style>"""

@@ -60,7 +60,7 @@ _SMALL_TRANSFORMER = _goals(1.6)
 
 MINILM = Workload(
     name="minilm",
-    title="MiniLM (6 × 384), 16 × 128 tokens, all real",
+    title="MiniLM (6 × 384), 16 × 128 tokens, no padding",
     make_model=models.minilm,
     make_batches=lambda: [models.classified_tokens(16, 128)],
     rounds=20,
@@ -142,7 +142,7 @@ _ON_A_CPU = (
     ),
     Workload(
         name="vit",
-        title="ViT (4 × 256), 16 pictures of 64 × 64 in patches of 8 × 8",
+        title="ViT (4 × 256), 16 images of 64 × 64 in patches of 8 × 8",
         make_model=models.vit,
         make_batches=lambda: [models.classified_pictures(16, 64, "pixel_values")],
         loss=model_loss,
@@ -153,7 +153,7 @@ _ON_A_CPU = (
     ),
     Workload(
         name="cnn",
-        title="Residual CNN, 32 pictures of 32 × 32",
+        title="Residual CNN, 32 images of 32 × 32",
         make_model=models.cnn,
         make_batches=lambda: [models.classified_pictures(32, 32, "x")],
         loss=_class_loss,
@@ -178,7 +178,7 @@ _ON_A_CPU = (
     _mlp("mlp512", 4, 512, 128, 300),
     Workload(
         name="lengths",
-        title="MiniLM, 20 lengths from 16 to 244 tokens, once each, with all that is compiled",
+        title="MiniLM, 20 lengths from 16 to 244 tokens, once each, compilation included",
         make_model=models.minilm,
         make_batches=_twenty_lengths,
         rounds=20,

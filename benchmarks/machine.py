@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def describe_machine() -> Machine:
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan"),
         versions=(("Python", platform.python_version()), *_versions()),
     )
+
+
+def measured_commit() -> str:
+    """Return the checkout's commit, with `+` where files have changed since; empty where this is no checkout."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(
+            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _processor() -> str:

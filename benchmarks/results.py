@@ -31,12 +31,14 @@ class Circumstances:
 
     Attributes:
         others_cores: how many cores other programs kept busy during the timed rounds.
+        commit: the commit that was measured, with `+` where files had changed since; empty outside a repository.
     """
 
     machine: Machine
     command: str
     date: str
     others_cores: float
+    commit: str = ""
 
     @property
     def disturbed(self) -> bool:

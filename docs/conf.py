@@ -16,8 +16,8 @@ author = "onnxtrain authors"
 copyright = "onnxtrain authors, MIT licence"
 version = release = onnxtrain.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+exclude_patterns = ["_build", "**/_*.md"]
 nitpick_ignore_regex = [("py:.*", r"(?!onnxtrain).*")]  # other projects' names have no page here
 
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from rich.table import Table
 
 import benchmarks.__main__ as program
 from benchmarks import behind, less_work, other_programs, page, processes, results, steady, tables, warm_start
-from benchmarks.chart import speed_chart
+from benchmarks.chart import overview_chart, speed_chart
 from benchmarks.contenders import (
     COMPILE,
     CONTENDERS,
@@ -37,7 +38,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, measured_commit
 from benchmarks.memory import peak_bytes
 from benchmarks.products import Products, matrix_flops
 from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, speed_over
@@ -364,13 +365,25 @@ def test_the_chart_shows_totals_of_cold_runs_and_cuts_long_bars() -> None:
     assert tips[1] == pytest.approx(330 + 5 * width + 6.5, abs=0.2)
 
 
-def test_the_page_marks_missed_goals_and_says_that_there_was_no_gpu(tmp_path: Path) -> None:
-    written = page.write_page([(MINILM, made_up())], None, tmp_path).read_text(encoding="utf-8")
-    assert "| *2.00* | *1.00* |" in written
-    assert "there was no GPU" in written
-    assert f"Not measured in these runs: {CPU_WORKLOADS['minilm-lengths'].title};" in written
+def test_the_page_names_machine_and_commit(tmp_path: Path) -> None:
+    measured = made_up(dataclasses.replace(QUIET, commit="abc1234"))
+    written = page.write_page([(MINILM, measured)], tmp_path).read_text(encoding="utf-8")
+    assert "| **2.00** | 2.00 – 2.50 |" in written
     assert "A processor, 2 threads" in written
-    assert (tmp_path / "benchmarks.svg").exists()
+    assert "commit abc1234; `python -m benchmarks`" in written
+    assert "Disturbed" not in written
+    for name in ("speeds.svg", "speeds-overview.svg"):
+        ElementTree.fromstring((tmp_path / name).read_text(encoding="utf-8"))
+
+
+def test_the_overview_shows_chosen_contenders() -> None:
+    titles = [each.text for each in ElementTree.fromstring(overview_chart([(MINILM, made_up())])).iter() if each.text]
+    assert "onnxtrain" in titles
+    assert ONEDNN not in titles
+
+
+def test_the_measured_commit() -> None:
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|", measured_commit())
 
 
 def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> None:
@@ -449,4 +462,4 @@ def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest
     assert MLP.title in capsys.readouterr().out
     assert MLP.title in (out / "table.txt").read_text(encoding="utf-8")
     ElementTree.fromstring((out / "speeds.svg").read_text(encoding="utf-8"))
-    assert MLP.title in (docs / "benchmarks.md").read_text(encoding="utf-8")
+    assert MLP.title in (docs / "_measured.md").read_text(encoding="utf-8")
