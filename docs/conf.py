@@ -47,3 +47,19 @@ html_theme_options = {
     "navigation_with_keys": False,
 }
 copybutton_prompt_text = "$ "
+
+
+def _indented_blocks_as_code(app, what, name, obj, options, lines) -> None:
+    """Mark the indented paragraphs of a docstring as code: that is what they are in this package."""
+    marked = []
+    for number, line in enumerate(lines):
+        before = lines[number - 2] if number > 1 else " "
+        if line.startswith("    ") and not lines[number - 1] and before and not before.startswith(" "):
+            marked += ["::", ""]
+        marked.append(line)
+    lines[:] = marked
+
+
+def setup(app) -> None:
+    """Register what changes docstrings, before napoleon reads them."""
+    app.connect("autodoc-process-docstring", _indented_blocks_as_code, priority=100)
