@@ -67,6 +67,13 @@ def plain_copies() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unread_draws_kept() -> Iterator[None]:
+    """Keep calls whose random numbers nobody reads: eager draws them too, and those that follow are others without."""
+    with torch._inductor.config.patch("fallback_random", True):
+        yield
+
+
 def without_tokens(program: ExportedProgram) -> ExportedProgram:
     """The program with plain calls where functionalization has put operators that only check or print in an order.
 

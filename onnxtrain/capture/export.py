@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from onnxtrain.capture import source_line
 from onnxtrain.capture.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.cheap_tracing import cheap_tracing
-from onnxtrain.capture.composite import composite_parts, plain_copies, without_tokens
+from onnxtrain.capture.composite import composite_parts, plain_copies, unread_draws_kept, without_tokens
 from onnxtrain.capture.convert import convert
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.four_bit import four_bit_weights
@@ -301,7 +301,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
     table = torch._decomp.decomposition_table
     wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
-        with plain_copies(), cheap_tracing(), shape_shortcuts():
+        with plain_copies(), unread_draws_kept(), cheap_tracing(), shape_shortcuts():
             functional: ExportedProgram = program.run_decompositions(composite_parts(program))
         return without_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything

@@ -250,6 +250,10 @@ def _storages(node: Node) -> list[int]:
     return [t.untyped_storage()._cdata for t in tensors]
 
 
+def _arguments(operator: Any) -> list[tuple[str, str, bool]]:
+    return [(a.name, str(a.type), a.kwarg_only) for a in operator._schema.arguments]
+
+
 def _functional(node: Node) -> Any:
     """The operator that gives what an in-place one writes to its first argument.
 
@@ -260,7 +264,9 @@ def _functional(node: Node) -> Any:
     writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    found: Any = getattr(packet, target._overloadname, None)
+    # By its arguments: pow_.Scalar takes a number as exponent, pow.Scalar as base.
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    found: Any = next((o for o in overloads if _arguments(o) == _arguments(target)), None)
     if not name.endswith("_") or str(found) not in FROM_TORCH or writes != [True] + [False] * (len(writes) - 1):
         raise _NotPlainError
     if torch.Tag.nondeterministic_seeded in target.tags:

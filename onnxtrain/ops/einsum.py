@@ -20,7 +20,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import always
+from onnxtrain.ops.constructors import always, cast
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes, of_product_types
 from onnxtrain.ops.registry import define
@@ -117,13 +117,15 @@ def contracted(op: Builder, terms: Sequence[str], output: str, operands: Sequenc
         for c, s in zip(term, sizes.dims_of(x), strict=True)
         if s != 1
     }
+    wanted = dtype_of(operands[0])
+    if wanted == ir.DataType.BFLOAT16:  # which ONNX's Einsum does not take
+        operands = [cast(op, x, ir.DataType.FLOAT) for x in operands]
     kept, values = [], []
     for term, x in zip(terms, operands, strict=True):
         gone = [i for i, (c, s) in enumerate(zip(term, sizes.dims_of(x), strict=True)) if s == 1 and c in wide]
         kept.append("".join(c for i, c in enumerate(term) if i not in gone))
         values.append(op.Squeeze(x, constant_axes(op, *gone)) if gone else x)
-    result: ir.Value = op.Einsum(*values, equation=f"{','.join(kept)}->{output}")
-    return result
+    return cast(op, op.Einsum(*values, equation=f"{','.join(kept)}->{output}"), wanted)
 
 
 def _explicit(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:

@@ -37,6 +37,12 @@ def through_two_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * y
 
 
+def raised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    y.pow_(2)
+    return y.add_(w.abs() + 1.0).pow_(w)
+
+
 def read_before(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x * w
     before = y + 1.0
@@ -89,7 +95,7 @@ class Function(nn.Module):
         return self.call(x, self.w) * self.scale
 
 
-PLAIN = [shifted, written_twice, written_and_returned, through_two_slices, read_before, in_a_region]
+PLAIN = [shifted, written_twice, written_and_returned, through_two_slices, raised, read_before, in_a_region]
 NOT_PLAIN = [
     read_through_another_view,
     written_through_a_transposed_view,

@@ -41,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     return min(len(run.findings), 100)
 
 
+_SCRIPTS = 12  # of one kind of finding
+
+
 class _Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -77,7 +80,7 @@ class _Run:
         known = self.findings.setdefault(case.verdict.signature, [])
         known.append(case)
         _say(f"seed {case.program.seed}: {case.verdict.kind}: {case.verdict.detail.splitlines()[0][:200]}")
-        if len(known) > 3:
+        if len(known) > _SCRIPTS:
             return
         if judges is not None and case.verdict.kind != "hang":
             case = reduced(case, judges.one, self.options.reduce)

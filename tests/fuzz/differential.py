@@ -69,7 +69,9 @@ class Verdict:
     def signature(self) -> str:
         """What stays the same while a program shrinks."""
         first = self.detail.strip().splitlines()[0] if self.detail.strip() else ""
-        return f"{self.kind}: {'' if self.kind == 'wrong' else re.sub(r'[0-9]+', '#', first)[:90]}"
+        if self.kind == "wrong":  # by what is wrong, not by how far
+            first = re.sub(r"^call \d+: (gradient|[a-z_ ]+).*", r"\1", first)
+        return f"{self.kind}: {re.sub(r'[0-9]+', '#', first)[:90]}"
 
 
 def judge(program: Program, configuration: Configuration) -> Verdict:

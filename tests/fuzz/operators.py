@@ -725,7 +725,6 @@ _IN_PLACE = """
 !{b=buffer(2)}.lerp_({x:f}.detach().mean(), 0.1)
 !{b=counter()}.add_(1)
 !{b=counter()} += 2
-!{b=buffer(3)}.data.mul_(0.5)
 """
 
 _CONTROL = """
@@ -752,7 +751,7 @@ with torch.autocast("cpu", enabled=False): {_} = {x:f} * 2.0
 {_} = [t for t in ({x:f}, {y:f}) if t.dim() == {x}.dim()][-1]
 {_} = dict(first={x:f} * 2, second={y:f})["first"]
 {_} = {x:f} if torch.is_grad_enabled() else -{x}
-{_} = {x:f}.requires_grad and {x} * 3 or {x} * 3
+{_} = {x:f} * 3 if {x}.requires_grad else {x} * 2
 assert {x:f}.dim() < 9; {_} = {x} * 1.25
 {_} = {x:f} * len({x}.shape)
 {_} = {x:f@1} * torch.rand({size(x, 0)}, dtype=torch.float)

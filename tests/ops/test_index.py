@@ -87,6 +87,17 @@ def test_function_of_one_tensor(name: str) -> None:
     check_capture(ONE[name])
 
 
+def test_topk_in_bfloat16() -> None:
+    """ONNX's TopK takes none."""
+    check_capture(ONE["topk"], dtype=torch.bfloat16)
+
+
+def test_as_many_updates_as_places() -> None:
+    """The number of updates is open in the graph, that of places is not."""
+    index = torch.tensor([0])
+    check_capture(lambda x: x.scatter_add(0, index, x * 2) + x.scatter(0, index, x * x), Spec("b"), sizes=({"b": 1},))
+
+
 WITH_PLACES: dict[str, tuple[Function, tuple[Spec, ...]]] = {
     "embedding": (lambda w, i: F.embedding(i, w), (Spec("7 h"), places("b s", 6))),
     "embedding-padding": (lambda w, i: F.embedding(i, w, padding_idx=1), (Spec("7 6"), places("b s", 3))),

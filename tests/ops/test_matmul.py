@@ -56,6 +56,22 @@ def test_captured(call):
     check_capture(function, *map(Spec, dims), sizes=SIZES)
 
 
+def test_a_base_of_another_type_is_promoted():
+    check_capture(torch.addr, Spec("m k", torch.bfloat16), Spec("m"), Spec("k"), sizes=SIZES)
+
+
+def test_a_base_larger_than_no_rows():
+    """PyTorch gives the base's shape where the matrix has no rows."""
+    check_capture(
+        lambda c, a, b: torch.addmv(c, a.detach(), b.detach()),
+        Spec("1"),
+        Spec("0 3"),
+        Spec("3"),
+        sizes=({},),
+        aten=True,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_captured_in_other_types(dtype):
     def products(x, w, b):

@@ -115,6 +115,25 @@ def test_a_module_with_dropout_equals_eager(dtype):
         assert torch.equal(state, expected_state)
 
 
+@pytest.mark.parametrize("traced_again", [False, True])
+def test_draws_that_nobody_reads_are_drawn(traced_again):
+    """Those that follow would be others without them."""
+
+    def forward(x):
+        F.dropout(x, 0.5)
+        if traced_again:  # by PyTorch, to make it functional
+            torch.isclose(x, x)
+        return F.dropout(x, 0.5)
+
+    x = torch.randn(64)
+    ours = ORTModule(OfTensors(forward), rng="torch")
+    torch.manual_seed(0)
+    expected, state = forward(x), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(ours(x), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_fast_draws_are_the_same_in_forward_and_backward():
     ours = ORTModule(OfTensors(lambda x: (F.dropout(x, 0.1, True),)), rng="fast")
     x = torch.randn(64, 65)

@@ -191,7 +191,7 @@ def _first(op: Builder, source: ir.Value, wanted: Sizes) -> ir.Value:
         return source
     starts, ends = vector(op, [0] * len(larger)), op.sizes([wanted[i] for i in larger])
     result: ir.Value = op.Slice(source, starts, ends, vector(op, larger))
-    return result
+    return reshaped(op, result, wanted)  # PyTorch has checked that there are as many
 
 
 def _capture_scatter(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any) -> ir.Value:

@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, constant_of, dtype_of, is_float, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.index.negative import from_size, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
@@ -57,11 +57,14 @@ def _capture_topk(
     op: Builder, x: ir.Value, k: Size, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[ir.Value, ir.Value]:
     if not rank_of(x):
-        values, order = op.TopK(reshaped(op, x, (1,)), op.sizes([k]), axis=0, largest=int(largest), sorted=int(sorted))
+        values, order = _capture_topk(op, reshaped(op, x, (1,)), k, 0, largest, sorted)
         return reshaped(op, values, ()), reshaped(op, order, ())
     axis = in_rank(dim, rank_of(x), "the axis of topk")
-    found: tuple[ir.Value, ir.Value] = op.TopK(x, op.sizes([k]), axis=axis, largest=int(largest), sorted=int(sorted))
-    return found
+    wanted = dtype_of(x)
+    if wanted == ir.DataType.BFLOAT16:  # which ONNX's TopK does not take
+        x = cast(op, x, ir.DataType.FLOAT)
+    values, order = op.TopK(x, op.sizes([k]), axis=axis, largest=int(largest), sorted=int(sorted))
+    return cast(op, values, wanted), order
 
 
 TOP_K = movement(

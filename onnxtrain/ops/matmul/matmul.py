@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import always
+from onnxtrain.ops.constructors import always, promoted
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -109,10 +109,13 @@ def _capture_addbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, be
 
 
 def _capture_addmv(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if sizes.dims_of(a)[0] == 0:  # PyTorch gives base's shape then, even where base is the larger one
+        return NotImplemented
     return sum_with(op, base, beta, op.MatMul(a, b), alpha)
 
 
 def _capture_addr(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    base, a, b = promoted(op, base, a, b)
     return sum_with(op, base, beta, _capture_outer(op, a, b), alpha)
 
 
