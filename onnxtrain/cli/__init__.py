@@ -3,9 +3,9 @@
 A command is a module of this package with
 
     def arguments(parser: argparse.ArgumentParser) -> None      adds its arguments
-    def run(options: argparse.Namespace) -> int                 runs it; gives the exit code
+    def run(options: argparse.Namespace) -> int                 runs it; returns the exit code
 
-and a line in COMMANDS. It is imported only when it is asked for: `--help` needs no torch.
+and a line in COMMANDS. It is imported only when it runs: `--help` does not need torch.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from rich.console import Console
 
 from onnxtrain.errors import OnnxTrainError, OptionError
 
-# The command and what it does. Its module has the same name, with _ for -.
+# Each command and its description. Its module has the same name, with _ for -.
 COMMANDS: Mapping[str, str] = {
-    "artifacts": "make the files that train an ONNX model on a device",
-    "explain": "say what each pass did with a model and what it refused, and the work before and after",
-    "memory": "show where the memory of a training step goes, tensor by tensor",
+    "artifacts": "generate the files to train an ONNX model on a device",
+    "explain": "show what each pass applied and refused for a model, and its FLOPs before and after",
+    "memory": "show the memory of a training step, tensor by tensor",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
-    "options": "list all options: value, what decided it, meaning",
-    "report": "write a page about a model: graph before and after, what was done, time, eager's numbers",
+    "options": "list all options: value, source, meaning",
+    "report": "write an HTML report of a model: graph before and after, passes, time, comparison with eager",
     "run": "run a script of ONNX Runtime Training, unchanged",
-    "train": "train a folder of artifacts on data, for a first try without code",
-    "tune": "show, measure or forget how long kernels take on this machine",
-    "verify": "say whether a model's graph gives eager PyTorch's numbers; if not, which operator differs first",
+    "train": "train a folder of artifacts on data, to try them without code",
+    "tune": "show, measure or clear the kernel times of this machine",
+    "verify": "compare a model's graph with eager PyTorch, and name the first operator that differs",
 }
 
 FAILED = 1
-USAGE = 2  # as argparse: the command line itself, or what it names, is wrong
-_OF_ORT = ("flatbuffers", "onnxruntime")  # what the extra `ort` installs
+USAGE = 2  # as argparse exits: invalid arguments, or arguments that name something missing
+_ORT_PACKAGES = ("flatbuffers", "onnxruntime")  # installed by the extra `ort`
 
 
 class Command(Protocol):
-    """What a command's module defines."""
+    """The functions that a command's module defines."""
 
     def arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -49,20 +49,20 @@ class Command(Protocol):
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["commands:", *lines, "", "`onnxtrain <command> --help` says more about one."])
+    lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
+    return "\n".join(["commands:", *lines, "", "See `onnxtrain <command> --help` for the options of a command."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
-        argv: the arguments after the program's name; those of the process where None.
+        argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        The exit code: 0; USAGE where an argument, option or variable is wrong; FAILED after another error of this
-        package, or of the user's own code, whose traceback is shown without this package's frames. Where argparse
-        refuses the arguments the process ends with USAGE.
+        The exit code: 0 on success; USAGE if an argument, option or variable is invalid; FAILED after any other error
+        of this package or of the user's code, whose traceback is shown without this package's frames. If argparse
+        rejects the arguments, the process exits with USAGE.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command: Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
-        if error.name not in _OF_ORT:
+        if error.name not in _ORT_PACKAGES:
             raise
-        text = f"onnxtrain {name} needs {error.name}.\n  to do:    pip install 'onnxtrain[ort]'"
+        text = f"onnxtrain {name} requires {error.name}.\n  to do:    pip install 'onnxtrain[ort]'"
         Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True)
         return FAILED
     own = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""What arguments of several commands must be: types for argparse, which ends the process with USAGE and one line."""
+"""Argument types that several commands share. argparse reports their errors in one line and exits with USAGE."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 up."""
+    """Parse a positive integer."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, not {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return int(text)
 
 
 def existing_file(text: str) -> Path:
-    """The path of a file that is there."""
+    """Parse the path of an existing file."""
     if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
+        raise argparse.ArgumentTypeError(f"file not found: {text}")
     return Path(text)
 
 
 def existing_folder(text: str) -> Path:
-    """The path of a folder that is there."""
+    """Parse the path of an existing folder."""
     if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+        raise argparse.ArgumentTypeError(f"folder not found: {text}")
     return Path(text)
 
 
 def new_file(text: str) -> Path:
-    """The path of a file to write, in a folder that is there: said before minutes of measuring."""
+    """Parse the path of a file to write. Its folder must exist, which is checked before minutes of measuring."""
     if Path(text).is_dir() or not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} must be a file in a folder that exists")
+        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text}")
     return Path(text)

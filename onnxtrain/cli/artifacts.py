@@ -1,9 +1,10 @@
-"""`onnxtrain artifacts model.onnx --train 'fc.*' -o out/`: what trains a model on a device."""
+"""`onnxtrain artifacts model.onnx --train 'fc.*' -o out/`: generate the files to train a model on a device."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,41 +27,52 @@ _LOSSES: Mapping[str, LossType | None] = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", type=existing_file, help="an ONNX model of any exporter")
+    """Add the command's arguments."""
+    parser.add_argument("model", type=existing_file, help="an ONNX model from any exporter")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path(), help="the folder for the files (default: this one)"
+        "-o", "--output", type=Path, default=Path(), help="the folder for the files (default: current folder)"
     )
-    parser.add_argument("--loss", choices=_LOSSES, default="cross-entropy", help="none: the first output is the loss")
+    parser.add_argument(
+        "--loss", choices=_LOSSES, default="cross-entropy", help="the loss to add; none: the first output is the loss"
+    )
     parser.add_argument(
         "--loss-input", action="append", metavar="NAME", help="the output that the loss is computed from"
     )
-    parser.add_argument("--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="as PyTorch has them")
-    parser.add_argument("--weight-decay", type=float, default=0.0, metavar="SHARE")
-    parser.add_argument("--momentum", type=float, default=0.0, metavar="SHARE", help="of sgd")
-    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="clip the gradients to this norm")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="with PyTorch's semantics"
+    )
+    parser.add_argument("--weight-decay", type=float, default=0.0, metavar="FACTOR", help="weight decay (default: 0)")
+    parser.add_argument("--momentum", type=float, default=0.0, metavar="FACTOR", help="momentum of sgd (default: 0)")
+    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="clip gradients to this norm")
     parser.add_argument(
         "--train",
         action="append",
         metavar="PATTERN",
-        help="parameters to train, with * and ?; may be given several times (default: all that are floating)",
+        help="parameters to train, with wildcards * and ?; repeatable (default: all floating-point parameters)",
     )
     parser.add_argument(
-        "--freeze", action="append", metavar="PATTERN", help="parameters to keep in the checkpoint only"
+        "--freeze",
+        action="append",
+        metavar="PATTERN",
+        help="parameters to store in the checkpoint without training them; repeatable",
     )
-    parser.add_argument("--also-output", action="append", metavar="NAME", help="outputs to give besides the loss")
-    parser.add_argument("--prefix", default="", help="of the files' names")
-    parser.add_argument("--portable", action="store_true", help="keep to what also runs on WebGPU")
-    parser.add_argument("--nominal", action="store_true", help="write a checkpoint without values too")
-    parser.add_argument("--qat", action="store_true", help="the model is quantized (Q/DQ): train with its rounding")
-    parser.add_argument("--learn-scales", action="store_true", help="with --qat: train the scales too")
     parser.add_argument(
-        "--custom-ops", type=existing_file, metavar="LIBRARY", help="the library of the model's custom ops"
+        "--also-output", action="append", metavar="NAME", help="an output to return besides the loss; repeatable"
+    )
+    parser.add_argument("--prefix", default="", help="prefix of the file names")
+    parser.add_argument("--portable", action="store_true", help="use only operators that WebGPU runs too")
+    parser.add_argument("--nominal", action="store_true", help="also write a checkpoint without values")
+    parser.add_argument(
+        "--qat", action="store_true", help="quantization-aware training: the model is quantized with Q/DQ nodes"
+    )
+    parser.add_argument("--learn-scales", action="store_true", help="with --qat: also train the scales")
+    parser.add_argument(
+        "--custom-ops", type=existing_file, metavar="LIBRARY", help="the shared library with the model's custom ops"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the artifacts and lists what is trained."""
+    """Write the artifacts and list the trained parameters."""
     model, floating = _model(options)
     frozen = _matching(floating, options.freeze or (), options.model)
     trained = [name for name in _matching(floating, options.train or ("*",), options.model) if name not in frozen]
@@ -80,19 +92,19 @@ def run(options: argparse.Namespace) -> int:
     )
     count = sum(floating[name] for name in trained)
     console = Console(soft_wrap=True)
-    console.print(f"{count:,} numbers in {len(trained)} parameters are trained: {', '.join(trained)}", markup=False)
+    console.print(f"{len(trained)} trainable parameters, {count:,} elements: {', '.join(trained)}", markup=False)
     console.print(f"Wrote the artifacts to {options.output.resolve()}", markup=False)
     return 0
 
 
 def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[str, int]]:
-    """The model to make artifacts of, and what can be trained of it."""
+    """The model to generate artifacts from, and its trainable parameters with their element counts."""
     if options.learn_scales and not options.qat:
-        raise OptionError("Only a quantized model has scales to learn.", "--learn-scales", todo="give --qat too")
+        raise OptionError("--learn-scales requires --qat.", todo="add --qat")
     if not options.qat:
         light, _ = hold_out(options.model)
         if not options.train and any(node.op_type == "DequantizeLinear" for node in light.graph.node):
-            todo = "give --qat to train with its rounding, or name by --train what shall be trained as it is"
+            todo = "add --qat for quantization-aware training, or select floating-point parameters with --train"
             raise ArtifactError("The model is quantized: its weights are integers.", str(options.model), todo=todo)
         return options.model, _floating(light)
     quantized = fake_quantize(options.model, learn_scales=options.learn_scales)
@@ -101,23 +113,20 @@ def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[st
 
 
 def _floating(light: onnx.ModelProto) -> dict[str, int]:
-    """The floating initializers that have a dimension, with how many elements they have."""
-    found: dict[str, int] = {}
+    """The element counts of the floating-point initializers that are not scalars."""
+    counts: dict[str, int] = {}
     for tensor in light.graph.initializer:
         if tensor.data_type in (1, 10, 11, 16) and tensor.dims:  # float32, float16, float64, bfloat16
-            count = 1
-            for size in tensor.dims:
-                count *= size
-            found[tensor.name] = count
-    return found
+            counts[tensor.name] = math.prod(tensor.dims)
+    return counts
 
 
 def _matching(names: Mapping[str, int], patterns: Sequence[str], model: Path) -> list[str]:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            shown = ", ".join(list(names)[:30])
-            todo = "write it as in a shell: * stands for any characters, so 'fc*' takes fc1.weight and fc2.bias"
-            raise OptionError("No parameter has a name like this.", str(model), f"some of {shown}", pattern, todo)
+            first = ", ".join(list(names)[:30])
+            todo = "use shell wildcards: 'fc*' matches fc1.weight and fc2.bias"
+            raise OptionError("The pattern matches no parameter.", str(model), f"one of {first}", pattern, todo)
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -1,7 +1,4 @@
-"""`onnxtrain explain MODEL`: what each pass did with a model, what it refused and why, and the work that is left.
-
-So with fused regions: which there are, and which operators stay out of them.
-"""
+"""`onnxtrain explain MODEL`: what each pass applied and refused, the cost before and after, and the fused regions."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from onnxtrain.report import CompileReport, PassReport, Work
 
 
 def work_lines(report: CompileReport) -> Iterator[str]:
-    """The work of a step, forward and backward, before and after; one line for each graph that runs it."""
+    """The cost of a step, forward and backward, before and after; one line for each variant of the graph."""
     if report.before is None:
         return
     yield f"as captured: {_described(report.before)}"
-    for name, found in (("after all passes", report), *report.variants.items()):
-        if found.after is not None:
-            yield f"{name}: {_described(found.after)}{_compared(report.before, found.after)}"
+    for name, variant in (("after all passes", report), *report.variants.items()):
+        if variant.after is not None:
+            yield f"{name}: {_described(variant.after)}{_ratio(report.before, variant.after)}"
 
 
 def _described(work: Work) -> str:
@@ -36,40 +33,40 @@ def _described(work: Work) -> str:
 
 
 def _as_operations(count: int) -> str:
-    """Floating-point operations for people: "12.3 MFLOP"."""
+    """Format a number of floating-point operations: "12.3 MFLOP"."""
     power = min((len(str(count)) - 1) // 3, 4)
     return f"{count / 1000**power:.{1 if power else 0}f} {('', 'k', 'M', 'G', 'T')[power]}FLOP"
 
 
-def _compared(before: Work, after: Work) -> str:
+def _ratio(before: Work, after: Work) -> str:
     if not (before.flops and before.bytes):
         return ""
     return f" ({after.flops / before.flops:.0%} and {after.bytes / before.bytes:.0%})"
 
 
 def pass_lines(report: CompileReport) -> Iterator[str]:
-    """What each pass did, then what it refused, with the user's module and line."""
+    """The changes that each pass applied, then those it refused, with module and source location."""
     idle: dict[str, None] = {}
     for stage in report.stages:
-        for each in stage.passes:
-            if each.applied or each.refused:
-                yield from _of_pass(f"{each.name} ({stage.name})", each)
+        for one in stage.passes:
+            if one.applied or one.refused:
+                yield from _lines_of_pass(f"{one.name} ({stage.name})", one)
             else:
-                idle[f"{each.name} ({stage.name})"] = None
+                idle[f"{one.name} ({stage.name})"] = None
     if idle:
         yield f"nothing to do: {', '.join(idle)}"
 
 
-def _of_pass(title: str, done: PassReport, did: str = "did") -> Iterator[str]:
+def _lines_of_pass(title: str, report: PassReport, label: str = "applied") -> Iterator[str]:
     yield title
-    for text, count in _counted(done.applied):
-        yield f"  {did:<9}{text}{count}"
-    for text, count in _counted([f"{r.node}: {r.reason}{f'  [{r.where}]' if r.where else ''}" for r in done.refused]):
+    for text, count in _counted(report.applied):
+        yield f"  {label:<9}{text}{count}"
+    for text, count in _counted([f"{r.node}: {r.reason}{f'  [{r.where}]' if r.where else ''}" for r in report.refused]):
         yield f"  refused  {text}{count}"
 
 
 def _counted(texts: list[str] | tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Each text once, with how often it comes."""
+    """Each distinct text, with the number of times it occurs."""
     for text in dict.fromkeys(texts):
         times = texts.count(text)
         yield text, f" ({times} times)" if times > 1 else ""
@@ -79,20 +76,21 @@ def _counted(texts: list[str] | tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     model_arguments(parser)
-    parser.add_argument("--keep-outputs", metavar="NAME", nargs="+", help="the outputs that are read, such as loss")
-    parser.add_argument("--rng", choices=("fast", "torch"), default="fast", help="as the option rng (default: fast)")
+    parser.add_argument("--keep-outputs", metavar="NAME", nargs="+", help="the outputs to compute, such as loss")
+    parser.add_argument("--rng", choices=("fast", "torch"), default="fast", help="the option rng (default: fast)")
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the cost, the passes and the fused regions."""
     model = model_of(options)
     module = ORTModule(
         model.module,
         count_work=True,
         keep_outputs=options.keep_outputs,
         rng=options.rng,
-        fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # why there is no graph is what is asked for
+        fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # the user asks why there is no graph
     )
     with only_errors(), torch.enable_grad():
         model(module)
@@ -102,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
     for line in (*work_lines(report), *pass_lines(report)):
         console.print(line, markup=False)
     engine: Engine = module.__dict__["_engine"]
-    for found in engine.newest().regions():
-        for line in _of_pass(found.name, found, did="region"):
+    for regions in engine.newest().regions():
+        for line in _lines_of_pass(regions.name, regions, label="region"):
             console.print(line, markup=False)
     for name, variant in report.variants.items():
         console.print(f"[bold]{escape(model.name)}, {escape(name)}[/bold]")

@@ -1,6 +1,6 @@
-"""`onnxtrain memory MODEL`: where the memory of a training step goes, in the terminal and as a page.
+"""`onnxtrain memory MODEL`: the memory of a training step, in the terminal and as an HTML page.
 
-The same step in eager PyTorch, as the plan predicts it here, and as it is measured here.
+Compares the step measured in eager PyTorch, predicted from onnxtrain's plan, and measured in onnxtrain.
 """
 
 from __future__ import annotations
@@ -39,37 +39,44 @@ from onnxtrain.plan.recompute_subgraphs import find_subgraphs, subgraph_reports
 from onnxtrain.plan.storage import Storages
 from onnxtrain.report import SubgraphReport
 
-_WIDTH = 150  # of tables where no terminal says
+_WIDTH = 150  # of tables, if the output is not a terminal
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     model_arguments(parser)
     parser.add_argument(
-        "--optimizer", choices=[*_OPTIMIZERS, "none"], default="adamw", help="whose state is counted (default: adamw)"
+        "--optimizer",
+        choices=[*_OPTIMIZERS, "none"],
+        default="adamw",
+        help="the optimizer whose state is counted (default: adamw)",
     )
     parser.add_argument(
-        "--largest", type=positive, default=20, metavar="N", help="how many tensors to list (default: 20)"
+        "--largest", type=positive, default=20, metavar="N", help="the number of tensors to list (default: 20)"
     )
-    parser.add_argument("--subgraphs", action="store_true", help="list what memory_opt_config can name")
-    parser.add_argument("--budget", metavar="BYTES", help="plan for memory_budget_bytes: bytes, a share, or auto")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="write the timelines as a page")
+    parser.add_argument(
+        "--subgraphs", action="store_true", help="list the recomputable subgraphs for the option memory_opt_config"
+    )
+    parser.add_argument(
+        "--budget", metavar="BYTES", help="the option memory_budget_bytes: bytes, a fraction such as 0.5, or auto"
+    )
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write the timelines to an HTML page")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the peaks and the largest tensors; writes the page where one is asked for."""
+    """Print the peaks and the largest tensors; write the page if asked to."""
     loaded = model_of(options)
     name = type(loaded.module).__name__
-    twin = copy.deepcopy(loaded.module)
-    eager = _measure("Measured in eager PyTorch", loaded, twin, twin, options.optimizer)
-    before, sizes, keeping = _planned(copy.deepcopy(twin), loaded, recompute_cheap=False)
+    eager_module = copy.deepcopy(loaded.module)
+    eager = _measure("Measured in eager PyTorch", loaded, eager_module, eager_module, options.optimizer)
+    keep_all, keep_all_storages, keep_all_engine = _planned(copy.deepcopy(eager_module), loaded, recompute_cheap=False)
     plan, storages, engine = _planned(loaded.module, loaded, memory_budget_bytes=options.budget)
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
     tensors = largest_tensors(plan, storages, options.largest, recomputed_in(plan))
     peaks = {
         "eager PyTorch, measured": eager.activations,
-        "onnxtrain that keeps everything, predicted": activations_of(before),
+        "onnxtrain without recomputation, predicted": activations_of(keep_all),
         "onnxtrain, predicted": activations_of(plan),
         "onnxtrain, measured": ours.activations,
     }
@@ -77,23 +84,23 @@ def run(options: argparse.Namespace) -> int:
     console.print(_peaks(peaks, ours))
     console.print(_tensors(tensors))
     if options.subgraphs:
-        console.print(_subgraphs(_what_can_be_named(keeping.newest(), sizes, recomputed_in(plan))))
+        rows = _recomputable(keep_all_engine.newest(), keep_all_storages, recomputed_in(plan))
+        console.print(_subgraphs(rows))
     if options.html is not None:
-        plan_drawn = predicted("Predicted from the plan", plan, storages, ours.state)
         charts = (
             Chart(eager.timeline, "The allocator's events of one step."),
-            Chart(plan_drawn, "Before a step runs, from the sizes."),
+            Chart(predicted("Predicted from the plan", plan, storages, ours.state), "Computed from the input sizes."),
             Chart(ours.timeline, "The allocator's events of one step."),
         )
-        about = f"One training step of {loaded.name}, optimizer {options.optimizer}; gradients are counted from none."
+        about = f"One training step of {loaded.name}, optimizer {options.optimizer}; gradients start as None."
         tiles = [Tile(as_bytes(count), f"activations, {name}") for name, count in peaks.items()]
         write_page(options.html, render(f"Memory of {name}", about, tiles, charts, tensors))
     return 0
 
 
 def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tuple[Timeline, Storages, Engine]:
-    """The plan of a module, at the sizes of the loaded inputs, and what runs it. One step is done."""
-    # What is tried, and another program for padded batches, would make this step unlike the plan.
+    """The plan of a module at the sizes of the loaded inputs, and its engine, after one step."""
+    # Timing candidate kernels, or a variant without padding, would make this step differ from the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
     engine = Engine(module, replace(settings, tuning=False, skip_padding="never"), EntryPoint(is_part=True))
     loss_of(engine(loaded.args, loaded.kwargs)).backward()
@@ -101,14 +108,14 @@ def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tu
     return *engine.newest().timeline(), engine
 
 
-def _what_can_be_named(compiled: Compiled, storages: Storages, again: Collection[str]) -> Sequence[SubgraphReport]:
-    """All patterns of a plan that keeps everything; `again` is what is computed again in the plan that runs."""
+def _recomputable(compiled: Compiled, storages: Storages, recomputed: Collection[str]) -> Sequence[SubgraphReport]:
+    """The subgraphs of a plan without recomputation; `recomputed` names what the plan that runs recomputes."""
     parts = compiled.parts
     if compiled.report.subgraphs or parts is None:
         return compiled.report.subgraphs
-    changed = [parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
-    done = [v for v in parts.kept if f"{v.name}/again" in again]
-    return subgraph_reports(find_subgraphs(parts, storages, changed), done)
+    mutated = [parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
+    values = [v for v in parts.kept if f"{v.name}/again" in recomputed]
+    return subgraph_reports(find_subgraphs(parts, storages, mutated), values)
 
 
 def _measure(
@@ -116,9 +123,15 @@ def _measure(
 ) -> MeasuredStep:
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
-        raise OptionError("MODEL has nothing to train.", where=loaded.name, todo="give a model with parameters")
-    chosen = None if optimizer == "none" else _OPTIMIZERS[optimizer](parameters)
-    return measure_step(title, module, chosen, lambda: run(*loaded.args, **loaded.kwargs), loss_of)
+        raise OptionError(
+            "MODEL has no trainable parameters.",
+            where=loaded.name,
+            expected="at least one parameter with requires_grad=True",
+            got="none",
+            todo="name another model",
+        )
+    stepper = None if optimizer == "none" else _OPTIMIZERS[optimizer](parameters)
+    return measure_step(title, module, stepper, lambda: run(*loaded.args, **loaded.kwargs), loss_of)
 
 
 def _peaks(peaks: Mapping[str, int], step: MeasuredStep) -> Table:
@@ -128,7 +141,7 @@ def _peaks(peaks: Mapping[str, int], step: MeasuredStep) -> Table:
     for name, count in peaks.items():
         result.add_row(name, as_bytes(count))
     for name, count in step.state.items():
-        result.add_row(f"{name}, there all the time", as_bytes(count))
+        result.add_row(f"{name}, persistent", as_bytes(count))
     return result
 
 
@@ -142,7 +155,7 @@ def _tensors(tensors: Sequence[TensorGroup]) -> Table:
 
 
 def _subgraphs(rows: Sequence[SubgraphReport]) -> Table:
-    result = Table(header_style="bold", title="activations that can be computed again", title_justify="left")
+    result = Table(header_style="bold", title="activations that can be recomputed", title_justify="left")
     for name in ("saves", "count", "status", "memory_opt_config"):
         result.add_column(name, justify="right" if name in ("saves", "count") else "left", overflow="fold")
     for row in rows:

@@ -1,4 +1,4 @@
-"""`onnxtrain options`: every option with its value here and now, what decided it, and what it means."""
+"""`onnxtrain options`: every option with its current value, the source of the value, and the meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _shown(knob: Knob, value: object) -> str:
 
 
 def table(rows: tuple[Resolved, ...]) -> Table:
-    """The options for a terminal; those that are not at their default stand out."""
+    """The options for a terminal; those not at their default are bold."""
     result = Table(header_style="bold")
     for column in ("option", "value", "source", "meaning"):
         result.add_column(column, overflow="fold")
@@ -29,12 +29,12 @@ def table(rows: tuple[Resolved, ...]) -> Table:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("--json", type=existing_file, metavar="FILE", help="a JSON file of options to look at")
+    """Add the command's arguments."""
+    parser.add_argument("--json", type=existing_file, metavar="FILE", help="a JSON file of options to apply")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table, and the variables that are set and have no effect."""
+    """Print the table, and the variables that are set without effect."""
     console = Console()
     console.print(table(resolved(path=options.json)))
     for name, meaning in PROCESS_VARIABLES.items():

@@ -1,4 +1,4 @@
-"""Writing the page that a command makes."""
+"""Write a command's HTML page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxtrain.errors import OptionError
 
 
 def write_page(file: Path, text: str) -> None:
-    """Writes the page and says so.
+    """Write the page and print its path.
 
     Raises:
         OptionError: the file cannot be written.
@@ -21,8 +21,8 @@ def write_page(file: Path, text: str) -> None:
         raise OptionError(
             "The page cannot be written.",
             where=str(file),
-            expected="a file that may be written",
+            expected="a writable file",
             got=error,
-            todo="name another file",
+            todo="give another path",
         ) from error
     Console().print(f"wrote {file}", markup=False)

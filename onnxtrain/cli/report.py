@@ -1,4 +1,4 @@
-"""`onnxtrain report MODEL`: a page about a model: its graph before and after, what was done, time, eager's numbers."""
+"""`onnxtrain report MODEL`: an HTML report: graph before and after, passes, time, memory, comparison with eager."""
 
 from __future__ import annotations
 
@@ -27,36 +27,35 @@ from onnxtrain.observe.step_memory import largest_tensors, predicted, recomputed
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.verification import verify
 
-_PROFILED = 3
-_LARGEST = 12  # tensors that are listed
+_PROFILED_STEPS = 3
+_LARGEST = 12  # tensors listed
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     parser.add_argument(
-        "--html", type=new_file, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+        "--html", type=new_file, default=Path("report.html"), metavar="FILE", help="the file (default: report.html)"
     )
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps to time (default: 20)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, and writes the page."""
-    write_page(options.html, render(measured(model_of(options), options.steps)))
+    """Measure, and write the page."""
+    write_page(options.html, render(measure(model_of(options), options.steps)))
     return 0
 
 
-def measured(loaded: LoadedModel, steps: int) -> ModelReport:
-    """All that the page shows.
+def measure(loaded: LoadedModel, steps: int) -> ModelReport:
+    """Compile, verify and time a model.
 
     Args:
         loaded: the model and its inputs.
-        steps: how many steps of each contender are timed.
+        steps: the number of steps to time, of eager PyTorch and of onnxtrain.
 
     Raises:
-        ORTModuleFallbackException: the model cannot be a graph.
+        ORTModuleFallbackException: the model cannot be captured as a graph.
     """
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(io.StringIO()):
         verdict = verify(loaded.module, loaded.batch)
     eager = copy.deepcopy(loaded.module)
     with tempfile.TemporaryDirectory() as folder, only_errors():
@@ -64,7 +63,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
             loaded.module,
             count_work=True,
             dump_dir=folder,
-            # The unit without padding would take the place of the graph that is shown.
+            # A variant without padding would run in place of the graph that the page shows.
             skip_padding="never",
             fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
         )
@@ -73,9 +72,9 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
         captured = read_graph("as captured", next(Path(folder).glob("1-*.onnx")))
         last = max(Path(folder).glob("*-plan.onnx"), key=lambda file: int(file.name.split("-")[0]))
         executed = read_graph("as it runs", last)
-    eager_ms, ours_ms = _take_turns(lambda: _step(loaded, eager), lambda: _step(loaded, ort), steps)
+    eager_ms, ours_ms = _time_interleaved(lambda: _step(loaded, eager), lambda: _step(loaded, ort), steps)
     with profiled() as profile:
-        for _ in range(_PROFILED):
+        for _ in range(_PROFILED_STEPS):
             _step(loaded, ort)
     return ModelReport(
         name=loaded.name,
@@ -83,7 +82,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
         compiled=ort.report(),
         captured=captured,
         executed=executed,
-        times=node_times(profile, {node.op for node in executed.nodes}, _PROFILED),
+        times=node_times(profile, {node.op for node in executed.nodes}, _PROFILED_STEPS),
         eager=Steps("eager PyTorch", eager_ms),
         ours=Steps("onnxtrain", ours_ms),
         verdict=str(verdict),
@@ -93,7 +92,7 @@ def measured(loaded: LoadedModel, steps: int) -> ModelReport:
 
 
 def _memory(model: ORTModule) -> str:
-    """The memory that the plan says a step takes, with its largest tensors; "" for a graph without gradients."""
+    """The memory of a step as planned, with its largest tensors; "" for a graph without gradients."""
     engine = model.__dict__["_engine"]
     if engine.newest().parts is None:
         return ""
@@ -118,7 +117,7 @@ def _about(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _step(loaded: LoadedModel, module: torch.nn.Module) -> None:
-    """Forward and, where the output has a gradient, backward."""
+    """Run forward and, if the output has a gradient, backward."""
     leaves, _ = flatten_output(loaded(module))
     ends = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
@@ -127,17 +126,17 @@ def _step(loaded: LoadedModel, module: torch.nn.Module) -> None:
         parameter.grad = None
 
 
-def _take_turns(
+def _time_interleaved(
     eager: Callable[[], None], ours: Callable[[], None], steps: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Milliseconds of each step, after some that warm up."""
-    found: tuple[list[float], list[float]] = ([], [])
+    """The milliseconds of each step after warm-up; steps of both sides are interleaved."""
+    times_ms: tuple[list[float], list[float]] = ([], [])
     for number in range(steps + max(3, steps // 2)):
-        for times, step in zip(found, (eager, ours), strict=True):
+        for times, step in zip(times_ms, (eager, ours), strict=True):
             start = time.perf_counter()
             step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if number >= max(3, steps // 2):
                 times.append((time.perf_counter() - start) * 1e3)
-    return tuple(found[0]), tuple(found[1])
+    return tuple(times_ms[0]), tuple(times_ms[1])

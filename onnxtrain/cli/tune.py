@@ -1,4 +1,4 @@
-"""`onnxtrain tune`: the measured times of kernels on this machine, in a table; and measuring them in advance."""
+"""`onnxtrain tune`: show the kernel times measured on this machine, or measure them in advance."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _ROWS = (512, 2048)
 COMMON: tuple[Shape, ...] = tuple(
     (rows, *sides) for rows in _ROWS for h in _HIDDEN for sides in ((h, h), (h, 4 * h), (4 * h, h))
 )
-_MOST_STEPS = 60  # on a busy machine few of them count
+_MAX_STEPS = 60  # on a busy machine most measurements are discarded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def table(answers: Answers) -> Table:
-    """The answers for a terminal: one row each."""
+    """The measurements for a terminal, one row each."""
     result = Table(header_style="bold")
-    for column in ("operator, element type, sizes", "measured at", "times", "choice"):
+    for column in ("operator, dtype, sizes", "measured at", "times", "choice"):
         result.add_column(column, overflow="fold")
     for question, answer in sorted(answers.items()):
         ordered = sorted(answer.samples.items(), key=lambda pair: pair[1].seconds)
@@ -49,15 +49,15 @@ def _time(seconds: float) -> str:
 
 @only_errors()
 def fill(shape: Shape, dtype: torch.dtype, folder: Path | None) -> bool:
-    """Runs steps of a linear layer until its kernels are chosen; whether they are.
+    """Run steps of a linear layer until its kernels are chosen. Returns whether they are.
 
-    In a folder of its own first: what is known at other sizes would leave candidates out.
+    Uses a temporary folder first: measurements at other sizes would rule out candidates.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        apart = file_of(Path(scratch))
-        settled = _run(shape, dtype, apart.parent, answers_in(apart))
-        save(file_of(folder), answers_in(apart))
-    return settled
+        file = file_of(Path(scratch))
+        is_chosen = _run(shape, dtype, file.parent, answers_in(file))
+        save(file_of(folder), answers_in(file))
+    return is_chosen
 
 
 def _run(shape: Shape, dtype: torch.dtype, folder: Path, answers: Answers) -> bool:
@@ -65,9 +65,9 @@ def _run(shape: Shape, dtype: torch.dtype, folder: Path, answers: Answers) -> bo
     module = ORTModule(torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder)
     x = torch.randn(rows, inputs).to(dtype).requires_grad_()
     cotangent = torch.randn(rows, outputs).to(dtype)
-    for number in range(_MOST_STEPS):
+    for number in range(_MAX_STEPS):
         module(x).backward(cotangent)
-        if number and all(answer.choice for answer in answers.values()):  # the first step tries nothing
+        if number and all(answer.choice for answer in answers.values()):  # the first step measures nothing
             return True
     return False
 
@@ -75,18 +75,18 @@ def _run(shape: Shape, dtype: torch.dtype, folder: Path, answers: Answers) -> bo
 def _read_shape(text: str) -> Shape:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
         raise OptionError(
-            "The sizes of a linear layer cannot be read.",
+            "The shape of a linear layer is not valid.",
             "onnxtrain tune --shapes",
             "ROWSxINPUTSxOUTPUTS, such as 2048x384x1536",
             text,
-            "Give three numbers from 1 up.",
+            "Give three positive integers.",
         )
     rows, inputs, outputs = map(int, text.split("x"))
     return rows, inputs, outputs
 
 
 def clear(folder: Path | None) -> Path | None:
-    """Removes this machine's file; gives its path where there was one."""
+    """Remove this machine's file. Returns its path, or None if there was none."""
     file = file_of(folder)
     if not file.exists():
         return None
@@ -98,30 +98,34 @@ def clear(folder: Path | None) -> Path | None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--fill", action="store_true", help="measure linear layers of common sizes now")
-    what.add_argument("--shapes", nargs="+", metavar="ROWSxINPUTSxOUTPUTS", help="measure linear layers of these sizes")
-    what.add_argument("--clear", action="store_true", help="forget what was measured on this machine")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="what to measure (default: float32)")
-    parser.add_argument("--folder", type=Path, help="where the times are (default: as in training)")
+    """Add the command's arguments."""
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--fill", action="store_true", help="measure linear layers of common sizes")
+    action.add_argument(
+        "--shapes", nargs="+", metavar="ROWSxINPUTSxOUTPUTS", help="measure linear layers of these shapes"
+    )
+    action.add_argument("--clear", action="store_true", help="remove the measurements of this machine")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="the dtype to measure (default: float32)")
+    parser.add_argument("--folder", type=Path, help="the folder of the measurements (default: as in training)")
 
 
 def run(options: argparse.Namespace) -> int:
+    """Measure if asked to, and print the table."""
     console = Console()
     folder = options.folder or Options.resolve().tuning_results_path
     if options.clear:
         removed = clear(folder)
-        console.print(f"removed {removed}" if removed else f"there was nothing in {file_of(folder)}", markup=False)
+        console.print(f"removed {removed}" if removed else f"nothing to remove: no {file_of(folder)}", markup=False)
         return 0
     shapes = COMMON if options.fill else tuple(map(_read_shape, options.shapes or ()))
     for shape in track(shapes, "measuring", console=console, disable=not shapes):
         if not fill(shape, _DTYPES[options.dtype], folder):
-            console.print(f"{'x'.join(map(str, shape))}: not settled after {_MOST_STEPS} steps: the machine is busy")
+            console.print(f"{'x'.join(map(str, shape))}: undecided after {_MAX_STEPS} steps: the machine is busy")
     facts = setting()
     console.print(f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}", highlight=False)
     console.print(f"{file_of(folder)}", markup=False, highlight=False, soft_wrap=True)
-    known = load(file_of(folder))
-    if known:
-        console.print(table(known))
-    console.print(f"{len(known)} measured" if known else "nothing is measured yet: train, or give --fill")
+    answers = load(file_of(folder))
+    if answers:
+        console.print(table(answers))
+    console.print(f"{len(answers)} measured" if answers else "nothing measured yet: train a model, or pass --fill")
     return 0

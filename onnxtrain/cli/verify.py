@@ -1,4 +1,4 @@
-"""`onnxtrain verify MODEL`: whether a model's graph gives eager PyTorch's numbers; if not, which operator is wrong."""
+"""`onnxtrain verify MODEL`: compare a model's graph with eager PyTorch, and name the first operator that differs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from onnxtrain.verification import verify
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Add the command's arguments."""
     model_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the verdict; FAILED where it is not right."""
+    """Print the verdict; return FAILED if a tensor is out of tolerance."""
     loaded = model_of(options)
     return 0 if verify(loaded.module, loaded.batch).is_right else FAILED

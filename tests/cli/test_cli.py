@@ -30,26 +30,27 @@ def test_ops_finds_by_aten_overload(capsys: pytest.CaptureFixture[str]) -> None:
     assert "QuickGelu" in capsys.readouterr().out
 
 
-# Arguments that are wrong, and what is said of each.
+# Invalid arguments, and a part of the error for each.
 WRONG: dict[str, dict[str, str]] = {
-    "": {"": "say what each pass did", "nosuchcommand": "invalid choice: 'nosuchcommand'"},
-    "artifacts": {"": "required: model", "none.onnx": "no file none.onnx", "FILE --loss x": "invalid choice: 'x'"},
+    "": {"": "show what each pass applied", "nosuchcommand": "invalid choice: 'nosuchcommand'"},
+    "artifacts": {"": "required: model", "no.onnx": "file not found: no.onnx", "FILE --loss x": "invalid choice: 'x'"},
     "explain": {
-        "": "required: MODEL", "none": "no such file or folder", "FILE": "none of these", "FILE:no": "no function 'no'",
-        "FILE:asks": "a function without arguments", "FILE:crooked": "takes its inputs", "FILE:f --batch x": "not x",
+        "": "required: MODEL", "none": "no such file or folder", "FILE": "something else",
+        "FILE:no": "no function 'no'", "FILE:asks": "a function without required arguments",
+        "FILE:crooked": "accepts its inputs", "FILE:f --batch x": "got x",
     },
-    "memory": {"": "required: MODEL", "FILE:f --largest -3": "not -3", "FILE:f --html none/x": "none/x must be a file"},
+    "memory": {"": "required: MODEL", "FILE:f --largest -3": "got -3", "FILE:f --html none/x": "got none/x"},
     "ops": {"nosuchop": "no operator", "(": "no regular expression"},
-    "options": {"--json none": "no file none", "--json FILE": "Expecting value"},
-    "report": {"": "required: MODEL", "FILE:f --steps 0": "not 0", "FILE:f --html none/x": "must be a file"},
-    "run": {"": "required: script", "none.py": "no such script", "-m nosuchmodule": "no such module"},
-    "train": {"": "required: folder", "none --data digits": "no folder none", "FOLDER --data x": "lacks artifacts"},
+    "options": {"--json none": "file not found: none", "--json FILE": "Expecting value"},
+    "report": {"": "required: MODEL", "FILE:f --steps 0": "got 0", "FILE:f --html none/x": "an existing folder"},
+    "run": {"": "required: script", "none.py": "Script not found", "-m nosuchmodule": "Module not found"},
+    "train": {"": "required: folder", "no --data digits": "folder not found: no", "FOLDER --data x": "are missing"},
     "tune": {"--shapes 3x": "such as 2048x384x1536", "--dtype int": "invalid choice: 'int'"},
     "verify": {"": "required: MODEL", "none": "no such file or folder"},
 }  # fmt: skip
 USERS_FILE = """
 import torch
-def asks(what): pass
+def asks(argument): pass
 def crooked(): return torch.nn.Linear(4, 4), torch.ones(2, 4, dtype=torch.long)
 def raises(): return Net(), torch.ones(2, 4)
 class Net(torch.nn.Linear):
@@ -64,12 +65,12 @@ def users_file(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "users_file.py"
 
 
-def test_wrong_arguments_of_every_command_are_tried() -> None:
+def test_every_command_has_invalid_arguments_here() -> None:
     assert WRONG.keys() == {"", *cli.COMMANDS}
 
 
 @pytest.mark.parametrize(("command", "given"), [(c, g) for c, table in WRONG.items() for g in table])
-def test_a_wrong_argument_is_named(
+def test_an_invalid_argument_is_named(
     command: str, given: str, users_file: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"{command} {given}".replace("FILE", str(users_file)).replace("FOLDER", str(users_file.parent)).split()
@@ -100,7 +101,7 @@ def test_errors_of_the_users_code_are_shown_as_its_own(
     assert shown(f"{users_file.parent / 'imports.py'}:f").count("File ") == 1
 
 
-def test_verify_says_whether_the_numbers_are_right(
+def test_verify_prints_the_verdict(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "users_linear.py").write_text("import torch\ndef f(): return torch.nn.Linear(4, 4), torch.ones(2, 4)")
@@ -117,11 +118,11 @@ def test_errors_of_the_package_are_shown_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(options: Any) -> int:
-        raise GraphError("it broke", todo="mend it")
+        raise GraphError("it broke", todo="fix it")
 
     monkeypatch.setattr(ops, "run", fail)
     assert cli.main(["ops"]) == cli.FAILED
-    assert "mend it" in capsys.readouterr().err
+    assert "fix it" in capsys.readouterr().err
 
 
 def test_every_command_has_its_module() -> None:
@@ -151,7 +152,7 @@ def test_a_page_that_cannot_be_written() -> None:
 
 
 def test_commands_about_modules_need_no_extra() -> None:
-    """Flatbuffers and onnxruntime come with the extra `ort`."""
+    """The extra `ort` installs flatbuffers and onnxruntime."""
     names = "explain, memory, ops, options, report, verify"
     blocked = "sys.modules.update(flatbuffers=None, onnxruntime=None)"
     subprocess.run([sys.executable, "-c", f"import sys; {blocked}; from onnxtrain.cli import {names}"], check=True)

@@ -150,7 +150,7 @@ def test_what_cannot_be_loaded(file: Path, tmp_path: Path) -> None:
     refused(f"{file}:other", "no function 'other'")
     refused(str(tmp_path / "none.py:build"), "no such file")
     refused(str(tmp_path / "none.onnx"), "no such file")
-    refused(str(file), "none of these")
+    refused(str(file), "something else")
     refused(str(tmp_path), "config.json")
     (tmp_path / "config.json").write_text("{")
     refused(str(tmp_path), "config.json")

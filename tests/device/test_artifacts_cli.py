@@ -41,7 +41,7 @@ def test_trains_what_patterns_name(model: Path, tmp_path: Path, capsys: pytest.C
         "1",
     ]
     assert cli.main(["artifacts", str(model), *given, "-o", str(out), "--portable"]) == 0
-    assert "21 numbers in 2 parameters are trained: fc.w, fc.b" in capsys.readouterr().out
+    assert "2 trainable parameters, 21 elements: fc.w, fc.b" in capsys.readouterr().out
     run = Stock(out)
     assert (run.facts["trainable"], run.facts["frozen"]) == (["fc.w", "fc.b"], ["body.w"])
     assert run.facts["portable"]
@@ -60,8 +60,8 @@ def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "code", "says"),
     [
-        (["--train", "nothing*"], cli.USAGE, "some of body.w, fc.w, fc.b"),
-        (["--learn-scales"], cli.USAGE, "give --qat too"),
+        (["--train", "nothing*"], cli.USAGE, "one of body.w, fc.w, fc.b"),
+        (["--learn-scales"], cli.USAGE, "add --qat"),
         (["--freeze", "*"], cli.FAILED, "No parameter is to be trained"),
         (["--loss-input", "nowhere"], cli.FAILED, "no value of this name"),
         (["--also-output", "nowhere"], cli.FAILED, "no such outputs"),

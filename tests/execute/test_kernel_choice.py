@@ -480,7 +480,7 @@ def test_expected_shapes_have_a_number_for_every_size() -> None:
 def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ["--folder", str(tmp_path)]
     assert cli.main(["tune", *folder]) == 0
-    assert "nothing is measured yet" in capsys.readouterr().out
+    assert "nothing measured yet" in capsys.readouterr().out
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert cli.main(["tune", "--shapes", "256x128x256", *folder]) == 0

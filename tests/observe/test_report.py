@@ -12,7 +12,7 @@ import pytest
 
 from onnxtrain.cli import main
 from onnxtrain.cli.model import load_model
-from onnxtrain.cli.report import measured
+from onnxtrain.cli.report import measure
 from onnxtrain.observe.model_report.page import render
 from onnxtrain.observe.model_report.values import ModelReport
 
@@ -39,7 +39,7 @@ def less_than():
 def report(tmp_path_factory: pytest.TempPathFactory) -> ModelReport:
     file = tmp_path_factory.mktemp("report") / "net.py"
     file.write_text(MODEL)
-    return measured(load_model(f"{file}:less_than"), steps=2)
+    return measure(load_model(f"{file}:less_than"), steps=2)
 
 
 def test_the_values_are_those_of_the_model(report: ModelReport) -> None:
@@ -113,7 +113,7 @@ def test_a_browser_shows_and_searches_it(report: ModelReport, tmp_path: Path) ->
 
 
 def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: ModelReport) -> None:
-    monkeypatch.setattr("onnxtrain.cli.report.measured", lambda loaded, steps: report)
+    monkeypatch.setattr("onnxtrain.cli.report.measure", lambda loaded, steps: report)
     (tmp_path / "net.py").write_text(MODEL)
     assert main(["report", f"{tmp_path}/net.py:less_than", "--html", f"{tmp_path}/page.html"]) == 0
     assert "<!doctype html>" in (tmp_path / "page.html").read_text()
