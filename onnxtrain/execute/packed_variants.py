@@ -32,7 +32,7 @@ from onnxtrain.ops import view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.options import Options
-from onnxtrain.passes.attention_masks import added_to_scores
+from onnxtrain.passes.attention_masks import split_mask
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import single_part
@@ -187,7 +187,7 @@ def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None
         n = view(node)
         width = sizes.dims_of(n.q)[3]
         flash = sizes.dims_of(n.v)[3] == width and flash_runs(device.type, TORCH_DTYPES[dtype_of(n.q)], width)
-        if not flash or added_to_scores(node).table is not None:
+        if not flash or split_mask(node).table is not None:
             return node
     return None
 

@@ -131,7 +131,7 @@ class Question:
                 found[:, slice(*reader.steps)] = True
             elif reader.kind == "rows":
                 found.view(-1)[next(values)] = True
-            elif reader.kind == "places":
+            elif reader.kind == "positions":
                 found[next(values), next(values)] = True
             else:
                 read = (next(values) != 0) ^ reader.negated
@@ -207,7 +207,7 @@ def _triangle(steps: int) -> Tensor:
 
 def _kinds(mask: Mask, value: Tensor | None, visible: Tensor, keeps: Tensor) -> set[bool]:
     """Which of False (all kept columns) and True (those up to its own) a mask shows to each row that is read."""
-    if mask.placed and (keeps[:, 1:] > keeps[:, :-1]).any():
+    if mask.indexes_table and (keeps[:, 1:] > keeps[:, :-1]).any():
         return set()
     columns = keeps[:, None, None, :]
     rows = keeps[:, None, :, None] if mask.packed else torch.ones((), dtype=torch.bool)

@@ -1,10 +1,10 @@
-"""What an attention adds to its scores, taken apart: which columns it hides, and a table of biases.
+"""Split what an attention adds to its scores into a mask, which hides columns, and a bias table.
 
-    Where(visible, bias[1, h, s, s], lowest)    shows `visible`, and adds the table bias[h, s, s]
-    Add(bias[1, h, s, s], mask[b, 1, 1, s])     shows where mask is 0, and adds the table
+    Where(visible, bias[1, h, s, s], lowest)    mask `visible`, table bias[h, s, s]
+    Add(bias[1, h, s, s], mask[b, 1, 1, s])     visible where mask is 0, table bias[h, s, s]
 
-A mask is made of integers and booleans, so that it can be asked for at the start of a step. A table is all else, as
-relative positions are; it is the same for all sequences.
+A mask depends on integer and boolean inputs only, so that it can be evaluated at the start of a step. A table is
+everything else, such as relative position biases; it is the same for all sequences.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Mask:
     """The mask of an attention.
 
     Attributes:
-        value: bool, true where a row sees a column; or a number that is added; None where there is neither.
-        causal: whether a row sees no column after its own, whatever the value is.
-        packed: whether the rows are tokens too, packed as the columns are.
-        safe: whether a row gives 0 that sees nothing because -inf hides all of its columns.
-        fill: what hidden scores become where the mask is bool.
-        lowest: the smallest number of the scores' type.
-        placed: whether a table is read by the places of tokens, which are those of the kept ones where padding is
-            on the right only.
+        value: boolean (true for visible columns) or additive; None without a mask.
+        causal: whether columns after a row's own are hidden too.
+        packed: whether the rows are packed tokens, as the columns are.
+        safe: whether a row whose columns are all hidden by -inf gives 0 (instead of NaN).
+        fill: the value of hidden scores under a boolean mask.
+        lowest: the smallest value of the scores' element type.
+        indexes_table: whether there is a bias table, indexed by token positions: packing keeps them only if all
+            padding is on the right.
     """
 
     value: ir.Value | None
@@ -47,17 +47,17 @@ class Mask:
     safe: bool
     fill: float
     lowest: float
-    placed: bool
+    indexes_table: bool
 
 
 @dataclass(frozen=True)
-class Added:
-    """What is added to scores.
+class MaskAndTable:
+    """The two parts of what an attention adds to its scores.
 
     Attributes:
-        mask: bool, or a number, made of data; None where there is none.
-        fill: what hidden scores become where the mask is bool; None where that is not known.
-        table: biases that broadcast to [1, heads, rows, columns].
+        mask: boolean or additive, computed from integer and boolean inputs; None without a mask.
+        fill: the value of hidden scores under a boolean mask; None if unknown.
+        table: biases that broadcast to [1, heads, rows, columns], or None.
     """
 
     mask: ir.Value | None
@@ -65,28 +65,28 @@ class Added:
     table: ir.Value | None
 
 
-def added_to_scores(node: ir.Node) -> Added:
-    """What the attention `node` adds to its scores.
+def split_mask(node: ir.Node) -> MaskAndTable:
+    """Split what the attention `node` adds to its scores.
 
     Raises:
-        NotRowwise: it is no mask and no table.
+        NotRowwise: it is not a combination of a mask and a table.
     """
     n = view(node)
-    bias, filled = getattr(n, "bias", None), getattr(n, "fill", None)
-    if filled is not None and not is_made_of_data(filled):
-        raise NotRowwise(f"its mask {n.mask.name} is not made of integers and booleans alone")
-    fill = -math.inf if filled is None else number_of(filled)
-    found = Added(n.mask, fill, None) if is_made_of_data(n.mask) else _taken_apart(n.mask)
-    if found is None or (bias is not None and found.table is not None):
-        raise NotRowwise(f"its mask {n.mask.name} is not made of integers and booleans alone")
-    table = bias if found.table is None else found.table
+    bias, fill_value = getattr(n, "bias", None), getattr(n, "fill", None)
+    if fill_value is not None and not depends_on_data_only(fill_value):
+        raise NotRowwise(f"its mask {n.mask.name} does not depend on integer and boolean inputs alone")
+    fill = -math.inf if fill_value is None else number_of(fill_value)
+    parts = MaskAndTable(n.mask, fill, None) if depends_on_data_only(n.mask) else _split_combination(n.mask)
+    if parts is None or (bias is not None and parts.table is not None):
+        raise NotRowwise(f"its mask {n.mask.name} does not depend on integer and boolean inputs alone")
+    table = bias if parts.table is None else parts.table
     if table is not None and rank_of(table) == 4 and sizes.dims_of(table)[0] != 1:
-        raise NotRowwise(f"the bias {table.name} that is added to its scores is another for each sequence")
-    return Added(found.mask, found.fill, table)
+        raise NotRowwise(f"its bias {table.name} differs between sequences")
+    return MaskAndTable(parts.mask, parts.fill, table)
 
 
-def _taken_apart(value: ir.Value) -> Added | None:
-    """A sum or a choice of a table and a mask."""
+def _split_combination(value: ir.Value) -> MaskAndTable | None:
+    """Split an Add or Where of a table and a mask; None for any other value."""
     node = value.producer()
     while node is not None and definition_of(node) in (CLONE, IDENTITY) and node.inputs[0] is not None:
         value = node.inputs[0]
@@ -96,33 +96,33 @@ def _taken_apart(value: ir.Value) -> Added | None:
     n = view(node)
     if n.definition is ADD:
         for mask, table in ((n.a, n.b), (n.b, n.a)):
-            if is_made_of_data(mask) and not is_made_of_data(table):
-                return Added(mask, -math.inf, table)
+            if depends_on_data_only(mask) and not depends_on_data_only(table):
+                return MaskAndTable(mask, -math.inf, table)
     if n.definition is WHERE:
         condition, table, lowest = node.inputs
         assert condition is not None
         assert lowest is not None
-        if constant_of(lowest) is not None and is_made_of_data(condition):
-            return Added(condition, number_of(lowest), table)
+        if constant_of(lowest) is not None and depends_on_data_only(condition):
+            return MaskAndTable(condition, number_of(lowest), table)
     return None
 
 
 def mask_of(node: ir.Node, packed: bool) -> Mask:
-    """The mask of an attention for which `added_to_scores` raises nothing."""
-    n, added = view(node), added_to_scores(node)
+    """Return the mask of an attention for which `split_mask` raises nothing."""
+    n, parts = view(node), split_mask(node)
     lowest = float(torch.finfo(TORCH_DTYPES[dtype_of(n.q)]).min)
-    # A number that is not known hides nothing for sure.
-    fill = 0.0 if added.fill is None else added.fill
+    # An unknown fill value is not guaranteed to hide anything.
+    fill = 0.0 if parts.fill is None else parts.fill
     safe = n.definition is FLASH_ATTENTION or bool(n.safe)
     causal = bool(getattr(n, "is_causal", 0))
-    return Mask(added.mask, causal, packed, safe, fill, lowest, added.table is not None)
+    return Mask(parts.mask, causal, packed, safe, fill, lowest, parts.table is not None)
 
 
-def is_made_of_data(value: ir.Value | None) -> bool:
-    """Whether a value depends on integer and boolean inputs only: not on parameters, not on random numbers."""
-    waiting, seen = [value], set[ir.Value | None]()
-    while waiting:
-        v = waiting.pop()
+def depends_on_data_only(value: ir.Value | None) -> bool:
+    """Return whether a value depends on integer and boolean inputs only: not on parameters or random numbers."""
+    worklist, seen = [value], set[ir.Value | None]()
+    while worklist:
+        v = worklist.pop()
         if v is None or v in seen or v.const_value is not None:
             continue
         seen.add(v)
@@ -134,5 +134,5 @@ def is_made_of_data(value: ir.Value | None) -> bool:
         definition = definition_of(node)
         if definition.effects & ~Effects.HOST_SYNC:
             return False
-        waiting += [x for i, x in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
+        worklist += [x for i, x in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
     return True

@@ -1,9 +1,9 @@
-"""Joins transposes, and leaves out those that move nothing.
+"""Combine consecutive transposes, and remove those that move nothing.
 
     before   Transpose(Transpose(x, perm=[0, 2, 1]), perm=[0, 2, 1])        after    x
     before   Transpose(x[1, 1, 1024, 4096], perm=[2, 0, 3, 1])              after    Reshape(x, [1024, 1, 4096, 1])
 
-A transpose that keeps the order of all axes but those of size 1 is a Reshape, which no runtime copies for.
+A transpose that only moves axes of size 1 becomes a Reshape, for which no runtime copies.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
 def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
-    """Joins and removes transposes of `graph`; a result of the module keeps its own, as the view that it is."""
+    """Combine and remove transposes of `graph`; a module output remains the view that it is in eager."""
     op = builder(graph)
-    joined = reshapes = 0
+    combined = reshapes = 0
     for node in list(graph):
         n = view(node)
         if n.definition is not TRANSPOSE or node.outputs[0].is_graph_output():
@@ -32,28 +32,27 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
         if before is not None and view(before).definition is TRANSPOSE:
             first = view(before)
             source, perm = first.x, [perm_of(first)[axis] for axis in perm]
-        moves = perm != sorted(perm)
-        stays = moves and _keeps_order(source, perm)
-        if source is n.x and not stays:
+        is_reshape = perm != sorted(perm) and _keeps_element_order(source, perm)
+        if source is n.x and not is_reshape:
             continue
         with nodes_before(op, node):
-            new = reshaped(op, source, sizes.dims_of(n.y)) if stays else transposed(op, source, perm)
-        joined += source is not n.x
-        reshapes += stays
+            new = reshaped(op, source, sizes.dims_of(n.y)) if is_reshape else transposed(op, source, perm)
+        combined += source is not n.x
+        reshapes += is_reshape
         _replace(graph, n, new, source)
-    if joined:
-        changes.applied.append(f"joined {counted(joined, 'pair')} of transposes")
+    if combined:
+        changes.applied.append(f"combined {counted(combined, 'pair')} of transposes")
     if reshapes:
-        changes.applied.append(f"made a Reshape of {counted(reshapes, 'Transpose')}")
+        changes.applied.append(f"replaced {counted(reshapes, 'Transpose', 'Transpose nodes')} by Reshape")
 
 
-def _keeps_order(x: ir.Value, perm: list[int]) -> bool:
-    moving = [axis for axis in perm if sizes.dims_of(x)[axis] != 1]
-    return moving == sorted(moving)
+def _keeps_element_order(x: ir.Value, perm: list[int]) -> bool:
+    axes = [axis for axis in perm if sizes.dims_of(x)[axis] != 1]
+    return axes == sorted(axes)
 
 
 def _replace(graph: ir.Graph, n: NodeView, new: ir.Value, source: ir.Value) -> None:
-    if new is source:  # it has its own name
+    if new is source:  # keeps its own name
         n.y.replace_all_uses_with(new)
         graph.remove(n.node, safe=True)
     else:

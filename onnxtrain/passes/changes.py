@@ -1,4 +1,4 @@
-"""What a pass did and what it refused: sentences that a report can show."""
+"""What a pass changed and what it refused to change, in sentences for the report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from onnxtrain.report import PassReport, Refusal
 
 
 def stopped(at: ir.Node, reason: str) -> str:
-    """Why a pass that walks through the graph went no further than `at`, with the user's module."""
+    """Format why a pass that walks the graph stopped at the node `at`, with the user's module."""
     module = at.metadata_props.get("module")
     return f"stops at {at.op_type} {at.name!r}{f' of {module}' if module else ''}: {reason}"
 
 
-def counted(count: int, noun: str) -> str:
-    """A count in a sentence: "1 node", "2 nodes"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Format a count: "1 node", "2 nodes"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 @dataclass
 class Changes:
-    """Filled by one pass; `passes` by those who run several."""
+    """The changes of one pass, or of several with a report of each in `passes`."""
 
     pass_name: str = ""
     applied: list[str] = field(default_factory=list)
@@ -31,11 +31,11 @@ class Changes:
     passes: list[PassReport] = field(default_factory=list)
 
     def add(self, later: Changes) -> None:
-        """Notes what passes did that ran behind these."""
+        """Append the changes of passes that ran after these."""
         self.applied += later.applied
         self.refused += later.refused
         self.passes += later.passes
 
     def refuse(self, node: ir.Node, reason: str) -> None:
-        """Notes that `node` was left alone, and why."""
+        """Record that the pass left `node` unchanged, and why."""
         self.refused.append(Refusal(self.pass_name, node.name or node.op_type, reason, traversal.origin(node) or ""))

@@ -1,14 +1,14 @@
-"""Joins the last linear layer and its cross entropy, so that the scores are never held whole.
+"""Fuse the last linear layer with its cross entropy, so that the full logits are never materialized.
 
     before   loss = CrossEntropy(Reshape(Linear(x[b, s, h], w[c, h])), labels)
     after    loss = LinearCrossEntropy(Reshape(x), w, labels)
 
-The scores of a vocabulary, their softmax and its gradient are each larger than all else that a step keeps; the op
-computes them for some rows at a time. What stands between layer and loss must leave rows and classes as they are, or
-pick rows: views, slices of steps, a cast to a wider type.
+The logits of a vocabulary, their softmax and its gradient are each larger than everything else that a step saves; the
+fused op computes them in chunks of rows. The ops between layer and loss must keep rows and classes, or select rows:
+views, slices of time steps, a cast to a wider type.
 
-Refuses where others read the scores or the log probabilities: outputs of the module are read, label smoothing reads all
-classes. Scores of few classes stay as they are.
+Refused if logits or log-probabilities have other users (a module output; label smoothing, which reads all classes).
+Logits of few classes stay as they are.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
-FEWEST_CLASSES = 4096  # below, the scores of a thousand rows take less than 16 MB
+FEWEST_CLASSES = 4096  # with fewer, the logits of a thousand rows take less than 16 MB
 _SAME_ROWS = (RESHAPE, SQUEEZE, UNSQUEEZE, CLONE, IDENTITY)
-_PRODUCTS = (LINEAR, MATMUL)
+_MATMULS = (LINEAR, MATMUL)
 
 
 def chunk_losses(graph: ir.Graph, changes: Changes) -> None:
-    """Joins each cross entropy of `graph` with the linear layer that gives its scores."""
+    """Fuse each cross entropy of `graph` with the linear layer that computes its logits."""
     op = builder(graph)
     for node in list(graph):
         n = view(node)
         if n.definition not in (CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD) or not _is_vocabulary(node.inputs[0]):
             continue
-        found = _found(n)
-        if isinstance(found, str):
-            changes.refuse(node, found)
+        head = _match_head(n)
+        if isinstance(head, str):
+            changes.refuse(node, head)
             continue
-        changes.applied.append(f"{node.name} never holds all scores of its {sizes.dims_of(n.scores)[1]} classes")
-        _join(op, n, found)
+        classes = sizes.dims_of(n.scores)[1]
+        changes.applied.append(f"{node.name} computes the logits of its {classes} classes in chunks of rows")
+        _fuse(op, n, head)
 
 
 def _is_vocabulary(scores: ir.Value | None) -> bool:
@@ -59,60 +60,60 @@ def _is_vocabulary(scores: ir.Value | None) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Where scores come from.
+class _Head:
+    """The layer that computes the logits of a loss.
 
     Attributes:
-        product: Linear or MatMul.
-        slices: what picks rows of the scores, from the product to the loss.
+        layer: Linear or MatMul.
+        slices: the nodes that select rows of the logits, from the layer to the loss.
     """
 
-    product: NodeView
+    layer: NodeView
     slices: tuple[NodeView, ...]
 
 
-def _found(n: NodeView) -> _Found | str:
-    """The product behind a loss, or why the two are not joined."""
+def _match_head(n: NodeView) -> _Head | str:
+    """Return the layer before a loss, or why the two are not fused."""
     if n.definition is NEGATIVE_LOG_LIKELIHOOD:
-        return "all log probabilities are computed before it, as label smoothing needs them"
+        return "label smoothing needs all log-probabilities"
     if rank_of(n.scores) != 2:
-        return "its scores have more than two axes"
+        return "its logits have more than two dimensions"
     if n.reduction == "none":
-        return "its loss is not reduced: there is one for each row"
+        return 'its loss is not reduced (reduction="none")'
     if n.output_type is not None:
-        return "its loss has another type than its scores"
+        return "its loss and its logits have different element types"
     if any(v is not None and v.uses() for v in (n.log_prob, n.total_weight)) or n.log_prob.is_graph_output():
-        return f"its log probabilities {n.log_prob.name} are read"
+        return f"its log-probabilities {n.log_prob.name} have users"
     if n.ignore_index is not None and constant_of(n.ignore_index) is None:
-        return "which label it ignores is not known before the graph runs"
-    return _walked(n)
+        return "its ignore_index is not a constant"
+    return _walk_to_layer(n)
 
 
-def _walked(n: NodeView) -> _Found | str:
-    value, reader, slices = n.scores, n.node, list[NodeView]()
+def _walk_to_layer(n: NodeView) -> _Head | str:
+    value, user, slices = n.scores, n.node, list[NodeView]()
     while True:
-        if only_user(value) is not reader:
-            return f"its scores {value.name} are read elsewhere too: keep_outputs can name the outputs that are read"
-        reader = value.producer()
-        if reader is None:
-            return f"its scores {value.name} are given to the graph"
-        at = view(reader)
-        if at.definition in _PRODUCTS:
+        if only_user(value) is not user:
+            return f"its logits {value.name} have other users: keep_outputs can name the outputs that are used"
+        user = value.producer()
+        if user is None:
+            return f"its logits {value.name} are an input of the graph"
+        at = view(user)
+        if at.definition in _MATMULS:
             break
         if not _keeps_classes(at):
-            return stopped(reader, "its scores are no linear layer's alone")
+            return stopped(user, "not an op that keeps the classes of a linear layer")
         if at.definition is SLICE:
             slices.insert(0, at)
-        value = reader.inputs[0]
+        value = user.inputs[0]
     weight = at.w if at.definition is LINEAR else at.b
     x = at.x if at.definition is LINEAR else at.a
     if rank_of(weight) != 2 or rank_of(x) < 2:
-        return stopped(reader, "it does not multiply rows by a matrix")
-    return _Found(at, tuple(slices))
+        return stopped(user, "it does not multiply rows by a matrix")
+    return _Head(at, tuple(slices))
 
 
 def _keeps_classes(n: NodeView) -> bool:
-    """Whether the node gives all classes of the rows of its first input, or of some of them, in their order."""
+    """Return whether the node keeps the class dimension of its first input, and its rows or a slice of them."""
     x, y = n.node.inputs[0], n.node.outputs[0]
     if x is None or rank_of(x) < 2 or rank_of(y) < 2 or sizes.dims_of(x)[-1] != sizes.dims_of(y)[-1]:
         return False
@@ -124,22 +125,22 @@ def _keeps_classes(n: NodeView) -> bool:
     return n.definition in _SAME_ROWS
 
 
-def _join(op: Builder, n: NodeView, found: _Found) -> None:
-    product, loss = found.product, n.loss
-    linear = product.definition is LINEAR
-    x = product.x if linear else product.a
+def _fuse(op: Builder, n: NodeView, head: _Head) -> None:
+    layer, loss = head.layer, n.loss
+    linear = layer.definition is LINEAR
+    x = layer.x if linear else layer.a
     dtype = dtype_of(n.scores)
     ignored = constant_of(n.ignore_index)
     with nodes_before(op, n.node):
-        for cut in found.slices:
-            x = _with_rows(op, x, cut.x)  # views between two slices count rows otherwise
-            fewer = TensorType(dtype_of(x), (*sizes.dims_of(cut.node.outputs[0])[:-1], sizes.dims_of(x)[-1]))
-            x = op.node("", "Slice", (x, *cut.node.inputs[1:]), {}, types=[fewer]).outputs[0]
-        rows = _with_rows(op, x, n.scores)
+        for selection in head.slices:
+            x = _with_rows_of(op, x, selection.x)  # views between two slices may reshape the rows
+            sliced = TensorType(dtype_of(x), (*sizes.dims_of(selection.node.outputs[0])[:-1], sizes.dims_of(x)[-1]))
+            x = op.node("", "Slice", (x, *selection.node.inputs[1:]), {}, types=[sliced]).outputs[0]
+        rows = _with_rows_of(op, x, n.scores)
         new = op.own.LinearCrossEntropy(
             rows,
-            product.w if linear else transposed(op, product.b, [1, 0]),
-            product.b if linear else None,
+            layer.w if linear else transposed(op, layer.b, [1, 0]),
+            layer.b if linear else None,
             n.labels,
             n.weights,
             reduction=n.reduction,
@@ -149,6 +150,6 @@ def _join(op: Builder, n: NodeView, found: _Found) -> None:
     substitute(op.graph, loss, new, [n.node])
 
 
-def _with_rows(op: Builder, x: ir.Value, scores: ir.Value) -> ir.Value:
-    """x[.., h] under the sizes that scores[.., c] of it have."""
-    return reshaped(op, x, (*sizes.dims_of(scores)[:-1], sizes.dims_of(x)[-1]))
+def _with_rows_of(op: Builder, x: ir.Value, logits: ir.Value) -> ir.Value:
+    """Reshape x[.., h] to the leading dimensions of logits[.., c]."""
+    return reshaped(op, x, (*sizes.dims_of(logits)[:-1], sizes.dims_of(x)[-1]))

@@ -1,12 +1,12 @@
-"""Lets a chunked loss give its gradients in forward, where its scores are at hand.
+"""Compute the gradients of a chunked loss in forward, where its logits are available.
 
     before   loss = LinearCrossEntropy(x, w, labels);          dx, dw = LinearCrossEntropyGrad(dloss, x, w, labels)
     after    loss, dx1, dw1 = LinearCrossEntropy(..);          dx, dw = dloss * dx1, dloss * dw1
 
-One matrix product of three is saved: backward would compute the scores again. Gradients of the size of x and w are kept
-instead.
+This saves one of three GEMMs, because backward would recompute the logits; gradients of the size of x and w are saved
+for backward instead.
 
-Refuses in float16: GradScaler scales dloss so that small gradients do not become 0, and here it would come too late.
+Refused in float16: GradScaler scales dloss to keep small gradients from underflowing, and would scale too late here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 
 
 def compute_loss_gradients_in_forward(graph: ir.Graph, changes: Changes) -> None:
-    """Moves the gradients of each chunked loss of a joint graph into its forward node."""
+    """Move the gradients of each chunked loss of a joint graph into its forward node."""
     losses = {
         tuple(node.inputs): node
         for node in graph
@@ -36,10 +36,10 @@ def compute_loss_gradients_in_forward(graph: ir.Graph, changes: Changes) -> None
         if loss is None:
             continue
         if dtype_of(n.x) == ir.DataType.FLOAT16:
-            changes.refuse(node, "its gradients are float16: those of a scaled loss must be computed from it")
+            changes.refuse(node, "its gradients are float16 and would underflow without the scale of GradScaler")
             continue
         _move(graph, loss, n)
-        changes.applied.append(f"{loss.name} gives its gradients with the loss")
+        changes.applied.append(f"{loss.name} computes its gradients in forward")
 
 
 def _move(graph: ir.Graph, loss: ir.Node, backward: NodeView) -> None:
@@ -47,14 +47,14 @@ def _move(graph: ir.Graph, loss: ir.Node, backward: NodeView) -> None:
     name = loss.outputs[0].name
     loss.attributes["gradients"] = ir.AttrInt64s("gradients", list(backward.output_mask))
     loss.resize_outputs(len(LINEAR_CROSS_ENTROPY.outputs))
-    for value, found in zip(loss.outputs, LINEAR_CROSS_ENTROPY.output_types(loss), strict=True):
-        set_type(value, found)
-    moved = []
+    for value, output_type in zip(loss.outputs, LINEAR_CROSS_ENTROPY.output_types(loss), strict=True):
+        set_type(value, output_type)
+    replacements = []
     with nodes_before(op, backward.node):
-        for old, kept in zip(backward.node.outputs, loss.outputs[1:], strict=True):
-            kept.name = f"{name}/{LINEAR_CROSS_ENTROPY.output_name(kept.index() or 0)}"
+        for old, unscaled in zip(backward.node.outputs, loss.outputs[1:], strict=True):
+            unscaled.name = f"{name}/{LINEAR_CROSS_ENTROPY.output_name(unscaled.index() or 0)}"
             if traversal.is_used(old):
-                moved.append((old, op.Mul(kept, cast(op, backward.dy, dtype_of(kept)))))
-    for old, new in moved:
+                replacements.append((old, op.Mul(unscaled, cast(op, backward.dy, dtype_of(unscaled)))))
+    for old, new in replacements:
         substitute(graph, old, new, [])
     graph.remove(backward.node, safe=True)

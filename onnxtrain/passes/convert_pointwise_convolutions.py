@@ -1,12 +1,11 @@
-"""Writes a convolution of kernel size 1 over steps as a matrix product, where its input lies in rows.
+"""Convert 1-D convolutions of kernel size 1 on transposed inputs to matmuls.
 
     before   Transpose(Conv(Transpose(x[b, s, c]), w[o, c, 1]))         as LoRA's merged projections are written
-    after    Linear(x, Reshape(w))                                      the transposes cancel (`cancel_transposes`)
+    after    Linear(x, Reshape(w))                                      `cancel_transposes` removes the transposes
 
-With groups, channels and weights are split, and the products put side by side. Backward gains as well: the products'
-gradients are products.
+With groups, channels and weights are split and the results concatenated. Backward gains too: its gradients are matmuls.
 
-Refuses where the input lies in channels: there a convolution is as fast.
+Refused if the input is not transposed: the convolution is as fast then.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from onnxtrain.ops.spatial import per_axis
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
-_ROWS = [0, 2, 1]  # [b, c, s] as [b, s, c], and back
+_SWAP = [0, 2, 1]  # [b, c, s] to [b, s, c] and back
 
 
 def convert_pointwise_convolutions(graph: ir.Graph, changes: Changes) -> None:
-    """Replaces the convolutions of `graph` that are products of rows."""
+    """Replace the pointwise convolutions of `graph` whose input is a transpose."""
     op = builder(graph)
     for node in list(graph):
         n = view(node)
         if n.definition is not CONV or not _is_pointwise(n):
             continue
         source = n.x.producer()
-        if source is None or view(source).definition is not TRANSPOSE or list(view(source).perm or ()) != _ROWS:
-            changes.refuse(node, "its kernel has size 1, but its input lies in channels: a product is not faster")
+        if source is None or view(source).definition is not TRANSPOSE or list(view(source).perm or ()) != _SWAP:
+            changes.refuse(node, "its kernel has size 1, but its input is not transposed: a matmul is not faster")
             continue
         with nodes_before(op, node):
-            y = transposed(op, _multiplied(op, n, transposed(op, n.x, _ROWS)), _ROWS)
+            y = transposed(op, _linear(op, n, transposed(op, n.x, _SWAP)), _SWAP)
         substitute(graph, node.outputs[0], y, [node])
-        changes.applied.append(f"{node.name} is a product of matrices")
+        changes.applied.append(f"converted {node.name} to a matmul")
 
 
 def _is_pointwise(n: NodeView) -> bool:
-    """Whether each step of [b, c, s] is multiplied by itself."""
+    """Return whether a 1-D convolution computes each step of [b, c, s] from that step alone."""
     return (
         rank_of(n.x) == 3
         and sizes.dims_of(n.w)[2] == 1
@@ -57,8 +56,8 @@ def _is_pointwise(n: NodeView) -> bool:
     )
 
 
-def _multiplied(op: Builder, n: NodeView, rows: ir.Value) -> ir.Value:
-    """The channels [b, s, o] of rows [b, s, c]."""
+def _linear(op: Builder, n: NodeView, rows: ir.Value) -> ir.Value:
+    """Compute the channels [b, s, o] of rows [b, s, c]."""
     channels, inner, _ = (int(size) for size in sizes.dims_of(n.w))
     w = reshaped(op, n.w, (channels, inner))
     result: ir.Value

@@ -1,13 +1,16 @@
-"""Computes each expression once.
+"""Common subexpression elimination: compute each expression once.
 
     before   a = Shape(x);  b = Shape(x);  f(a), g(b)
     after    a = Shape(x);                 f(a), g(a)
 
-Two nodes are one where op, attributes and inputs are the same and the definition says that the op has no effects: two
-Dropouts of one tensor stay two. Nor do two results come to share memory: their reader may change one of them. A
-backward node is not merged with a forward one: that would keep the forward value alive until backward for a computation
-that its gradient rule chose to repeat. Before differentiation, two equal casts to a narrower type stay two: merged, the
-gradients of their readers would be summed in the narrower type.
+Two nodes are merged if op, attributes and inputs are equal and the op has no side effects: two Dropouts of one tensor
+stay two. Kept apart are:
+
+* nodes whose merging would make two graph outputs share memory: the caller may change one of them in place;
+* a backward node and a forward one: merged, the forward value would be saved for backward although the gradient rule
+  recomputes it on purpose;
+* before differentiation, equal casts to a narrower type: merged, the gradients of their users would be accumulated in
+  the narrower type.
 """
 
 from __future__ import annotations
@@ -24,33 +27,33 @@ from onnxtrain.passes.changes import Changes, counted
 
 
 def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
-    """Merges equal nodes of `graph`."""
+    """Merge equal nodes of `graph`."""
     first: dict[Any, ir.Node] = {}
     differentiated = any("gradient_of" in node.metadata_props for node in graph)
     merged = 0
     sets = AliasSets(graph, definition_of)
-    seen = {sets.root(output) for output in graph.outputs}  # the memory that the reader of the results sees
+    visible = {sets.root(output) for output in graph.outputs}  # memory that the caller receives
     for node in list(graph):
         if definition_of(node).effects or not node.outputs or (_narrows(node) and not differentiated):
             continue
-        known = first.setdefault(_key(node), node)
-        if known is node or any(new.is_graph_output() for new in node.outputs):
+        equal = first.setdefault(_key(node), node)
+        if equal is node or any(new.is_graph_output() for new in node.outputs):
             continue
-        memory, shared = {sets.root(v) for v in node.outputs}, {sets.root(v) for v in known.outputs}
-        if memory & seen and memory != shared:
-            if shared & seen:
+        own, shared = {sets.root(v) for v in node.outputs}, {sets.root(v) for v in equal.outputs}
+        if own & visible and own != shared:
+            if shared & visible:
                 continue
-            seen |= shared
-        for old, new in zip(node.outputs, known.outputs, strict=True):
+            visible |= shared
+        for old, new in zip(node.outputs, equal.outputs, strict=True):
             replace(graph, old, new)
         graph.remove(node, safe=True)
         merged += 1
     if merged:
-        changes.applied.append(f"merged {counted(merged, 'node')} into an equal one")
+        changes.applied.append(f"merged {counted(merged, 'duplicate node')}")
 
 
 def _narrows(node: ir.Node) -> bool:
-    """Whether a floating input comes out in a type of fewer bits."""
+    """Return whether the node converts a floating-point input to a narrower floating-point type."""
     value = node.inputs[0] if node.inputs else None
     if value is None or not (is_float(dtype_of(value)) and is_float(dtype_of(node.outputs[0]))):
         return False
@@ -60,7 +63,7 @@ def _narrows(node: ir.Node) -> bool:
 def _attribute_key(attribute: ir.Attr) -> tuple[ir.AttributeType, str]:
     if attribute.type != ir.AttributeType.TENSOR:
         return attribute.type, repr(attribute.value)
-    tensor = attribute.as_tensor()  # a large one prints abbreviated
+    tensor = attribute.as_tensor()  # its repr is abbreviated
     return attribute.type, f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}"
 
 

@@ -1,4 +1,4 @@
-"""Drops nodes that no output depends on; a node with effects stays: it may draw from the generator."""
+"""Dead code elimination: remove nodes that no output depends on, except those with side effects (RNG, Python calls)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxtrain.passes.changes import Changes, counted
 
 
 def eliminate_dead_code(graph: ir.Graph, changes: Changes) -> None:
-    """Removes dead nodes and initializers of `graph`."""
+    """Remove dead nodes and initializers of `graph`."""
     removed = remove_unused(graph, lambda node: bool(definition_of(node).effects))
     if removed:
-        changes.applied.append(f"dropped {counted(removed, 'unused node')}")
+        changes.applied.append(f"removed {counted(removed, 'dead node')}")

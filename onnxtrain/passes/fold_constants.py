@@ -1,11 +1,11 @@
-"""Computes once what depends on constants only.
+"""Constant folding: evaluate nodes whose inputs are all constants.
 
     before   Mul(2.0, 0.5) ──> Add(x, ·)
     after    1.0           ──> Add(x, ·)
 
-The op's own kernel computes it, so that folding cannot change a result. Refuses where the op has effects, where the
-result is larger than LARGEST_BYTES (it would be held for good instead of for a moment), and for parameters, which are
-inputs of the graph and no constants.
+The op's own kernel evaluates the node, so that folding cannot change a result. Nodes with side effects, and results
+larger than LARGEST_BYTES (a constant is held for the lifetime of the program), are not folded. Parameters are graph
+inputs, not constants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST_BYTES = 1 << 20
 
 
 def fold_constants(graph: ir.Graph, changes: Changes) -> None:
-    """Replaces nodes of `graph` whose inputs are all constants by their results."""
+    """Replace nodes of `graph` whose inputs are all constants by their results."""
     op = builder(graph)
     folded = 0
     for node in list(graph):
@@ -49,7 +49,7 @@ def fold_constants(graph: ir.Graph, changes: Changes) -> None:
 def _fold(op: Builder, graph: ir.Graph, node: ir.Node, definition: OpDef, changes: Changes) -> int:
     bytes_needed = sum(int(sizes.multiply(1, *sizes.dims_of(v))) * dtype_of(v).itemsize for v in node.outputs)
     if bytes_needed > LARGEST_BYTES:
-        changes.refuse(node, f"its result would take {bytes_needed} bytes for good")
+        changes.refuse(node, f"the constant would take {bytes_needed} bytes, more than {LARGEST_BYTES}")
         return 0
     for old, result in zip(node.outputs, evaluate(node, definition), strict=True):
         array = result.float().numpy() if result.dtype == torch.bfloat16 else result.numpy()
@@ -59,7 +59,7 @@ def _fold(op: Builder, graph: ir.Graph, node: ir.Node, definition: OpDef, change
 
 
 def evaluate(node: ir.Node, definition: OpDef) -> list[torch.Tensor]:
-    """Runs a node whose inputs are constants, by its own kernel."""
+    """Run a node on its constant inputs with its own kernel."""
     kernel = definition.kernel(node, "cpu")
     arguments: list[Any] = []
     for index, value in enumerate(node.inputs):

@@ -1,9 +1,9 @@
-"""Lets an op apply an activation to its result where it writes it: one pass over memory, and not two.
+"""Fuse an activation into the op that produces its input: one pass over memory instead of two.
 
     before   y = BatchNormInternal(x, …, residual);  z = Relu(y)
     after    z = BatchNormInternal(x, …, residual, activation="Relu")
 
-Definitions say which ops can, and which activations (`activates`). Refuses where the result is read elsewhere too.
+`activates` in an op's definition lists the activations that it can apply. Refused if the op's result has other users.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import onnx_ir as ir
 
 from onnxtrain.graph.values import ONNX
 from onnxtrain.ops import definition_of, view
-from onnxtrain.passes.changes import Changes, counted
+from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import only_user, same_checkpoint, substitute
 
 
 def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
-    """Makes one node of every such result and the activation behind it."""
+    """Fuse the activations of `graph` into the nodes before them."""
     done: dict[str, int] = {}
     for node in list(graph):
         y = node.inputs[0] if node.domain == ONNX and len(node.inputs) == 1 else None
@@ -25,16 +25,16 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
         if y is None or source is None or not _activates(source, y, node) or not same_checkpoint(source, node):
             continue
         if only_user(y) is not node:
-            changes.refuse(node, f"is no part of {source.op_type}: {y.name} is read elsewhere")
+            changes.refuse(node, f"not fused into {source.op_type}: {y.name} has other users")
             continue
         source.attributes["activation"] = ir.AttrString("activation", node.op_type)
         substitute(graph, node.outputs[0], y, [node])
         done[source.op_type] = done.get(source.op_type, 0) + 1
-    changes.applied += [f"activates in {counted(count, name)}" for name, count in done.items()]
+    changes.applied += [f"fused an activation into {count} {name}" for name, count in done.items()]
 
 
 def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:
-    """Whether the node that gives y could apply `node` to it, and applies nothing yet."""
+    """Return whether `source` could apply the activation `node` to its output y, and applies none yet."""
     definition = definition_of(source)
     if node.op_type not in definition.activates or y.index() != 0:
         return False

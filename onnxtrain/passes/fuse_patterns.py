@@ -1,11 +1,11 @@
-"""Makes one op of norms, activations and rotary embeddings that a model writes out.
+"""Fuse norms, activations and rotary embeddings that a model writes out op by op.
 
     before   Pow(x, 2) ─▶ ReduceMean ─▶ Add(1e-6) ─▶ Rsqrt ─▶ Mul(x, ·) ─▶ Mul(weight, ·)
     after    SimplifiedLayerNormalization(x, weight)
 
-`REWRITES` are the patterns, `register` adds one. Refuses where a value inside the pattern is read elsewhere too. A bias
-before a gelu, a sum before a norm and a bias before a softmax stay: their fused ops (BiasGelu, SkipLayerNormalization,
-BiasSoftmax) run the same PyTorch kernels, and backward would compute the sum again.
+`REWRITES` holds the patterns; `register` adds one. Refused if a value inside the match has other users. A bias before a
+GELU, a sum before a norm and a bias before a softmax stay: their fused ops (BiasGelu, SkipLayerNormalization,
+BiasSoftmax) run the same PyTorch kernels, and backward would recompute the sum.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from onnxtrain.ops.matmul import is_exact_attribute
 from onnxtrain.ops.norm.layer import layer_normalized
 from onnxtrain.ops.symbolic import held_sizes
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_inside
+from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_value
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
 REWRITES: list[Rewrite] = []
 
 
 def register(rewrite: Rewrite) -> Rewrite:
-    """Adds a pattern, which is tried behind those that are there already."""
+    """Add a pattern, to be tried after those registered before."""
     REWRITES.append(rewrite)
     return rewrite
 
@@ -45,27 +45,27 @@ def _rewrite(name: str, *patterns: Op) -> Callable[[Callable[[Builder, Match, ir
 
 
 def fuse_patterns(graph: ir.Graph, changes: Changes) -> None:
-    """Replaces every match of a pattern in `graph`, the largest first."""
+    """Replace every match of a pattern in `graph`, the largest first."""
     ops = builder(graph)
-    made: dict[str, int] = {}
+    fused: dict[str, int] = {}
     for node in reversed(list(graph)):
         if node.graph is graph and node.outputs and is_used(node.outputs[0]):
             name = _fuse(ops, node, changes)
             if name is not None:
-                made[name] = made.get(name, 0) + 1
-    changes.applied += [f"made {count} {name} of what was written out" for name, count in made.items()]
+                fused[name] = fused.get(name, 0) + 1
+    changes.applied += [f"fused {count} written-out {name}" for name, count in fused.items()]
 
 
 def _fuse(ops: Builder, node: ir.Node, changes: Changes) -> str | None:
-    """The name of the rewrite that replaced `node`; None where none did."""
+    """Replace `node` by the first rewrite that matches and return its name; None if none matches."""
     old = node.outputs[0]
     for rewrite in REWRITES:
         if node.op_type not in rewrite.pattern.kinds:
             continue
         for found in match(rewrite.pattern, old):
-            shared = shared_inside(found, old)
+            shared = shared_value(found, old)
             if shared is not None:
-                changes.refuse(node, f"is no {rewrite.name}: {shared.name} is read elsewhere")
+                changes.refuse(node, f"not fused into {rewrite.name}: {shared.name} has other users")
                 break
             with nodes_before(ops, node):
                 new = rewrite.build(ops, found, old)
@@ -96,7 +96,7 @@ def _square(of: Pattern) -> Pattern:
 
 
 def _normal(of: Pattern, variance: Pattern) -> Pattern:
-    """`of` divided by the root of its variance."""
+    """`of` divided by the square root of its variance."""
     root = op("Sqrt", op("Add", variance, _EPS))
     inverse = either(op("Rsqrt", op("Add", variance, _EPS)), op("Reciprocal", root))
     power = op("Pow", op("Add", variance, _EPS), -0.5)
@@ -108,9 +108,9 @@ def _is_parameter(scale: ir.Value | None, x: ir.Value) -> bool:
 
 
 def _of_type(x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
-    """x, or what it is a cast of, where that has this type.
+    """Return x, or the value that it is a cast of, if that has this type; else None.
 
-    Not where the cast takes digits away: the fused op would keep them, and give other numbers than eager.
+    Not a float64 source of a narrowing cast: the fused op would skip the rounding and differ from eager.
     """
     if dtype_of(x) == dtype:
         return x
@@ -150,10 +150,10 @@ def _rms_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
 
 
 def _is_half(x: ir.Value) -> bool:
-    """Whether x has fewer than 32 bits, or was widened from such.
+    """Return whether x has fewer than 32 bits, or was widened from such a type.
 
-    There eager rounds after each op, and one op would not: closer to the true numbers on average, but further off
-    eager's than the tolerance allows (a gradient of GPT-2 under autocast: 1.3 times).
+    Eager rounds after each op then, and a fused op would not: more accurate on average, but further from eager than the
+    tolerance allows (1.3 times, for a gradient of GPT-2 under autocast).
     """
     node = x.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
@@ -161,7 +161,7 @@ def _is_half(x: ir.Value) -> bool:
 
 
 def _times_half(x: Pattern, factor: Pattern) -> tuple[Op, ...]:
-    """0.5 * x * factor, in any order."""
+    """0.5 * x * factor, in any association."""
     halves = op("Mul", op("Mul", x, 0.5), factor), op("Mul", op("Mul", x, factor), 0.5)
     return (*halves, op("Mul", x, op("Mul", factor, 0.5)), op("Div", op("Mul", x, factor), 2.0))
 
@@ -199,8 +199,8 @@ def _quick_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
 # Rotary embeddings
 
 
-def _half_of(part: ir.Value, x: ir.Value) -> int | None:
-    """0 or 1 where `part` is the first or the second half of x's last axis."""
+def _half_index(part: ir.Value, x: ir.Value) -> int | None:
+    """Return 0 or 1 if `part` is the first or the second half of x's last axis, else None."""
     node = part.producer()
     if node is None or node.inputs[0] is not x:
         return None
@@ -225,20 +225,20 @@ def _half_of(part: ir.Value, x: ir.Value) -> int | None:
     return {0: 0, width // 2: 1, -(width // 2): 1}.get(int(starts[0]))
 
 
-def _joins_two_on_last(node: ir.Node) -> bool:
+def _concatenates_two_on_last_axis(node: ir.Node) -> bool:
     return (
         len(node.inputs) == 2
         and normalize_axis(view(node).axis, rank_of(node.outputs[0])) == rank_of(node.outputs[0]) - 1
     )
 
 
-_TURNED = op("Concat", op("Neg", Var("second")), Var("first"), check=_joins_two_on_last)
+_ROTATED = op("Concat", op("Neg", Var("second")), Var("first"), check=_concatenates_two_on_last_axis)
 
 
-@_rewrite("RotaryEmbedding", op("Add", op("Mul", _X, Var("cos")), op("Mul", _TURNED, Var("sin"))))
+@_rewrite("RotaryEmbedding", op("Add", op("Mul", _X, Var("cos")), op("Mul", _ROTATED, Var("sin"))))
 def _rotary(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
     x, cos, sin = (found.values[name] for name in ("x", "cos", "sin"))
-    if (_half_of(found.values["first"], x), _half_of(found.values["second"], x)) != (0, 1):
+    if (_half_index(found.values["first"], x), _half_index(found.values["second"], x)) != (0, 1):
         return None
     if sizes.dims_of(x) != sizes.dims_of(old) or any(
         sizes.dims_of(t)[-1:] != sizes.dims_of(x)[-1:] for t in (cos, sin)

@@ -1,15 +1,15 @@
-"""Picks rows before they are computed, not after.
+"""Hoist row selections above the ops that compute the rows.
 
     before   Slice(LayerNormalization(Linear(x)), 0:1)
     after    LayerNormalization(Linear(Slice(x, 0:1)))
 
-A classifier that reads the first token computes keys and values of its last layer for all tokens, and queries,
-feed-forward and norms for one. Gather, ShrunkenGather and Slice of one axis move as far towards the inputs as the axis
-map of each op lets them. So do GatherND and advanced indexing that pick one token of each sequence, the last that is no
-padding as a rule: `hidden[arange(batch), last]`.
+A classifier that reads the first token then computes keys and values of its last layer for all tokens, but queries,
+feed-forward and norms for one only. Gather, ShrunkenGather and Slice of one axis move towards the inputs as far as the
+axis maps of the ops allow. So do GatherND and advanced indexing that select one token of each sequence, usually the
+last before padding: `hidden[arange(batch), last]`.
 
-Refuses where what is picked is not proven to be at most half of the rows, where rows before it are read by others, and
-at ops that read the axis whole.
+Refused if the selection is not provably at most half of the rows. Hoisting stops at values with other users and at ops
+that need the whole axis.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from onnxtrain.ops.reshape.rows import to_front
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
-from onnxtrain.passes.rewriting import leaves, nodes_before
+from onnxtrain.passes.rewriting import nodes_before, reaches_output
 from onnxtrain.passes.rowwise import Axes, with_rows
 from onnxtrain.passes.selected_rows import Selection, compute_selected, region_before
 
 
 def hoist_gathers(graph: ir.Graph, changes: Changes) -> None:
-    """Moves selections of rows in `graph` towards its inputs."""
+    """Move row selections of `graph` towards its inputs."""
     op = builder(graph)
     for node in reversed(list(graph)):
-        picked = _picked(node) if any(is_float(dtype_of(v)) for v in node.outputs) else None
-        if isinstance(picked, str):
-            changes.refuse(node, picked)
-        elif picked is not None:
-            _move(op, picked, changes)
+        selection = _selection(node) if any(is_float(dtype_of(v)) for v in node.outputs) else None
+        if isinstance(selection, str):
+            changes.refuse(node, selection)
+        elif selection is not None:
+            _hoist(op, selection, changes)
 
 
 @dataclass
-class _Picked(Selection):
-    """What a node picks: `count` rows along one axis, by an op of its kind."""
+class _SelectedRows(Selection):
+    """The `count` rows along one axis that a Slice, Gather or ShrunkenGather selects."""
 
     node: ir.Node
     axis: int
@@ -69,9 +69,9 @@ class _Picked(Selection):
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
         n = view(self.node)
         if n.definition is SLICE:
-            as_many = TensorType(dtype_of(value), with_rows(sizes.dims_of(value), (axis,), self.count))
+            sliced = TensorType(dtype_of(value), with_rows(sizes.dims_of(value), (axis,), self.count))
             inputs = (value, n.starts, n.ends, constant_axes(op, axis), n.steps)
-            result: ir.Value = op.node("", "Slice", inputs, {}, types=[as_many]).outputs[0]
+            result: ir.Value = op.node("", "Slice", inputs, {}, types=[sliced]).outputs[0]
         elif n.definition is GATHER:
             rows = unsqueezed(op, n.rows, 0) if rank_of(n.rows) == 0 else n.rows
             result = op.Gather(value, rows, axis=axis)
@@ -81,8 +81,8 @@ class _Picked(Selection):
 
 
 @dataclass
-class _PickedTokens(Selection):
-    """Tokens of `shape` [batch, steps] that a node picks by both of their places, one for each sequence."""
+class _SelectedTokens(Selection):
+    """Tokens of [batch, steps] = `shape` that a node selects by both indices, one for each sequence."""
 
     node: ir.Node
     shape: Sizes
@@ -101,24 +101,24 @@ class _PickedTokens(Selection):
         return op.node(self.node.domain, self.node.op_type, (value, *self.reads), attributes).outputs[0]
 
 
-def _picked(node: ir.Node) -> _Picked | _PickedTokens | str | None:
-    """What a node picks; why not; None where it picks no rows."""
+def _selection(node: ir.Node) -> _SelectedRows | _SelectedTokens | str | None:
+    """Return the selection that a node makes, or why it is not hoisted; None if it selects no rows."""
     n = view(node)
     if n.definition is SLICE:
-        return _sliced(n)
+        return _selected_by_slice(n)
     if n.definition in (INDEX, GATHER_ND):
-        return _tokens(n)
+        return _selected_tokens(n)
     if n.definition not in (GATHER, SHRUNKEN_GATHER) or n.x.producer() is None or rank_of(n.rows) > 1:
         return None
     axis = normalize_axis(n.axis, rank_of(n.x))
     count: Size = 1 if rank_of(n.rows) == 0 else sizes.dims_of(n.rows)[0]
-    if n.definition is GATHER and not _fewer(count, sizes.dims_of(n.x)[axis]):
-        return f"{count} rows of {sizes.dims_of(n.x)[axis]} are not proven to be at most half"
-    return _Picked(node, axis, count, (n.rows,))
+    if n.definition is GATHER and not _is_worthwhile(count, sizes.dims_of(n.x)[axis]):
+        return f"{count} of {sizes.dims_of(n.x)[axis]} rows: not proven to be at most half"
+    return _SelectedRows(node, axis, count, (n.rows,))
 
 
-def _tokens(n: NodeView) -> _PickedTokens | None:
-    """The tokens that an op picks, where they are one for each sequence."""
+def _selected_tokens(n: NodeView) -> _SelectedTokens | None:
+    """Return the tokens that an op selects, if it selects one of each sequence."""
     x, y = n.node.inputs[0], n.node.outputs[0]
     if (
         x is None
@@ -128,50 +128,50 @@ def _tokens(n: NodeView) -> _PickedTokens | None:
     ):
         return None
     if n.definition is INDEX:
-        picks = n.at == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
+        is_token = n.at == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
     else:
-        picks = rank_of(n.places) == 2 and sizes.dims_of(n.places)[1] == 2 - n.batch_dims
+        is_token = rank_of(n.places) == 2 and sizes.dims_of(n.places)[1] == 2 - n.batch_dims
     reads = [v for v in n.node.inputs[1:] if v is not None]
-    return _PickedTokens(n.node, sizes.dims_of(x)[:2], sizes.dims_of(y)[0], reads) if picks else None
+    return _SelectedTokens(n.node, sizes.dims_of(x)[:2], sizes.dims_of(y)[0], reads) if is_token else None
 
 
-def _sliced(n: NodeView) -> _Picked | str | None:
+def _selected_by_slice(n: NodeView) -> _SelectedRows | str | None:
     if n.x.producer() is None:
         return None
     before, after = sizes.dims_of(n.x), sizes.dims_of(n.node.outputs[0])
-    cut = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    sliced_axes = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     axes = constant_of(n.axes)
-    if len(cut) != 1 or axes is None or axes.size != 1:
+    if len(sliced_axes) != 1 or axes is None or axes.size != 1:
         return None
-    (axis,) = cut
-    if not _fewer(after[axis], before[axis]):
-        return f"{after[axis]} rows of {before[axis]} are not proven to be at most half"
+    (axis,) = sliced_axes
+    if not _is_worthwhile(after[axis], before[axis]):
+        return f"{after[axis]} of {before[axis]} rows: not proven to be at most half"
     reads = tuple(v for v in n.node.inputs[1:] if v is not None)
-    return _Picked(n.node, axis, after[axis], reads)
+    return _SelectedRows(n.node, axis, after[axis], reads)
 
 
-def _fewer(count: Size, total: Size) -> bool:
-    """Whether so many rows are worth a copy: one of an unknown number is, or at most half of a known one."""
+def _is_worthwhile(count: Size, total: Size) -> bool:
+    """Return whether selecting rows is worth a copy: one row of a symbolic number, or at most half of a known one."""
     if isinstance(total, int):
         return isinstance(count, int) and 2 * count <= total
     return count == 1
 
 
-def _move(op: Builder, picked: _Picked | _PickedTokens, changes: Changes) -> None:
-    node = picked.node
+def _hoist(op: Builder, selection: _SelectedRows | _SelectedTokens, changes: Changes) -> None:
+    node = selection.node
     x = node.inputs[0]
     assert x is not None
-    if view_source(node, 0, definition_of(node)) is x and leaves(node.outputs[0]):
-        changes.refuse(node, "the module gives out its result, which is a view there")
+    if view_source(node, 0, definition_of(node)) is x and reaches_output(node.outputs[0]):
+        changes.refuse(node, "its result is a module output, which must remain a view")
         return
-    region = region_before(op.graph, {x: picked.axes}, [(node, 0)], picked.reads)
+    region = region_before(op.graph, {x: selection.axes}, [(node, 0)], selection.reads)
     for at, reason in region.ends.items():
         changes.refuse(node, stopped(at, reason))
     if not region.saves_work():
         return
-    compute_selected(op, region, picked)
+    compute_selected(op, region, selection)
     with nodes_before(op, node):
-        result = squeezed(op, x, picked.axes[0]) if rank_of(node.outputs[0]) < rank_of(x) else x
+        result = squeezed(op, x, selection.axes[0]) if rank_of(node.outputs[0]) < rank_of(x) else x
     replace(op.graph, node.outputs[0], result)
     op.graph.remove(node, safe=True)
-    changes.applied.append(f"{len(region.nodes)} nodes before {node.name} compute {picked.count} rows along an axis")
+    changes.applied.append(f"{len(region.nodes)} nodes before {node.name} compute {selection.count} rows along an axis")

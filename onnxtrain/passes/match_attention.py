@@ -1,10 +1,10 @@
-"""Recognises attention that a model writes out: the products, and what stands between them.
+"""Match attention that a model writes out op by op: the two matmuls and the ops between them.
 
     q @ kᵀ  ─▶ scale ─▶ masks ─▶ Softmax ─▶ Dropout? ─▶ @ v
 
-A product is MatMul, FusedMatMul or Einsum. The scale may be a product or a quotient, on q, on k or on the scores; masks
-are added, or chosen by Where; casts, and reshapes that leave rows and columns alone, may stand anywhere. All that is
-found goes into a `Written`; what cannot be one raises a `NotAttention` with the reason.
+A matmul is MatMul, FusedMatMul or Einsum. The scale may be a Mul or Div on q, on k or on the scores; masks are added,
+or applied by Where; casts, and reshapes that keep rows and columns, may occur anywhere. The result is an
+`AttentionMatch`, or a `NotAttention` error with the reason.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from onnxtrain.ops.attention.parts import accumulated
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.passes.rewriting import only_user
 
-_PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
-_OWN_TYPE = "its softmax is computed in a type of its own"
+_MATMULS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
+_SOFTMAX_TYPE = "its softmax has another element type than query and key"
 
 
-class NotAttention(Exception):  # noqa: N818  # not an error: says why a softmax stays as it is
-    """What stands around a softmax is no attention, or none that one op computes. `reason` None: nothing like it."""
+class NotAttention(Exception):  # noqa: N818  # control flow: why a softmax is not fused
+    """The ops around a softmax are no attention (`reason` is None), or one that cannot be fused."""
 
     def __init__(self, reason: str | None = None) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class NotAttention(Exception):  # noqa: N818  # not an error: says why a softmax
 
 
 class Operand(NamedTuple):
-    """A factor of a product: `value` with its axes in the order `perm`."""
+    """An operand of a matmul: `value` with its axes permuted by `perm`."""
 
     value: ir.Value
     perm: tuple[int, ...]
@@ -49,32 +49,32 @@ class Operand(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Added to the scores or, where it is bool, true where a score is not `fill`."""
+    """An additive mask, or a boolean one that replaces scores by `fill` where it is false (true if `negated`)."""
 
     value: ir.Value
-    rank: int  # of the scores that it masks
-    negated: bool = False  # true where the score is `fill`
+    rank: int  # of the masked scores
+    negated: bool = False
     fill: float = -math.inf
-    factor: float = 1.0  # what it is multiplied by
+    factor: float = 1.0  # multiplies an additive mask
 
 
 @dataclass
-class Written:
-    """Attention as it is written out.
+class AttentionMatch:
+    """Written-out attention.
 
     Attributes:
-        softmax: its node.
+        softmax: the softmax node.
         q: [..., rows, e].
         k: [..., columns, e].
         v: [..., columns, d].
         scale: of q @ kᵀ.
-        leading: the sizes of the scores before rows and columns, where they have most axes.
-        last: the node that gives the result [..., rows, d].
-        perm: the order of the result's axes, None for this one.
-        added: masks that are added, in the order in which they are.
-        chosen: the mask of a Where, behind all that is added; None without.
-        dropout: its node, or None.
-        between: nodes from the softmax to the result, which are read by nothing else.
+        leading: the batch and head dimensions of the scores, at the point where they have the most axes.
+        last: the node that computes the result [..., rows, d].
+        perm: the permutation of the result's axes; None for the identity.
+        added: the additive masks, in order.
+        where: the mask of a Where after all additive masks, or None.
+        dropout: the Dropout node, or None.
+        between: the nodes from the softmax to `last`, which have no other users.
     """
 
     softmax: ir.Node
@@ -86,32 +86,32 @@ class Written:
     last: ir.Node
     perm: tuple[int, ...] | None
     added: list[Mask] = field(default_factory=list)
-    chosen: Mask | None = None
+    where: Mask | None = None
     dropout: ir.Node | None = None
     between: list[ir.Node] = field(default_factory=list)
 
 
-def recognize(softmax: ir.Node) -> Written:
-    """The attention around a softmax.
+def match_attention(softmax: ir.Node) -> AttentionMatch:
+    """Match the attention around a softmax.
 
     Raises:
-        NotAttention: there is none, or none that one op computes.
+        NotAttention: there is none, or one that cannot be fused.
     """
     (x,) = softmax.inputs
     assert x is not None
     rank = rank_of(x)
     if rank < 2 or normalize_axis(view(softmax).axis, rank) != rank - 1:
         raise NotAttention
-    scores = _scores(x)
-    last, dropout, between = _use_of(softmax.outputs[0])
+    scores = _match_scores(x)
+    last, dropout, between = _match_probabilities(softmax.outputs[0])
     p = next(v for v in last.inputs if v is not None and v.producer() in between)
-    v, perm = _values(last, p)
+    v, perm = _match_values(last, p)
     if dtype_of(softmax.outputs[0]) not in (dtype_of(scores.q.value), accumulated(dtype_of(scores.q.value))):
-        raise NotAttention(_OWN_TYPE)
+        raise NotAttention(_SOFTMAX_TYPE)
     if len({dtype_of(each) for each in (scores.q.value, scores.k.value, v.value, last.outputs[0])}) != 1:
-        raise NotAttention("queries, keys and values have several element types")
-    return Written(
-        softmax, scores.q, scores.k, v, scores.scale, scores.leading, last, perm, scores.added, scores.chosen,
+        raise NotAttention("query, key, value and result have different element types")
+    return AttentionMatch(
+        softmax, scores.q, scores.k, v, scores.scale, scores.leading, last, perm, scores.added, scores.where,
         dropout, between,
     )  # fmt: skip
 
@@ -119,83 +119,82 @@ def recognize(softmax: ir.Node) -> Written:
 # From the softmax to the values
 
 
-def _use_of(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.Node]]:
-    """The product that the probabilities go into, their dropout, and all nodes from the softmax to that product."""
+def _match_probabilities(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.Node]]:
+    """Return the matmul that reads the probabilities, their dropout, and the nodes from the softmax to the matmul."""
     between = [p.producer()]
     dropout = None
     while True:
         node = only_user(p)
         if node is None:
-            raise NotAttention("its probabilities are read elsewhere" if _reaches_product(p) else None)
+            raise NotAttention("its probabilities have other users" if _reaches_matmul(p) else None)
         if node.op_type == "Dropout" and dropout is None and p is node.inputs[0]:
             if is_used(node.outputs[1]):
-                raise NotAttention("the mask of its dropout is read elsewhere")
+                raise NotAttention("its dropout mask has other users")
             dropout = node
         elif not definition_of(node).same_elements or p is not node.inputs[0] or not _keeps_matrices(node):
             break
         between.append(node)
         p = node.outputs[0]
-    if node.op_type not in _PRODUCTS or [*node.inputs].count(p) != 1:
+    if node.op_type not in _MATMULS or [*node.inputs].count(p) != 1:
         raise NotAttention
     return node, dropout, [n for n in between if n is not None]
 
 
-def _reaches_product(p: ir.Value) -> bool:
-    """Whether a product reads p, or what dropout or a cast makes of it."""
+def _reaches_matmul(p: ir.Value) -> bool:
+    """Return whether a matmul reads p, directly or through dropout and shape-preserving ops."""
     for use in p.uses():
         node = use.node
-        if node.op_type in _PRODUCTS:
+        if node.op_type in _MATMULS:
             return True
-        if (node.op_type == "Dropout" or definition_of(node).same_elements) and _reaches_product(node.outputs[0]):
+        if (node.op_type == "Dropout" or definition_of(node).same_elements) and _reaches_matmul(node.outputs[0]):
             return True
     return False
 
 
 def _keeps_matrices(node: ir.Node) -> bool:
-    """Whether a node leaves the last two axes as they are."""
+    """Return whether a node keeps the last two dimensions."""
     if node.op_type == "Cast" and not is_float(dtype_of(node.outputs[0])):
         return False
-    before, after = sizes.dims_of(_first(node)), sizes.dims_of(node.outputs[0])
+    before, after = sizes.dims_of(_first_input(node)), sizes.dims_of(node.outputs[0])
     return before[-2:] == after[-2:]
 
 
-def _first(node: ir.Node) -> ir.Value:
+def _first_input(node: ir.Node) -> ir.Value:
     return _inputs(node)[0]
 
 
 def _inputs(node: ir.Node) -> list[ir.Value]:
-    """The inputs of a node that has all of them."""
+    """Return the inputs of a node, none of which is absent."""
     return [value for value in node.inputs if value is not None]
 
 
-def _values(node: ir.Node, p: ir.Value) -> tuple[Operand, tuple[int, ...] | None]:
-    """V [..., columns, d] of p @ v, and the order of the result's axes where it is not [..., rows, d]."""
-    product = _product(node)
+def _match_values(node: ir.Node, p: ir.Value) -> tuple[Operand, tuple[int, ...] | None]:
+    """Return v [..., columns, d] of p @ v, and the permutation of the result's axes if it is not [..., rows, d]."""
+    matmul = _matmul(node)
     if node.op_type != "Einsum":
-        if product.a.value is not p or product.alpha != 1 or product.a.perm != tuple(range(rank_of(p))):
+        if matmul.a.value is not p or matmul.alpha != 1 or matmul.a.perm != tuple(range(rank_of(p))):
             raise NotAttention
-        return product.b, None
-    (p_term, v_term), output = product.terms, product.output
+        return matmul.b, None
+    (p_term, v_term), output = matmul.terms, matmul.output
     other = node.inputs[1] if node.inputs[0] is p else node.inputs[0]
     if node.inputs[0] is not p:
         p_term, v_term = v_term, p_term
     *batch, row, column = list(p_term)
     width = [c for c in v_term if c not in p_term]
-    wanted = [*batch, column, *width]
-    if len(width) != 1 or sorted(v_term) != sorted(wanted) or sorted(output) != sorted([*batch, row, *width]):
+    v_axes, result_axes = [*batch, column, *width], [*batch, row, *width]
+    if len(width) != 1 or sorted(v_term) != sorted(v_axes) or sorted(output) != sorted(result_axes):
         raise NotAttention
     assert other is not None
-    natural = [*batch, row, *width]
-    perm = tuple(natural.index(c) for c in output)
-    v = Operand(other, tuple(v_term.index(c) for c in wanted))
+    perm = tuple(result_axes.index(c) for c in output)
+    v = Operand(other, tuple(v_term.index(c) for c in v_axes))
     return v, None if perm == tuple(range(len(perm))) else perm
 
 
-# Products
+# Matmuls
 
 
-class _Product(NamedTuple):
-    """alpha * a @ b; of an Einsum the letters of its two operands and of its output."""
+class _MatMul(NamedTuple):
+    """alpha * a @ b; for an Einsum also the subscripts of its operands and output."""
 
     a: Operand
     b: Operand
@@ -204,42 +203,42 @@ class _Product(NamedTuple):
     output: str = ""
 
 
-def _product(node: ir.Node) -> _Product:
+def _matmul(node: ir.Node) -> _MatMul:
     if node.op_type == "Einsum":
         terms, output = str(view(node).equation).replace(" ", "").split("->")
         first, second = terms.split(",") if terms.count(",") == 1 else ("", "")
         if not first or any(len(set(t)) != len(t) for t in (first, second, output)):
             raise NotAttention
-        a, b = (_plain(v) for v in node.inputs)
-        return _Product(a, b, terms=(first, second), output=output)
-    a, b = (_plain(v) for v in node.inputs)
+        a, b = (_unpermuted(v) for v in node.inputs)
+        return _MatMul(a, b, terms=(first, second), output=output)
+    a, b = (_unpermuted(v) for v in node.inputs)
     if len(a.perm) < 2 or len(a.perm) != len(b.perm):
         raise NotAttention
     if node.op_type == "MatMul":
-        return _Product(a, b)
+        return _MatMul(a, b)
     n = view(node)
     if n.transBatchA or n.transBatchB:
-        raise NotAttention("its product moves the batch axes")
-    return _Product(_swapped(a) if n.transA else a, _swapped(b) if n.transB else b, float(n.alpha))
+        raise NotAttention("its matmul permutes batch dimensions")
+    return _MatMul(_transposed(a) if n.transA else a, _transposed(b) if n.transB else b, float(n.alpha))
 
 
-def _plain(value: ir.Value | None) -> Operand:
+def _unpermuted(value: ir.Value | None) -> Operand:
     assert value is not None
     return Operand(value, tuple(range(rank_of(value))))
 
 
-def _swapped(operand: Operand) -> Operand:
+def _transposed(operand: Operand) -> Operand:
     return Operand(operand.value, (*operand.perm[:-2], operand.perm[-1], operand.perm[-2]))
 
 
-def _transposed_away(operand: Operand) -> Operand:
-    """The same operand, read before a Transpose where that leaves nothing to transpose."""
+def _cancel_transpose(operand: Operand) -> Operand:
+    """Return the operand as the input of its Transpose, if that cancels the operand's permutation."""
     node = operand.value.producer()
     if node is None or node.op_type != "Transpose":
         return operand
     axes = tuple(range(len(operand.perm)))
-    given = view(node).perm or tuple(reversed(axes))
-    return Operand(_first(node), axes) if tuple(given[axis] for axis in operand.perm) == axes else operand
+    perm = view(node).perm or tuple(reversed(axes))
+    return Operand(_first_input(node), axes) if tuple(perm[axis] for axis in operand.perm) == axes else operand
 
 
 # From the softmax to queries and keys
@@ -252,105 +251,107 @@ class _Scores:
     scale: float
     leading: Sizes
     added: list[Mask]
-    chosen: Mask | None
+    where: Mask | None
 
 
 @dataclass
 class _Walk:
-    """What stands between the softmax and the product q @ kᵀ, gathered backwards."""
+    """The ops between the softmax and q @ kᵀ, collected backwards."""
 
-    factor: float = 1.0  # of all that is still to be found
+    factor: float = 1.0  # multiplies everything found from here on
     added: list[Mask] = field(default_factory=list)
-    chosen: Mask | None = None
+    where: Mask | None = None
     leading: Sizes = ()
 
-    def see(self, value: ir.Value) -> None:
-        """Notes the shape of the scores at one place: where they have most axes they show batches and heads."""
+    def note_shape(self, value: ir.Value) -> None:
+        """Keep the scores' batch and head dimensions at the point where they have the most axes."""
         leading = sizes.dims_of(value)[:-2]
         if len(leading) > len(self.leading):
             self.leading = leading
 
-    def add(self, mask: Mask) -> None:
+    def prepend_added(self, mask: Mask) -> None:
         self.added.insert(0, mask)
 
-    def choose(self, mask: Mask) -> None:
-        """A Where below what was found already: what is added behind it must not show where it chose.
+    def set_where(self, mask: Mask) -> None:
+        """Record a Where before the masks in `added`.
 
-        Nor may it have a gradient: there the one op gives it none, but eager does, in a row of -inf.
+        These must not change the scores that it fills. Nor may they have a gradient: the fused op has none for filled
+        scores, while eager has, in a row of -inf.
         """
         if self.added and mask.fill != -math.inf:
             raise NotAttention(f"a mask is added to scores that were filled with {mask.fill}")
         if any(_may_have_gradient(each.value) for each in self.added):
-            raise NotAttention("a mask that may have a gradient is added behind a Where")
-        if self.chosen is not None:
+            raise NotAttention("a mask that may have a gradient is added after a Where")
+        if self.where is not None:
             raise NotAttention("its scores are masked by more than one Where")
-        self.chosen = mask
+        self.where = mask
 
 
-def _scores(x: ir.Value) -> _Scores:
+def _match_scores(x: ir.Value) -> _Scores:
     walk = _Walk()
     shared = False
     while True:
-        walk.see(x)
+        walk.note_shape(x)
         shared = shared or only_user(x) is None
         node = x.producer()
         if node is None:
             raise NotAttention
-        if _is_scores(x):
+        if _is_matmul_result(x):
             break
-        x = _below(node, walk)
+        x = _step_back(node, walk)
     if shared:
-        raise NotAttention("its scores are read elsewhere")
-    return _finished(node, walk)
+        raise NotAttention("its scores have other users")
+    return _finish(node, walk)
 
 
-def _is_scores(value: ir.Value) -> bool:
+def _is_matmul_result(value: ir.Value) -> bool:
     node = value.producer()
-    return node is not None and node.op_type in _PRODUCTS
+    return node is not None and node.op_type in _MATMULS
 
 
 def _leads_to_scores(value: ir.Value) -> bool:
     try:
-        _scores(value)
+        _match_scores(value)
     except NotAttention:
         return False
     return True
 
 
-def _below(node: ir.Node, walk: _Walk) -> ir.Value:
-    """The scores before `node`, which the walk takes note of."""
+def _step_back(node: ir.Node, walk: _Walk) -> ir.Value:
+    """Record `node` in the walk and return the scores that it reads."""
     if definition_of(node).same_elements:
-        before = _first(node)
+        before = _first_input(node)
         narrows = is_float(dtype_of(before)) and dtype_of(before).itemsize > dtype_of(node.outputs[0]).itemsize
         if not _keeps_matrices(node):
             raise NotAttention
         if narrows:
-            raise NotAttention(_OWN_TYPE if _leads_to_scores(before) else None)
+            raise NotAttention(_SOFTMAX_TYPE if _leads_to_scores(before) else None)
         return before
     match node.op_type:
         case "Mul" | "Div":
-            return _scaled(node, walk)
+            return _step_over_scaling(node, walk)
         case "Add" | "Sub":
-            return _shifted(node, walk)
+            return _step_over_added_mask(node, walk)
         case "Where":
-            return _chosen(node, walk)
+            return _step_over_where(node, walk)
     raise NotAttention
 
 
-def _scaled(node: ir.Node, walk: _Walk) -> ir.Value:
+def _step_over_scaling(node: ir.Node, walk: _Walk) -> ir.Value:
     a, b = _inputs(node)
     number, x = number_of(b), a
     if number is None and node.op_type == "Mul":
         number, x = number_of(a), b
     if number is None or (node.op_type == "Div" and number == 0):
-        raise NotAttention("its scores are scaled by a tensor" if _is_scores(a) or _is_scores(b) else None)
+        scores = _is_matmul_result(a) or _is_matmul_result(b)
+        raise NotAttention("its scores are scaled by a tensor" if scores else None)
     walk.factor *= number if node.op_type == "Mul" else 1 / number
     return x
 
 
-def _shifted(node: ir.Node, walk: _Walk) -> ir.Value:
+def _step_over_added_mask(node: ir.Node, walk: _Walk) -> ir.Value:
     a, b = _inputs(node)
-    first, second = _depth(a), _depth(b)
+    first, second = _distance_to_matmul(a), _distance_to_matmul(b)
     if first is None and second is None:
         raise NotAttention
     if second is not None and (first is None or second < first):
@@ -358,24 +359,24 @@ def _shifted(node: ir.Node, walk: _Walk) -> ir.Value:
         if node.op_type == "Sub":
             raise NotAttention
     if sizes.dims_of(a) != sizes.dims_of(node.outputs[0]):
-        raise NotAttention("a mask is larger than its scores")
-    walk.add(Mask(b, rank_of(a), factor=-walk.factor if node.op_type == "Sub" else walk.factor))
+        raise NotAttention("an additive mask broadcasts its scores to a larger shape")
+    walk.prepend_added(Mask(b, rank_of(a), factor=-walk.factor if node.op_type == "Sub" else walk.factor))
     return a
 
 
-def _chosen(node: ir.Node, walk: _Walk) -> ir.Value:
+def _step_over_where(node: ir.Node, walk: _Walk) -> ir.Value:
     condition, a, b = _inputs(node)
     fill, x, negated = number_of(b), a, False
     if fill is None:
         fill, x, negated = number_of(a), b, True
     if fill is None or sizes.dims_of(x) != sizes.dims_of(node.outputs[0]):
         raise NotAttention
-    walk.choose(Mask(condition, rank_of(x), negated, fill * walk.factor))
+    walk.set_where(Mask(condition, rank_of(x), negated, fill * walk.factor))
     return x
 
 
 def _may_have_gradient(value: ir.Value) -> bool:
-    """Whether floating inputs of the graph go into a value, by way of floating values."""
+    """Return whether a value depends on floating-point graph inputs through floating-point values only."""
     seen, waiting = set[ir.Value](), [value]
     while waiting:
         value = waiting.pop()
@@ -389,51 +390,50 @@ def _may_have_gradient(value: ir.Value) -> bool:
     return False
 
 
-def _depth(value: ir.Value, left: int = 12) -> int | None:
-    """How many nodes back a product is, through nodes that scale and mask; None where there is none."""
+def _distance_to_matmul(value: ir.Value, limit: int = 12) -> int | None:
+    """Return how many scaling and masking nodes lie between a value and a matmul; None without a matmul."""
     node = value.producer()
-    if node is None or not left:
+    if node is None or not limit:
         return None
-    if _is_scores(value):
+    if _is_matmul_result(value):
         return 0
     if node.op_type not in ("Mul", "Div", "Add", "Sub", "Where") and not definition_of(node).same_elements:
         return None
-    found = [_depth(v, left - 1) for v in node.inputs if v is not None and is_float(dtype_of(v))]
-    known = [d for d in found if d is not None]
-    return 1 + min(known) if known else None
+    distances = [_distance_to_matmul(v, limit - 1) for v in node.inputs if v is not None and is_float(dtype_of(v))]
+    return min((1 + d for d in distances if d is not None), default=None)
 
 
-def _finished(node: ir.Node, walk: _Walk) -> _Scores:
-    product = _product(node)
+def _finish(node: ir.Node, walk: _Walk) -> _Scores:
+    matmul = _matmul(node)
     if node.op_type == "Einsum":
-        q, k = _einsum_operands(product)
+        q, k = _einsum_operands(matmul)
     else:
-        q, k = product.a, _swapped(product.b)
-    scale = walk.factor * product.alpha
-    q, of_q = _scaled_away(_transposed_away(q))
-    k, of_k = _scaled_away(_transposed_away(k))
-    scale *= of_q * of_k
+        q, k = matmul.a, _transposed(matmul.b)
+    scale = walk.factor * matmul.alpha
+    q, scale_of_q = _strip_scaling(_cancel_transpose(q))
+    k, scale_of_k = _strip_scaling(_cancel_transpose(k))
+    scale *= scale_of_q * scale_of_k
     if not math.isfinite(scale):
         raise NotAttention
-    return _Scores(q, k, scale, walk.leading, walk.added, walk.chosen)
+    return _Scores(q, k, scale, walk.leading, walk.added, walk.where)
 
 
-def _einsum_operands(product: _Product) -> tuple[Operand, Operand]:
-    *batch, row, column = list(product.output)
-    first = 0 if row in product.terms[0] else 1
-    found: list[Operand] = []
-    for which, own in ((first, row), (1 - first, column)):
-        term = product.terms[which]
-        inner = [c for c in term if c not in product.output]
+def _einsum_operands(matmul: _MatMul) -> tuple[Operand, Operand]:
+    *batch, row, column = list(matmul.output)
+    first = 0 if row in matmul.terms[0] else 1
+    operands: list[Operand] = []
+    for index, own in ((first, row), (1 - first, column)):
+        term = matmul.terms[index]
+        inner = [c for c in term if c not in matmul.output]
         if len(inner) != 1 or sorted(term) != sorted([*batch, own, *inner]):
             raise NotAttention
-        value = (product.a, product.b)[which].value
-        found.append(Operand(value, tuple(term.index(c) for c in [*batch, own, *inner])))
-    return found[0], found[1]
+        value = (matmul.a, matmul.b)[index].value
+        operands.append(Operand(value, tuple(term.index(c) for c in [*batch, own, *inner])))
+    return operands[0], operands[1]
 
 
-def _scaled_away(operand: Operand) -> tuple[Operand, float]:
-    """The operand before a Mul or Div by a number that gives it, and that number."""
+def _strip_scaling(operand: Operand) -> tuple[Operand, float]:
+    """Return the operand before its Mul or Div by a constant, and the constant factor (1 without)."""
     node = operand.value.producer()
     if node is None or node.op_type not in ("Mul", "Div"):
         return operand, 1.0

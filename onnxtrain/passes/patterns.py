@@ -1,4 +1,4 @@
-"""A small language for patterns of nodes, and what replaces them.
+"""A small pattern-matching language for subgraphs and their replacements.
 
     x, number = Var("x"), Num("alpha")
     pattern = op("Mul", x, op("Sigmoid", op("Mul", x, number)))
@@ -6,8 +6,8 @@
     for found in match(pattern, value):
         found.values["x"], found.numbers["alpha"], found.nodes
 
-A pattern is matched from a value backwards. Commutative ops match with their operands in either order; a name that
-stands twice must find the same value twice. Several ops, `op("Rsqrt|Sqrt", ...)`, match any of these.
+A pattern is matched backwards from a value. Commutative ops match with their operands in either order; a name that
+occurs twice must match the same value. `op("Rsqrt|Sqrt", ...)` matches any of these ops.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.elementwise.arithmetic import number_of
 
-_CLOSE = 1e-6  # how far a number may be from the one that a pattern names: half of float32's digits
+_RELATIVE_TOLERANCE = 1e-6  # between a constant and the number in a pattern: about float32's precision
 
 
 @dataclass(frozen=True)
 class Var:
-    """Any value; the same one wherever the name stands."""
+    """Any value; the same one wherever the name occurs."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Num:
-    """A constant of one element: `near` this number, or any, which the match keeps under the name."""
+    """A constant of one element, close to `near` if given; the match stores it under the name."""
 
     name: str = ""
     near: float | None = None
@@ -43,7 +43,7 @@ class Num:
 
 @dataclass(frozen=True)
 class Op:
-    """A node of one of these ops: its first output. Inputs beyond those named match anything."""
+    """The first output of a node of one of these ops. Inputs beyond those given match anything."""
 
     kinds: tuple[str, ...]
     inputs: tuple[Pattern, ...]
@@ -52,14 +52,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Either:
-    """The first of several patterns that matches."""
+    """Any of several patterns, tried in order."""
 
     of: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A pattern, or what gives its elements on in its shape: casts between floating types, copies."""
+    """A pattern, or a chain of shape-preserving ops after it: casts between floating-point types, copies."""
 
     of: Pattern
 
@@ -68,27 +68,27 @@ Pattern = Var | Num | Op | Either | Cast
 
 
 def op(kinds: str, *inputs: Pattern | float, check: Callable[[ir.Node], bool] | None = None) -> Op:
-    """A node of one of the ops in `kinds`, separated by |; a plain number is a constant near it."""
+    """Match a node of one of the ops in `kinds`, separated by |; a number matches a constant close to it."""
     return Op(tuple(kinds.split("|")), tuple(_pattern(i) for i in inputs), check)
 
 
 def either(*patterns: Pattern) -> Either:
-    """Whichever of these matches."""
+    """Match any of these patterns."""
     return Either(patterns)
 
 
-def _pattern(given: Pattern | float) -> Pattern:
-    return Num(near=given) if isinstance(given, (int, float)) else given
+def _pattern(operand: Pattern | float) -> Pattern:
+    return Num(near=operand) if isinstance(operand, (int, float)) else operand
 
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern found.
+    """A match of a pattern.
 
     Attributes:
         values: by the names of Vars.
         numbers: by the names of Nums.
-        nodes: all nodes that matched, the last of them first.
+        nodes: all matched nodes, users before producers.
     """
 
     values: Mapping[str, ir.Value] = field(default_factory=dict)
@@ -96,72 +96,72 @@ class Match:
     nodes: tuple[ir.Node, ...] = ()
 
 
-def match(pattern: Pattern, value: ir.Value | None, known: Match | None = None) -> Iterator[Match]:
-    """All ways in which the pattern matches what gives `value`."""
-    known = known or Match()
+def match(pattern: Pattern, value: ir.Value | None, partial: Match | None = None) -> Iterator[Match]:
+    """Yield all matches of the pattern at `value` that extend the match `partial`."""
+    partial = partial or Match()
     if value is None:
         return
     match pattern:
         case Var(name):
-            if known.values.get(name, value) is value:
-                yield Match({**known.values, name: value}, known.numbers, known.nodes)
+            if partial.values.get(name, value) is value:
+                yield Match({**partial.values, name: value}, partial.numbers, partial.nodes)
         case Num():
-            yield from _match_number(pattern, value, known)
+            yield from _match_number(pattern, value, partial)
         case Either(patterns):
             for each in patterns:
-                yield from match(each, value, known)
+                yield from match(each, value, partial)
         case Cast(inner):
-            yield from match(inner, value, known)
-            yield from _match_cast(pattern, value, known)
+            yield from match(inner, value, partial)
+            yield from _match_cast(pattern, value, partial)
         case Op():
-            yield from _match_node(pattern, value, known)
+            yield from _match_node(pattern, value, partial)
 
 
-def _match_number(pattern: Num, value: ir.Value, known: Match) -> Iterator[Match]:
+def _match_number(pattern: Num, value: ir.Value, partial: Match) -> Iterator[Match]:
     number, near, name = number_of(value), pattern.near, pattern.name
-    if number is None or (near is not None and abs(number - near) > _CLOSE * max(abs(near), 1e-3)):
+    if number is None or (near is not None and abs(number - near) > _RELATIVE_TOLERANCE * max(abs(near), 1e-3)):
         return
-    if not name or known.numbers.get(name, number) == number:
-        yield Match(known.values, {**known.numbers, name: number}, known.nodes)
+    if not name or partial.numbers.get(name, number) == number:
+        yield Match(partial.values, {**partial.numbers, name: number}, partial.nodes)
 
 
-def _match_cast(pattern: Cast, value: ir.Value, known: Match) -> Iterator[Match]:
+def _match_cast(pattern: Cast, value: ir.Value, partial: Match) -> Iterator[Match]:
     node = value.producer()
     if node is None or not definition_of(node).same_elements or not is_float(dtype_of(value)):
         return
     source = node.inputs[0]
     if source is not None and is_float(dtype_of(source)) and sizes.dims_of(source) == sizes.dims_of(value):
-        yield from match(pattern, source, Match(known.values, known.numbers, (*known.nodes, node)))
+        yield from match(pattern, source, Match(partial.values, partial.numbers, (*partial.nodes, node)))
 
 
-def _match_node(pattern: Op, value: ir.Value, known: Match) -> Iterator[Match]:
+def _match_node(pattern: Op, value: ir.Value, partial: Match) -> Iterator[Match]:
     node, inputs = value.producer(), pattern.inputs
     if node is None or node.op_type not in pattern.kinds or value is not node.outputs[0]:
         return
     if len(node.inputs) < len(inputs) or (pattern.check is not None and not pattern.check(node)):
         return
-    here = Match(known.values, known.numbers, (*known.nodes, node))
-    yield from _match_inputs(inputs, node.inputs, here)
+    extended = Match(partial.values, partial.numbers, (*partial.nodes, node))
+    yield from _match_inputs(inputs, node.inputs, extended)
     if len(inputs) == 2 and definition_of(node).commutative:
-        yield from _match_inputs(inputs, tuple(reversed(node.inputs)), here)
+        yield from _match_inputs(inputs, tuple(reversed(node.inputs)), extended)
 
 
-def _match_inputs(patterns: Sequence[Pattern], values: Sequence[ir.Value | None], known: Match) -> Iterator[Match]:
+def _match_inputs(patterns: Sequence[Pattern], values: Sequence[ir.Value | None], partial: Match) -> Iterator[Match]:
     if not patterns:
-        yield known
+        yield partial
         return
-    for found in match(patterns[0], values[0], known):
+    for found in match(patterns[0], values[0], partial):
         yield from _match_inputs(patterns[1:], values[1:], found)
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One pattern and what takes its place.
+    """A pattern and its replacement.
 
     Attributes:
-        name: what the result is called in reports.
-        pattern: matched backwards from the value that is replaced.
-        build: from a builder, the match and that value, the value that replaces it; None: it is not that after all.
+        name: the replacement, for reports.
+        pattern: matched backwards from the value to replace.
+        build: (builder, match, old value) -> the new value, or None if the match does not qualify.
     """
 
     name: str
@@ -169,8 +169,8 @@ class Rewrite:
     build: Callable[[Builder, Match, ir.Value], ir.Value | None]
 
 
-def shared_inside(found: Match, result: ir.Value) -> ir.Value | None:
-    """A value between the nodes of a match that is read elsewhere, or given out; None where there is none."""
+def shared_value(found: Match, result: ir.Value) -> ir.Value | None:
+    """Return a value between the nodes of a match that has users outside it or is a graph output, if any."""
     inside = set(found.nodes)
     for node in found.nodes:
         for value in node.outputs:

@@ -1,10 +1,10 @@
-"""Lets readers of a copied name read the value itself.
+"""Remove Identity nodes.
 
-    before   y = Identity(x);  f(x), g(y)          `x.to(torch.float32)` of what is float32 already
+    before   y = Identity(x);  f(x), g(y)          `x.to(torch.float32)` of a float32 tensor
     after    f(x), g(x)
 
-Neighbours are neighbours then, which may become one kernel. Results of the graph keep their names and their memory:
-an Identity stays where it gives one, or names an input.
+Producer and users are then adjacent and can be fused. An Identity of a graph input or before a graph output stays: it
+gives the output its own name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onnxtrain.passes.changes import Changes, counted
 
 
 def remove_identities(graph: ir.Graph, changes: Changes) -> None:
-    """Removes the Identity nodes of `graph` that stand between two nodes."""
+    """Remove the Identity nodes between two nodes of `graph`."""
     removed = 0
     for node in list(graph):
         if node.domain or node.op_type != "Identity":
@@ -27,4 +27,4 @@ def remove_identities(graph: ir.Graph, changes: Changes) -> None:
         graph.remove(node, safe=True)
         removed += 1
     if removed:
-        changes.applied.append(f"removed {counted(removed, 'node')} that named a value again")
+        changes.applied.append(f"removed {counted(removed, 'Identity', 'Identity nodes')}")

@@ -1,10 +1,10 @@
-"""The gradient of a Relu in front of a MaxPool is masked where the pool has its results: there are fewer of them.
+"""Apply the gradient of a Relu before that of the MaxPool after it, on the smaller tensor.
 
     before   y = Relu(x);  p, at = MaxPool(y)        dx = ReluGrad(MaxPoolGrad(dp, at), y)
     after                                            dx = MaxPoolGrad(ReluGrad(dp, p), at)
 
-The same numbers: MaxPoolGrad adds dp where y is p, and is 0 elsewhere. y, the larger one, need not be kept. So it is
-where a batch norm applies the Relu, and its gradient op would mask.
+The results are identical: MaxPoolGrad adds dp where y is p, and is 0 elsewhere. The larger tensor y need not be saved.
+The same holds for a batch norm with a fused Relu, whose gradient op would apply the mask.
 """
 
 from __future__ import annotations
@@ -22,36 +22,34 @@ from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
 
 def reorder_relu_pool_gradients(graph: ir.Graph, changes: Changes) -> None:
-    """Moves gradients of Relu in front of those of MaxPool."""
+    """Move gradients of Relu before those of MaxPool."""
     op = builder(graph)
     for node in list(graph):
         n = view(node)
         masks = n.definition is RELU_GRAD or (n.definition is BATCH_NORM_GRAD and n.y and not n.added)
-        behind = n.dy.producer() if masks else None
-        if behind is None or view(behind).definition is not MAX_POOL_GRAD:
+        before = n.dy.producer() if masks else None
+        if before is None or view(before).definition is not MAX_POOL_GRAD:
             continue
-        backward, pool, name = view(behind), pool_of(view(behind)), n.y.name
+        pool_grad, pool, name = view(before), pool_of(view(before)), n.y.name
         if pool is None or pool.x is not n.y:
-            changes.refuse(node, f"{name} is not what the pool reads")
+            changes.refuse(node, f"{name} is not the input of the pool")
             continue
         if only_user(n.dy) is not node:
-            changes.refuse(node, f"the gradient {n.dy.name} has another reader")
+            changes.refuse(node, f"the gradient {n.dy.name} has other users")
             continue
         with nodes_before(op, node):
-            masked = op.ms.ReluGrad(backward.dy, pool.y)
-            how = {name: getattr(backward, name) for name in MAX_POOL_GRAD.attributes}
-            moved = op.ms.MaxPoolGrad(masked, backward.indices, backward.shape, **how)
-            found = [moved] if n.definition is RELU_GRAD else _without_mask(op, n, moved)
-        for old, new in zip(node.outputs, found, strict=True):
+            masked = op.ms.ReluGrad(pool_grad.dy, pool.y)
+            attributes = {name: getattr(pool_grad, name) for name in MAX_POOL_GRAD.attributes}
+            dy = op.ms.MaxPoolGrad(masked, pool_grad.indices, pool_grad.shape, **attributes)
+            results = [dy] if n.definition is RELU_GRAD else _batch_norm_grad(op, n, dy)
+        for old, new in zip(node.outputs, results, strict=True):
             substitute(graph, old, new, [])
-        graph.remove([node, behind], safe=True)
-        changes.applied.append(f"the gradient of {name} is masked before that of its pool")
+        graph.remove([node, before], safe=True)
+        changes.applied.append(f"applies the Relu gradient of {name} before that of its pool")
 
 
-def _without_mask(op: Builder, n: NodeView, moved: ir.Value) -> list[ir.Value]:
-    """What a batch norm's gradient op gives for the masked gradient `moved`, which is its residual's too."""
+def _batch_norm_grad(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value]:
+    """Return the gradients of a batch norm for the masked gradient `dy`, which is also the gradient of its residual."""
     mask = [*n.output_mask[:3], 0]
-    *grads, _ = op.ms.BatchNormalizationGrad(
-        moved, n.x, n.scale, n.mean, n.inv_std, epsilon=n.epsilon, output_mask=mask
-    )
-    return [*grads, moved]
+    *grads, _ = op.ms.BatchNormalizationGrad(dy, n.x, n.scale, n.mean, n.inv_std, epsilon=n.epsilon, output_mask=mask)
+    return [*grads, dy]

@@ -1,13 +1,12 @@
-"""Cuts a tensor once, where slices of it cover an axis without overlap.
+"""Replace slices that partition an axis of a tensor by one Split.
 
     before   q = Slice(x, 0:8);  k = Slice(x, 8:16);  v = Slice(x, 16:24)      of x[b, s, 24]
     after    q, k, v = Split(x, [8, 8, 8])
 
-Forward costs the same: all are views. The gradient of each slice is a tensor as large as x, zero outside of the slice,
-and their sum is one more for each; the gradient of Split is one Concat. A Gather of one row or of neighbours is such a
-slice.
+Forward costs the same: all are views. The gradient of each slice is a tensor as large as x, zero outside the slice, and
+they must be summed; the gradient of Split is one Concat. A Gather of one or several consecutive rows counts as a slice.
 
-Refuses where slices do not cover the axis, and those that the module gives out, as the views that they are.
+Refused if the slices do not cover the axis. Slices that are module outputs remain the views that they are.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from onnxtrain.ops.reshape.dims import squeezed
 from onnxtrain.ops.reshape.join import split
 from onnxtrain.ops.reshape.slicing import SLICE, Piece, piece_of
 from onnxtrain.passes.changes import Changes
-from onnxtrain.passes.rewriting import leaves, nodes_before, substitute
+from onnxtrain.passes.rewriting import nodes_before, reaches_output, substitute
 
 Pieces = list[tuple[ir.Node, Piece]]
 
 
 def replace_slices_with_split(graph: ir.Graph, changes: Changes) -> None:
-    """Replaces slices of `graph` that cover an axis of a floating tensor by one Split."""
+    """Replace the slices of `graph` that partition an axis of a floating-point tensor."""
     op = builder(graph)
     for x in list(_values(graph)):
         if not is_float(dtype_of(x)) or len(x.uses()) < 2:
             continue
-        found = _pieces(x)
-        for axis in sorted({piece.axis for _, piece in found}):
-            along = [each for each in found if each[1].axis == axis]
-            tiles = _tiles(along, sizes.dims_of(x)[axis])
-            if len(tiles) > 1:
-                _split(op, x, axis, tiles)
-                changes.applied.append(f"{x.name} is split once along axis {axis}, in place of {len(tiles)} slices")
-            elif len(along) > 1:
-                changes.refuse(along[0][0], f"{len(along)} slices of {x.name} do not cover its axis {axis}")
+        pieces = _pieces(x)
+        for axis in sorted({piece.axis for _, piece in pieces}):
+            along_axis = [each for each in pieces if each[1].axis == axis]
+            partition = _partition(along_axis, sizes.dims_of(x)[axis])
+            if len(partition) > 1:
+                _split(op, x, axis, partition)
+                changes.applied.append(f"replaced {len(partition)} slices of {x.name} along axis {axis} by a Split")
+            elif len(along_axis) > 1:
+                changes.refuse(along_axis[0][0], f"{len(along_axis)} slices of {x.name} do not cover its axis {axis}")
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -55,11 +54,11 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _pieces(x: ir.Value) -> Pieces:
-    """The nodes that take neighbouring rows of x, and which; first by first in the graph's order."""
+    """Return the nodes that read consecutive rows of x, with these rows."""
     return [
         (node, piece)
         for node in traversal.users(x)
-        if (piece := _piece(node, x)) is not None and not leaves(node.outputs[0])
+        if (piece := _piece(node, x)) is not None and not reaches_output(node.outputs[0])
     ]
 
 
@@ -77,25 +76,25 @@ def _piece(node: ir.Node, x: ir.Value) -> Piece | None:
     return Piece(axis, first, len(numbers))
 
 
-def _tiles(pieces: Pieces, total: Size) -> Pieces:
-    """Those of the pieces that cover all rows from the first to the last once, in order; none where none do."""
+def _partition(pieces: Pieces, total: Size) -> Pieces:
+    """Return pieces that cover all rows exactly once, in order; an empty list if there are none."""
     by_start = {piece.start: (node, piece) for node, piece in pieces}
-    tiles: Pieces = []
-    at: Size = 0
-    while at in by_start:
-        tiles.append(by_start.pop(at))
-        at = sizes.add(at, tiles[-1][1].length)
-    return tiles if at == total else []
+    partition: Pieces = []
+    end: Size = 0
+    while end in by_start:
+        partition.append(by_start.pop(end))
+        end = sizes.add(end, partition[-1][1].length)
+    return partition if end == total else []
 
 
-def _split(op: Builder, x: ir.Value, axis: int, tiles: Sequence[tuple[ir.Node, Piece]]) -> None:
-    nodes = {node for node, _ in tiles}
+def _split(op: Builder, x: ir.Value, axis: int, partition: Sequence[tuple[ir.Node, Piece]]) -> None:
+    nodes = {node for node, _ in partition}
     first = next(node for node in op.graph if node in nodes)
     with nodes_before(op, first):
-        cut = split(op, x, [piece.length for _, piece in tiles], axis)
-        rows = [
+        parts = split(op, x, [piece.length for _, piece in partition], axis)
+        results = [
             squeezed(op, y, axis) if rank_of(node.outputs[0]) < rank_of(x) else y
-            for (node, _), y in zip(tiles, cut, strict=True)
+            for (node, _), y in zip(partition, parts, strict=True)
         ]
-    for (node, _), y in zip(tiles, rows, strict=True):
+    for (node, _), y in zip(partition, results, strict=True):
         substitute(op.graph, node.outputs[0], y, [node])

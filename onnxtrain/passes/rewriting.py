@@ -1,4 +1,4 @@
-"""What passes that replace several nodes by one share: where new nodes go, and which nodes may go away."""
+"""Helpers of passes that replace several nodes by one: inserting new nodes, and deciding which may be removed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _CARRIED = ("module", "line", "gradient_of", "checkpoint", NOTE)
 
 @contextmanager
 def nodes_before(op: Builder, anchor: ir.Node) -> Iterator[None]:
-    """Nodes that `op` makes inside come before `anchor`, and carry its module, line and notes, and own names.
+    """Insert the nodes that `op` makes inside the block before `anchor`, with its origin and names derived from its.
 
-    The names are made from its. Sizes have one too: differentiation names those that it computes, and a graph has each
-    name once.
+    Size computations get such names too: differentiation names those it creates, and names must be unique.
     """
     last = op.graph[-1]
     origin = {key: text for key, text in anchor.metadata_props.items() if key in _CARRIED}
@@ -45,30 +44,30 @@ def nodes_before(op: Builder, anchor: ir.Node) -> Iterator[None]:
 
 
 def only_user(value: ir.Value) -> ir.Node | None:
-    """The node that alone reads the value; None where several do, or the graph's caller does."""
-    readers = traversal.users(value)
-    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+    """Return the only user of the value; None if there are several, or if the value is a graph output."""
+    users = traversal.users(value)
+    return users[0] if len(users) == 1 and not value.is_graph_output() else None
 
 
 def same_checkpoint(node: ir.Node, other: ir.Node) -> bool:
-    """Whether the model's own checkpoints compute both again, or neither: what is behind one is kept."""
+    """Return whether both nodes lie in the same torch.utils.checkpoint region, or both in none."""
     return node.metadata_props.get("checkpoint") == other.metadata_props.get("checkpoint")
 
 
-def leaves(value: ir.Value) -> bool:
-    """Whether the value, or a view of it, is an output of the graph."""
+def reaches_output(value: ir.Value) -> bool:
+    """Return whether the value, or a view of it, is an output of the graph."""
     return value.is_graph_output() or any(
-        view_source(user, output.index() or 0, definition_of(user)) is value and leaves(output)
+        view_source(user, output.index() or 0, definition_of(user)) is value and reaches_output(output)
         for user in traversal.users(value)
         for output in user.outputs
     )
 
 
-def substitute(graph: ir.Graph, old: ir.Value, new: ir.Value, gone: Sequence[ir.Node]) -> None:
-    """Lets `new` take the place and the name of `old`, and removes `gone`, the last node first."""
+def substitute(graph: ir.Graph, old: ir.Value, new: ir.Value, removed: Sequence[ir.Node]) -> None:
+    """Replace `old` by `new`, which takes over its name, and remove the nodes `removed`, users first."""
     name = old.name
     traversal.replace(graph, old, new)
     if new.producer() is not None and not new.is_graph_output():
         old.name, new.name = None, name
-    for node in gone:
+    for node in removed:
         graph.remove(node, safe=True)

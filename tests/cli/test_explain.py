@@ -101,11 +101,11 @@ def test_what_is_left_out_shows_in_the_work(file: Path, capsys: pytest.CaptureFi
     """4 of 32 tokens have a label: how many depends on the data, and is found by asking it."""
     whole = explained(capsys, f"{file}:words")
     assert "refused  cross_entropy_loss: stops at Linear 'linear' of score: " in whole
-    assert "keep_outputs can name those that are read" in whole
+    assert "keep_outputs can name those that are used" in whole
     assert "models_to_explain.py:12 in forward" in whole  # the user's line
     assert re.search(r"^as captured: \d+\.\d kFLOP, \d+\.\d KiB read and written$", whole, re.MULTILINE)
     only_loss = explained(capsys, f"{file}:words", "--keep-outputs", "loss")
-    assert "skip tokens whose label is ignored" in only_loss
+    assert "skip tokens with ignored labels" in only_loss
     assert "after all passes" in only_loss
     assert shares(only_loss, "after all passes")[0] < 30 < shares(whole, "after all passes")[0]
 

@@ -193,8 +193,8 @@ def test_in_bfloat16() -> None:
 def test_a_refusal_says_why() -> None:
     report = check(norm_read_elsewhere, torch.float32).__dict__["_engine"].newest().report
     (refusal,) = (r for r in report.refused if r.pass_name == "fuse_activations")
-    assert "is no part of BatchNormInternal" in refusal.reason
-    assert "is read elsewhere" in refusal.reason
+    assert "not fused into BatchNormInternal" in refusal.reason
+    assert "has other users" in refusal.reason
 
 
 def test_relu_behind_a_checkpoint_stays() -> None:

@@ -262,7 +262,7 @@ def test_who_asks_for_eagers_draws_gets_eagers_bits(function: Any) -> None:
         found.append([y, *torch.autograd.grad(y.square().sum(), leaves), torch.get_rng_state()])
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
-    assert [r.reason for r in refusals(ours)] == ["its dropout draws eager PyTorch's numbers"]
+    assert [r.reason for r in refusals(ours)] == ['its dropout reproduces eager\'s random numbers (rng="torch")']
 
 
 # Refusals
@@ -303,13 +303,13 @@ def five_axes(q, k, v):
 
 
 REFUSED = {
-    probabilities_returned: "its probabilities are read elsewhere",
-    dropped_probabilities_returned: "its probabilities are read elsewhere",
-    scores_returned: "its scores are read elsewhere",
+    probabilities_returned: "its probabilities have other users",
+    dropped_probabilities_returned: "its probabilities have other users",
+    scores_returned: "its scores have other users",
     scaled_by_a_tensor: "its scores are scaled by a tensor",
     filled_then_shifted: f"a mask is added to scores that were filled with {LOWEST}",
-    filled_then_biased: "a mask that may have a gradient is added behind a Where",
-    five_axes: "its scores have more than two axes of batches and heads",
+    filled_then_biased: "a mask that may have a gradient is added after a Where",
+    five_axes: "its scores have more than two batch and head dimensions",
 }
 
 
@@ -369,7 +369,9 @@ def test_models_equal_eager_in_float64(entry: ZooModel) -> None:
     """Llama and ViT take the softmax of scores in float32, whatever their type is: that stays as it is written."""
     narrow = entry.name in {"llama", "vit"}
     ours = check_model(entry, torch.float64, fuses=not narrow)
-    assert {r.reason for r in refusals(ours)} == ({"its softmax is computed in a type of its own"} if narrow else set())
+    assert {r.reason for r in refusals(ours)} == (
+        {"its softmax has another element type than query and key"} if narrow else set()
+    )
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_an_activation_that_is_read_elsewhere_is_named() -> None:
     assert "GatedActivation" not in kinds(ours)
     refused = ours.__dict__["_engine"].newest().report.refused
     assert [r.reason for r in refused if r.pass_name == "fuse_gated_activations"] == [
-        "is no GatedActivation: silu is read elsewhere"
+        "not fused into GatedActivation: silu has other users"
     ]
 
 

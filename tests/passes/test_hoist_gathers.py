@@ -240,10 +240,10 @@ class Stopped(nn.Module):
     [
         ("output", "is an output of the module"),
         ("read whole", "needs all rows"),
-        ("softmax over rows", "reads all rows together"),
+        ("softmax over rows", "needs all rows at once"),
         ("same tensor twice", "needs all rows"),
         ("unknown number", "not proven"),
-        ("chosen by the rows", "depends on"),
+        ("chosen by the rows", "the selected rows depend on"),
         ("many", "not proven"),
     ],
 )

@@ -36,4 +36,4 @@ def test_no_bit_changes_and_less_is_held() -> None:
     assert all(map(torch.equal, found, expected))
     assert kept == kept_before - 2 * ROWS * 33 * 7 // 8
     assert peak < peak_before
-    assert "keeps the mask of 2 Dropouts in bits" in report
+    assert "saves 2 dropout masks as bits" in report

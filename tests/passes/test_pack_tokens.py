@@ -323,7 +323,7 @@ def test_a_bias_for_each_sequence_is_refused(tmp_path: Path, decisions: list[boo
     wrapped = wrap(Biased("of the batch"), tmp_path, skip_padding="always")
     wrapped(*batch_of(FORMS["right"]))
     assert not decisions
-    assert any("another for each sequence" in text for text in refusals(wrapped, "pack_tokens"))
+    assert any("differs between sequences" in text for text in refusals(wrapped, "pack_tokens"))
 
 
 def test_a_learned_mask_is_refused(tmp_path: Path, decisions: list[bool]) -> None:
@@ -333,7 +333,7 @@ def test_a_learned_mask_is_refused(tmp_path: Path, decisions: list[bool]) -> Non
     wrapped = wrap(module, tmp_path, skip_padding="always")
     check(wrapped, module, *batch_of(FORMS["right"]))
     assert not decisions
-    assert any("integers and booleans" in text for text in refusals(wrapped, "pack_tokens"))
+    assert any("integer and boolean inputs" in text for text in refusals(wrapped, "pack_tokens"))
 
 
 # When

@@ -146,8 +146,8 @@ def test_dropout_of_real_tokens_does_not_depend_on_padding(kept: list[int | None
     [
         ("output", "keep_outputs", True),
         pytest.param("output", "keep_outputs", False, marks=SLOW),
-        pytest.param("all", "padding is read too: ReduceMean", True, marks=SLOW),
-        pytest.param("all", "padding is read too: ReduceMean", False, marks=SLOW),
+        pytest.param("all", "padding is used: ReduceMean", True, marks=SLOW),
+        pytest.param("all", "padding is used: ReduceMean", False, marks=SLOW),
     ],
 )
 def test_what_reads_padding_is_named(

@@ -45,7 +45,7 @@ def test_the_mask_moves_behind_the_pool() -> None:
 
 @pytest.mark.parametrize(
     ("case", "reason"),
-    [({"masked_by": "input"}, "is not what the pool reads"), ({"read_twice": True}, "another reader")],
+    [({"masked_by": "input"}, "is not the input of the pool"), ({"read_twice": True}, "other users")],
 )
 def test_refusals_say_why(case: dict[str, Any], reason: str) -> None:
     ops, changes = run_pass(**case)

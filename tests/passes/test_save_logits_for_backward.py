@@ -37,7 +37,7 @@ def test_scores_are_kept_where_nobody_reads_log_probabilities() -> None:
 @pytest.mark.parametrize(
     ("dtype", "reads", "attributes", "reason"),
     [
-        (FLOAT, 2, {}, "are read"),
+        (FLOAT, 2, {}, "have users"),
         (HALF, 1, {}, "FLOAT16"),
         (HALF, 1, {"output_type": int(FLOAT)}, "another type"),
     ],
