@@ -131,7 +131,7 @@ class EntryPoint:
         in_torch: runs the module in eager PyTorch; set if the module's own hooks run around the graph, else None.
         fixed_sizes: indices of the call's tensors whose sizes never change.
         pieces: turns a function into one that runs as graphs between graph breaks; None: no graph breaks.
-        is_part: whether the module is only part of the user's model, whose initialization time is not worth a warning.
+        is_part: whether the module is only part of the user's model, so that its first graph is one of several.
         is_piece: whether the module is a piece between graph breaks: the user was warned, so failures are only logged.
         twins: units of other modules that can be reused if the graph is the same, by their other dependencies.
     """

@@ -126,7 +126,7 @@ def verify(model: torch.nn.Module, batch: Any, **options: Any) -> Verdict:
     settings = Options.resolve(**{"fallback_policy": FallbackPolicy.FALLBACK_DISABLE, **options, "rng": "torch"})
     module = unprepare(copy.deepcopy(source))
     eager, exact = copy.deepcopy(module), copy.deepcopy(module).double()
-    engine = Engine(module, settings, EntryPoint(is_part=True))  # no warning about initialization time
+    engine = Engine(module, settings, EntryPoint(is_part=True))
     sides = (
         _Side(module, lambda *a, **k: engine(a, k), args, kwargs, None),
         _Side(eager, eager, args, kwargs, None),

@@ -30,8 +30,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from onnxtrain.capture.composite import quiet, size_decisions
+from onnxtrain.capture.composite import size_decisions
 from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.torch_reports import reports_dropped
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.ops import definition_of
@@ -131,7 +132,7 @@ class TracedGradient:
     def _enter(self, stack: ExitStack, python_formulas: bool = False) -> list[Any]:
         """The state in which operators run on the fakes; gives the list of what is decided from sizes."""
         stack.enter_context(CAPTURE_LOCK)
-        stack.enter_context(quiet())
+        stack.enter_context(reports_dropped())
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(self._mode)
         stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
@@ -226,7 +227,7 @@ class TracedGradient:
 
     def _runs_at(self, call: AtenCall, binding: Mapping[Any, Any]) -> bool:
         try:
-            with quiet(), torch.no_grad(), FakeTensorMode():
+            with CAPTURE_LOCK, reports_dropped(), torch.no_grad(), FakeTensorMode():
                 call.results([_at(t, binding) for t in self._tensors], [_at(s, binding) for s in self._sizes])
         except Exception:  # noqa: BLE001  # the operator refuses these sizes
             return False
@@ -236,7 +237,7 @@ class TracedGradient:
 def _fault_at(module: GraphModule, binding: Mapping[Any, Any]) -> str:
     """The first node that has another shape at these sizes than the trace says, in words; "" if none has."""
     values: dict[Node, Any] = {}
-    with quiet(), torch.no_grad(), FakeTensorMode() as mode:
+    with CAPTURE_LOCK, reports_dropped(), torch.no_grad(), FakeTensorMode() as mode:
         for node in module.graph.nodes:
             expected = _at(node.meta.get("val"), binding)
             if node.op == "placeholder":

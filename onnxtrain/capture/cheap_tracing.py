@@ -24,8 +24,8 @@ from typing import Any
 from torch._dynamo import config as dynamo_config
 from torch._export.utils import _get_shape_env_from_gm
 from torch.export import _trace, exported_program
-from torch.fx import GraphModule, Node
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx import GraphModule, Node, _lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule, _make_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
@@ -35,7 +35,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.fake_results import fake_results
-from onnxtrain.capture.patches import replaced
+from onnxtrain.capture.replacement import in_thread, replaced, replaced_in_thread
 
 _ARITHMETIC = ("add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
 _UNKNOWN = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
@@ -47,16 +47,19 @@ def cheap_tracing() -> Iterator[None]:
     owner = threading.get_ident()
     metadata = partial(_extract_tensor_metadata, include_contiguity=False)
     with ExitStack() as stack:
-        stack.enter_context(_use_lazy_graph_module(True))
+        lazy = lambda: _LazyGraphModule
+        stack.enter_context(replaced_in_thread(_lazy_graph_module, "_get_graph_module_cls", lazy))
         stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
         stack.enter_context(fake_results())
-        stack.enter_context(replaced(proxy_tensor, "_extract_tensor_metadata", metadata))
+        stack.enter_context(replaced_in_thread(proxy_tensor, "_extract_tensor_metadata", metadata))
         stack.enter_context(replaced(TracerBase, "create_node", _with_one_line(TracerBase.create_node, owner)))
         stack.enter_context(replaced(SymNode, "wrap_int", _numbers(SymNode.wrap_int, owner)))
-        stack.enter_context(replaced(exported_program, "_create_graph_module_for_export", _make_graph_module))
+        stack.enter_context(replaced_in_thread(exported_program, "_create_graph_module_for_export", _make_graph_module))
         bindings = _trace._replace_unbacked_bindings
-        stack.enter_context(replaced(_trace, "_replace_unbacked_bindings", _where_any_are_unknown(bindings)))
-        trees = SimpleNamespace(**{**vars(pytree), "tree_map": _mapped(pytree.tree_map)})
+        stack.enter_context(
+            replaced(_trace, "_replace_unbacked_bindings", in_thread(_where_any_are_unknown(bindings), bindings))
+        )
+        trees = SimpleNamespace(**{**vars(pytree), "tree_map": in_thread(_mapped(pytree.tree_map), pytree.tree_map)})
         stack.enter_context(replaced(_trace, "pytree", trees))
         known: dict[Any, SymNode] = {}
         for name in _ARITHMETIC:

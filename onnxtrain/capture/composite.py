@@ -8,8 +8,6 @@ and so does the graph. One that fixes a size when taken apart (an LSTM's loop ov
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,10 +25,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import has_side_effect
 
 from onnxtrain.capture.autocast import casting, casting_composites, state_types
+from onnxtrain.capture.torch_reports import reports_dropped
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.left_out import CHECKS
 
 Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts
+
 
 # torch 2.11 drops checks of linear algebra as dead code: the inverse of a singular matrix was NaN without a word.
 for _name in CHECKS:
@@ -115,24 +115,11 @@ def _comes_apart(node: torch.fx.Node) -> bool:
     if mode is None:
         return False
     try:
-        with quiet(), mode, enable_python_dispatcher(), size_decisions(mode.shape_env) as made:
+        with reports_dropped(), mode, enable_python_dispatcher(), size_decisions(mode.shape_env) as made:
             node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
     except Exception:  # noqa: BLE001  # a part that cannot run on fake tensors raises anything
         return False
     return not any(map(fixes_size, made))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No messages about fake tensors on which an operator fails: that it may fail is why it is tried."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = before
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from onnxtrain.capture.fakes import FLOATING, NUMBERS, Fakes, broadcast_shape, is_one, is_same
-from onnxtrain.capture.patches import replaced
+from onnxtrain.capture.replacement import replaced
 
 _ATEN = torch.ops.aten
 

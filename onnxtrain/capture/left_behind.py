@@ -24,8 +24,8 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import tree_leaves
 
 from onnxtrain.capture import source_line
-from onnxtrain.capture.patches import replaced
 from onnxtrain.capture.python_op import FunctionCalls
+from onnxtrain.capture.replacement import replaced
 from onnxtrain.errors import CaptureError
 
 

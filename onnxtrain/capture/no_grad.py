@@ -25,7 +25,7 @@ from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.convert import line_of
-from onnxtrain.capture.patches import replaced
+from onnxtrain.capture.replacement import replaced
 from onnxtrain.errors import CaptureError
 
 _DETACH = torch.ops.aten.detach.default  # a view: what is written to it is written to the tensor

@@ -9,10 +9,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +28,8 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.checkpoints import region, regions_for
 from onnxtrain.capture.four_bit import matmul_4bit
 from onnxtrain.capture.python_op import FunctionCalls
+from onnxtrain.capture.replacement import replaced, replaced_in_thread
+from onnxtrain.capture.torch_reports import needless_warnings_dropped
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_call import qualified_name
 from onnxtrain.ops.python_surroundings import is_uncaptured
@@ -42,16 +42,7 @@ _UNDER_WAY = threading.local()
 def capturing() -> Iterator[None]:
     """Holds the capture lock and the patches."""
     with CAPTURE_LOCK, ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # PyTorch copies its own treespecs in a way that it deprecates itself.
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        # It looks for side effects too, and takes an LSTM's list of weights, which it exchanges itself, for one.
-        warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
-        if not logging.getLogger("onnxtrain").isEnabledFor(logging.INFO):
-            # It writes down the traceback of an operator that fails on fake tensors: what we say names the reason.
-            log = logging.getLogger("torch._subclasses.fake_tensor")
-            stack.callback(setattr, log, "disabled", log.disabled)
-            log.disabled = True
+        stack.enter_context(needless_warnings_dropped())
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             stack.enter_context(saved_tensors_hooks(_itself, _itself))
         # A graph of dynamo's enters and leaves `torch.func`'s transforms by calls, which an error leaves entered: the
@@ -67,7 +58,7 @@ def capturing() -> Iterator[None]:
         regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
         stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
         if hasattr(functional, "_infer_size"):  # torch 2.11: how a loss's weight is broadcast, of numbers alone
-            stack.enter_context(replaced(functional, "_infer_size", torch.broadcast_shapes))
+            stack.enter_context(replaced_in_thread(functional, "_infer_size", torch.broadcast_shapes))
         for lost in _LOST:
             stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
         _UNDER_WAY.flag = True
@@ -115,20 +106,6 @@ _LOST = (
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = name in owner.__dict__
-    before = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 def _refusal(owner: int, lost: _Lost) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from onnxtrain.capture.batch_norm import BATCH_NORM, functional_batch_norm, upda
 from onnxtrain.capture.convert import is_convertible, is_grad_switch
 from onnxtrain.capture.explicit_casts import CAST, ExplicitCasts, cast_value
 from onnxtrain.capture.fake_results import fake_results
-from onnxtrain.capture.patches import replaced
+from onnxtrain.capture.replacement import replaced_in_thread
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.aten import ambient
@@ -58,7 +58,7 @@ def make_convertible(program: ExportedProgram) -> bool:
             rewrite = _Rewrite(before, buffers)
     except (_NotPlainError, CaptureError):
         return False
-    with replaced(GraphModule, "recompile", lambda module: None):  # only the graph is read
+    with replaced_in_thread(GraphModule, "recompile", lambda module: None):  # only the graph is read
         module.graph = rewrite.graph
     if is_convertible(program, with_casts=True):
         program.graph_signature.output_specs[:0] = rewrite.mutations

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from onnxtrain.capture.patches import replaced
+from onnxtrain.capture.replacement import replaced
 
 # From a module to a function that says whether the module is still as it was.
 Watch: TypeAlias = Callable[[torch.nn.Module], Callable[[], bool]]

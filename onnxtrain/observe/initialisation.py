@@ -12,7 +12,7 @@ _LOG = logging.getLogger("onnxtrain")
 
 
 def log_initialisation(name: str, seconds: float, report: CompileReport, *, first: bool) -> None:
-    """Logs one line, at WARNING for a module's first graph and at INFO for a later one; below INFO each stage too.
+    """Logs one line at INFO; below INFO each stage too.
 
     Args:
         name: the module.
@@ -20,12 +20,11 @@ def log_initialisation(name: str, seconds: float, report: CompileReport, *, firs
         report: what the stages took.
         first: whether it is the module's first graph.
     """
-    level = logging.WARNING if first else logging.INFO
-    if not _LOG.isEnabledFor(level):
+    if not _LOG.isEnabledFor(logging.INFO):
         return
     capture = sum(stage.took_ms for stage in report.stages if stage.name == "capture") / 1e3
     what = "initialisation" if first else "a further graph"
-    _LOG.log(level, "%s: %s took %.2f s, of which capture %.2f s", name, what, seconds, capture)
+    _LOG.info("%s: %s took %.2f s, of which capture %.2f s", name, what, seconds, capture)
     if _LOG.isEnabledFor(DEVINFO):
         _LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
 

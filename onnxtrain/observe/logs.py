@@ -4,11 +4,13 @@
 |---|---|---|
 | VERBOSE | every rank | everything: each stage with its time |
 | DEVINFO | every rank | the initialisation stage by stage and pass by pass |
-| INFO | rank 0 | each capture with its reason, each file that is written |
-| WARNING (default), ERROR, FATAL | rank 0 | what a user should act on, and what the first step took |
+| INFO | rank 0 | each capture with its reason and time, each file that is written |
+| WARNING (default), ERROR, FATAL | rank 0 | what a user should act on |
 
-Where the program has set up logging itself (`logging.basicConfig`), its handlers and levels decide. Where it has not,
-messages go to the standard error stream. Nothing is redirected, so that a debugger in forward has its terminal.
+By default no handler is added and no level is set: those of the program decide, and where it has none, Python writes
+warnings to the standard error stream. The option `log_level`, where it is another than the default, sets the logger's
+level; as long as the program has set up no handlers (`logging.basicConfig`), messages then go to the standard error
+stream. Nothing is redirected, so that a debugger in forward has its terminal.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ class _Console(logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -51,24 +52,26 @@ class _Console(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         ranks = f"[rank {rank()}] " if world_size() > 1 else ""
-        return ranks + super().format(record)
+        level = "DEVINFO" if record.levelno == DEVINFO else record.levelname
+        return f"{ranks}{level} {record.name}: {super().format(record)}"
 
 
-logging.addLevelName(DEVINFO, "DEVINFO")
-_LOG.addHandler(_Console())
+_CONSOLE = _Console()
 
 
 def set_up(options: Options) -> None:
-    """Sets the level of the process's log; the default level leaves it as it is.
+    """Sets the log's level and handler; the default level leaves them as they are.
 
     Args:
         options: its `log_level` counts. The last ORTModule that is made with another than the default decides.
     """
     level = options.log_level
-    if rank() and level >= LogLevel.INFO:
+    is_default = level == Options().log_level
+    if rank() and level >= LogLevel.INFO and not (is_default and _LOG.level):
         _LOG.setLevel(_SILENT)
-    elif level != Options().log_level:
+    elif not is_default:
         _LOG.setLevel(_OF_LOGGING[level])
+        _LOG.addHandler(_CONSOLE)  # once: a handler that is there is not added again
 
 
 @contextmanager

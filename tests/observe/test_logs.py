@@ -1,4 +1,4 @@
-"""The log: levels, ranks, a report of the initialisation and nothing else; no stream redirected, no descriptor lost."""
+"""The log: levels, ranks, a report of the initialisation; nothing is set up unless it is asked for."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def keeps_its_level() -> Iterator[None]:
     before = LOG.level
     yield
     LOG.setLevel(before)
+    LOG.removeHandler(logs._CONSOLE)
 
 
 def test_a_command_leaves_the_level_as_it_was() -> None:
@@ -86,13 +87,13 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [r for r in caplog.records if r.name == "onnxtrain" and "took" in r.getMessage()]
 
 
-def test_one_line_for_the_first_graph_and_info_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_for_the_first_graph_and_one_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
     model = ORTModule(net())
     train(model)
     train(model, 5)
     (line,) = reports(caplog)
-    assert line.levelno == logging.WARNING
+    assert line.levelno == logging.INFO
     found = re.fullmatch(r"Sequential: initialisation took ([\d.]+) s, of which capture ([\d.]+) s", line.getMessage())
     assert found
     assert 0 < float(found[2]) <= float(found[1])
@@ -132,28 +133,49 @@ for _ in range(2):
 """
 
 
-def test_at_warning_there_is_nothing_but_the_report() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", BERT], env=environment, capture_output=True, text=True, check=True)
+def bert(**variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run([sys.executable, "-c", BERT], env=environment, capture_output=True, text=True, check=True)
+
+
+def test_a_usual_training_says_nothing() -> None:
+    done = bert()
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_at_info_there_is_the_report() -> None:
+    done = bert(ORTMODULE_LOG_LEVEL="INFO")
     assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if line]
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("WARNING onnxtrain: BertForSequenceClassification: initialisation took")
+    assert "INFO onnxtrain: BertForSequenceClassification: initialisation took" in done.stderr
 
 
-def emitted(monkeypatch: pytest.MonkeyPatch, handlers: list[logging.Handler]) -> None:
-    """Logs one message in a program that has set up these handlers."""
+def emitted(monkeypatch: pytest.MonkeyPatch, handlers: list[logging.Handler], level: int = logging.WARNING) -> None:
+    """Logs one message in a program that has set up these handlers, where a level was asked for."""
+    logs.set_up(Options(log_level=LogLevel.DEVINFO))
     monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
-    LOG.warning("a %s", "message")
+    LOG.log(level, "a %s", "message")
 
 
 def test_messages_go_to_the_error_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     emitted(monkeypatch, [])
     assert capsys.readouterr() == ("", "WARNING onnxtrain: a message\n")
+    emitted(monkeypatch, [], DEVINFO)
+    assert capsys.readouterr() == ("", "DEVINFO onnxtrain: a message\n")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     emitted(monkeypatch, [])
     assert capsys.readouterr() == ("", "[rank 1] WARNING onnxtrain: a message\n")
+
+
+def test_without_the_option_the_log_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    LOG.setLevel(logging.NOTSET)
+    logs.set_up(Options())
+    assert (LOG.handlers, LOG.level, LOG.filters, LOG.propagate) == ([], logging.NOTSET, [], True)
+    assert logging.getLevelName(DEVINFO) == f"Level {DEVINFO}"
+    LOG.setLevel(logging.INFO)
+    monkeypatch.setenv("RANK", "1")
+    logs.set_up(Options())
+    assert LOG.level == logging.INFO, "the program's own"
 
 
 def test_handlers_that_the_program_sets_up_decide(
