@@ -1,9 +1,11 @@
 """Samplers that give the ranks samples of like cost at the same time, so that none waits long for another.
 
-sampler = LoadBalancingDistributedSampler(dataset, complexity_fn=lambda sample: len(sample["input_ids"]))
-loader = DataLoader(dataset, batch_size=8, sampler=sampler)
-for epoch in range(epochs):
-    sampler.set_epoch(epoch)
+Each rank makes one:
+
+    sampler = LoadBalancingDistributedSampler(dataset, complexity_fn=lambda sample: len(sample["input_ids"]))
+    loader = DataLoader(dataset, batch_size=8, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
 """
 
 from __future__ import annotations

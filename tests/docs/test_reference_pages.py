@@ -42,7 +42,7 @@ def test_commands() -> None:
 def test_errors() -> None:
     page = reference_pages.errors_page()
     assert {name for name, each in vars(errors).items() if isinstance(each, type)} == set(sections(page))
-    assert "* There is no such option." in page
+    assert "* Unknown option." in page
     assert "* The model is not prepared." in page
 
 
