@@ -5,6 +5,7 @@
 #   make lint             checks only               make format     formats and fixes what can be fixed
 #   make docs             builds the documentation into build/docs; a warning or a broken link is an error
 #   make fuzz MINUTES=5   random programs, in onnxtrain and in eager PyTorch
+#   make matrix        tests in other environments: folders, instruction sets, threads, no compiler, no network, ...
 #   make bench            measures
 #
 # PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
@@ -17,7 +18,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test test-all docs bench lint format clean
+.PHONY: demo test test-all matrix docs fuzz bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -36,6 +37,9 @@ docs: $(VENV)/.docs
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --jobs $(JOBS) $(ARGS)
+
+matrix: $(VENV)/.dev
+	$(BIN)/python -m tools.matrix $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(ARGS)

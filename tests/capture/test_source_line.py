@@ -10,6 +10,8 @@ import torch
 import onnxtrain
 from onnxtrain.capture import snapshot, source_line
 
+pytestmark = pytest.mark.everywhere
+
 PACKAGE, PYTORCH = Path(onnxtrain.__file__).parent, Path(torch.__file__).parent
 USERS = (
     PACKAGE.parent / "tests" / "model.py",

@@ -120,6 +120,7 @@ def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "captures").glob("*.capture"))
 
 
+@pytest.mark.everywhere
 def test_a_second_module_takes_the_capture_from_disk(tmp_path: Path, captures: list[int]) -> None:
     step(model(tmp_path))
     assert len(files(tmp_path)) == len(captures) == 1
@@ -362,6 +363,7 @@ def test_a_damaged_file_is_said_once_and_made_anew(
     assert sum("is damaged" in r.message for r in caplog.records) == 1
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_where_nothing_can_be_written_training_goes_on(
     number: int, tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = pathlib.Path(cli.__file__).parent.parent
 
 
+@pytest.mark.everywhere
 def test_ops_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ops", "^com.microsoft::GeluGrad$"]) == 0
     shown = capsys.readouterr().out
@@ -85,6 +86,7 @@ def test_an_invalid_argument_is_named(
     assert not shown.out
 
 
+@pytest.mark.everywhere
 def test_errors_of_the_users_code_are_shown_as_its_own(
     users_file: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +133,7 @@ def test_every_command_has_its_module() -> None:
     assert modules == {name.replace("-", "_") for name in cli.COMMANDS}
 
 
+@pytest.mark.everywhere
 def test_help_needs_no_torch() -> None:
     code = """
 import sys
@@ -146,6 +149,7 @@ assert "torch" not in sys.modules
     assert "ops" in done.stdout
 
 
+@pytest.mark.everywhere
 def test_a_page_that_cannot_be_written() -> None:
     with pytest.raises(OptionError, match="No space left"):
         write_page(pathlib.Path("/dev/full"), "text")

@@ -86,6 +86,7 @@ class Run:
         return losses
 
 
+@pytest.mark.everywhere
 def test_digits_are_learned_saved_exported_and_read(folder: Path, data: tuple[np.ndarray, ...], tmp_path: Path) -> None:
     start = time.monotonic()
     run = Run(folder, folder / "checkpoint", data)

@@ -230,6 +230,7 @@ def test_a_checkpointed_region_that_runs_in_pytorch_keeps_its_random_numbers(mon
         torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_autocast(inside: bool) -> None:
     class Casts(nn.Module):

@@ -250,6 +250,7 @@ def _save_many(file: pathlib.Path, name: str) -> None:
         save(file, {f"{name}{number}": answered(aten=2e-3, onednn=1e-3)})
 
 
+@pytest.mark.everywhere
 def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
     context = multiprocessing.get_context("fork")
     both = [context.Process(target=_save_many, args=(file, name)) for name in "ab"]
@@ -316,6 +317,7 @@ def forward_of(module: ORTModule) -> Any:
     return module.__dict__["_engine"].newest().unit.forward
 
 
+@pytest.mark.everywhere
 @pytest.mark.usefixtures("everything_is_worth_it")
 @pytest.mark.parametrize("slow", ["aten", "onednn"])
 def test_the_faster_kernel_is_found_and_kept(
@@ -399,6 +401,7 @@ def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeyp
     assert all(a.choice and sum(s.calls for s in a.samples.values()) == 1 for q, a in answers.items() if "Linear" in q)
 
 
+@pytest.mark.everywhere
 @pytest.mark.usefixtures("everything_is_worth_it")
 @pytest.mark.parametrize("why", ["rng", "deterministic"])
 def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathlib.Path) -> None:

@@ -242,6 +242,7 @@ def read_with(**variables: str) -> tuple[list[str], list[str]]:
     return told[0].split(), told[1].split()[1:]
 
 
+@pytest.mark.everywhere
 def test_limits_of_the_environment_are_facts() -> None:
     plain, own = read_with(OMP_NUM_THREADS="1")
     limited_by_all, instructions = read_with(
@@ -267,6 +268,7 @@ def test_facts_where_linux_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert facts._processor({}) == ("arm", "")
 
 
+@pytest.mark.everywhere
 def test_threads_are_the_present_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_machine", REAL)
     before = torch.get_num_threads()

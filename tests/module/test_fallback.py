@@ -119,6 +119,7 @@ def names_line(text: str, guilty: type[nn.Module]) -> bool:
     return any(f"{inspect.getsourcefile(guilty)}:{number}" in text for number in marked)
 
 
+@pytest.mark.everywhere
 @every_culprit
 def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
     entry = ZooModel(make.__name__, make, sequences, mean_square, falls_back=make.__name__)

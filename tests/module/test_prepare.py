@@ -59,6 +59,7 @@ def compare_prepared(entry: ZooModel, regional: bool | str, **options: Any) -> C
     return Comparison(entry, wrap=lambda module: onnxtrain.prepare(module, regional, rng="torch", **options))
 
 
+@pytest.mark.everywhere
 @in_both_ways
 def test_it_trains_as_eager_does(regional: bool) -> None:
     compare = compare_prepared(TOWER, regional)

@@ -53,6 +53,7 @@ def check(library: Library) -> None:
         assert torch.equal(seen, torch.arange(n) + 1)
 
 
+@pytest.mark.everywhere
 def test_source_in_functions_out(cache: Path) -> None:
     library = counter()
     assert library.functions is None
@@ -61,6 +62,7 @@ def test_source_in_functions_out(cache: Path) -> None:
     assert build.is_whole(file)
 
 
+@pytest.mark.everywhere
 def test_the_threads_are_those_of_pytorch() -> None:
     """No second OpenMP library comes into the process. Other packages, as scikit-learn, bring their own."""
     before = openmp_libraries()
@@ -129,6 +131,7 @@ def test_a_function_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) 
     assert any(r.levelno == logging.WARNING for r in caplog.records)
 
 
+@pytest.mark.everywhere
 def test_without_a_compiler_one_warning_says_what_to_install(
     described_machine: Describe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

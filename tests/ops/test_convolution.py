@@ -59,6 +59,7 @@ def test_only_the_gradients_that_are_asked_for():
     check_capture(lambda x, w: F.conv2d(x.detach(), w), Spec("n 4 8 h"), Spec("6 4 3 3"), sizes=({"n": 2, "h": 5},))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_types(dtype, described_machine):
     """As on a processor with instructions for bfloat16; on others its operands may be widened."""
@@ -67,6 +68,7 @@ def test_other_types(dtype, described_machine):
     check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=dtype, exact=True)
 
 
+@pytest.mark.everywhere
 def test_bfloat16_as_this_processor_computes_it():
     check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=torch.bfloat16)
     check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=torch.bfloat16)

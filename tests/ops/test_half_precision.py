@@ -16,6 +16,7 @@ def check(case: OpCase, dtype: torch.dtype) -> None:
         pytest.skip("PyTorch refuses the type")
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_bfloat16(case: OpCase) -> None:
     check(case, torch.bfloat16)

@@ -96,6 +96,7 @@ def test_relu() -> None:
     compare(Recurrent("rnn", nonlinearity="relu", bidirectional=True))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast(kind: str) -> None:
     if kind == "lstm":

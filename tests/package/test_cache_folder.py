@@ -11,6 +11,8 @@ import pytest
 from onnxtrain import cache_folder as module
 from onnxtrain.cache_folder import cache_folder
 
+pytestmark = pytest.mark.everywhere
+
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

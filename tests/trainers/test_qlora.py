@@ -78,6 +78,7 @@ def same_step(ours: torch.nn.Module, eager: Adapted, x: torch.Tensor) -> None:
         assert_no_worse_than_eager(f"{index}", mine, theirs, exact)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("wide", [96, 64], ids=["96x64", "square"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -296,6 +297,7 @@ def test_no_more_memory_than_in_pytorch() -> None:
     assert not written_out, "a weight is kept for backward without its quantization"
 
 
+@pytest.mark.everywhere
 def test_llama_learns_as_in_pytorch_in_no_more_memory(checkpoint: Path) -> None:
     eager, module = llama(checkpoint), llama(checkpoint)
     assert sum(isinstance(m, bitsandbytes.nn.Linear4bit) for m in module.modules()) == LAYERS

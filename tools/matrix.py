@@ -1,0 +1,306 @@
+"""Runs tests in environments that differ from this one, and prints a table.
+
+    python -m tools.matrix                                       the tests marked `everywhere`, in all environments
+    python -m tools.matrix --only no-compiler --only machine-amx    in some of them
+    python -m tools.matrix --only folder-torch tests/cli         other tests
+    python -m tools.matrix --full                                the whole suite in each: hours
+
+An environment is a folder, variables, a machine of tests/machines.py, or what the system withholds. Each row is one
+process of pytest; it exits with 1 where a test fails or does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tests.machines import MACHINES
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "everywhere"
+COMPILER = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|c89|c99)(-[\d.]+)?")
+# What an environment sets, it sets alone.
+DROPPED = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "PYTEST_ADDOPTS")
+ROW_LIMIT_S = 900
+DEAD_PROXY = "http://127.0.0.1:9"
+# The loopback interface of a fresh network namespace is down: SIOCSIFFLAGS with IFF_UP.
+LOOPBACK = (
+    "import fcntl, os, socket, struct, sys\n"
+    "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))\n"
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row's process gets.
+
+    Attributes:
+        variables: of the environment.
+        prefix: the command that starts it, where that is not the interpreter itself.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A row of the table.
+
+    Attributes:
+        name: for `--only`.
+        meaning: for the table.
+        folder: the name of the folder that holds a copy of the repository; None for the repository itself.
+        setting: makes the setting, from a folder of its own.
+        options: of pytest.
+        tests: beginnings of the paths of the marked tests that it changes.
+    """
+
+    name: str
+    meaning: str
+    folder: str | None = None
+    setting: Callable[[Path], Setting] = lambda scratch: Setting()
+    options: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ("",)
+
+
+def variables(**given: str) -> Callable[[Path], Setting]:
+    return lambda scratch: Setting(given)
+
+
+def no_compiler(scratch: Path) -> Setting:
+    """A path on which everything is but compilers."""
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for program in Path(folder).glob("*"):
+            link = scratch / program.name
+            if not COMPILER.fullmatch(program.name) and not link.is_symlink():
+                link.symlink_to(program)
+    return Setting({"PATH": str(scratch), "CC": "", "CXX": ""})
+
+
+def read_only_home(scratch: Path) -> Setting:
+    """Permissions do not hold for root: there a file system that is mounted read-only, or one that refuses folders."""
+    if os.getuid():
+        scratch.chmod(0o555)
+        return Setting({"HOME": str(scratch)})
+    mount = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs "$HOME" && exec "$@"', "sh")
+    home = Setting({"HOME": str(scratch)}, mount)
+    return home if runs(home) else Setting({"HOME": "/proc/self"})
+
+
+def no_network(scratch: Path) -> Setting:
+    """A network namespace with nothing but loopback; where the system refuses that, proxies that nobody serves."""
+    for namespace in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
+        setting = Setting(prefix=(*namespace, sys.executable, "-c", LOOPBACK))
+        if runs(setting):
+            return setting
+    return Setting(dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), DEAD_PROXY))
+
+
+def runs(setting: Setting) -> bool:
+    """Whether a program runs in it here."""
+    if shutil.which(setting.prefix[0]) is None:
+        return False
+    command = [*setting.prefix, "true"]
+    return not subprocess.run(
+        command, env={**os.environ, **setting.variables}, capture_output=True, check=False
+    ).returncode
+
+
+# The tests that run by what a choice of kernels gives.
+CHOOSING = ("tests/execute/test_kernel_choice", "tests/native", "tests/ops", "tests/trainers", "tests/zoo")
+
+ENVIRONMENTS = (
+    *(
+        Environment(f"folder-{n.replace(' ', '-')}", f"a clone in a folder {n!r}", n)
+        for n in ("onnxtrain", "torch", "a b")
+    ),
+    Environment("aten-default", "PyTorch's kernels without vectors", setting=variables(ATEN_CPU_CAPABILITY="default")),
+    Environment("aten-avx2", "PyTorch's kernels with AVX2", setting=variables(ATEN_CPU_CAPABILITY="avx2")),
+    Environment("onednn-avx2", "oneDNN with AVX2", setting=variables(ONEDNN_MAX_CPU_ISA="AVX2")),
+    Environment(
+        "avx2",
+        "PyTorch, oneDNN and MKL with AVX2",
+        setting=variables(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
+    ),
+    Environment("one-thread", "OMP_NUM_THREADS=1", setting=variables(OMP_NUM_THREADS="1")),
+    Environment("four-threads", "OMP_NUM_THREADS=4", setting=variables(OMP_NUM_THREADS="4")),
+    Environment("no-compiler", "no C++ compiler on the path", setting=no_compiler),
+    Environment("read-only-home", "a home that cannot be written", setting=read_only_home),
+    Environment("locale-c", "LC_ALL=C", setting=variables(LC_ALL="C", LANG="C")),
+    Environment("no-network", "no network", setting=no_network),
+    *(
+        Environment(f"machine-{name}", machine.processor, options=("--machine", name), tests=CHOOSING)
+        for name, machine in MACHINES.items()
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row's tests did.
+
+    Attributes:
+        environment: where they ran.
+        passed, skipped: how many.
+        failed: the ids of those that failed.
+        seconds: how long the process took.
+        log: what it printed.
+        ran: whether pytest finished.
+    """
+
+    environment: Environment
+    passed: int
+    skipped: int
+    failed: tuple[str, ...]
+    seconds: float
+    log: Path
+    ran: bool
+
+    @property
+    def good(self) -> bool:
+        return self.ran and not self.failed and self.passed > 0
+
+
+def marked_files() -> list[str]:
+    """The test files in which a test is marked for all environments."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(f.relative_to(ROOT)) for f in files if f"mark.{MARK}" in f.read_text(encoding="utf-8")]
+
+
+def copy_of_repository(folder: Path) -> None:
+    """Copies what git tracks or would track, as it is now, and shares the virtual environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in os.fsdecode(listed.stdout).split("\0"):
+        source = ROOT / name
+        if name and source.is_file() and not source.is_symlink():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
+    (folder / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
+
+
+def run(environment: Environment, tests: Sequence[str], scratch: Path, limit_s: float | None) -> Row:
+    """Runs these tests in an environment, or its share of the marked ones."""
+    arguments = tests or ("-m", MARK, *(file for file in marked_files() if file.startswith(environment.tests)))
+    own = scratch / environment.name
+    (own / "setting").mkdir(parents=True)
+    folder = ROOT
+    if environment.folder is not None:
+        folder = own / environment.folder
+        copy_of_repository(folder)
+    setting = environment.setting(own / "setting")
+    inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
+    # Idle threads of several processes on few cores sleep instead of spinning.
+    process = {**inherited, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(folder), **setting.variables}
+    report, log = own / "report.xml", own / "log.txt"
+    options = ("-q", "-p", "no:cacheprovider", "-n0", f"--junit-xml={report}", *environment.options)
+    started = time.monotonic()
+    with log.open("wb") as output:
+        try:
+            subprocess.run(
+                [*setting.prefix, sys.executable, "-m", "pytest", *options, *arguments],
+                cwd=folder,
+                env=process,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            output.write(f"\nno end after {limit_s:g} s".encode())
+    return read_report(environment, report, log, time.monotonic() - started)
+
+
+def read_report(environment: Environment, report: Path, log: Path, seconds: float) -> Row:
+    if not report.exists():
+        return Row(environment, 0, 0, (), seconds, log, ran=False)
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case not in failed and case.find("skipped") is not None]
+    names = tuple(dict.fromkeys(f"{case.get('classname')}::{case.get('name')}" for case in failed))
+    return Row(environment, len(cases) - len(failed) - len(skipped), len(skipped), names, seconds, log, ran=True)
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    table = Table("environment", "what differs", box=None, pad_edge=False)
+    for heading in ("passed", "failed", "skipped", "seconds"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        counts = (str(row.passed), str(len(row.failed)), str(row.skipped)) if row.ran else ("did not run", "", "")
+        style = "" if row.good else "bold red"
+        table.add_row(row.environment.name, escape(row.environment.meaning), *counts, f"{row.seconds:.0f}", style=style)
+    return table
+
+
+def failures_of(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.good:
+            continue
+        yield f"{row.environment.name}: {row.log}"
+        yield from (f"    {name}" for name in row.failed)
+        if not row.ran or not row.failed:
+            yield from (f"    {line}" for line in row.log.read_text(errors="replace").splitlines()[-15:])
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.matrix", description=(__doc__ or "").split("\n\n")[0])
+    names = [environment.name for environment in ENVIRONMENTS]
+    made.add_argument("tests", nargs="*", help=f"what pytest is to run; default: the tests marked {MARK}")
+    made.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"one of: {', '.join(names)}")
+    made.add_argument("--full", action="store_true", help="the whole suite in each environment")
+    made.add_argument("--jobs", type=int, default=2, help="environments at a time (default: 2)")
+    made.add_argument("--keep", action="store_true", help="keep the copies, logs and reports")
+    return made
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Runs the chosen environments, prints the table, and returns the exit status."""
+    options = parser().parse_args(given)
+    chosen = [e for e in ENVIRONMENTS if not options.only or e.name in options.only]
+    tests = options.tests or (["tests"] if options.full else [])
+    scratch = Path(tempfile.mkdtemp(prefix="onnxtrain-matrix-"))
+    console = Console()
+    started = time.monotonic()
+    work = functools.partial(run, tests=tests, scratch=scratch, limit_s=None if options.full else ROW_LIMIT_S)
+    rows: list[Row] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(work, chosen):
+            rows.append(row)
+            result = "passed" if row.good else "FAILED"
+            console.print(f"{len(rows)}/{len(chosen)} {row.environment.name}: {result} in {row.seconds:.0f} s")
+    console.print(table_of(rows))
+    console.print(f"{time.monotonic() - started:.0f} s in all")
+    for line in failures_of(rows):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    good = all(row.good for row in rows)
+    if options.keep or not good:
+        console.print(f"Copies, logs and reports are in {scratch}")
+    else:
+        shutil.rmtree(scratch)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
