@@ -277,6 +277,10 @@ def _functional(node: Node) -> Any:
     args, kwargs = given
     mode = args[0].fake_mode
     with mode, mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols():
-        if found(*args, **kwargs).dtype != args[0].dtype:
+        try:
+            result = found(*args, **kwargs)
+        except RuntimeError as error:  # the functional operator lacks a kernel for symbolic sizes
+            raise _NotPlainError from error
+        if result.dtype != args[0].dtype:
             raise _NotPlainError
     return found

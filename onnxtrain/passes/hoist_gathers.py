@@ -164,7 +164,7 @@ def _hoist(op: Builder, selection: _SelectedRows | _SelectedTokens, changes: Cha
     if view_source(node, 0, definition_of(node)) is x and reaches_output(node.outputs[0]):
         changes.refuse(node, "its result is a module output, which must remain a view")
         return
-    region = region_before(op.graph, {x: selection.axes}, [(node, 0)], selection.reads)
+    region = region_before(op.graph, {x: selection.axes}, [(node, 0)], selection.reads, len(selection.axes))
     for at, reason in region.ends.items():
         changes.refuse(node, stopped(at, reason))
     if not region.saves_work():

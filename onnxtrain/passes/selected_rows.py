@@ -106,7 +106,11 @@ def _flops_per_element(node: ir.Node) -> float:
 
 
 def region_before(
-    graph: ir.Graph, read: dict[ir.Value, Axes], uses: Iterable[Use], depends_on: Sequence[ir.Value]
+    graph: ir.Graph,
+    read: dict[ir.Value, Axes],
+    uses: Iterable[Use],
+    depends_on: Sequence[ir.Value],
+    most_axes: int = 2,
 ) -> Region:
     """Find the nodes of which only selected rows are used. Does not change the graph.
 
@@ -115,8 +119,9 @@ def region_before(
         read: values of which `uses` read selected rows only, with the axes of these.
         uses: (node, input index) of these users.
         depends_on: the values that determine the selected rows; their producers cannot be part of the region.
+        most_axes: along how many axes together the selection can pick rows.
     """
-    walk = Walk(dict(read), set(uses), _ancestors(depends_on))
+    walk = Walk(dict(read), set(uses), _ancestors(depends_on), most_axes)
     for node in walk.selecting:
         if definition_of(node).effects & ~Effects.HOST_SYNC:
             return Region((), walk.axes, {node: f"the selected rows depend on {node.op_type}"})
@@ -138,11 +143,13 @@ class Walk:
         axes: values of which only selected rows are used, as known so far, with the axes of these.
         uses: the uses that read selected rows only.
         selecting: the nodes that determine the selected rows.
+        most_axes: along how many axes together rows can be picked.
     """
 
     axes: dict[ir.Value, Axes]
     uses: set[Use]
     selecting: set[ir.Node]
+    most_axes: int = 2
     inside: set[ir.Node] = field(default_factory=set)
     ends: dict[ir.Node, str] = field(default_factory=dict)
 
@@ -156,6 +163,8 @@ class Walk:
         for value in wanted:
             self.check_selected_only(value)
         needed = needed_rows(node, wanted)
+        if any(rows is not None and len(rows.axes) > self.most_axes for rows in needed):
+            raise NotRowwise("rows of two axes are picked together")
         input_axes: dict[ir.Value, Axes] = {}
         for read, rows in zip(node.inputs, needed, strict=True):
             if read is None or rows is None or rows.broadcast_to is not None:

@@ -259,3 +259,17 @@ def test_a_buffer_that_is_written_beside_a_batch_norm() -> None:
         torch.testing.assert_close(ours(x), eager(x))
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(ours.get_buffer(name), buffer)
+
+
+def test_a_functional_operator_without_symbolic_sizes_is_left_to_pytorch() -> None:
+    """`addcmul` of a 0-dimensional tensor takes concrete sizes only."""
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            return y.addcmul_(x, w)
+
+    ours = ORTModule(Adds(), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    for rows in (3, 5):
+        x, w = torch.randn(rows), torch.randn(())
+        torch.testing.assert_close(ours(x, w), Adds()(x, w))
