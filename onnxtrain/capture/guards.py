@@ -191,7 +191,7 @@ class Guards:
         """Whether the captured graphs do the same at all sizes."""
         if self._proof is None or other._proof is None:
             return False
-        return self.open == other.open and same_graph(self._proof, other._proof, frozenset())
+        return self.open == other.open and same_graph(self._proof, other._proof, frozenset(), shapes=True)
 
     @property
     def exported(self) -> Proof | None:

@@ -185,12 +185,16 @@ def _agrees(found: Any, expected: Any, binding: dict[Any, Any]) -> bool:
 # The same graph
 
 
-def same_graph(one: Proof, other: Proof, ones: frozenset[Place]) -> bool:
-    """Whether two graphs of the same inputs do the same where the sizes at `ones` are 1."""
+def same_graph(one: Proof, other: Proof, ones: frozenset[Place], *, shapes: bool = False) -> bool:
+    """Whether two graphs of the same inputs have the same nodes where the sizes at `ones` are 1.
+
+    With `shapes`, also the same shapes, as expressions of the inputs': `tensor_split(x, 2)` is one node for all lengths
+    of x, but for odd ones its results have other shapes. Without, `Proof.reason` has to find such.
+    """
     return (
         one.signature == other.signature
         and all(map(_same_constant, one.constants, other.constants))
-        and _normal_form(one, ones) == _normal_form(other, ones)
+        and _normal_form(one, ones, shapes) == _normal_form(other, ones, shapes)
     )
 
 
@@ -202,7 +206,7 @@ def _same_constant(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
-def _normal_form(proof: Proof, ones: frozenset[Place]) -> list[Any]:
+def _normal_form(proof: Proof, ones: frozenset[Place], shapes: bool) -> list[Any]:
     """The nodes in order, without names, without views that change nothing, sizes as expressions."""
     names: dict[Any, Any] = {}
     for symbol, (i, d) in proof.symbols.items():
@@ -235,8 +239,16 @@ def _normal_form(proof: Proof, ones: frozenset[Place]) -> list[Any]:
             target = node.name if node.op == "placeholder" else str(node.target)
             if node.op == "get_attr":  # a subgraph: its text, in which names of this graph do not occur
                 target = str(getattr(proof.graph_module, target))
-            form.append((node.op, target, written(node.args), written(node.kwargs)))
+            form.append(
+                (node.op, target, written(node.args), written(node.kwargs), _shapes(value, names) if shapes else ())
+            )
     return form
+
+
+def _shapes(value: Any, names: dict[Any, Any]) -> tuple[Any, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(_shapes(part, names) for part in value)
+    return tuple(str(_expr(size, names)) for size in value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _changes_nothing(node: Node, names: dict[Any, Any]) -> bool:

@@ -20,14 +20,13 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch.autograd import Variable
 
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, keep_and_run, prepare_backward
 from onnxtrain.execute.program import Program, drained
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
-from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat import autograd, dispatch
 
 
 class StagedProgram:
@@ -144,17 +143,17 @@ class _Call:
             program, arguments, sizes = prepare_backward(ctx, cotangents, self.boundary.needed)
             assert isinstance(program, StagedProgram)
             run = program.begin(arguments, sizes)
-        number, runs = torch._C._current_graph_task_id(), self._runs
+        number, runs = autograd.current_backward(), self._runs
         runs[number] = run
 
         def drop() -> None:
             runs.pop(number, None)
 
-        Variable._execution_engine.queue_callback(drop)
+        autograd.queue_callback(drop)
 
     def advance(self, stage: int) -> Sequence[torch.Tensor | None]:
         """The gradients of a stage, which runs now."""
-        run = self._runs[torch._C._current_graph_task_id()]
+        run = self._runs[autograd.current_backward()]
         if not isinstance(run, StagedRun):
             return [run[index] for index in self.boundary.groups[stage]]
         if dispatch.is_any_autocast_enabled():  # the graph holds the casts already

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from onnxtrain.observe.logs import rank
+from onnxtrain.torch_compat.autograd import queue_callback
 
 _MIB = 2**20
 _ALL_STEPS_BELOW = 10
@@ -94,7 +94,7 @@ class MemoryWatch:
 
     def _in_backward(self, step: int) -> None:
         self._log(step, "before backward")
-        Variable._execution_engine.queue_callback(lambda: self._log(step, "after backward"))
+        queue_callback(lambda: self._log(step, "after backward"))
 
     def _log(self, step: int, phase: str) -> None:
         log_memory_usage(phase, step_info=f"{self._name} step {step}")

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from onnxtrain.errors import PythonOpError
 from onnxtrain.ops.python_surroundings import BACKWARD, Autocast, GradientsChangedError, uncaptured, under
 from onnxtrain.ops.python_template import Sizes, collect, filled, slots
+from onnxtrain.torch_compat import autograd
 
 # (sizes of the tensor inputs, the size arguments) -> sizes of the outputs
 ShapeRule: TypeAlias = Callable[[Sequence[Sizes], Sizes], list[list[Any]]]
@@ -407,10 +408,7 @@ def requiring_grad(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """
     if not tensors:
         return ()
-    node = torch._C._functions.DelayedError(_PAST, len(tensors) + 1)
-    with torch.no_grad():
-        *made, _ = node(*tensors, torch.empty(0, device=tensors[0].device).requires_grad_())
-    return made
+    return autograd.raising_views(_PAST, tensors)
 
 
 _PAST = b"onnxtrain: autograd ran past a PythonOp's function; report this"
@@ -429,5 +427,5 @@ def _materializes(context: BackwardCFunction) -> bool:
 
 
 def _set_materializes(context: BackwardCFunction, value: bool) -> None:
-    torch._C._FunctionBase.materialize_grads.__set__(context, value)  # type: ignore[attr-defined]  # a C descriptor
+    autograd.set_materialize_grads(context, value)
     context.__dict__["_onnxtrain_materializes"] = value

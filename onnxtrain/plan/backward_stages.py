@@ -22,6 +22,7 @@ from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.plan.cut import Cut, Part, nodes_computing
+from onnxtrain.torch_compat.autograd import why_no_stages
 
 _MOST_STAGES = 32  # of equal bytes: what is held back is at most that share of all gradients
 Groups = tuple[tuple[int, ...], ...]
@@ -53,6 +54,8 @@ def is_object(value: ir.Value) -> bool:
 
 def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:
     """Why backward cannot run in stages; None where it can. For `views` see `output_views.input_views`."""
+    if why := why_no_stages():
+        return why
     if any(map(is_object, parts.kept)):
         return "a custom autograd function runs in it"
     return "an output may be a view of an input" if any(views) else None

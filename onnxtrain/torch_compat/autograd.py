@@ -1,0 +1,72 @@
+"""What autograd knows of a backward that is running, and of the context of a custom function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from onnxtrain.torch_compat.internal import Internal, missing
+
+_current_backward = Internal[Callable[[], int]](
+    "current_backward",
+    lambda: torch._C._current_graph_task_id,
+    why="tells two backwards through one forward apart, which may run at once",
+    without=lambda: -1,
+    cost="early_gradients has no effect: all gradients are handed over at the end of backward",
+    check=lambda found: found() == -1,
+)
+_queue_callback = Internal[Callable[[Callable[[], None]], None]](
+    "queue_callback",
+    lambda: Variable._execution_engine.queue_callback,
+    why="runs something when backward has ended, wherever it stopped; hooks of tensors do not",
+    without=lambda callback: None,
+    cost="early_gradients has no effect; print_memory_stats says nothing after backward",
+    check=callable,
+)
+current_backward = _current_backward.get()
+queue_callback = _queue_callback.get()
+
+
+def why_no_stages() -> str | None:
+    """Why backward cannot hand gradients over while it goes on; None where it can."""
+    lacking = [entry.name for entry in (_current_backward, _queue_callback) if not entry.is_available]
+    return f"this PyTorch lacks {', '.join(lacking)}" if lacking else None
+
+
+def _raising_views(message: bytes, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    node = torch._C._functions.DelayedError(message, len(tensors) + 1)
+    with torch.no_grad():
+        *made, _ = node(*tensors, torch.empty(0, device=tensors[0].device).requires_grad_())
+    return made
+
+
+def _views_of_leaves(message: bytes, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of leaves of their own: autograd would end there in silence instead of raising."""
+    with torch.enable_grad():
+        return [t.detach().requires_grad_().view_as(t) for t in tensors]
+
+
+def _find_raising_views() -> Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    if not hasattr(torch._C._functions, "DelayedError"):
+        raise AttributeError("torch._C._functions has no DelayedError")
+    return _raising_views
+
+
+raising_views = Internal[Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]](
+    "raising_views",
+    _find_raising_views,
+    why="inputs for custom functions that require a gradient, may be changed, and let no backward past the function",
+    without=_views_of_leaves,
+    cost="a fault of onnxtrain that lets autograd past a custom function is not noticed",
+).get()
+set_materialize_grads = Internal[Callable[[Any, bool], None]](
+    "set_materialize_grads",
+    lambda: torch._C._FunctionBase.materialize_grads.__set__,  # type: ignore[attr-defined]  # a C descriptor
+    why="contexts of captured functions remember what was set, which PyTorch does not let them read",
+    without=missing("set_materialize_grads"),
+    cost="modules with custom autograd functions that set it run in PyTorch",
+    check=callable,
+).get()
