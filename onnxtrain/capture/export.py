@@ -43,6 +43,7 @@ from onnxtrain.capture.left_behind import FakesMade
 from onnxtrain.capture.no_grad import grad_mode_noted, keep_gradients_out
 from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.plain_writes import make_convertible
+from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
@@ -392,6 +393,7 @@ def _sources(program: ExportedProgram, module: torch.nn.Module, user_inputs: int
         elif spec.kind == InputKind.CONSTANT_TENSOR and _is_attribute(module, target):
             found.append(Source("attribute", target.removeprefix(_PREFIX)))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
+            refuse_outside_tensor(program.constants[target])
             lifted.append((position, program.constants[target]))
             found.append(None)
         else:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.traceback import preserve_node_meta
 from torch.nn import functional
 from torch.utils import checkpoint
@@ -28,6 +29,7 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.checkpoints import region, regions_for
 from onnxtrain.capture.four_bit import matmul_4bit
 from onnxtrain.capture.python_op import FunctionCalls
+from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.replacement import replaced, replaced_in_thread
 from onnxtrain.capture.torch_reports import needless_warnings_dropped
 from onnxtrain.errors import CaptureError
@@ -59,12 +61,23 @@ def capturing() -> Iterator[None]:
         stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
         if hasattr(functional, "_infer_size"):  # torch 2.11: how a loss's weight is broadcast, of numbers alone
             stack.enter_context(replaced_in_thread(functional, "_infer_size", torch.broadcast_shapes))
+        stack.enter_context(replaced_in_thread(PythonKeyTracer, "create_arg", _create_arg))
         for lost in _LOST:
             stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
         _UNDER_WAY.flag = True
         stack.callback(setattr, _UNDER_WAY, "flag", False)
         yield
         calls.check()
+
+
+_CREATE_ARG = PythonKeyTracer.create_arg
+
+
+def _create_arg(tracer: PythonKeyTracer, argument: Any) -> Any:
+    """As the tracer's own, which makes a constant of a parameter that the module does not hold: it would not train."""
+    if isinstance(argument, torch.nn.Parameter) and not any(argument is p for p in tracer.root.parameters()):
+        refuse_outside_tensor(argument)
+    return _CREATE_ARG(tracer, argument)
 
 
 def capture_is_under_way() -> bool:

@@ -122,6 +122,21 @@ def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -
         )
 
 
+def refuse_outside_tensor(tensor: torch.Tensor) -> None:
+    """Refuses a tensor that forward reads and that is neither an argument nor the module's, where it needs a gradient.
+
+    Raises:
+        CaptureError: the graph would hold it as a constant, and its gradient would be lost.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise CaptureError(
+            "forward reads a tensor that needs a gradient and belongs neither to the module nor to the call",
+            expected="parameters of the module, or arguments of forward",
+            got=f"{type(tensor).__name__} {list(tensor.shape)} from a global, a closure or another object",
+            todo="register it as a parameter of the module, or pass it to forward",
+        )
+
+
 def refuse_functions(model: ir.Model) -> None:
     """Raises where forward applies a custom autograd function.
 

@@ -44,6 +44,7 @@ PROCESS_VARIABLES: Mapping[str, str] = {
     JSON_VARIABLE: "a JSON file of options",
     "ONNXTRAIN_CACHE_DIR": "the folder for compiled kernels and measurements; by default $XDG_CACHE_HOME/onnxtrain or "
     "~/.cache/onnxtrain, or a temporary folder if that is not writable",
+    "ONNXTRAIN_WITHOUT_INTERNALS": "names of private parts of PyTorch not to use, separated by commas, or all",
 }
 
 

@@ -877,3 +877,44 @@ def test_what_made_an_input_that_gets_no_gradient_is_left_alone() -> None:
             leaf = torch.ones(2, 3, requires_grad=True)
             module(torch.randn(2, 3), Refuses.apply(leaf)).sum().backward()
             assert leaf.grad is None
+
+
+# Tensors that belong neither to the module nor to the call
+
+_OUTSIDE: dict[str, torch.Tensor] = {}
+
+
+class ReadsOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * _OUTSIDE["scale"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, lambda t: t.requires_grad_(), lambda t: t.requires_grad_() * 2])
+def test_a_tensor_from_outside_that_needs_a_gradient_gets_one(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    _OUTSIDE["scale"] = make(torch.full((WIDTH,), 2.0))
+    _OUTSIDE["scale"].retain_grad()
+    module = ReadsOutside()
+    with pytest.warns(UserWarning, match="belongs neither to the module nor to the call"):
+        ORTModule(module)(torch.ones(3, WIDTH)).sum().backward()
+    expected = module.layer(torch.ones(3, WIDTH)).sum(0)
+    assert _OUTSIDE["scale"].grad is not None
+    torch.testing.assert_close(_OUTSIDE["scale"].grad, expected)
+
+
+# Graphs of the same nodes whose shapes differ
+
+
+class SplitsInTwo(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [part * 2 for part in torch.tensor_split(x, 2)]
+
+
+def test_the_graph_for_an_even_length_does_not_serve_odd_ones() -> None:
+    module = ORTModule(SplitsInTwo())
+    for length in (4, 7, 8, 5, 1):
+        parts = module(torch.ones(length, requires_grad=True))
+        assert [len(part) for part in parts] == [len(part) for part in torch.ones(length).tensor_split(2)]
