@@ -19,6 +19,7 @@ import onnx_ir as ir
 import sympy
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -260,7 +261,9 @@ def _run_at(call: CallArguments, binding: dict[Any, int]) -> Run:
         raise
     except Exception:  # noqa: BLE001
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), _NoCollectives(qualified_name(call.function)):
-            return run_aside(call, [_tensor(t, binding, elements=True) for t in call.tensors], sizes)
+            with disable_proxy_modes_tracing():  # else the graph would draw these elements as well
+                tensors = [_tensor(t, binding, elements=True) for t in call.tensors]
+            return run_aside(call, tensors, sizes)
 
 
 class _NoCollectives(TorchDispatchMode):

@@ -446,10 +446,10 @@ def test_the_commands_refuse_what_is_not_quantized(
 ) -> None:
     for given, code, says in (
         (["--qat"], cli.FAILED, "The model is not quantized."),
-        (["--learn-scales"], cli.USAGE, "give --qat too"),
+        (["--learn-scales"], cli.USAGE, "add --qat"),
     ):
         assert cli.main(["artifacts", str(trained), *given, "-o", str(tmp_path)]) == code
         assert says in " ".join(capsys.readouterr().err.split())
     small = quantized(trained, tmp_path)
     assert cli.main(["artifacts", str(small), "-o", str(tmp_path / "plain")]) == cli.FAILED
-    assert "give --qat" in " ".join(capsys.readouterr().err.split())
+    assert "add --qat" in " ".join(capsys.readouterr().err.split())
