@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,16 @@ def clean_state() -> Iterator[None]:
     before = global_state()
     yield
     assert global_state() == before, "this test left global state changed"
+
+
+@pytest.fixture(autouse=True)
+def clean_log() -> Iterator[None]:
+    """Takes back what a test sets up of the package's log: a level asked for stays, as users expect."""
+    log = logging.getLogger("onnxtrain")
+    level, handlers = log.level, [*log.handlers]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
 
 
 @pytest.fixture
