@@ -10,10 +10,8 @@ def most_captures(module: torch.nn.Module) -> int:
     """How often an ORTModule may have captured a module that one capture should serve.
 
     Older PyTorch makes conditions of what it checks of a pooling's sizes: it is captured again where one of two axes
-    that was even is odd, and 2.11 those of attention layers where one becomes odd or 1.
+    that was even is odd.
     """
-    if TORCH < (2, 12) and any(isinstance(part, torch.nn.TransformerEncoder) for part in module.modules()):
-        return 4
     graph = module.__dict__["_engine"]._newest.captured.model.graph
     pools = any(node.op_type in ("MaxPool", "AveragePool") for node in graph)
     return 4 if pools and TORCH < (2, 13) else 1

@@ -24,6 +24,8 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from onnxtrain.capture.replacement import replaced
+
 Place: TypeAlias = tuple[int, int]  # number of a flat tensor, number of its dimension
 Example: TypeAlias = Mapping[Place, int]  # sizes to export with, where they are not the real ones
 
@@ -121,13 +123,13 @@ class Decisions:
             return spell
 
         with ExitStack() as stack:
-            stack.enter_context(_patched(ShapeEnv, "evaluate_expr", noting))
+            stack.enter_context(replaced(ShapeEnv, "evaluate_expr", noting))
             # An operator's flag may be `size > 1`: it does not take a symbolic bool.
             for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-                stack.enter_context(_patched(torch.SymInt, name, comparing(getattr(torch.SymInt, name))))
+                stack.enter_context(replaced(torch.SymInt, name, comparing(getattr(torch.SymInt, name))))
             # `f"{size}"` would be the name of the symbol.
             for name in ("__repr__", "__str__", "__format__"):
-                stack.enter_context(_patched(torch.SymInt, name, spelling(getattr(torch.SymInt, name))))
+                stack.enter_context(replaced(torch.SymInt, name, spelling(getattr(torch.SymInt, name))))
             yield
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:
@@ -142,20 +144,6 @@ class Decisions:
             real[symbol] = sympy.Integer(self.sizes[i][d])
             changed = changed or not self._changed.isdisjoint(places)
         return expr.xreplace(real) if changed else None
-
-
-@contextmanager
-def _patched(owner: type, name: str, value: object) -> Iterator[None]:
-    own = name in owner.__dict__
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 _SOURCE = re.compile(r"\[(\d+)\]\.size\(\)\[(\d+)\]$")
