@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import errno
 import functools
+import gc
 import json
 import logging
 import os
@@ -316,6 +317,37 @@ def test_a_file_that_changed_since_the_process_began_is_not_what_runs(
     monkeypatch.setattr(executed, "_began", lambda: 0.0)
     step(model(tmp_path))
     assert not files(tmp_path)
+
+
+class Collections:
+    """A callback of the garbage collector that is no function."""
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        count_collection(phase, info)
+
+
+COLLECTIONS = [0]
+
+
+def count_collection(phase: str, info: dict[str, int]) -> None:
+    COLLECTIONS[0] += 1
+
+
+@pytest.mark.parametrize("callback", [count_collection, Collections()], ids=["function", "object"])
+def test_callbacks_of_the_garbage_collector_are_no_part_of_forward(
+    callback: Callable[..., None], tmp_path: Path, captures: list[int]
+) -> None:
+    before, thresholds = COLLECTIONS[0], gc.get_threshold()
+    gc.callbacks.append(callback)
+    try:
+        gc.set_threshold(1)
+        step(model(tmp_path))
+        assert COLLECTIONS[0] > before
+        step(model(tmp_path))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(callback)
+    assert len(captures) == 1
 
 
 def test_under_a_profiler_nothing_is_kept_and_it_goes_on(tmp_path: Path) -> None:

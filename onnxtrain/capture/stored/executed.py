@@ -6,6 +6,7 @@ files are compared as they are on disk; one that was changed after this process 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import sys
@@ -41,20 +42,26 @@ class Executed:
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event != "call" or id(code) in self._found or self._is_import(frame):
+        if event != "call" or id(code) in self._found or self._is_beside_forward(frame):
             return
         self._found[id(code)] = (code, frame.f_globals)
         caller = frame.f_back
         if code.co_name == "<module>" and caller is not None and is_known_by_version(caller.f_code.co_filename):
             self._generated.update(map(id, _with_nested(code)))  # PyTorch runs a text that it made
 
-    def _is_import(self, frame: FrameType) -> bool:
-        """Whether code runs because forward imports a module: what forward itself runs of it is noted then."""
+    def _is_beside_forward(self, frame: FrameType) -> bool:
+        """Whether code runs because forward imports a module or because Python collects garbage.
+
+        What forward itself runs of an imported module is noted then. A callback of the collector runs in whichever
+        frame allocates: hypothesis has one that counts time in a global, which no two runs have the same.
+        """
         if is_known_by_version(frame.f_code.co_filename):
             return False  # it does not count anyhow
-        above = frame.f_back
+        calls = (callback if hasattr(callback, "__code__") else type(callback).__call__ for callback in gc.callbacks)
+        callbacks = {getattr(call, "__code__", None) for call in calls}
+        above: FrameType | None = frame
         while above is not None and above is not self._outside:
-            if above.f_code.co_filename == "<frozen importlib._bootstrap>":
+            if above.f_code in callbacks or above.f_code.co_filename == "<frozen importlib._bootstrap>":
                 return True
             above = above.f_back
         return False
