@@ -114,7 +114,7 @@ def _recomputable(compiled: Compiled, storages: Storages, recomputed: Collection
     if compiled.report.subgraphs or parts is None:
         return compiled.report.subgraphs
     mutated = [parts.forward.inputs[mutation.target] for mutation in compiled.captured.mutations]
-    values = [v for v in parts.kept if f"{v.name}/again" in recomputed]
+    values = [v for v in parts.kept if f"{v.name}/recomputed" in recomputed]
     return subgraph_reports(find_subgraphs(parts, storages, mutated), values)
 
 

@@ -1,4 +1,4 @@
-"""Gradients handed over while backward goes on (the option `early_gradients`).
+"""Release gradients while backward runs (the option `early_gradients`).
 
     forward     stage n ◀─token─ ... ◀─token─ stage 1 ◀─token─ first ──> results        nodes of autograd
     backward    first: runs its stage, returns the gradients of the last layers

@@ -121,7 +121,7 @@ class UnitBuilder:
         if not early:
             return ()
         if why := why_not_staged(full, self.views):
-            _LOG.info("%s: its gradients are handed over at the end of backward: %s", self._name, why)
+            _LOG.info("%s: its gradients are released at the end of backward: %s", self._name, why)
             return ()
         groups = group_gradients(full)
         return groups if len(groups) > 1 else ()

@@ -41,7 +41,7 @@ _WARM_UP = 2  # steps that compile, and make the optimizer's state
 def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str, int]) -> MemoryTimeline:
     """The timeline of a plan; arithmetic on sizes, which takes no memory, is left out.
 
-    Gradients are held until the end, also those that are handed over before it: then `.grad` holds them.
+    Gradients are held until the end, also those that are released before it: then `.grad` holds them.
 
     Args:
         title: what it is of.

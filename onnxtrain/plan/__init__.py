@@ -1,4 +1,4 @@
-"""What is computed when and what is kept: from a joint graph to a forward and a backward part."""
+"""Plan a step: split a joint graph into forward and backward, and decide what backward keeps or recomputes."""
 
 from onnxtrain.plan.cut import Cut, Part, cut
 

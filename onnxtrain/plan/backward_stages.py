@@ -1,11 +1,11 @@
-"""Splits a backward part where gradients are ready, so that they can be handed over while backward goes on.
+"""Split backward into stages at the points where gradients are ready, to release them while backward still runs.
 
     kept, cotangents ──[stage]──> gradients of the last layers ──> .grad, hooks
               carried ──[stage]──> gradients of the layers before ──> .grad, hooks
                                    ...
 
-A gradient is ready when it is computed and nothing in backward reads its memory or its parameter any more: a hook may
-then change both, as an optimizer that runs in backward does.
+A gradient is ready when it is computed and no later node of backward reads its memory or its parameter: a hook may then
+change both, as an optimizer that runs in backward does.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from onnxtrain.ops import Effects, definition_of
 from onnxtrain.plan.cut import Cut, Part, nodes_computing
 from onnxtrain.torch_compat.autograd import why_no_stages
 
-_MOST_STAGES = 32  # of equal bytes: what is held back is at most that share of all gradients
+_MAX_STAGES = 32  # of equal bytes: at most this share of all gradients waits for its stage to end
 Groups = tuple[tuple[int, ...], ...]
 
 
 def group_gradients(parts: Cut) -> Groups:
-    """The gradients that are handed over together, in the order in which they are ready."""
+    """Group the gradients that are released together, in the order in which they are ready."""
     ready = _ready(parts)
     bytes_of = {index: _fixed_bytes(parts.forward.inputs[index]) for index in ready}
-    enough = sum(bytes_of.values()) / _MOST_STAGES
+    group_bytes = sum(bytes_of.values()) / _MAX_STAGES
     groups: list[tuple[int, ...]] = []
     group: list[int] = []
     for index in sorted(ready, key=lambda index: ready[index]):
-        if group and sum(bytes_of[i] for i in group) >= enough and ready[index] > ready[group[-1]]:
+        if group and sum(bytes_of[i] for i in group) >= group_bytes and ready[index] > ready[group[-1]]:
             groups.append(tuple(group))
             group = []
         group.append(index)
@@ -44,7 +44,7 @@ def group_gradients(parts: Cut) -> Groups:
 
 
 def is_object(value: ir.Value) -> bool:
-    """Whether a value is a Python object in a running program, and no tensor."""
+    """Whether a value of a running program is a Python object rather than a tensor."""
     producer = value.producer()
     if producer is None:
         return False
@@ -53,7 +53,7 @@ def is_object(value: ir.Value) -> bool:
 
 
 def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:
-    """Why backward cannot run in stages; None where it can. For `views` see `output_views.input_views`."""
+    """Why backward cannot run in stages; None if it can. For `views` see `output_views.input_views`."""
     if why := why_no_stages():
         return why
     if any(map(is_object, parts.kept)):
@@ -62,34 +62,34 @@ def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:
 
 
 def stage_ends(parts: Cut, groups: Groups) -> list[int]:
-    """For each group, how many of backward's nodes have run when it is handed over."""
-    ready, found = _ready(parts), [0]
+    """For each group, how many of backward's nodes have run when it is released."""
+    ready, ends = _ready(parts), [0]
     for group in groups[:-1]:
-        found.append(max([found[-1], *(ready[index] for index in group if index in ready)]))
-    return [*found[1:], len(parts.backward.nodes)]
+        ends.append(max([ends[-1], *(ready[index] for index in group if index in ready)]))
+    return [*ends[1:], len(parts.backward.nodes)]
 
 
 def split_backward(parts: Cut, groups: Groups) -> tuple[Part, ...]:
-    """The backward part as one part per group: its outputs are the group's gradients, then what later parts read of it.
+    """Split the backward part into one part per group, whose outputs are its gradients and the values later parts read.
 
     Args:
-        parts: those that the groups are of, or those for fewer cotangents or gradients.
-        groups: see `group_gradients`; each gradient is in one.
+        parts: the cut that the groups were made for, or one for fewer cotangents or gradients.
+        groups: see `group_gradients`; each gradient is in exactly one.
     """
     part = parts.backward
     stages: list[Part] = []
-    later: dict[ir.Value, None] = {}  # what the stages behind read
+    later: dict[ir.Value, None] = {}  # the values that later stages read
     for group, (start, end) in reversed(
         list(zip(groups, itertools.pairwise([0, *stage_ends(parts, groups)]), strict=True))
     ):
         own = part.nodes[start:end]
         gradients = tuple(part.outputs[index] for index in group)
-        made = [v for node in own for v in node.outputs if v in later]
-        goals = [*(g for g in gradients if g is not None), *made]
+        carried = [v for node in own for v in node.outputs if v in later]
+        goals = [*(g for g in gradients if g is not None), *carried]
         nodes, reads = nodes_computing(own, goals, part.host, part.nodes, Effects.PYTHON | Effects.COLLECTIVE)
         reads = [v for v in reads if v.const_value is None]
         tensors_in, sizes_in = _tensors_and_sizes(reads, part)
-        tensors_out, sizes_out = _tensors_and_sizes(made, part)
+        tensors_out, sizes_out = _tensors_and_sizes(carried, part)
         stages.append(
             replace(
                 part,
@@ -101,31 +101,31 @@ def split_backward(parts: Cut, groups: Groups) -> tuple[Part, ...]:
                 num_user_outputs=len(group),
             )
         )
-        later = {v: None for v in (*later, *reads) if v not in set(made)}
+        later = {v: None for v in (*later, *reads) if v not in set(carried)}
     return tuple(reversed(stages))
 
 
 def _ready(parts: Cut) -> dict[int, int]:
-    """For each gradient, by the number of its input, how many of backward's nodes run before it is handed over."""
+    """For each gradient, by the position of its input, how many of backward's nodes run before it may be released."""
     aliases = AliasSets((*parts.forward.nodes, *parts.backward.nodes), definition_of)
-    touched: dict[ir.Value, int] = {}
+    last_use: dict[ir.Value, int] = {}
     for count, node in enumerate(parts.backward.nodes, 1):
         for value in (*node.inputs, *node.outputs):
             if value is not None:
-                touched[aliases.root(value)] = count
+                last_use[aliases.root(value)] = count
     return {
-        index: max(touched.get(aliases.root(value), 0) for value in (gradient, parts.forward.inputs[index]))
+        index: max(last_use.get(aliases.root(value), 0) for value in (gradient, parts.forward.inputs[index]))
         for index, gradient in enumerate(parts.backward.outputs)
         if gradient is not None
     }
 
 
 def _fixed_bytes(value: ir.Value) -> int:
-    """A value's bytes where its sizes are fixed, as a parameter's are; else 0."""
-    known = [size for size in sizes.dims_of(value) if isinstance(size, int)]
-    return int(math.prod(known) * dtype_of(value).itemsize) if len(known) == len(sizes.dims_of(value)) else 0
+    """The bytes of a value of static shape, such as a parameter; 0 for a dynamic shape."""
+    static = [dim for dim in sizes.dims_of(value) if isinstance(dim, int)]
+    return int(math.prod(static) * dtype_of(value).itemsize) if len(static) == len(sizes.dims_of(value)) else 0
 
 
 def _tensors_and_sizes(values: Iterable[ir.Value], part: Part) -> tuple[tuple[ir.Value, ...], tuple[ir.Value, ...]]:
-    found = list(values)
-    return tuple(v for v in found if v not in part.host), tuple(v for v in found if v in part.host)
+    ordered = list(values)
+    return tuple(v for v in ordered if v not in part.host), tuple(v for v in ordered if v in part.host)

@@ -1,4 +1,4 @@
-"""Counts what one run of a graph takes: floating-point operations, and the bytes that go through memory."""
+"""Count the work of one run of a graph: floating-point operations and bytes of memory traffic."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from onnxtrain.ops.definition import numel
 from onnxtrain.report import Work
 
 
-def count_work(graph: ir.Graph, known: Mapping[str, int]) -> Work:
-    """The work of all nodes of the graph.
+def count_work(graph: ir.Graph, symbol_values: Mapping[str, int]) -> Work:
+    """Count the work of all nodes of the graph.
 
-    A node reads its inputs and writes its outputs, once each; one that computes nothing (Gather, Concat) reads as much
-    as it writes. Views and the arithmetic of sizes are free.
+    A node reads its inputs and writes its outputs once each; one without arithmetic (Gather, Concat) reads as many
+    bytes as it writes. Views and shape arithmetic are free.
 
     Args:
         graph: forward, or forward and backward together.
-        known: the size of each symbol; see `unbound_symbols`.
+        symbol_values: the integer of each symbol; see `unbound_symbols`.
     """
     on_host = set(host_values(tuple(graph), definition_of))
     flops = bytes_ = 0
@@ -33,27 +33,29 @@ def count_work(graph: ir.Graph, known: Mapping[str, int]) -> Work:
         outputs = [v for v in node.outputs if traversal.is_used(v)]
         if all(v in on_host or view_source(node, v.index() or 0, definition) is not None for v in outputs):
             continue
-        own = sizes.evaluate(definition.flops(view(node)), known)
-        written = sum(_bytes(v, known) for v in outputs)
-        read = sum(_bytes(v, known) for v in node.inputs if v is not None and v not in on_host)
+        own = sizes.evaluate(definition.flops(view(node)), symbol_values)
+        written = sum(_bytes(v, symbol_values) for v in outputs)
+        read = sum(_bytes(v, symbol_values) for v in node.inputs if v is not None and v not in on_host)
         flops += own
         bytes_ += written + (read if own else min(read, written))
     return Work(flops, bytes_)
 
 
-def _bytes(value: ir.Value, known: Mapping[str, int]) -> int:
-    return math.ceil(sizes.evaluate(numel(value), known) * dtype_of(value).itemsize)  # four bits are half a byte
+def _bytes(value: ir.Value, symbol_values: Mapping[str, int]) -> int:
+    return math.ceil(
+        sizes.evaluate(numel(value), symbol_values) * dtype_of(value).itemsize
+    )  # 4-bit elements take half a byte
 
 
-def unbound_symbols(graph: ir.Graph, known: Mapping[str, int]) -> dict[str, tuple[ir.Value, int]]:
-    """Symbols of the graph that `known` lacks, each with a value and its axis that has this size.
+def unbound_symbols(graph: ir.Graph, symbol_values: Mapping[str, int]) -> dict[str, tuple[ir.Value, int]]:
+    """The symbols of the graph without an integer in `symbol_values`, each with a value and the axis of that dimension.
 
-    They are the sizes that depend on data: how many tokens have a label.
+    They are data-dependent dimensions, such as the number of tokens with a label.
     """
-    found: dict[str, tuple[ir.Value, int]] = {}
+    unbound: dict[str, tuple[ir.Value, int]] = {}
     for node in graph:
         for value in node.outputs:
             for axis, size in enumerate(sizes.dims_of(value)):
-                if isinstance(size, str) and size.isidentifier() and size not in known:
-                    found.setdefault(size, (value, axis))
-    return found
+                if isinstance(size, str) and size.isidentifier() and size not in symbol_values:
+                    unbound.setdefault(size, (value, axis))
+    return unbound

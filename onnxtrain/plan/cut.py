@@ -1,10 +1,10 @@
-"""Cuts a joint graph into a forward and a backward part.
+"""Cut a joint graph into a forward and a backward part.
 
     inputs ──[forward]──> outputs, kept
     kept, cotangents ──[backward]──> gradients
 
-What backward reads of forward's values is kept. Size arithmetic is cheap and is done in both parts: only the sizes it
-starts from cross the cut, as Python ints.
+Values of forward that backward reads are kept. Shape arithmetic is cheap and runs in both parts: only the dimensions
+that it starts from cross the cut, as Python ints.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from onnxtrain.ops import Effects, definition_of
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a graph that runs as one program.
+    """Nodes of a graph that run as one program.
 
     Attributes:
-        nodes: in the order of execution.
-        inputs: tensors that come in.
-        sizes_in: sizes that come in as Python ints.
-        outputs: tensors that go out; None for one that is not wanted.
-        sizes_out: sizes that go out as Python ints.
+        nodes: in execution order.
+        inputs: tensors.
+        sizes_in: dimensions, as Python ints.
+        outputs: tensors; None for one that is not wanted.
+        sizes_out: dimensions, as Python ints.
         host: the values of the whole graph that are Python ints.
-        num_user_outputs: how many of the outputs, from the first, the user gets to see.
+        num_user_outputs: how many of the outputs, from the first, are returned to the user.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """The two parts. `kept` are the tensors that cross, `sizes` the sizes that do."""
+    """The two parts, with the tensors (`kept`) and the dimensions (`sizes`) that cross from one to the other."""
 
     forward: Part
     backward: Part
@@ -53,34 +53,34 @@ class Cut:
     sizes: tuple[ir.Value, ...]
 
     def unsaved(self) -> list[int]:
-        """The positions of the forward's inputs that are not kept."""
+        """The positions of forward's inputs that are not kept for backward."""
         return [i for i, value in enumerate(self.forward.inputs) if value not in self.kept]
 
 
 def single_part(model: ir.Model) -> Part:
-    """A graph without gradients as one part."""
+    """Make one part of a graph without gradients."""
     nodes = tuple(model.graph)
     host = frozenset(host_values(nodes, definition_of))
     return Part(nodes, tuple(model.graph.inputs), (), tuple(model.graph.outputs), (), host, len(model.graph.outputs))
 
 
 def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
-    """Cuts `joint` for the gradients that are `wanted` (one flag per forward input; None: all that it has)."""
+    """Cut `joint` for the `wanted` gradients: one flag per input of forward; None for all."""
     graph = joint.model.graph
     nodes = tuple(graph)
     host = frozenset(host_values(nodes, definition_of))
     gradients = tuple(g if wanted is None or wanted[i] else None for i, g in enumerate(joint.gradients))
     given = {c for c in joint.cotangents if c is not None}
-    earlier = _forward_nodes(joint, nodes, given)
-    backward_nodes = [n for n in nodes if n not in earlier]
-    asked = [g for g in gradients if g is not None]
-    backward, reads = nodes_computing(backward_nodes, asked, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
+    forward_nodes = _forward_nodes(joint, nodes, given)
+    backward_nodes = [n for n in nodes if n not in forward_nodes]
+    backward_goals = [g for g in gradients if g is not None]
+    backward, reads = nodes_computing(backward_nodes, backward_goals, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
     kept = tuple(v for v in reads if v not in host and v not in given and v.const_value is None)
     crossing = tuple(v for v in reads if v in host)
 
     results = tuple(graph.outputs)[: joint.outputs]
     goals = [v for v in (*results, *kept, *crossing) if v.const_value is None]
-    forward, _ = nodes_computing([n for n in nodes if n in earlier], goals, host, nodes, ~Effects.NONE)
+    forward, _ = nodes_computing([n for n in nodes if n in forward_nodes], goals, host, nodes, ~Effects.NONE)
     inputs = tuple(v for v in graph.inputs if v not in given)
     return Cut(
         Part(forward, inputs, (), (*results, *kept), crossing, host, len(results)),
@@ -99,21 +99,21 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
 
 
 def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], given: set[ir.Value]) -> set[ir.Node]:
-    """The forward graph's nodes, and those that differentiation added only to read a forward value's shape.
+    """The nodes of the forward graph, with those that differentiation added to read the shape of a forward value.
 
-    A shape read in backward would keep a whole tensor alive for one integer.
+    Reading a shape in backward would keep a whole tensor alive for one integer.
     """
-    earlier = set(joint.forward_nodes)
+    forward_nodes = set(joint.forward_nodes)
     for node in nodes:
-        if node not in earlier and reads_shape(definition_of(node)):
+        if node not in forward_nodes and reads_shape(definition_of(node)):
             source = node.inputs[0]
             if (
                 source is not None
                 and source not in given
-                and (source.producer() is None or source.producer() in earlier)
+                and (source.producer() is None or source.producer() in forward_nodes)
             ):
-                earlier.add(node)
-    return earlier
+                forward_nodes.add(node)
+    return forward_nodes
 
 
 def nodes_computing(
@@ -123,34 +123,34 @@ def nodes_computing(
     nodes: Sequence[ir.Node],
     effects: Effects,
 ) -> tuple[tuple[ir.Node, ...], list[ir.Value]]:
-    """The nodes that compute `goals`, and the values they read from elsewhere, in graph order.
+    """The nodes that compute `goals`, and the values that they read from outside, in graph order.
 
-    Nodes come from `candidates`, and size arithmetic from all nodes. Candidates that have some of these `effects` are
-    needed in any case.
+    Nodes are taken from `candidates`, and shape arithmetic from all `nodes`. Candidates with any of these `effects` are
+    always needed.
     """
     own = set(candidates)
-    open_values, done, used = list(goals), set(goals), set[ir.Node]()
+    pending, visited, used = list(goals), set(goals), set[ir.Node]()
     for node in candidates:
         if definition_of(node).effects & effects:
             used.add(node)
-            _push(node, open_values, done)
+            _push_inputs(node, pending, visited)
     outside: dict[ir.Value, Any] = {}
-    while open_values:
-        value = open_values.pop()
+    while pending:
+        value = pending.pop()
         producer = value.producer()
         arithmetic = producer is not None and value in host and not reads_shape(definition_of(producer))
         if producer is None or not (producer in own or arithmetic):
             outside[value] = None
         elif producer not in used:
             used.add(producer)
-            _push(producer, open_values, done)
+            _push_inputs(producer, pending, visited)
     order: dict[ir.Value, int] = {v: i for i, v in enumerate(v for n in nodes for v in n.outputs)}
     ordered = sorted(outside, key=lambda v: order.get(v, -1))
     return tuple(n for n in nodes if n in used), ordered
 
 
-def _push(node: ir.Node, open_values: list[ir.Value], done: set[ir.Value]) -> None:
+def _push_inputs(node: ir.Node, pending: list[ir.Value], visited: set[ir.Value]) -> None:
     for value in node.inputs:
-        if value is not None and value not in done:
-            done.add(value)
-            open_values.append(value)
+        if value is not None and value not in visited:
+            visited.add(value)
+            pending.append(value)

@@ -1,11 +1,11 @@
-"""Which memory a step holds at each of its nodes, and so its peak, before it runs.
+"""Predict the memory that a step holds at each of its nodes, and its peak.
 
     forward  ├ node ├ node ├ … ┤ kept, results ├ backward: node ├ node ├ … ┤
              └── allocation: first node ───────────── last node ──┘
 
-Counted is what the two programs allocate: parameters, inputs and accumulated gradients are there before. A result is
-held by the caller until backward ends, as is a gradient until autograd takes it: all of them at the end, or each group
-of them when its stage of backward ends (`split`).
+Only the allocations of the two programs count: parameters, inputs and accumulated gradients exist before. The caller
+holds a result until backward ends. A gradient is held until autograd takes it: all at the end of backward, or each
+group at the end of its stage (`backward_stages`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnxtrain.plan.storage import Storages
 
 
 class Kind(enum.Enum):
-    """What memory is held for."""
+    """The reason why memory is held."""
 
     KEPT = "kept"  # backward reads it
     RESULT = "result"
@@ -34,14 +34,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Allocation:
-    """A stretch of memory and how long it is held.
+    """An allocation and its lifetime.
 
     Attributes:
-        value: the value that it was made for.
-        nbytes: its size.
+        value: the value that it was allocated for.
+        nbytes: its size in bytes.
         first, last: the positions, among the nodes of forward and then backward, of the first and the last node
             during which it is held.
-        kind: what for.
+        kind: why it is held.
     """
 
     value: ir.Value
@@ -53,13 +53,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The memory of a step.
+    """The predicted memory of a step.
 
     Attributes:
         nodes: of forward, then of backward.
         forward: how many of them are forward's.
-        allocations: in the order in which they are made.
-        workspace: for each node, the scratch bytes of its kernel.
+        allocations: ordered by their first node.
+        workspace: for each node, the bytes of its kernel's workspace.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -68,7 +68,7 @@ class Timeline:
     workspace: tuple[int, ...]
 
     def held(self) -> list[int]:
-        """The bytes held during each node, in order."""
+        """The bytes held during each node, in execution order."""
         change = [0] * (len(self.nodes) + 1)
         for allocation in self.allocations:
             change[allocation.first] += allocation.nbytes
@@ -82,45 +82,49 @@ class Timeline:
 
     @property
     def kept(self) -> int:
-        """The bytes that backward finds: kept for it and results."""
+        """The bytes held when backward begins: values kept for it, and results."""
         return sum(a.nbytes for a in self.allocations if a.first < self.forward <= a.last)
 
 
 def timeline(parts: Cut, storages: Storages, groups: Groups = ()) -> Timeline:
-    """The memory of forward and backward at the sizes of `storages`.
+    """Predict the memory of forward and backward at the sizes of `storages`.
 
     Args:
-        parts: what runs.
-        storages: of all its nodes.
-        groups: the gradients that are handed over together while backward goes on; (): all at its end.
+        parts: forward and backward.
+        storages: of all their nodes.
+        groups: the gradients released together while backward runs; (): all at its end.
     """
     forward, backward = parts.forward, parts.backward
     bounds = stage_ends(parts, groups) if groups else [len(backward.nodes)]
     first = _Program(forward, storages, 0, {}, [len(forward.nodes)])
-    # What the caller sees of the first part stays until the second ends.
+    # Results stay until backward ends: the caller holds them.
     end = len(forward.nodes) + len(backward.nodes)
-    crossing = {v: spot for v in (*parts.kept, *forward.outputs) if v is not None and (spot := first.spot(v))}
+    crossing = {
+        v: lifetime for v in (*parts.kept, *forward.outputs) if v is not None and (lifetime := first.lifetime(v))
+    }
     for value in forward.outputs:
         if value is not None and value in crossing:
             crossing[value].last = len(forward.nodes)
     given = {v: crossing[v] for v in parts.kept if v in crossing}
     second = _Program(backward, storages, len(forward.nodes), given, bounds)
     for value in forward.outputs[: forward.num_user_outputs]:
-        if value is not None and (spot := first.result(value, len(forward.nodes))):
-            spot.last, spot.kind = end, Kind.RESULT
+        if value is not None and (lifetime := first.result(value, len(forward.nodes))):
+            lifetime.last, lifetime.kind = end, Kind.RESULT
     for group, bound in zip(groups or (range(len(backward.outputs)),), bounds, strict=True):
         stage_end = len(forward.nodes) + bound
         for value in (backward.outputs[index] for index in group):
-            if value is not None and (spot := second.result(value, stage_end)):
-                spot.last = max(spot.last, end if stage_end == end else stage_end - 1)
-                spot.kind = Kind.GRADIENT if spot.kind is Kind.TEMPORARY else spot.kind
+            if value is not None and (lifetime := second.result(value, stage_end)):
+                lifetime.last = max(lifetime.last, end if stage_end == end else stage_end - 1)
+                lifetime.kind = Kind.GRADIENT if lifetime.kind is Kind.TEMPORARY else lifetime.kind
     nodes = (*forward.nodes, *backward.nodes)
-    made = sorted((*first.made, *second.made), key=lambda spot: spot.first)
-    return Timeline(nodes, len(forward.nodes), tuple(map(_allocation, made)), tuple(map(storages.workspace, nodes)))
+    allocated = sorted((*first.allocated, *second.allocated), key=lambda lifetime: lifetime.first)
+    return Timeline(
+        nodes, len(forward.nodes), tuple(map(_allocation, allocated)), tuple(map(storages.workspace, nodes))
+    )
 
 
-class _Spot:
-    """A stretch of memory while its life is being found out."""
+class _Lifetime:
+    """An allocation whose lifetime is still growing."""
 
     __slots__ = ("first", "kind", "last", "nbytes", "value")
 
@@ -129,71 +133,74 @@ class _Spot:
         self.kind = Kind.TEMPORARY
 
 
-def _allocation(spot: _Spot) -> Allocation:
-    return Allocation(spot.value, spot.nbytes, spot.first, spot.last, spot.kind)
+def _allocation(lifetime: _Lifetime) -> Allocation:
+    return Allocation(lifetime.value, lifetime.nbytes, lifetime.first, lifetime.last, lifetime.kind)
 
 
 class _Program:
-    """The memory of one part: walks its nodes in order.
+    """The allocations of one part, from a walk over its nodes.
 
     Attributes:
-        made: what it allocates.
+        allocated: in the order of the nodes.
     """
 
     def __init__(
-        self, part: Part, storages: Storages, offset: int, given: dict[ir.Value, _Spot], bounds: Sequence[int]
+        self, part: Part, storages: Storages, offset: int, given: dict[ir.Value, _Lifetime], bounds: Sequence[int]
     ) -> None:
-        """Finds where the part's values lie.
+        """Walk the part.
 
         Args:
             part: the program.
             storages: sizes, views and kernels.
             offset: the position of its first node.
-            given: what of its inputs lies in memory of the step.
-            bounds: the ends of its stages: what one makes is not written over in the next.
+            given: its inputs that this step allocated.
+            bounds: the ends of its stages. A stage does not overwrite what an earlier one allocated.
         """
-        self.made: list[_Spot] = []
-        self._spots = dict(given)
+        self.allocated: list[_Lifetime] = []
+        self._lifetimes = dict(given)
         self._storages = storages
-        for spot in given.values():
-            spot.kind = Kind.KEPT
-        reused = self._written_over(part, bounds)
+        for lifetime in given.values():
+            lifetime.kind = Kind.KEPT
+        overwritten = self._in_place_inputs(part, bounds)
         for position, node in enumerate(part.nodes, offset):
-            for read in _spots_of(node.inputs, self._spots):
+            for read in _lifetimes_of(node.inputs, self._lifetimes):
                 read.last = max(read.last, position)
             if part.host.issuperset(node.outputs):
                 continue
             for index, value in enumerate(node.outputs):
-                if value in given:  # kept, though its node runs again
+                if value in given:  # kept, although its node is recomputed
                     continue
-                source = node.inputs[reused[node]] if node in reused and index == 0 else storages.source(value)
+                source = (
+                    node.inputs[overwritten[node]] if node in overwritten and index == 0 else storages.source(value)
+                )
                 if source is None:
-                    spot = self._spots[value] = _Spot(value, storages.bytes_of(value), position)
-                    self.made.append(spot)
-                elif source in self._spots:
-                    self._spots[value] = self._spots[source]
+                    lifetime = self._lifetimes[value] = _Lifetime(value, storages.bytes_of(value), position)
+                    self.allocated.append(lifetime)
+                elif source in self._lifetimes:
+                    self._lifetimes[value] = self._lifetimes[source]
 
-    def _written_over(self, part: Part, bounds: Sequence[int]) -> dict[ir.Node, int]:
-        """The nodes of each stage that write over an input that the stage made, with the input's index."""
-        found: dict[ir.Node, int] = {}
+    def _in_place_inputs(self, part: Part, bounds: Sequence[int]) -> dict[ir.Node, int]:
+        """The nodes that overwrite an input allocated in their own stage, with the index of that input."""
+        in_place: dict[ir.Node, int] = {}
         uses = last_uses(part)
         for start, stop in pairwise([0, *bounds]):
             nodes = part.nodes[start:stop]
             kernels = {n: self._storages.kernel(n) for n in nodes if not part.host.issuperset(n.outputs)}
-            found |= in_place_inputs(replace(part, nodes=nodes), {v: last - start for v, last in uses.items()}, kernels)
-        return found
+            stage_uses = {v: last - start for v, last in uses.items()}
+            in_place |= in_place_inputs(replace(part, nodes=nodes), stage_uses, kernels)
+        return in_place
 
-    def spot(self, value: ir.Value) -> _Spot | None:
-        return self._spots.get(value)
+    def lifetime(self, value: ir.Value) -> _Lifetime | None:
+        return self._lifetimes.get(value)
 
-    def result(self, value: ir.Value, end: int) -> _Spot | None:
-        """Where a value lies that leaves at `end`: in a copy, made there, where its order of memory is another."""
-        spot = self.spot(value)
-        if spot is not None and self._storages.copied_result(value):
-            spot = _Spot(value, self._storages.bytes_of(value), end - 1)
-            self.made.append(spot)
-        return spot
+    def result(self, value: ir.Value, end: int) -> _Lifetime | None:
+        """The allocation of a value that leaves at `end`: a copy allocated there, if its memory format is converted."""
+        lifetime = self.lifetime(value)
+        if lifetime is not None and self._storages.copied_result(value):
+            lifetime = _Lifetime(value, self._storages.bytes_of(value), end - 1)
+            self.allocated.append(lifetime)
+        return lifetime
 
 
-def _spots_of(values: Sequence[ir.Value | None], spots: dict[ir.Value, _Spot]) -> Iterator[_Spot]:
-    return (spots[v] for v in values if v is not None and v in spots)
+def _lifetimes_of(values: Sequence[ir.Value | None], lifetimes: dict[ir.Value, _Lifetime]) -> Iterator[_Lifetime]:
+    return (lifetimes[v] for v in values if v is not None and v in lifetimes)

@@ -1,9 +1,9 @@
-"""What backward recomputes, as all options that are about memory decide it together.
+"""Decide what backward recomputes, from all options about memory.
 
-memory_budget_bytes                   the choice that fits in the least time; by sizes, where it is given in bytes
+memory_budget_bytes                   the fastest choice that fits; per input sizes if the budget is in bytes
 memory_opt_level, memory_opt_config   the subgraphs that they name, and the user's checkpoints
-the user's checkpoints                what they hold
-none of these                         what costs little more to recompute than to read from memory
+the user's checkpoints                their contents
+none of these                         values that cost little more to recompute than to read from memory
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class MemoryPlan:
     """What backward recomputes of a joint graph.
 
     Attributes:
-        joint: the graph, in which everything is kept.
-        choose: the choice for a call's sizes.
-        by_size: whether other sizes may have another choice.
-        subgraphs: what memory_opt_config could name, where one of its options is set.
-        always_report: whether a choice to recompute nothing is worth a line in the report.
+        joint: the graph that keeps everything.
+        choose: makes the choice for the integers of the symbols.
+        by_size: whether the choice depends on the sizes.
+        subgraphs: those that memory_opt_config can name, if it or memory_opt_level is set.
+        always_report: whether the report has a line even if nothing is recomputed.
     """
 
     joint: Joint
@@ -46,11 +46,11 @@ class MemoryPlan:
     always_report: bool = False
 
     def planned(self, choice: RecomputeChoice) -> Joint:
-        """The joint graph with that choice; to be called once, unless `by_size`."""
+        """Apply a choice to the joint graph. To be called once, unless `by_size`."""
         return apply_choice(self.joint.copy() if self.by_size else self.joint, choice)
 
     def sentences(self, choice: RecomputeChoice) -> list[str]:
-        """The choice, for the report."""
+        """The report's lines on a choice."""
         return [str(choice)] if choice.values or self.always_report else []
 
 
@@ -63,41 +63,41 @@ def plan_memory(
     device_type: str,
     layout: ChannelsLast | None,
 ) -> MemoryPlan:
-    """Plans a joint graph.
+    """Plan the memory of a joint graph.
 
     Args:
-        joint: optimized.
-        mutated: its inputs whose contents are others when backward runs.
+        joint: after the passes.
+        mutated: its inputs that forward mutates.
         views: see `output_views.input_views`.
         inputs: the tensors of the forward graph's inputs.
         options: see `onnxtrain.options`.
-        device_type: of the device that it runs on.
+        device_type: "cpu" or "cuda".
         layout: see `channels_last`.
 
     Raises:
-        MemoryBudgetError: by `choose`, where nothing fits.
+        MemoryBudgetError: from `choose`, if nothing fits.
     """
 
-    def storages(known: Mapping[str, int]) -> Storages:
-        return Storages(joint.model.graph, known, device_type, layout)
+    def storages(symbol_values: Mapping[str, int]) -> Storages:
+        return Storages(joint.model.graph, symbol_values, device_type, layout)
 
     if options.memory_budget_bytes is not None:
         allowed, parts = bytes_allowed(options.memory_budget_bytes, inputs), cut(joint)
-        # Gradients leave early where the option says so, or where nothing else fits; not where backward is one piece.
+        # Gradients are released early if the option says so or nothing else fits, and backward can run in stages.
         early = False if why_not_staged(parts, views) else options.early_gradients or None
         return MemoryPlan(
             joint,
-            lambda known: choose_within_budget(parts, storages(known), allowed, mutated, early),
+            lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early),
             by_size=not isinstance(allowed, float),
             always_report=True,
         )
-    known = bind_symbols(joint.model.graph.inputs, inputs)
-    asked, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
+    symbol_values = bind_symbols(joint.model.graph.inputs, inputs)
+    checkpoints, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
     if options.memory_opt_level or options.memory_opt_config:
-        choice, subgraphs = choose_by_options(cut(joint), storages(known), options, mutated)
-        choice = replace(choice, values=choice.values | asked.values)
-    elif options.recompute_cheap and not asked.values:
-        choice = choose_by_default(cut(joint), known, mutated)
+        choice, subgraphs = choose_by_options(cut(joint), storages(symbol_values), options, mutated)
+        choice = replace(choice, values=choice.values | checkpoints.values)
+    elif options.recompute_cheap and not checkpoints.values:
+        choice = choose_by_default(cut(joint), symbol_values, mutated)
     else:
-        choice = asked
-    return MemoryPlan(joint, lambda known: choice, subgraphs=subgraphs)
+        choice = checkpoints
+    return MemoryPlan(joint, lambda symbol_values: choice, subgraphs=subgraphs)

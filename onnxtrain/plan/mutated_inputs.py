@@ -1,8 +1,8 @@
-"""Inputs whose contents are others when backward runs: buffers and arguments that forward changes.
+"""Copy the inputs that forward mutates, if backward reads their old values: buffers and arguments.
 
-    y = x * seen;  seen = seen + 1        backward reads `seen` as it was: a copy is kept, where it does
+    y = x * seen;  seen = seen + 1        backward reads the old `seen`: a copy is kept
 
-Eager PyTorch keeps the old tensor where forward assigns a new one; where it writes to the tensor, backward raises.
+Eager PyTorch keeps the old tensor if forward assigns a new one. If forward writes in place, eager's backward raises.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from onnxtrain.plan.cut import cut
 
 
 def differentiate_with_copies(
-    model: ir.Model, changed: Sequence[int], differentiate: Callable[[ir.Model], Joint]
+    model: ir.Model, mutated: Sequence[int], differentiate: Callable[[ir.Model], Joint]
 ) -> Joint:
-    """The joint graph of a copy of `model`, whose backward reads the `changed` inputs as forward found them.
+    """Differentiate a copy of `model` whose backward reads the old values of the `mutated` inputs.
 
     Args:
         model: without gradients.
-        changed: positions of inputs.
-        differentiate: makes a joint graph of a model, which it may write to.
+        mutated: positions of inputs.
+        differentiate: makes the joint graph of a model, which it may modify.
     """
     joint = differentiate(with_graph(model, clone(model.graph)[0]))
-    read = _read_by_backward(joint, changed)
+    read = _read_by_backward(joint, mutated)
     if not read:
         return joint
-    apart = with_graph(model, clone(model.graph)[0])
+    with_copies = with_graph(model, clone(model.graph)[0])
     for index in read:
-        _copy_first(apart.graph, apart.graph.inputs[index])
-    return differentiate(apart)
+        _read_through_copy(with_copies.graph, with_copies.graph.inputs[index])
+    return differentiate(with_copies)
 
 
-def check_backward_reads(joint: Joint, changed: Sequence[int]) -> None:
-    """Raises CaptureError where backward would read what forward has changed, as a pass may have made it."""
-    read = _read_by_backward(joint, changed)
+def check_backward_reads(joint: Joint, mutated: Sequence[int]) -> None:
+    """Raise CaptureError if backward reads an input that forward mutates, as a faulty pass could cause."""
+    read = _read_by_backward(joint, mutated)
     if read:
         raise CaptureError(
-            "backward reads a buffer or an input that forward changes",
+            "backward reads a buffer or an input after forward has mutated it",
             got=", ".join(str(joint.model.graph.inputs[index].name) for index in read),
-            todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it with the module",
+            todo="this is a bug in onnxtrain: please report it with the module, which runs in PyTorch meanwhile",
         )
 
 
-def _read_by_backward(joint: Joint, changed: Sequence[int]) -> list[int]:
-    """Those of the inputs in whose memory something lies that is kept for backward."""
-    if not changed:
+def _read_by_backward(joint: Joint, mutated: Sequence[int]) -> list[int]:
+    """The mutated inputs whose memory holds a value that is kept for backward."""
+    if not mutated:
         return []
     sets = AliasSets(tuple(joint.model.graph), definition_of)
     kept = {sets.root(value) for value in cut(joint).kept}
-    return [index for index in changed if sets.root(joint.model.graph.inputs[index]) in kept]
+    return [index for index in mutated if sets.root(joint.model.graph.inputs[index]) in kept]
 
 
-def _copy_first(graph: ir.Graph, value: ir.Value) -> None:
-    """Lets all nodes read a copy of an input."""
+def _read_through_copy(graph: ir.Graph, value: ir.Value) -> None:
+    """Make all nodes read a copy of an input."""
     uses, op = list(value.uses()), builder(graph)
     with nodes_before(op, graph[0]):
         copied = op.own.Clone(value)

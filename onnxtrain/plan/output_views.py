@@ -1,4 +1,4 @@
-"""Which results of forward may be views: of an input, or of a value that no other result shows."""
+"""Find the results of forward that may be views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, definition_of
 
 
 def input_views(model: ir.Model, results: int) -> tuple[str, ...]:
-    """For each result, "view" where it may lie in an input's memory, "detached" if without gradient, else ""."""
+    """For each result: "view" if it may be a view of an input, "detached" if such a view has no gradient, else ""."""
     sets = AliasSets(model.graph, definition_of)
     inputs = set(model.graph.inputs)
     return tuple(
@@ -19,7 +19,7 @@ def input_views(model: ir.Model, results: int) -> tuple[str, ...]:
 
 
 def lone_views(model: ir.Model, results: int) -> list[int]:
-    """The results that may be views of a value that is neither an input nor seen through another result."""
+    """The positions of results that may be views of a value that is neither an input nor the root of another result."""
     sets, outputs, inputs = AliasSets(model.graph, definition_of), model.graph.outputs, set(model.graph.inputs)
     roots = [sets.root(v) for v in outputs]
     return [
@@ -30,7 +30,7 @@ def lone_views(model: ir.Model, results: int) -> list[int]:
 
 
 def _is_detached(value: ir.Value) -> bool:
-    """Whether an op without gradient stands between the value and the input that it is a view of."""
+    """Whether an op without gradient lies between the value and the input that it is a view of."""
     node = value.producer()
     while node is not None:
         definition = definition_of(node)

@@ -1,12 +1,12 @@
-"""Values of forward that backward computes again instead of keeping them.
+"""Recompute values of forward in backward instead of keeping them.
 
     before   a ─Gelu─> b ─Linear─> c            backward reads b: kept
     after    a ─Gelu─> b ─Linear─> c            backward reads b': a is kept
-             a ─Gelu─> b'    just before the first node that reads it
+             a ─Gelu─> b'    just before its first reader
 
-A node is computed again exactly as it was: it has no effects, or its definition says how it is replayed from what it
-drew, or that it repeats (a custom autograd function that its author declares `recomputable`). What is chosen stands in
-a `RecomputeChoice`; `apply_choice` writes it into a joint graph.
+A recomputed node gives the same values bit for bit: it has no effects, or its definition says how to replay it from
+the random state that it saved, or that it repeats (a custom autograd function declared `recomputable`). A
+`RecomputeChoice` names the values, and `apply_choice` rewrites a joint graph.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from onnxtrain.ops import Effects, builder, definition_of
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import Cut
 
-RECOMPUTED = "recomputed"  # the metadata of a node that is one of forward computed again: the name of that node
+RECOMPUTED = "recomputed"  # metadata of a recomputed node: the name of the original node in forward
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """What backward computes again.
+    """The values that backward recomputes.
 
     Attributes:
-        values: the names of forward's values that it does not get.
-        seconds: what that is expected to take.
-        peak: the bytes that a step is then predicted to hold at most.
-        early: whether gradients must be handed over while backward goes on (`split`), for that peak to hold.
+        values: the names of the values of forward.
+        seconds: the expected time of recomputing them.
+        peak: the predicted peak of a step, in bytes.
+        early: whether the peak requires that gradients are released while backward runs (`backward_stages`).
     """
 
     values: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class RecomputeChoice:
         if self.peak:
             facts.append(f"peak {self.peak / 2**20:.1f} MiB")
         if self.early:
-            facts.append("gradients handed over while backward goes on")
+            facts.append("gradients released while backward runs")
         return ", ".join(facts)
 
 
@@ -59,7 +59,7 @@ KEEP_ALL = RecomputeChoice()
 
 
 def is_recomputable(node: ir.Node) -> bool:
-    """Whether a node can be computed again with the same result, bit for bit."""
+    """Whether recomputing a node gives the same values, bit for bit."""
     definition = definition_of(node)
     if definition.repeats(node):
         return True
@@ -68,73 +68,74 @@ def is_recomputable(node: ir.Node) -> bool:
     return definition.effects == Effects.NONE or bool(replay_inputs(node))
 
 
-def recomputable_nodes(nodes: Sequence[ir.Node], changed: Collection[ir.Value]) -> set[ir.Node]:
-    """Those of `nodes` that can be computed again: not where they read an input in `changed`, or a view of one."""
+def recomputable_nodes(nodes: Sequence[ir.Node], mutated: Collection[ir.Value]) -> set[ir.Node]:
+    """Those of `nodes` that can be recomputed: they read no `mutated` input and no view of one."""
     sets = AliasSets(nodes, definition_of)
-    roots = {sets.root(v) for v in changed}
+    roots = {sets.root(v) for v in mutated}
     return {n for n in nodes if is_recomputable(n) and not any(sets.root(v) in roots for v in recompute_inputs(n))}
 
 
-def choose_by_checkpoints(joint: Joint, changed: Collection[ir.Value]) -> RecomputeChoice:
-    """What the user's regions of torch.utils.checkpoint ask for: all inside but what other nodes of forward read."""
+def choose_by_checkpoints(joint: Joint, mutated: Collection[ir.Value]) -> RecomputeChoice:
+    """Recompute the values inside the user's torch.utils.checkpoint regions, except those read outside of them."""
     nodes = [n for n in joint.model.graph if n in joint.forward_nodes]
     if not any(REGION in n.metadata_props for n in nodes):
         return KEEP_ALL
-    again = recomputable_nodes(nodes, changed)
-    apart = {*joint.model.graph.outputs[: joint.outputs], *host_values(nodes, definition_of)}
-    found = []
+    recomputable = recomputable_nodes(nodes, mutated)
+    never = {*joint.model.graph.outputs[: joint.outputs], *host_values(nodes, definition_of)}
+    recomputed = []
     for node in nodes:
         region = node.metadata_props.get(REGION)
-        if region is None or node not in again:
+        if region is None or node not in recomputable:
             continue
         for value in node.outputs:
             readers = [n for n in traversal.users(value) if n in joint.forward_nodes]
             inside = all(n.metadata_props.get(REGION) == region for n in readers)
-            if inside and value not in apart and value not in replay_inputs(node):
-                found.append(str(value.name))
-    return RecomputeChoice(frozenset(found))
+            if inside and value not in never and value not in replay_inputs(node):
+                recomputed.append(str(value.name))
+    return RecomputeChoice(frozenset(recomputed))
 
 
 def replay_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
-    """The outputs of a random node that must be kept, so that it can be replayed; () where it cannot be."""
+    """The outputs of a random node that its replay reads and that must be kept; () if it cannot be replayed."""
     definition = definition_of(node)
     if definition.replay is None:
         return ()
     view = definition.view(node)
-    found = tuple(getattr(view, name) for name in definition.replay.reads)
-    return () if None in found else found
+    outputs = tuple(getattr(view, name) for name in definition.replay.reads)
+    return () if None in outputs else outputs
 
 
 def recompute_inputs(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads when it is computed again."""
+    """The values that a node reads when it is recomputed."""
     yield from traversal.reads(node)
     yield from replay_inputs(node)
 
 
 def interleave_recomputed(
-    backward: Sequence[ir.Node], again: Collection[ir.Value], sources: Collection[ir.Node]
+    backward: Sequence[ir.Node], recomputed: Collection[ir.Value], sources: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, ir.Node | None]]:
-    """The nodes of backward in order, each as (node, None), with those that compute `again` before their first use.
+    """Yield the nodes of backward as (node, None), each preceded by those that recompute its inputs.
 
-    These come as (node, the node of backward that is the first to need it). Only `sources` are computed again.
+    The latter are yielded as (node, its first user in backward). Only values in `recomputed` from nodes in
+    `sources` are recomputed.
     """
     done: set[ir.Node] = set()
     for node in backward:
-        for needed in _needed(node, again, sources, done):
+        for needed in _needed(node, recomputed, sources, done):
             yield needed, node
         yield node, None
 
 
 def _needed(
-    node: ir.Node, again: Collection[ir.Value], sources: Collection[ir.Node], done: set[ir.Node]
+    node: ir.Node, recomputed: Collection[ir.Value], sources: Collection[ir.Node], done: set[ir.Node]
 ) -> list[ir.Node]:
-    """The nodes to run before `node`, in order; adds them to `done`."""
-    if reads_shape(definition_of(node)):  # reads sizes, which cross by themselves
+    """The nodes to run before `node`, in order. They are added to `done`."""
+    if reads_shape(definition_of(node)):  # dimensions cross from forward by themselves
         return []
     order: list[ir.Node] = []
-    waiting: list[tuple[ir.Node, bool]] = [(node, False)]
-    while waiting:
-        current, ready = waiting.pop()
+    pending: list[tuple[ir.Node, bool]] = [(node, False)]
+    while pending:
+        current, ready = pending.pop()
         if ready:
             order.append(current)
             continue
@@ -142,19 +143,19 @@ def _needed(
             if current in done:
                 continue
             done.add(current)
-            waiting.append((current, True))
+            pending.append((current, True))
         reads = traversal.reads(node) if current is node else recompute_inputs(current)
         for value in reversed(list(reads)):
             producer = value.producer()
-            if producer is not None and value in again and producer in sources and producer not in done:
-                waiting.append((producer, False))
+            if producer is not None and value in recomputed and producer in sources and producer not in done:
+                pending.append((producer, False))
     return order
 
 
-def predict_cut(parts: Cut, again: Collection[ir.Value]) -> Cut:
-    """The cut as it will be, on the nodes of the graph as it is: for predictions, not to be run."""
+def predict_cut(parts: Cut, recomputed: Collection[ir.Value]) -> Cut:
+    """The cut after recomputing, made of the nodes of the present graph: for predictions, not to be run."""
     sources = set(parts.forward.nodes)
-    nodes = tuple(node for node, _ in interleave_recomputed(parts.backward.nodes, again, sources))
+    nodes = tuple(node for node, _ in interleave_recomputed(parts.backward.nodes, recomputed, sources))
     needed: set[ir.Value] = set()
     for node in nodes:
         if node in sources:
@@ -162,8 +163,8 @@ def predict_cut(parts: Cut, again: Collection[ir.Value]) -> Cut:
         elif not reads_shape(definition_of(node)):
             needed.update(traversal.reads(node))
     needed.update(v for v in parts.backward.outputs if v is not None)
-    made = (*parts.forward.inputs, *(v for n in parts.forward.nodes for v in n.outputs))
-    kept = tuple(v for v in made if v in needed and v not in again and v not in parts.forward.host)
+    available = (*parts.forward.inputs, *(v for n in parts.forward.nodes for v in n.outputs))
+    kept = tuple(v for v in available if v in needed and v not in recomputed and v not in parts.forward.host)
     cotangents = [v for v in parts.backward.inputs if v not in parts.kept]
     results = parts.forward.outputs[: parts.forward.num_user_outputs]
     forward = replace(parts.forward, outputs=(*results, *kept))
@@ -171,29 +172,29 @@ def predict_cut(parts: Cut, again: Collection[ir.Value]) -> Cut:
 
 
 def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
-    """The joint graph with what is chosen computed again in backward. Changes the graph in place."""
+    """Recompute the chosen values in backward. Modifies the joint graph in place."""
     if not choice.values:
         return joint
     graph = joint.model.graph
-    again = {v for n in joint.forward_nodes for v in n.outputs if v.name in choice.values}
+    recomputed = {v for n in joint.forward_nodes for v in n.outputs if v.name in choice.values}
     backward = [n for n in graph if n not in joint.forward_nodes]
     op = builder(graph)
     copies: dict[ir.Value, ir.Value] = {}
-    for node, user in list(interleave_recomputed(backward, again, joint.forward_nodes)):
+    for node, user in list(interleave_recomputed(backward, recomputed, joint.forward_nodes)):
         if user is not None:
             copy = _copied(node, copies)
             replay = definition_of(node).replay
             if replay is None:
                 graph.insert_before(user, copy)
-                copies.update((v, c) for v, c in zip(node.outputs, copy.outputs, strict=True) if v in again)
+                copies.update((v, c) for v, c in zip(node.outputs, copy.outputs, strict=True) if v in recomputed)
                 continue
             with nodes_before(op, user):
                 replayed = replay.build(op, definition_of(copy).view(copy), *replay_inputs(node))
             copies[node.outputs[0]] = replayed
-            made = replayed.producer()
-            assert made is not None, "a replay computes something"
-            made.metadata_props.update(copy.metadata_props)
-            copy.resize_inputs(0)  # it was only what the replay was built from
+            producer = replayed.producer()
+            assert producer is not None, "a replay computes its output"
+            producer.metadata_props.update(copy.metadata_props)
+            copy.resize_inputs(0)  # the replay takes its place
         elif not reads_shape(definition_of(node)):
             for index, value in enumerate(node.inputs):
                 if value in copies:
@@ -203,10 +204,10 @@ def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
 
 
 def _copied(node: ir.Node, copies: dict[ir.Value, ir.Value]) -> ir.Node:
-    """The node, reading what is computed again before it."""
+    """A copy of the node that reads recomputed values."""
     copy = traversal.clone_node(node, dict(copies))
     copy.metadata_props[RECOMPUTED] = node.name or ""
-    copy.name = f"{node.name}/again"
+    copy.name = f"{node.name}/recomputed"
     for value in copy.outputs:
-        value.name = f"{value.name}/again"
+        value.name = f"{value.name}/recomputed"
     return copy

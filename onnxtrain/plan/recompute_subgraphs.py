@@ -1,10 +1,10 @@
-"""Recompute as ONNX Runtime Training's users steer it: by patterns of subgraphs, and layer by layer.
+"""Recompute by the options of ONNX Runtime Training: by subgraph patterns, or layer by layer.
 
-    kept ◀─ Add ◀─ Mul ◀─ (not cheap, or kept itself)        the pattern "Mul+Add+"
+    kept ◀─ Add ◀─ Mul ◀─ (not cheap, or kept)        the pattern "Mul+Add+"
 
-A kept activation is a candidate where cheap nodes compute it from what is kept anyway; or, "with compromise", from
-something smaller that is then kept in its place. "Mul+Add+:1:-1" computes all such activations again, "Mul+Add+:1:3"
-the first three. Which nodes are cheap is asked of their definitions.
+A kept activation is a candidate if cheap nodes compute it from values that are kept anyway or, "with compromise", from
+smaller values that are then kept in its place. "Mul+Add+:1:-1" recomputes all such activations, "Mul+Add+:1:3" the
+first three. Definitions say which nodes are cheap.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from onnxtrain.plan.storage import Storages
 from onnxtrain.report import SubgraphReport
 
 _LOG = logging.getLogger(__name__)
-_CHEAP = 64  # operations per element that is written: all that is elementwise, norms and softmax, and no product
-_MOST_NODES = 50  # of a subgraph, as in the predecessor
+_CHEAP_FLOPS = 64  # per element written: covers elementwise ops, norms and softmax; no GEMM
+_MAX_NODES = 50  # of a subgraph, as in ONNX Runtime Training
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kept activation that can be computed again.
+    """A kept activation that can be recomputed.
 
     Attributes:
         value: the activation.
-        again: the values that are computed again, itself among them.
-        saved: the bytes that are kept less.
-        compromise: whether something else is kept in its place.
+        recomputed: the values to recompute for it, itself among them.
+        saved: the bytes that recomputing saves.
+        compromise: whether another value is kept in its place.
     """
 
     value: ir.Value
-    again: frozenset[ir.Value]
+    recomputed: frozenset[ir.Value]
     saved: int
     compromise: bool
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Candidates of one pattern, in the order of forward.
+    """The candidates of one pattern, in execution order.
 
     Attributes:
-        pattern: the operators in order, each with "+" behind it.
-        candidates: one for each time that it occurs.
+        pattern: the op types in order, each followed by "+".
+        candidates: one per occurrence.
     """
 
     pattern: str
@@ -62,108 +62,108 @@ class Subgraph:
 
     @property
     def saved(self) -> int:
-        """The bytes that all of them together save."""
+        """The bytes saved by recomputing all candidates."""
         return sum(candidate.saved for candidate in self.candidates)
 
 
 def find_subgraphs(
-    parts: Cut, storages: Storages, changed: Collection[ir.Value] = (), with_products: bool = False
+    parts: Cut, storages: Storages, mutated: Collection[ir.Value] = (), with_gemms: bool = False
 ) -> tuple[Subgraph, ...]:
-    """All subgraphs, by the bytes that they save.
+    """Find all subgraphs, ordered by the bytes that they save.
 
     Args:
-        parts: the cut in which everything is kept.
-        storages: the sizes for which bytes are counted.
-        changed: inputs of the graph whose contents are others when backward runs.
-        with_products: whether matrix products may be computed again too.
+        parts: the cut that keeps everything.
+        storages: at the sizes for which bytes are counted.
+        mutated: inputs of the graph that forward mutates.
+        with_gemms: whether GEMMs may be recomputed too.
     """
-    usable = {n for n in _usable(parts, storages, changed) if with_products or _is_cheap(n, storages)}
+    usable = {n for n in _usable(parts, storages, mutated) if with_gemms or _is_cheap(n, storages)}
     position = {node: index for index, node in enumerate(parts.forward.nodes)}
-    found: dict[str, list[Candidate]] = {}
+    candidates: dict[str, list[Candidate]] = {}
     for value in parts.kept:
         nodes = _chain(value, parts, usable)
         if not nodes:
             continue
-        again = frozenset(v for n in nodes for v in n.outputs if v not in replay_inputs(n))
-        candidate = _candidate(value, again, parts, storages)
+        recomputed = frozenset(v for n in nodes for v in n.outputs if v not in replay_inputs(n))
+        candidate = _candidate(value, recomputed, parts, storages)
         if candidate.saved > 0:
             pattern = "".join(f"{node.op_type}+" for node in sorted(nodes, key=position.__getitem__))
-            found.setdefault(pattern, []).append(candidate)
-    subgraphs = (Subgraph(pattern, tuple(candidates)) for pattern, candidates in found.items())
+            candidates.setdefault(pattern, []).append(candidate)
+    subgraphs = (Subgraph(pattern, tuple(members)) for pattern, members in candidates.items())
     return tuple(sorted(subgraphs, key=lambda subgraph: -subgraph.saved))
 
 
-def _usable(parts: Cut, storages: Storages, changed: Collection[ir.Value]) -> set[ir.Node]:
-    """The nodes of forward that give the same results in backward."""
-    return recomputable_nodes([n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)], changed)
+def _usable(parts: Cut, storages: Storages, mutated: Collection[ir.Value]) -> set[ir.Node]:
+    """The nodes of forward that give the same values in backward."""
+    return recomputable_nodes([n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)], mutated)
 
 
 def _is_cheap(node: ir.Node, storages: Storages) -> bool:
     definition = definition_of(node)
     elements = sum(storages.bytes_of(v) / v.dtype.itemsize for v in node.outputs if v.dtype is not None)
-    return storages.number(definition.flops(definition.view(node))) <= _CHEAP * max(elements, 1)
+    return storages.number(definition.flops(definition.view(node))) <= _CHEAP_FLOPS * max(elements, 1)
 
 
 def _chain(value: ir.Value, parts: Cut, usable: set[ir.Node]) -> set[ir.Node]:
-    """The nodes that compute a kept value from what is kept, or from what no usable node makes."""
+    """The nodes that compute a kept value from other kept values, or from outputs of nodes that are not usable."""
     kept = set(parts.kept)
     producer = value.producer()
     if producer not in usable or value in replay_inputs(producer):
         return set()
-    nodes, waiting = {producer}, [producer]
-    while waiting:
-        for read in recompute_inputs(waiting.pop()):
+    nodes, pending = {producer}, [producer]
+    while pending:
+        for read in recompute_inputs(pending.pop()):
             source = read.producer()
             if source in usable and source not in nodes and read not in kept and read not in parts.forward.host:
                 nodes.add(source)
-                waiting.append(source)
-    return nodes if len(nodes) <= _MOST_NODES else set()
+                pending.append(source)
+    return nodes if len(nodes) <= _MAX_NODES else set()
 
 
-def _candidate(value: ir.Value, again: frozenset[ir.Value], parts: Cut, storages: Storages) -> Candidate:
-    before, after = _kept(parts, storages), _kept(predict_cut(parts, again), storages)
+def _candidate(value: ir.Value, recomputed: frozenset[ir.Value], parts: Cut, storages: Storages) -> Candidate:
+    before, after = _kept(parts, storages), _kept(predict_cut(parts, recomputed), storages)
     saved = sum(before.values()) - sum(after.values())
-    return Candidate(value, again, saved, compromise=not after.keys() <= before.keys())
+    return Candidate(value, recomputed, saved, compromise=not after.keys() <= before.keys())
 
 
 def _kept(parts: Cut, storages: Storages) -> dict[ir.Value, int]:
-    """The memory that is kept: what a kept value is a view of, with its bytes. Inputs are there anyway."""
+    """The roots of the kept values, with their bytes. Inputs are allocated anyway and do not count."""
     roots = map(storages.root, parts.kept)
     return {root: storages.bytes_of(root) for root in roots if root.producer() is not None}
 
 
-# What to compute again
+# The choice
 
 
 def choose_by_options(
-    parts: Cut, storages: Storages, options: Options, changed: Collection[ir.Value]
+    parts: Cut, storages: Storages, options: Options, mutated: Collection[ir.Value]
 ) -> tuple[RecomputeChoice, list[SubgraphReport]]:
-    """What memory_opt_level and memory_opt_config compute again, and all that the latter can name.
+    """The values that memory_opt_level and memory_opt_config recompute, and the subgraphs that the latter can name.
 
-    The summary is logged at INFO, as ONNX Runtime Training did. Takes what `find_subgraphs` does, and the options.
+    The summary is logged at INFO, as ONNX Runtime Training did. For the arguments see `find_subgraphs`.
     """
-    subgraphs = find_subgraphs(parts, storages, changed, options.memory_opt_probe_recompute_level == "1")
+    subgraphs = find_subgraphs(parts, storages, mutated, options.memory_opt_probe_recompute_level == "1")
     if options.memory_opt_level is MemoryOptLevel.USER_SPECIFIED:
-        again = _by_patterns(subgraphs, options.memory_opt_config)
+        recomputed = _by_patterns(subgraphs, options.memory_opt_config)
     else:
-        again = _by_layers(parts, _usable(parts, storages, changed))
+        recomputed = _by_layers(parts, _usable(parts, storages, mutated))
         if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
-            again.update(v for s in subgraphs for c in s.candidates if _is_outside(c) for v in c.again)
-    rows = subgraph_reports(subgraphs, again)
+            recomputed.update(v for s in subgraphs for c in s.candidates if _is_outside_layers(c) for v in c.recomputed)
+    rows = subgraph_reports(subgraphs, recomputed)
     _LOG.info("%s", _summary(options, rows))
-    planned, own = predict_cut(parts, again), set(parts.forward.nodes)
+    planned, own = predict_cut(parts, recomputed), set(parts.forward.nodes)
     seconds = sum(node_seconds(n, storages) for n in planned.backward.nodes if n in own)
-    return RecomputeChoice(frozenset(str(v.name) for v in again), seconds, timeline(planned, storages).peak), rows
+    return RecomputeChoice(frozenset(str(v.name) for v in recomputed), seconds, timeline(planned, storages).peak), rows
 
 
-def subgraph_reports(subgraphs: Sequence[Subgraph], again: Collection[ir.Value]) -> list[SubgraphReport]:
-    """One row for each pattern."""
+def subgraph_reports(subgraphs: Sequence[Subgraph], recomputed: Collection[ir.Value]) -> list[SubgraphReport]:
+    """Report each pattern on one row."""
     return [
         SubgraphReport(
             pattern=subgraph.pattern,
             frequency=len(subgraph.candidates),
             saved_bytes=subgraph.saved,
-            recomputed=sum(candidate.value in again for candidate in subgraph.candidates),
+            recomputed=sum(candidate.value in recomputed for candidate in subgraph.candidates),
             config=f"{subgraph.pattern}:{2 if any(c.compromise for c in subgraph.candidates) else 1}:-1",
         )
         for subgraph in subgraphs
@@ -171,48 +171,48 @@ def subgraph_reports(subgraphs: Sequence[Subgraph], again: Collection[ir.Value])
 
 
 def _by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig]) -> set[ir.Value]:
-    known = {subgraph.pattern: subgraph for subgraph in subgraphs}
-    again: set[ir.Value] = set()
+    by_pattern = {subgraph.pattern: subgraph for subgraph in subgraphs}
+    recomputed: set[ir.Value] = set()
     for entry in config:
-        subgraph = known.get(entry.pattern)
+        subgraph = by_pattern.get(entry.pattern)
         if subgraph is None:
-            near = difflib.get_close_matches(entry.pattern, known, 1)
-            meant = f": is {near[0]} meant?" if near else ""
-            _LOG.warning("memory_opt_config: no kept activation is computed by %s%s", entry.pattern, meant)
+            near = difflib.get_close_matches(entry.pattern, by_pattern, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            _LOG.warning("memory_opt_config: no kept activation matches the pattern %s%s", entry.pattern, hint)
             continue
         fitting = [c for c in subgraph.candidates if entry.kind == 2 or not c.compromise] if entry.kind else []
         for candidate in fitting if entry.count < 0 else fitting[: entry.count]:
-            again |= candidate.again
-    return again
+            recomputed |= candidate.recomputed
+    return recomputed
 
 
 def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
-    """All that a layer makes for itself; what other modules read of it, and what is drawn, is kept."""
+    """The values that only their own layer reads. Values read by other modules, and random states, are kept."""
     own = set(parts.forward.nodes)
     results = set(parts.forward.outputs[: parts.forward.num_user_outputs])
-    again: set[ir.Value] = set()
+    recomputed: set[ir.Value] = set()
     for node in usable:
         layer = _layer_of(node)
         for value in node.outputs:
             readers = (reader for reader, _ in value.uses() if reader in own)
             inside = layer is not None and all(_layer_of(reader) == layer for reader in readers)
             if inside and value not in results and value not in replay_inputs(node):
-                again.add(value)
-    if not again:
-        _LOG.warning("memory_opt_level: there is no layer: no submodule with a number in its name can run again")
-    return again
+                recomputed.add(value)
+    if not recomputed:
+        _LOG.warning("memory_opt_level has no effect: no recomputable submodule has a number in its name (a layer)")
+    return recomputed
 
 
-def _is_outside(candidate: Candidate) -> bool:
-    """Whether no layer makes it: what a layer hands to the next is kept, or all layers would be computed at once."""
-    producers = (v.producer() for v in candidate.again)
+def _is_outside_layers(candidate: Candidate) -> bool:
+    """Whether no layer computes it. A layer's output stays kept, else all layers would be recomputed at once."""
+    producers = (v.producer() for v in candidate.recomputed)
     return all(_layer_of(node) is None for node in producers if node is not None)
 
 
 def _layer_of(node: ir.Node) -> str | None:
-    """The outermost numbered submodule that a node belongs to, as `encoder.layer.3`; None outside of any."""
-    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", node.metadata_props.get("module", ""))
-    return found[0] if found else None
+    """The outermost numbered submodule of a node, such as `encoder.layer.3`; None if it has none."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", node.metadata_props.get("module", ""))
+    return match[0] if match else None
 
 
 def _summary(options: Options, rows: Sequence[SubgraphReport]) -> str:

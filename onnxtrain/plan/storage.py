@@ -1,8 +1,8 @@
-"""Where each value of a graph lies at known sizes: which bytes it needs, and of what it is a view.
+"""Find the storage of each value of a graph at given sizes: its bytes, and the value that it is a view of.
 
-A definition says what an output may be a view of; whether it is one depends on strides (a Reshape of a Transpose is a
-copy). So PyTorch is asked: its own operators run on meta tensors, which have strides and no elements. What only our
-kernels compute is taken to be new, contiguous memory.
+A definition says which input an output may be a view of; whether it is one depends on strides (a Reshape of a Transpose
+is a copy). PyTorch's own operators decide it: they run on meta tensors, which have strides and no data. Outputs of
+onnxtrain's kernels count as new contiguous memory.
 """
 
 from __future__ import annotations
@@ -26,47 +26,55 @@ from onnxtrain.plan.channels_last import ChannelsLast
 
 
 def bind_symbols(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """The integer of each symbol in the sizes of inputs, for these tensors.
+    """Bind each symbol in the shapes of inputs to an integer, from these tensors.
 
-    A symbol that is no size by itself is found from a size that grows with it alone, such as "2*n".
+    A symbol that is no dimension by itself is solved from a dimension that depends on it alone, such as "2*n".
     """
-    known: dict[str, int] = {}
-    others: list[tuple[str, int]] = []
+    symbol_values: dict[str, int] = {}
+    expressions: list[tuple[str, int]] = []
     for value, tensor in zip(inputs, tensors, strict=False):
         for axis, size in enumerate(sizes.dims_of(value)):
             if isinstance(size, str) and size.isidentifier():
-                known[size] = tensor.size(axis)
+                symbol_values[size] = tensor.size(axis)
             elif isinstance(size, str):
-                others.append((size, tensor.size(axis)))
-    for size, count in others:
-        unknown = sizes.symbols(size) - known.keys()
-        if len(unknown) == 1:
-            (name,) = unknown
-            at_0, at_1 = (sizes.evaluate(size, {**known, name: number}) for number in (0, 1))
-            found = (count - at_0) // (at_1 - at_0) if at_1 != at_0 else 0
-            if sizes.evaluate(size, {**known, name: found}) == count:
-                known[name] = found
-    return known
+                expressions.append((size, tensor.size(axis)))
+    for size, count in expressions:
+        unbound = sizes.symbols(size) - symbol_values.keys()
+        if len(unbound) == 1:
+            (name,) = unbound
+            at_0, at_1 = (sizes.evaluate(size, {**symbol_values, name: number}) for number in (0, 1))
+            solution = (count - at_0) // (at_1 - at_0) if at_1 != at_0 else 0
+            if sizes.evaluate(size, {**symbol_values, name: solution}) == count:
+                symbol_values[name] = solution
+    return symbol_values
 
 
 class Storages:
-    """The memory of a graph's values at known sizes.
+    """The storage of a graph's values at given sizes.
 
     Attributes:
         device: "cpu" or "cuda".
-        known: the integer of each symbol in the graph's sizes.
+        symbol_values: the integer of each symbol in the graph's shapes.
         host: the values that are Python ints.
     """
 
     def __init__(
-        self, nodes: Iterable[ir.Node], known: Mapping[str, int], device: str, layout: ChannelsLast | None = None
+        self,
+        nodes: Iterable[ir.Node],
+        symbol_values: Mapping[str, int],
+        device: str,
+        layout: ChannelsLast | None = None,
     ) -> None:
-        """Places the outputs of `nodes`, which stand in the order of execution.
+        """Find the storage of the outputs of `nodes`.
 
-        A size that depends on data counts as the most that it can be. `layout` says what lies channels-last.
+        Args:
+            nodes: in execution order.
+            symbol_values: the integer of each symbol; a data-dependent dimension counts at its upper bound.
+            device: "cpu" or "cuda".
+            layout: which values are channels_last.
         """
         nodes = tuple(nodes)
-        self.device, self.known, self._layout = device, dict(known), layout
+        self.device, self.symbol_values, self._layout = device, dict(symbol_values), layout
         self.host = frozenset(host_values(nodes, definition_of))
         self._kernels: dict[ir.Node, Kernel] = {}
         self._sources: dict[ir.Value, ir.Value] = {}
@@ -76,35 +84,35 @@ class Storages:
         with torch.no_grad():
             for node in nodes:
                 if not self.host.issuperset(node.outputs):
-                    self._place(node, definition_of(node))
+                    self._find_storage(node, definition_of(node))
         self._tensors.clear()
 
     def bytes_of(self, value: ir.Value) -> int:
-        """The bytes that a value's elements take."""
+        """The bytes of a value's elements."""
         if value not in self._bytes:
             self._bytes[value] = int(self._count(value) * dtype_of(value).itemsize)
         return self._bytes[value]
 
     def source(self, value: ir.Value) -> ir.Value | None:
-        """The input of its node that a value is a view of; None where its memory is new."""
+        """The input of its node that a value is a view of; None if the node allocates it."""
         return self._sources.get(value)
 
     def root(self, value: ir.Value) -> ir.Value:
-        """The value in whose memory this one lies: itself where it is no view."""
+        """The value whose allocation holds this one: itself if it is no view."""
         while (source := self._sources.get(value)) is not None:
             value = source
         return value
 
     def kernel(self, node: ir.Node) -> Kernel:
-        """What runs a node, where speed does not decide otherwise."""
+        """The kernel that runs a node, unless measured speed selects another."""
         if node not in self._kernels:
             self._kernels[node] = definition_of(node).kernel(node, self.device)
         return self._kernels[node]
 
     def workspace(self, node: ir.Node) -> int:
-        """The bytes of scratch memory that a node's kernel takes beside its inputs and outputs.
+        """The bytes that a node's kernel allocates beside its outputs.
 
-        Copies of inputs in another order of memory are among them, but not one that an output is a view of.
+        They include copies of inputs in another memory format, except a copy that an output is a view of.
         """
         if node not in self._workspace:
             definition = definition_of(node)
@@ -115,18 +123,18 @@ class Storages:
         return self._workspace[node]
 
     def copied_result(self, value: ir.Value) -> bool:
-        """Whether a result leaves the program as a copy, in the usual order of memory."""
+        """Whether a result leaves the program as a contiguous copy."""
         return self._layout is not None and self._layout.may_be_channels_last(value)
 
     def _copied(self, node: ir.Node) -> Collection[ir.Value]:
-        """The inputs that a node reads as copies."""
+        """The inputs that a node copies before reading them."""
         if self._layout is None or self.host.issuperset(node.outputs):
             return ()
         return self._layout.converted_inputs(node)
 
     def number(self, size: sizes.Size) -> int:
-        """The integer that a size is here."""
-        return sizes.evaluate(size, self.known)
+        """The integer of a size."""
+        return sizes.evaluate(size, self.symbol_values)
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
         return tuple(map(self.number, sizes.dims_of(value)))
@@ -137,42 +145,42 @@ class Storages:
             count *= size
         return count
 
-    # Placing
+    # Views
 
-    def _place(self, node: ir.Node, definition: OpDef) -> None:
-        self._bound(node)
+    def _find_storage(self, node: ir.Node, definition: OpDef) -> None:
+        self._bind_data_dependent(node)
         results = self._run(node, definition)
-        forms, copied = self.kernel(node).output_bytes(definition.view(node)), self._copied(node)
+        output_bytes, copied = self.kernel(node).output_bytes(definition.view(node)), self._copied(node)
         for index, value in enumerate(node.outputs):
             tensor = results[index] if index < len(results) else None
             name = definition.output_name(index)
-            if name in forms:
-                self._bytes[value] = self.number(forms[name])
+            if name in output_bytes:
+                self._bytes[value] = self.number(output_bytes[name])
             if not isinstance(tensor, torch.Tensor):
-                self._guess(node, index, value, definition, copied)
+                self._from_definition(node, index, value, definition, copied)
                 continue
             self._tensors[value] = tensor
             for read in node.inputs:
-                if read in self._tensors and read not in copied and _share(self._tensors[read], tensor):
+                if read in self._tensors and read not in copied and _share_storage(self._tensors[read], tensor):
                     self._sources[value] = read
 
-    def _bound(self, node: ir.Node) -> None:
-        """A size that only the data decides is at most the number of elements that it is found in."""
+    def _bind_data_dependent(self, node: ir.Node) -> None:
+        """Bind data-dependent dimensions to their upper bound: the number of elements of the largest input."""
         for value in node.outputs:
             for size in sizes.dims_of(value):
-                for name in sizes.symbols(size) - self.known.keys():
-                    self.known[name] = max((self._count(v) for v in node.inputs if v is not None), default=0)
+                for name in sizes.symbols(size) - self.symbol_values.keys():
+                    self.symbol_values[name] = max((self._count(v) for v in node.inputs if v is not None), default=0)
 
-    def _guess(
+    def _from_definition(
         self, node: ir.Node, index: int, value: ir.Value, definition: OpDef, copied: Collection[ir.Value]
     ) -> None:
-        """What a kernel of ours gives: a view where the definition says so, else new memory."""
+        """Treat an output of onnxtrain's kernel as a view if the definition says so, else as an allocation."""
         source = view_source(node, index, definition)
         if source is not None and source not in copied and self._count(source) == self._count(value):
             self._sources[value] = source
 
     def _run(self, node: ir.Node, definition: OpDef) -> tuple[Any, ...]:
-        """The node's outputs on meta tensors; () where its kernel must not see them."""
+        """Run the node on meta tensors; () if its kernel cannot run on them."""
         if definition.effects & (Effects.PYTHON | Effects.COLLECTIVE | Effects.HOST_SYNC):
             return ()
         kernel = self.kernel(node)
@@ -180,52 +188,52 @@ class Storages:
         if arguments is None:
             return ()
         call = kernel.lower(definition.view(node), *arguments)
-        if not _is_torch(call):
+        if not _calls_torch_only(call):
             return ()
         try:
             result = _on_meta(call)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-            return ()  # no such kernel for meta tensors
+            return ()  # the operator has no meta kernel
         return result if isinstance(result, tuple) else (result,)
 
     def _arguments(self, node: ir.Node, definition: OpDef, kernel: Kernel) -> list[Any] | None:
-        found = []
+        arguments = []
         for index, value in enumerate(node.inputs):
             argument = self._argument(value, kernel, index)
             if argument is None and value is not None:
                 return None
-            found.append(argument)
+            arguments.append(argument)
         declared = definition.inputs
         if declared and declared[-1].endswith("..."):
             fixed = len(declared) - 1
-            return [*found[:fixed], tuple(found[fixed:])]
-        return found + [None] * (len(declared) - len(found))
+            return [*arguments[:fixed], tuple(arguments[fixed:])]
+        return arguments + [None] * (len(declared) - len(arguments))
 
     def _argument(self, value: ir.Value | None, kernel: Kernel, index: int) -> Any:
         if value is None:
             return None
         if index in kernel.host or value in self.host:
-            held = held_sizes(value)
-            if held is None:
+            dims = held_sizes(value)
+            if dims is None:
                 return None
-            numbers = tuple(map(self.number, held))
-            return numbers if rank_of(value) else numbers[0]
+            integers = tuple(map(self.number, dims))
+            return integers if rank_of(value) else integers[0]
         if value not in self._tensors:
             self._tensors[value] = torch.empty(self.shape(value), dtype=TORCH_DTYPES[dtype_of(value)], device="meta")
         return self._tensors[value]
 
 
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 _BUILTIN = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
-def _is_torch(call: Call) -> bool:
-    """Whether a call, with those in its arguments, is of PyTorch's own functions."""
-    own = isinstance(call, Method) or isinstance(call.function, _BUILTIN)
-    return own and all(_is_torch(a) for a in call.args if isinstance(a, Call))
+def _calls_torch_only(call: Call) -> bool:
+    """Whether a call and the calls in its arguments are to PyTorch's own functions."""
+    is_torch = isinstance(call, Method) or isinstance(call.function, _BUILTIN)
+    return is_torch and all(_calls_torch_only(a) for a in call.args if isinstance(a, Call))
 
 
 def _on_meta(argument: Any) -> Any:

@@ -15,7 +15,7 @@ _current_backward = Internal[Callable[[], int]](
     lambda: torch._C._current_graph_task_id,
     why="tells two backwards through one forward apart, which may run at once",
     without=lambda: -1,
-    cost="early_gradients has no effect: all gradients are handed over at the end of backward",
+    cost="early_gradients has no effect: all gradients are released at the end of backward",
     check=lambda found: found() == -1,
 )
 _queue_callback = Internal[Callable[[Callable[[], None]], None]](

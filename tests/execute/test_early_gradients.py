@@ -1,4 +1,4 @@
-"""Gradients that are handed over layer by layer while backward goes on, as in eager."""
+"""Gradients that are released layer by layer while backward goes on, as in eager."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def stages_of(model: nn.Module) -> int:
     ids=lambda entry: entry.name,
 )
 def test_gradients_are_those_of_one_backward_bit_for_bit(entry: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_stages, "_MOST_STAGES", 1_000_000)
+    monkeypatch.setattr(backward_stages, "_MAX_STAGES", 1_000_000)
     module = entry.build(torch.float32)
     found = []
     for early in (False, True):
@@ -122,7 +122,7 @@ def test_small_gradients_share_a_stage() -> None:
     layers = [nn.Linear(4, 4) for _ in range(40)]
     model = ORTModule(nn.Sequential(nn.Linear(64, 4), *layers, nn.Linear(4, 64)), rng="torch", early_gradients=True)
     model(torch.ones(2, 64)).sum().backward()
-    assert 2 < stages_of(model) <= backward_stages._MOST_STAGES
+    assert 2 < stages_of(model) <= backward_stages._MAX_STAGES
 
 
 # Hooks

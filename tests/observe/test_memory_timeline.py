@@ -74,7 +74,7 @@ def test_the_profilers_notes_of_itself_are_dropped_and_nothing_else(capfd: pytes
 
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_are_held_until_a_planned_step_ends(early: bool) -> None:
-    """Those that are handed over before, by .grad."""
+    """Those that are released before, by .grad."""
     module = nn.Sequential(*[nn.Linear(100, 100) for _ in range(4)])
     model = ORTModule(module, early_gradients=early)
     model(torch.ones(5, 100)).sum().backward()

@@ -198,7 +198,7 @@ def test_a_refusal_says_why() -> None:
 
 
 def test_relu_behind_a_checkpoint_stays() -> None:
-    """What the checkpoint gives is kept: relu of it alone is not computed again."""
+    """What the checkpoint gives is kept: relu of it alone is not recomputed."""
 
     def form(norm: nn.BatchNorm2d, other: Norm, x: Tensor, r: Tensor) -> Tensor:
         def plain(x: Tensor) -> Tensor:  # without running statistics: eager moves them twice, when it computes y again

@@ -165,7 +165,7 @@ class Block(torch.nn.Module):
 
 
 def test_gate_and_up_alone_are_kept() -> None:
-    """The product, which the gradient of `down` reads, is computed again."""
+    """The product, which the gradient of `down` reads, is recomputed."""
     ours = ORTModule(Block())
     ours(torch.randn(50, 32, requires_grad=True)).sum().backward()
     assert kinds(ours).count("GatedActivation") == 1

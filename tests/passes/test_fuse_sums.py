@@ -400,7 +400,7 @@ def test_a_sum_of_what_comes_later_is_named() -> None:
 
 
 def test_a_sum_behind_a_checkpoint_stays() -> None:
-    """It is kept, as in eager: within the checkpoint it would be computed again, and the product before it."""
+    """It is kept, as in eager: within the checkpoint it would be recomputed, and the product before it."""
 
     class Checkpointed(Layers):
         def forward(self, x: Tensor) -> Tensor:

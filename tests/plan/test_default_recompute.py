@@ -57,7 +57,7 @@ class Gated(nn.Module):
 
 
 def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
-    """What is computed again at the first sizes; outputs and gradients at all."""
+    """What is recomputed at the first sizes; outputs and gradients at all."""
     torch.manual_seed(0)
     model = ORTModule(Gated(), rng="torch", **options)
     found: list[torch.Tensor] = []

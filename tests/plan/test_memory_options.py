@@ -141,12 +141,12 @@ def test_the_summary_is_logged(module: nn.Module, caplog: pytest.LogCaptureFixtu
     (text,) = [r.getMessage() for r in caplog.records if "memory optimization: level 0" in r.getMessage()]
     assert "config Gelu+:1:2,Gello+:1:-1" in text
     assert any(line.startswith("Gelu+ ") and "2 of 4 recomputed" in line for line in text.splitlines())
-    assert "no kept activation is computed by Gello+: is Gelu+ meant?" in caplog.text
+    assert "no kept activation matches the pattern Gello+; did you mean Gelu+?" in caplog.text
 
 
 def test_a_model_without_layers_says_so(caplog: pytest.LogCaptureFixture) -> None:
     ORTModule(nn.Linear(2, 2), memory_opt_level=1)(torch.ones(1, 2)).sum().backward()
-    assert "there is no layer" in caplog.text
+    assert "memory_opt_level has no effect" in caplog.text
 
 
 def test_nothing_is_planned_without_the_options(module: nn.Module) -> None:

@@ -95,7 +95,7 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and that of bias where `of_bias`.
 
-    `kept` are the probabilities of one sequence after another; where it is empty they are computed again.
+    `kept` are the probabilities of one sequence after another; where it is empty they are recomputed.
     """
     heads, bias = q.size(1), packed.bias
     if kept.numel() != score_count(packed, heads):
