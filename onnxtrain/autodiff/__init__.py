@@ -1,4 +1,4 @@
-"""Reverse-mode differentiation of a graph, by the gradient rules of the ops' definitions."""
+"""Reverse-mode automatic differentiation of a graph by the gradient rules of its ops."""
 
 from onnxtrain.autodiff.differentiate import Joint, differentiate
 

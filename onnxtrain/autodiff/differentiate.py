@@ -1,12 +1,12 @@
-"""The reverse walk: from a forward graph to the joint graph of forward and backward.
+"""Differentiate a forward graph into the joint graph of forward and backward.
 
     forward  (inputs)            -> (outputs)
     joint    (inputs, cotangents) -> (outputs, gradients)
 
-Walks the nodes from last to first; a node with a cotangent on some output asks its definition's gradient rule for the
-cotangents of its inputs. Three things are done here and nowhere else: a gradient is summed to its input's shape where
-the input was broadcast, contributions of several readers are added, and types are checked, so that no integer edge
-ever carries a gradient.
+Nodes are visited from last to first. For a node with a cotangent on any output, the gradient rule of its definition
+computes the cotangents of its inputs. Three things happen only here: a gradient is summed to its input's shape if the
+input was broadcast, the contributions of several readers are added, and dtypes are checked (no integer value has a
+gradient).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from onnxtrain.ops.bodies import inline_bodies
 
 @dataclass(frozen=True)
 class Joint:
-    """A joint graph and what its inputs and outputs are.
+    """A joint graph and the roles of its inputs and outputs.
 
     Attributes:
         model: inputs are the forward graph's, then the cotangents; outputs are the forward graph's, then gradients.
-        forward_nodes: the nodes that stood in the forward graph.
+        forward_nodes: the nodes of the forward graph.
         outputs: how many of the model's outputs are the forward graph's.
-        active: for each forward output, whether a gradient could flow into it.
-        cotangents: for each forward output, its cotangent, or None where none is expected.
-        gradients: for each forward input, its gradient, or None where it has none.
+        active: for each forward output, whether it depends differentiably on an input in `wrt`.
+        cotangents: for each forward output, its cotangent; None if it gets none.
+        gradients: for each forward input, its gradient; None if it has none.
     """
 
     model: ir.Model
@@ -48,7 +48,7 @@ class Joint:
     gradients: tuple[ir.Value | None, ...]
 
     def copy(self) -> Joint:
-        """A joint graph of its own, with the same names."""
+        """Copy the joint graph; names stay the same."""
         graph, values = clone(self.model.graph)
         nodes = dict(zip(self.model.graph, graph, strict=True))
         return Joint(
@@ -61,33 +61,32 @@ class Joint:
         )
 
     def rebind_gradients(self) -> Joint:
-        """This, after passes that put other values in the place of gradients."""
-        given = iter(self.model.graph.outputs[self.outputs :])
-        return replace(self, gradients=tuple(None if g is None else next(given) for g in self.gradients))
+        """Update `gradients` after passes have replaced outputs of the graph."""
+        outputs = iter(self.model.graph.outputs[self.outputs :])
+        return replace(self, gradients=tuple(None if g is None else next(outputs) for g in self.gradients))
 
 
 def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> Joint:
-    """Extends `model` to the joint graph.
+    """Extend `model` to the joint graph, in place.
 
     Args:
-        model: the forward graph, which becomes part of the joint one.
-        wrt: for each graph input, whether its gradient is asked for.
-        of: for each graph output, whether a cotangent will be given; one of a type that cannot have a gradient is
-            taken as False.
+        model: the forward graph.
+        wrt: for each graph input, whether its gradient is wanted.
+        of: for each graph output, whether it gets a cotangent; ignored for dtypes without gradients.
 
     Raises:
-        GradientError: a gradient of the wrong type or shape, or an op without a definition.
+        GradientError: a gradient rule returns a wrong dtype, shape or number of gradients; or an op has no definition.
     """
-    model = _through_bodies(model, wrt)
+    model = _inline_for_gradients(model, wrt)
     graph = model.graph
     forward = tuple(graph)
-    active = _active(forward, _asked(graph, wrt))
+    active = _active(forward, _wrt_inputs(graph, wrt))
     op = builder(graph)
     walk = _Walk(op, active)
     cotangents: list[ir.Value | None] = []
-    for index, (output, given) in enumerate(zip(graph.outputs, of, strict=True)):
+    for index, (output, has_cotangent) in enumerate(zip(graph.outputs, of, strict=True)):
         cotangent = None
-        if given and output in active:
+        if has_cotangent and output in active:
             cotangent = ir.Value(name=f"grad_{output.name or index}_{index}")
             set_type(cotangent, type_of(output))
             walk.add(output, cotangent)
@@ -104,24 +103,24 @@ def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> J
     return Joint(model, frozenset(forward), len(flags), flags, tuple(cotangents), gradients)
 
 
-def _asked(graph: ir.Graph, wrt: Sequence[bool]) -> list[ir.Value]:
+def _wrt_inputs(graph: ir.Graph, wrt: Sequence[bool]) -> list[ir.Value]:
     return [v for v, wanted in zip(graph.inputs, wrt, strict=True) if wanted]
 
 
-def _through_bodies(model: ir.Model, wrt: Sequence[bool]) -> ir.Model:
-    """The model with bodies in the place of those nodes that a gradient can only flow through by their body."""
-    active = _active(tuple(model.graph), _asked(model.graph, wrt))
+def _inline_for_gradients(model: ir.Model, wrt: Sequence[bool]) -> ir.Model:
+    """Inline the bodies of nodes that are differentiated through their body."""
+    active = _active(tuple(model.graph), _wrt_inputs(model.graph, wrt))
     passive = {n.name for n in model.graph if not _active_inputs(n, definition_of(n), active)}
 
-    def stays(node: ir.Node) -> bool:
+    def keep(node: ir.Node) -> bool:
         return definition_of(node).gradient is not BY_BODY or node.name in passive
 
-    return model if all(map(stays, model.graph)) else inline_bodies(model, keep=stays)
+    return model if all(map(keep, model.graph)) else inline_bodies(model, keep=keep)
 
 
-def _active(nodes: Sequence[ir.Node], asked: Sequence[ir.Value]) -> set[ir.Value]:
-    """The values that a gradient can flow through: floating, and computed from an asked input."""
-    active = {v for v in asked if is_differentiable_type(dtype_of(v))}
+def _active(nodes: Sequence[ir.Node], wrt_inputs: Sequence[ir.Value]) -> set[ir.Value]:
+    """The values that gradients flow through: floating-point, and computed from an input in `wrt`."""
+    active = {v for v in wrt_inputs if is_differentiable_type(dtype_of(v))}
     for node in nodes:
         definition = definition_of(node)
         if _active_inputs(node, definition, active):
@@ -136,25 +135,25 @@ def _active(nodes: Sequence[ir.Node], asked: Sequence[ir.Value]) -> set[ir.Value
 def _active_inputs(node: ir.Node, definition: OpDef, active: set[ir.Value]) -> set[str]:
     if definition.gradient is NOT_DIFFERENTIABLE:
         return set()
-    found = [i for i, v in enumerate(node.inputs) if v is not None and v in active]
-    names = {definition.input_name(i) for i in found} - definition.stops
+    indices = [i for i, v in enumerate(node.inputs) if v is not None and v in active]
+    names = {definition.input_name(i) for i in indices} - definition.stops
     if names and definition.inputs[-1].endswith("..."):
         first = len(definition.inputs) - 1
-        names.update(f"{definition.input_name(i)}[{i - first}]" for i in found if i >= first)
+        names.update(f"{definition.input_name(i)}[{i - first}]" for i in indices if i >= first)
     return names
 
 
 class _Walk:
-    """The cotangents summed so far."""
+    """The reverse walk over the nodes, with the cotangents summed so far."""
 
     def __init__(self, op: Builder, active: set[ir.Value]) -> None:
         self._op = op
         self._active = active
         self._sums: dict[ir.Value, ir.Value] = {}
-        self.taken: set[str | None] = set()  # names of cotangents: that of output 1, `relu`, is `grad_relu_1` as well
+        self.taken: set[str | None] = set()  # names of the cotangent inputs
 
     def add(self, value: ir.Value, cotangent: ir.Value) -> None:
-        """Adds a contribution at once, in eager's order: a parameter with many readers keeps one sum alive, not all."""
+        """Add a contribution immediately, in eager's order: one sum per parameter is live, however many read it."""
         sum_ = self._sums.get(value)
         if sum_ is not None:
             add = self._op.Add if is_float(dtype_of(sum_)) else partial(aten_sum, self._op)
@@ -162,14 +161,14 @@ class _Walk:
         self._sums[value] = cotangent
 
     def total(self, value: ir.Value) -> ir.Value | None:
-        """The sum of all contributions."""
+        """The sum of all contributions; None if there is none."""
         result = self._sums.get(value)
         if result is None:
             return None
         name = f"grad_{value.name}"
         unnamed = (result.name or "").startswith("val_") and name not in self.taken
         if unnamed and result.producer() is not None and not result.is_graph_output():
-            result.name = name  # a file or program reads better so; a shared gradient keeps its first
+            result.name = name  # readable in dumps; a shared gradient keeps its first name
         return result
 
     def visit(self, node: ir.Node) -> None:
@@ -185,7 +184,7 @@ class _Walk:
             gradients = (result,) if result is None or isinstance(result, ir.Value) else tuple(result)
             if len(gradients) != len(node.inputs):
                 raise GradientError(
-                    f"the gradient rule of {definition.name} gave the wrong number of gradients",
+                    f"the gradient rule of {definition.name} returned the wrong number of gradients",
                     expected=len(node.inputs),
                     got=len(gradients),
                     where=node.metadata_props.get("line"),
@@ -198,35 +197,35 @@ class _Walk:
                     self.add(value, self._fit(gradient, value, node))
 
     def _fit(self, gradient: ir.Value, value: ir.Value, node: ir.Node) -> ir.Value:
-        """`gradient` with the shape of `value`, which a broadcast may have enlarged."""
+        """Sum `gradient` to the shape of `value`, if the node broadcast it."""
         if dtype_of(gradient) != dtype_of(value):
             raise GradientError(
-                f"the gradient of {value.name} through {node.op_type} has the wrong element type",
+                f"the gradient of {value.name} through {node.op_type} has the wrong dtype",
                 where=node.metadata_props.get("line"),
                 expected=dtype_of(value).name,
                 got=dtype_of(gradient).name,
                 todo="cast in the gradient rule",
             )
-        have, want = sizes.dims_of(gradient), sizes.dims_of(value)
-        if have == want:
+        got, expected = sizes.dims_of(gradient), sizes.dims_of(value)
+        if got == expected:
             return gradient
-        extra = len(have) - len(want)
-        if extra < 0 or any(h == 1 and w != 1 for h, w in zip(have[extra:], want, strict=True)):
+        extra = len(got) - len(expected)
+        if extra < 0 or any(g == 1 and e != 1 for g, e in zip(got[extra:], expected, strict=True)):
             raise GradientError(
-                f"the gradient of {value.name} through {node.op_type} is smaller than the value",
+                f"the gradient of {value.name} through {node.op_type} does not broadcast from the value's shape",
                 where=node.metadata_props.get("line"),
-                expected=str(want),
-                got=str(have),
-                todo="return a gradient that has the value's shape or broadcasts from it",
+                expected=str(expected),
+                got=str(got),
+                todo="return a gradient of the value's shape, or of a shape that the value broadcasts to",
             )
         if extra:
             gradient = self._sum(gradient, range(extra), keepdims=0)
-        have = have[extra:]
-        widened = [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == 1 and h != 1]
-        if widened:
-            gradient = self._sum(gradient, widened, keepdims=1)
-        if sizes.dims_of(gradient) != want:
-            # Sizes that are not proven equal: whether the input was broadcast shows at run time.
+        got = got[extra:]
+        broadcast = [i for i, (g, e) in enumerate(zip(got, expected, strict=True)) if e == 1 and g != 1]
+        if broadcast:
+            gradient = self._sum(gradient, broadcast, keepdims=1)
+        if sizes.dims_of(gradient) != expected:
+            # The dimensions are not provably equal: only the run shows whether the input was broadcast.
             gradient = self._op.own.SumTo(gradient, self._op.shape_of(value))
             set_type(gradient, type_of(value))
         return gradient

@@ -1,6 +1,6 @@
-"""Samplers that give the ranks samples of like cost at the same time, so that none waits long for another.
+"""Samplers that give all ranks samples of similar cost at the same time, to keep ranks from waiting for each other.
 
-Each rank makes one:
+On each rank:
 
     sampler = LoadBalancingDistributedSampler(dataset, complexity_fn=lambda sample: len(sample["input_ids"]))
     loader = DataLoader(dataset, batch_size=8, sampler=sampler)
@@ -21,21 +21,21 @@ from onnxtrain.observe import logs
 
 
 class LoadBalancingDistributedSampler(Sampler[int]):
-    """Sorts samples by their cost and deals them out to the ranks in turn.
+    """Sort samples by cost and distribute them over the ranks round-robin.
 
     Args:
-        dataset: has a length, and samples by their number.
-        complexity_fn: the cost of a sample, as a number. It is asked once a sample, when the sampler is made.
-        world_size: the number of ranks; of the process group where None.
-        rank: this one's; of the process group where None.
-        shuffle: draws another order in each epoch; what the ranks get at the same time stays of like cost.
-        group_size: samples that are sorted with each other; all where None. With `shuffle` each epoch has other groups.
-        seed: of the order; the same on every rank.
-        drop_last: leaves out the samples that do not go round, instead of giving some twice.
-        random_level: from 0 to 1: how far the order by cost is disturbed, as a share of the range of costs.
+        dataset: a map-style dataset with a length.
+        complexity_fn: returns the cost of a sample. Called once per sample, in the constructor.
+        world_size: the number of ranks; None: that of the process group.
+        rank: of this process; None: that in the process group.
+        shuffle: whether each epoch has another order; samples drawn at the same time keep similar costs.
+        group_size: how many samples are sorted together; None: all. With `shuffle`, groups differ per epoch.
+        seed: of the shuffle; the same on every rank.
+        drop_last: drop the samples of an incomplete last round, instead of repeating some.
+        random_level: noise added to the costs before sorting, from 0 to 1, as a share of their range.
 
     Raises:
-        ValueError: a number that is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self._costs = torch.tensor([float(complexity_fn(dataset[i])) for i in range(len(dataset))], dtype=torch.float64)
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch is next: each has its own order."""
+        """Set the next epoch, which determines the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -79,40 +79,40 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return iter(self.of_rank(self.rank))
 
     def of_rank(self, rank: int) -> list[int]:
-        """The samples of any rank in this epoch."""
-        return [turn[rank] for turn in self._turns()]
+        """The indices of the samples of any rank in this epoch."""
+        return [round_[rank] for round_ in self._rounds()]
 
-    def _turns(self) -> list[list[int]]:
-        """What the ranks get at the same time."""
-        draw = torch.Generator().manual_seed(self.seed + self.epoch)
+    def _rounds(self) -> list[list[int]]:
+        """For each round, the index of each rank's sample."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         count, size = len(self._costs), self.world_size
-        order = torch.randperm(count, generator=draw) if self.shuffle else torch.arange(count)
+        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
         costs = self._costs
         if self.random_level and count:
-            noise = torch.rand(count, generator=draw, dtype=torch.float64)
+            noise = torch.rand(count, generator=generator, dtype=torch.float64)
             costs = costs + noise * self.random_level * (costs.max() - costs.min())
         groups = order.split(self.group_size or max(1, count))
         indices = [i for group in groups for i in group[costs[group].argsort(stable=True)].tolist()]
-        turns = [indices[start : start + size] for start in range(0, count, size)]
-        if turns and len(turns[-1]) < size:
+        rounds = [indices[start : start + size] for start in range(0, count, size)]
+        if rounds and len(rounds[-1]) < size:
             if self.drop_last:
-                turns.pop()
-            else:  # the neighbours by cost a second time
-                last = turns[-1]
-                near = (turns[-2] if len(turns) > 1 else last)[::-1]
-                turns[-1] = last + [near[i % len(near)] for i in range(size - len(last))]
+                rounds.pop()
+            else:  # repeat samples of similar cost
+                last = rounds[-1]
+                similar = (rounds[-2] if len(rounds) > 1 else last)[::-1]
+                rounds[-1] = last + [similar[i % len(similar)] for i in range(size - len(last))]
         if self.shuffle:
-            turns = [turns[i] for i in torch.randperm(len(turns), generator=draw).tolist()]
-        return turns
+            rounds = [rounds[i] for i in torch.randperm(len(rounds), generator=generator).tolist()]
+        return rounds
 
 
 class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
-    """Batches of varying size, as many for each rank.
+    """Batches of varying size, with the same number of batches on each rank.
 
     Args:
-        sampler: gives the samples.
-        batch_fn: makes a list of batches of the numbers of a rank's samples: say, as many as fit a count of tokens.
-        drop_last: ranks with more batches leave some out; otherwise ranks with fewer give some twice.
+        sampler: provides the indices of each rank's samples.
+        batch_fn: groups a rank's indices into batches: for example, up to a number of tokens each.
+        drop_last: whether ranks with more batches drop some; otherwise ranks with fewer repeat some.
 
     Raises:
         ValueError: the sampler drops samples.
@@ -126,7 +126,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
     ) -> None:
         if sampler.drop_last:
             raise ValueError(
-                "The sampler has drop_last=True: give drop_last to the batch sampler, which drops batches."
+                "The sampler has drop_last=True; expected False. Pass drop_last to the batch sampler instead."
             )
         self.sampler = sampler
         self.batch_fn = batch_fn
@@ -135,7 +135,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         self._batches: list[list[int]] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch is next: each has its own order."""
+        """Set the next epoch, which determines the order."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -146,9 +146,9 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
 
     def _of_epoch(self) -> list[list[int]]:
         if self._epoch != self.sampler.epoch:
-            made = [self.batch_fn(self.sampler.of_rank(rank)) for rank in range(self.sampler.world_size)]
-            own = [list(batch) for batch in made[self.sampler.rank]]
-            counts = [len(batches) for batches in made]
+            batches_of_ranks = [self.batch_fn(self.sampler.of_rank(rank)) for rank in range(self.sampler.world_size)]
+            own = [list(batch) for batch in batches_of_ranks[self.sampler.rank]]
+            counts = [len(batches) for batches in batches_of_ranks]
             count = min(counts) if self.drop_last else max(counts)
             self._batches = [own[i % len(own)] for i in range(count)] if own else []
             self._epoch = self.sampler.epoch

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline of layers, each of which runs as an ONNX graph."""
+"""DeepSpeed's PipelineModule with each layer as an ONNX graph."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ try:
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.activation_checkpointing import checkpointing
 except ImportError as error:
-    raise ImportError("ORTPipelineModule is built on DeepSpeed, 0.9.0 or later: pip install deepspeed") from error
+    raise ImportError("ORTPipelineModule requires DeepSpeed 0.9.0 or later: pip install deepspeed") from error
 
 
 class ORTPipelineModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
-    """`deepspeed.pipe.PipelineModule`, whose layers are ORTModules; not with ZeRO 2 and 3.
+    """`deepspeed.pipe.PipelineModule` whose layers are ORTModules; not supported with ZeRO 2 and 3.
 
-    The arguments are those of PipelineModule, and `debug_options` as in ORTModule. Layers that are plain functions stay
-    as they are.
+    Takes the arguments of PipelineModule, and `debug_options` as ORTModule does. Functions are not
+    wrapped.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ORTPipelineModule(PipelineModule):  # type: ignore[misc]  # DeepSpeed has 
         )
 
     def _build(self) -> None:
-        """Builds this stage's layers, and wraps those that are modules."""
+        """Build this stage's layers and wrap those that are modules."""
         super()._build()
         wrapped: dict[torch.nn.Module, ORTModule] = {}
         for name, layer in self._modules.items():

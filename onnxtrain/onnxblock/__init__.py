@@ -1,4 +1,4 @@
-"""Custom training graphs, block by block: what onnxruntime.training.onnxblock was.
+"""Custom training graphs built from blocks: the successor of onnxruntime.training.onnxblock.
 
 See docs/how-to/on-device-training.md.
 """

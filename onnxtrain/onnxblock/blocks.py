@@ -1,4 +1,4 @@
-"""Building blocks: each appends a node or two and returns the name of the result."""
+"""Building blocks. Each appends nodes and returns the name of its output."""
 
 from onnxtrain.device.blocks import (
     Abs,

@@ -1,4 +1,4 @@
-"""Losses: each adds the input for its targets where the graph has none of that name."""
+"""Losses. Each adds a graph input for its targets unless one of that name exists."""
 
 from onnxtrain.device.losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss
 

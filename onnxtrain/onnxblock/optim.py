@@ -1,4 +1,4 @@
-"""Optimizers and the clipping of gradients."""
+"""Optimizers and gradient clipping."""
 
 from onnxtrain.device.optimizers import SGD, AdamW, ClipGradNorm
 

@@ -1,4 +1,4 @@
-"""Optimizers and what goes with them: `FusedAdam`, `FP16_Optimizer`, learning rate schedules, loss scalers."""
+"""Optimizers, learning rate schedules and loss scalers."""
 
 from onnxtrain.optim.config import AdamConfig, LambConfig, SGDConfig
 from onnxtrain.optim.fp16 import FP16_Optimizer

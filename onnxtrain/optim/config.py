@@ -1,4 +1,4 @@
-"""Hyper-parameters of optimizers as plain values: what ONNX Runtime Training's trainer took."""
+"""Optimizer hyperparameters as plain values, as ONNX Runtime Training's trainer took them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from typing import Any
 
 
 class OptimizerConfig:
-    """The name of an optimizer, its learning rate, defaults, and groups of parameters with values of their own.
+    """An optimizer's name, learning rate, default hyperparameters and parameter groups.
 
     Args:
-        name: of the optimizer's operator.
-        params: groups: dicts of "params" (a list of names) and of values that differ from the defaults.
-        defaults: all hyper-parameters.
+        name: the op type of the optimizer.
+        params: parameter groups: dicts of "params" (a list of names) and hyperparameters that differ from the defaults.
+        defaults: all hyperparameters.
 
     Raises:
-        ValueError: `lr` is no number from 0 up, or a group lacks "params", or names something that is no
-            hyper-parameter, or has a learning rate of its own.
+        ValueError: `lr` is negative or no number; a group lacks "params", or sets "lr" or an unknown hyperparameter.
     """
 
     def __init__(self, name: str, params: Sequence[Mapping[str, Any]], defaults: dict[str, Any]) -> None:
         lr = defaults["lr"]
         if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr >= 0:
-            raise ValueError(f"{name}: lr is {lr!r}; expected a number from 0 up.")
+            raise ValueError(f"{name}: lr is {lr!r}; expected a number >= 0.")
         for group in params:
             if "params" not in group or len(group) < 2:
-                raise ValueError(f'{name}: a group is a dict of "params" and of hyper-parameters, got {group!r}.')
+                raise ValueError(
+                    f'{name}: expected groups as dicts of "params" and at least one hyperparameter, got {group!r}.'
+                )
             if "lr" in group:
-                raise ValueError(f"{name}: a group has no learning rate of its own, got {group['lr']!r}.")
+                raise ValueError(
+                    f"{name}: expected groups without a learning rate of their own, got lr={group['lr']!r}."
+                )
             if unknown := sorted(group.keys() - defaults.keys() - {"params"}):
                 names = ", ".join(sorted(defaults.keys() - {"lr"}))
-                raise ValueError(f"{name}: a group has {', '.join(unknown)}; expected some of {names}.")
+                raise ValueError(f"{name}: a group sets {', '.join(unknown)}; expected hyperparameters among {names}.")
         self.name = name
         self.lr = float(lr)
         self.defaults = defaults
@@ -40,19 +43,19 @@ class OptimizerConfig:
 
 
 class SGDConfig(OptimizerConfig):
-    """Gradient descent: weight -= lr * gradient."""
+    """Stochastic gradient descent: weight -= lr * gradient."""
 
     def __init__(self, params: Sequence[Mapping[str, Any]] = (), lr: float = 0.001) -> None:
         if params:
-            raise ValueError("SGDOptimizer: there is nothing that groups of parameters could set.")
+            raise ValueError("SGDOptimizer: expected no parameter groups, as SGD has no hyperparameter but lr.")
         super().__init__("SGDOptimizer", params, {"lr": lr})
 
 
 class AdamConfig(OptimizerConfig):
-    """Adam; `alpha` and `beta` are the factors of the running averages, `lambda_coef` that of the weight decay."""
+    """Adam. `alpha` and `beta` are the decay rates of the two moments, `lambda_coef` is the weight decay."""
 
     class DecayMode(IntEnum):
-        """Whether weights decay before or after their update."""
+        """Whether weight decay is applied before or after the weight update."""
 
         BEFORE_WEIGHT_UPDATE = 0
         AFTER_WEIGHT_UPDATE = 1
@@ -90,7 +93,7 @@ class AdamConfig(OptimizerConfig):
 
 
 class LambConfig(OptimizerConfig):
-    """LAMB; the ratio of weight norm to update norm is kept between `ratio_min` and `ratio_max`."""
+    """LAMB. The trust ratio (weight norm / update norm) is clamped to [`ratio_min`, `ratio_max`]."""
 
     def __init__(
         self,

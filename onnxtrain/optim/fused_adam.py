@@ -1,8 +1,8 @@
-"""Adam and its variants in one fused kernel over all parameters of a kind.
+"""Adam and AdamW as one fused kernel over all parameters of a device and dtype.
 
     optimizer = FusedAdam(model.parameters(), lr=5e-5, weight_decay=0.01)
 
-Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101; the modes are those of ONNX Runtime Training.
+Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. The modes are those of ONNX Runtime Training.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ import torch
 from torch.optim import Optimizer
 
 from onnxtrain.optim import gradients
+from onnxtrain.torch_compat.optimizer_kernels import foreach_zero, fused_adam, fused_adamw
 
 _STEP = "step"
 
 
 class AdamWMode(IntEnum):
-    """Where the weight decay goes, and where epsilon stands against the correction of the bias."""
+    """How weight decay is applied, and whether epsilon is added before or after bias correction."""
 
     ADAM_L2_REGULARIZATION = 0
-    """The decay is a part of the gradient: `torch.optim.Adam`."""
+    """L2 regularization, added to the gradient: `torch.optim.Adam`."""
 
     ADAMW_TRANSFORMERS = 1
-    """Decay after the update, epsilon added before the correction: the AdamW of transformers."""
+    """Decay after the update, epsilon before bias correction: AdamW as in transformers."""
 
     ADAMW_TORCH = 2
     """Decay before the update: `torch.optim.AdamW`."""
 
 
 class FusedAdam(Optimizer):
-    """Adam whose step is one kernel per device and type.
+    """Adam whose step is one kernel per device and dtype.
 
     Args:
-        params: the parameters, or dicts of groups, as for every optimizer of PyTorch.
+        params: parameters or dicts of parameter groups, as for any PyTorch optimizer.
         lr: the learning rate.
-        bias_correction: correct the averages for their start at zero.
-        betas: the factors of the running averages of the gradient and of its square.
+        bias_correction: whether the moments are corrected for their start at zero.
+        betas: the decay rates of the first and the second moment.
         eps: added to the denominator.
-        adam_w_mode: how weight decay is applied.
-        weight_decay: its factor.
-        set_grad_none: `zero_grad` drops the gradients instead of filling them with zeros.
-        max_grad_norm: where given, each step first limits the 2-norm of all gradients to it. The limit is a factor
-            inside the kernel: the gradients are read once for their norm and are not written for it. `grad_norm` holds
-            the norm that was found.
+        adam_w_mode: see `AdamWMode`.
+        weight_decay: the coefficient of weight decay.
+        set_grad_none: whether `zero_grad` sets gradients to None instead of zero.
+        max_grad_norm: if given, gradients are clipped to this 2-norm over all of them. The clipping factor is applied
+            inside the kernel, after one read of the gradients for their norm. `grad_norm` then holds the norm before
+            clipping.
 
-    Each state has `exp_avg` and `exp_avg_sq`, each group `step`. A state of `torch.optim.Adam` or `AdamW` can be
-    loaded. Under `torch.amp.GradScaler` the gradients are unscaled inside the kernel too.
+    The state of a parameter is `exp_avg` and `exp_avg_sq`, that of a group `step`. State dicts of torch.optim's Adam
+    and AdamW can be loaded. With `torch.amp.GradScaler`, gradients are unscaled inside the kernel.
 
     Raises:
-        ValueError: a number that is out of its range.
-        RuntimeError: in `step`, a gradient is sparse, or a parameter is not of a floating type.
+        ValueError: an argument is out of range.
+        RuntimeError: in `step`, a gradient is sparse or a parameter is not of a floating-point dtype.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves `grad_scale` and `found_inf` to the kernel
+    _step_supports_amp_scaling = True  # GradScaler then passes `grad_scale` and `found_inf` on to `step`
 
     def __init__(
         self,
@@ -72,11 +73,11 @@ class FusedAdam(Optimizer):
         *,
         max_grad_norm: float | None = None,
     ) -> None:
-        _check("lr", lr, "0 or more", lr >= 0)
-        _check("eps", eps, "0 or more", eps >= 0)
-        _check("betas", betas, "two numbers from 0 to below 1", len(betas) == 2 and all(0 <= b < 1 for b in betas))
-        _check("weight_decay", weight_decay, "0 or more", weight_decay >= 0)
-        _check("max_grad_norm", max_grad_norm, "more than 0", max_grad_norm is None or max_grad_norm > 0)
+        _check("lr", lr, "a number >= 0", lr >= 0)
+        _check("eps", eps, "a number >= 0", eps >= 0)
+        _check("betas", betas, "two numbers in [0, 1)", len(betas) == 2 and all(0 <= b < 1 for b in betas))
+        _check("weight_decay", weight_decay, "a number >= 0", weight_decay >= 0)
+        _check("max_grad_norm", max_grad_norm, "a number > 0", max_grad_norm is None or max_grad_norm > 0)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -91,18 +92,18 @@ class FusedAdam(Optimizer):
         self.grad_norm: torch.Tensor | None = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or fills them with zeros where neither this argument nor `set_grad_none` drops them."""
+        """Set gradients to None, or to zero if both `set_to_none` and the constructor's `set_grad_none` are False."""
         super().zero_grad(set_to_none=set_to_none or self._set_grad_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step.
+        """Update the parameters.
 
         Args:
-            closure: computes the loss and its gradients again.
+            closure: recomputes the loss and the gradients.
 
         Returns:
-            What the closure gives, else None.
+            The result of the closure; None without one.
         """
         loss = None
         if closure is not None:
@@ -111,27 +112,27 @@ class FusedAdam(Optimizer):
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return loss
-        factor = self._divisor()
+        divisor = self._divisor()
         for group in self.param_groups:
-            self._step_group(group, factor)
+            self._step_group(group, divisor)
         return loss
 
     def _divisor(self) -> torch.Tensor | None:
-        """What the gradients are divided by: the scale of the loss, times the excess over the largest norm."""
+        """The divisor of the gradients: the loss scale times the excess of their norm over `max_grad_norm`."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if self.max_grad_norm is None:
             return scale
-        found = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for gradient in found:
+        all_gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for gradient in all_gradients:
             _refuse_sparse(gradient)
-        norm = gradients.norm(found)
+        norm = gradients.norm(all_gradients)
         self.grad_norm = norm if scale is None else norm / scale.to(norm.device)
         excess = (self.grad_norm / self.max_grad_norm).clamp(min=1.0)
         return (excess if scale is None else excess * scale.to(norm.device)).float()
 
     def _step_group(self, group: dict[str, Any], divisor: torch.Tensor | None) -> None:
         group[_STEP] = group.get(_STEP, 0) + 1
-        lists: list[list[torch.Tensor | None]] = [[], [], [], []]
+        lists: list[list[torch.Tensor]] = [[], [], [], []]
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self._state_of(parameter)
@@ -139,11 +140,8 @@ class FusedAdam(Optimizer):
                     lists, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]), strict=True
                 ):
                     values.append(value)
-        kinds = self._group_tensors_by_device_and_dtype(lists)
-        for (device, _), (of_a_kind, _) in kinds.items():
-            assert device is not None
-            place = None if divisor is None else divisor.to(device)
-            self._run(group, of_a_kind, place)  # type: ignore[arg-type]  # no tensor of these lists is None
+        for tensors in gradients.group_lists(lists):
+            self._run(group, tensors, None if divisor is None else divisor.to(tensors[0][0].device))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         assert parameter.grad is not None
@@ -151,7 +149,7 @@ class FusedAdam(Optimizer):
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             if not parameter.is_floating_point():
-                raise RuntimeError(f"FusedAdam takes parameters of floating types, got one of {parameter.dtype}.")
+                raise RuntimeError(f"FusedAdam expects parameters of a floating-point dtype, got {parameter.dtype}.")
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
@@ -162,17 +160,17 @@ class FusedAdam(Optimizer):
         beta1, beta2 = group["betas"]
         if self._adam_w_mode is AdamWMode.ADAMW_TRANSFORMERS:
             if group["bias_correction"]:
-                eps /= math.sqrt(1 - beta2**count)  # the kernel adds it after the correction
-            # (weight - update) * kept is weight * kept - update * kept: the kernel decays before it updates.
-            kept = 1 - lr * decay
-            if kept != 0:
-                lr, decay = lr * kept, decay / kept
-            else:  # all of the weight is decayed, and all of the update with it
-                torch._foreach_zero_(parameters)
+                eps /= math.sqrt(1 - beta2**count)  # the kernel adds it after bias correction
+            # The kernel decays before the update: (weight - update) * factor is weight * factor - update * factor.
+            factor = 1 - lr * decay
+            if factor != 0:
+                lr, decay = lr * factor, decay / factor
+            else:  # weight and update decay to zero
+                foreach_zero(parameters)
                 lr, decay = 0.0, 0.0
-        # With an endless count the corrections of the bias are one.
+        # An infinite step count makes both bias corrections 1.
         steps = torch.full((), count if group["bias_correction"] else math.inf, device=parameters[0].device)
-        kernel = torch._fused_adam_ if self._adam_w_mode is AdamWMode.ADAM_L2_REGULARIZATION else torch._fused_adamw_
+        kernel = fused_adam if self._adam_w_mode is AdamWMode.ADAM_L2_REGULARIZATION else fused_adamw
         kernel(
             parameters,
             grads,
@@ -192,10 +190,10 @@ class FusedAdam(Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; a state of `torch.optim.Adam` or `AdamW` is taken too.
+        """Load a state dict of FusedAdam, `torch.optim.Adam` or `torch.optim.AdamW`.
 
         Raises:
-            ValueError: the parameters of a group have made different numbers of steps.
+            ValueError: the parameters of a group have different step counts.
         """
         super().load_state_dict(state_dict)
         for number, group in enumerate(self.param_groups):
@@ -203,8 +201,8 @@ class FusedAdam(Optimizer):
             counts = {float(state.pop(_STEP)) for state in states if _STEP in state}
             if len(counts) > 1:
                 raise ValueError(
-                    f"The parameters of group {number} have made different numbers of steps, {sorted(counts)}: "
-                    "FusedAdam counts them once a group. Put those of one count into a group of their own."
+                    f"The parameters of group {number} have different numbers of steps, {sorted(counts)}: FusedAdam "
+                    "counts steps per group. Put parameters with equal numbers of steps into a group of their own."
                 )
             if counts:
                 group[_STEP] = int(counts.pop())
@@ -212,11 +210,13 @@ class FusedAdam(Optimizer):
                 group.setdefault(name, value)
 
 
-def _check(name: str, value: object, expected: str, right: bool) -> None:
-    if not right:
+def _check(name: str, value: object, expected: str, is_valid: bool) -> None:
+    if not is_valid:
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
 
 
 def _refuse_sparse(gradient: torch.Tensor) -> None:
     if gradient.is_sparse:
-        raise RuntimeError("FusedAdam takes no sparse gradients: use torch.optim.SparseAdam for these parameters.")
+        raise RuntimeError(
+            "FusedAdam expects dense gradients, got a sparse one: use torch.optim.SparseAdam for these parameters."
+        )

@@ -1,4 +1,4 @@
-"""Factors for the loss, so that small gradients do not vanish in half precision."""
+"""Loss scaling, which keeps small gradients from underflowing in half precision."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from onnxtrain.optim.step_info import TrainStepInfo
 
 
 class LossScaler:
-    """A scale that its subclass changes.
+    """The base class of loss scalers.
 
     Args:
-        loss_scale: the first scale.
+        loss_scale: the initial scale.
 
     Raises:
-        ValueError: it is not above 0.
+        ValueError: `loss_scale` is not positive.
     """
 
     def __init__(self, loss_scale: float) -> None:
         if not loss_scale > 0:
-            raise ValueError(f"loss_scale is {loss_scale!r}; expected a number above 0.")
+            raise ValueError(f"loss_scale is {loss_scale!r}; expected a number > 0.")
         self.loss_scale = float(loss_scale)
-        self._first = float(loss_scale)
+        self._initial = float(loss_scale)
 
     def reset(self) -> None:
-        """Goes back to the first scale."""
-        self.loss_scale = self._first
+        """Reset to the initial scale."""
+        self.loss_scale = self._initial
 
     def update(self, train_step_info: TrainStepInfo) -> float:
-        """The scale for the next step, by what happened in this one."""
-        raise NotImplementedError("a subclass of LossScaler says how the scale changes")
+        """Return the scale for the next step."""
+        raise NotImplementedError("LossScaler.update is abstract: subclass LossScaler and override it")
 
 
 class DynamicLossScaler(LossScaler):
-    """Halves the scale after an overflow, doubles it after a window of steps without one.
+    """Halve the scale after an overflow; double it after a window of steps without one.
 
     Args:
         automatic_update: whether `update` changes the scale.
-        loss_scale: the first scale.
-        up_scale_window: steps without overflow before it is doubled.
-        min_loss_scale: it does not fall below.
-        max_loss_scale: it does not rise above.
+        loss_scale: the initial scale.
+        up_scale_window: the number of steps without overflow before the scale doubles.
+        min_loss_scale: the lower bound of the scale.
+        max_loss_scale: the upper bound of the scale.
 
     Raises:
-        ValueError: a number that is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -54,33 +54,33 @@ class DynamicLossScaler(LossScaler):
     ) -> None:
         super().__init__(loss_scale)
         if up_scale_window < 1:
-            raise ValueError(f"up_scale_window is {up_scale_window!r}; expected 1 or more.")
+            raise ValueError(f"up_scale_window is {up_scale_window!r}; expected an integer >= 1.")
         if not 0 < min_loss_scale <= loss_scale <= max_loss_scale:
             raise ValueError(
-                f"loss_scale is {loss_scale}; expected between min_loss_scale {min_loss_scale} and "
-                f"max_loss_scale {max_loss_scale}, all above 0."
+                f"loss_scale is {loss_scale}; expected min_loss_scale ({min_loss_scale}) <= loss_scale <= "
+                f"max_loss_scale ({max_loss_scale}), all > 0."
             )
         self.automatic_update = automatic_update
         self.up_scale_window = up_scale_window
         self.min_loss_scale = float(min_loss_scale)
         self.max_loss_scale = float(max_loss_scale)
-        self._without_overflow = 0
+        self._steps_without_overflow = 0
 
     def reset(self) -> None:
-        """Goes back to the first scale, and counts the window anew."""
+        """Reset to the initial scale and restart the window."""
         super().reset()
-        self._without_overflow = 0
+        self._steps_without_overflow = 0
 
     def update(self, train_step_info: TrainStepInfo) -> float:
-        """The scale for the next step, by whether the gradients of this one were all finite."""
+        """Return the scale for the next step, from whether all gradients of this step were finite."""
         if not self.automatic_update:
             return self.loss_scale
         if not train_step_info.all_finite:
-            self._without_overflow = 0
+            self._steps_without_overflow = 0
             self.loss_scale = max(self.min_loss_scale, self.loss_scale / 2)
             return self.loss_scale
-        self._without_overflow += 1
-        if self._without_overflow >= self.up_scale_window:
-            self._without_overflow = 0
+        self._steps_without_overflow += 1
+        if self._steps_without_overflow >= self.up_scale_window:
+            self._steps_without_overflow = 0
             self.loss_scale = min(self.max_loss_scale, self.loss_scale * 2)
         return self.loss_scale

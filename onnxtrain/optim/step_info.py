@@ -1,4 +1,4 @@
-"""Where training is, for schedules and loss scalers."""
+"""The progress of training, as schedules and loss scalers take it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from onnxtrain.optim.config import OptimizerConfig
 
 @dataclass
 class TrainStepInfo:
-    """Where training is.
+    """The progress of training.
 
     Attributes:
-        optimizer_config: its `lr` is the rate at which schedules aim.
-        all_finite: whether the last gradients had no infinite elements and no NaN.
-        fetches: names of results that the caller wants.
-        optimization_step: updates of the parameters so far.
-        step: batches so far.
+        optimizer_config: its `lr` is the peak learning rate of schedules.
+        all_finite: whether the last gradients had only finite elements.
+        fetches: the names of the outputs that the caller wants.
+        optimization_step: the number of optimizer steps so far.
+        step: the number of batches so far.
     """
 
     optimizer_config: OptimizerConfig

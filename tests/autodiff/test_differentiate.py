@@ -110,8 +110,8 @@ def test_only_wanted_gradients_are_computed() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda op, n, dy: op.Cast(dy, to=ir.DataType.DOUBLE), "element type"),
-        (lambda op, n, dy: op.ReduceSum(dy, op.constant([0], INT), keepdims=1), "smaller"),
+        (lambda op, n, dy: op.Cast(dy, to=ir.DataType.DOUBLE), "dtype"),
+        (lambda op, n, dy: op.ReduceSum(dy, op.constant([0], INT), keepdims=1), "does not broadcast from"),
         (lambda op, n, dy: (dy, dy), "number of gradients"),
     ],
 )

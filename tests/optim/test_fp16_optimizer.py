@@ -103,9 +103,9 @@ def test_megatron_counts_what_every_rank_has_once() -> None:
 
 
 def test_megatron_needs_to_know_its_ranks() -> None:
-    with pytest.warns(UserWarning, match="needs get_tensor_model_parallel_rank"):
+    with pytest.warns(UserWarning, match="expected the arguments get_tensor_model_parallel_rank"):
         FP16_Optimizer(megatron([], []))
-    with pytest.warns(UserWarning, match="has no _check_overflow"):
+    with pytest.warns(UserWarning, match="lacks _check_overflow"):
         FP16_Optimizer(of_class(MEGATRON), **PARALLEL)
 
 
@@ -186,7 +186,7 @@ def zero(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Any:
 
     names = ("has_overflow_serial", "has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
     for name in names:
-        monkeypatch.setitem(of_deepspeed._KNOWN, name, frozenset({of_deepspeed.digest(method)}))
+        monkeypatch.setitem(of_deepspeed._SUPPORTED, name, frozenset({of_deepspeed.digest(method)}))
     theirs = types.ModuleType(DEEPSPEED.rsplit(".", 1)[0])
     theirs.is_model_parallel_parameter = lambda p: getattr(p, "model_parallel", False)
     theirs.dist = SimpleNamespace(all_reduce=lambda tensor, op, group: None, ReduceOp=torch.distributed.ReduceOp)
@@ -231,8 +231,8 @@ def test_deepspeed_inside_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_versions_of_deepspeed_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = zero(monkeypatch)
-    monkeypatch.setitem(of_deepspeed._KNOWN, "has_overflow_serial", frozenset())
-    with pytest.warns(UserWarning, match="another has_overflow_serial than 0"):
+    monkeypatch.setitem(of_deepspeed._SUPPORTED, "has_overflow_serial", frozenset())
+    with pytest.warns(UserWarning, match="expected the has_overflow_serial of DeepSpeed 0"):
         FP16_Optimizer(optimizer)
     assert optimizer.has_overflow_serial([]) == "original"
     with pytest.warns(UserWarning, match="offload"):
@@ -262,5 +262,5 @@ def test_a_digest_does_not_see_layout_and_comments() -> None:
 
 def test_deepspeed_itself() -> None:
     theirs = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2")
-    for name, digests in of_deepspeed._KNOWN.items():
+    for name, digests in of_deepspeed._SUPPORTED.items():
         assert of_deepspeed.digest(getattr(theirs.DeepSpeedZeroOptimizer, name)) in digests

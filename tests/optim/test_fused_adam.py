@@ -245,7 +245,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_complex_parameters_are_refused() -> None:
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"floating types, got one of torch\.complex64"):
+    with pytest.raises(RuntimeError, match=r"floating-point dtype, got torch\.complex64"):
         FusedAdam([p]).step()
 
 

@@ -45,7 +45,7 @@ def test_power_and_end() -> None:
     schedule = optim.PolyWarmupLRScheduler(TOTAL, lr_end=0.5, power=2.0, warmup=0.0)
     found = rates(schedule)
     assert (found[0], found[50], found[TOTAL], found[TOTAL + 1]) == (2.0, 0.5 + 1.5 * 0.25, 0.5, 0.5)
-    with pytest.raises(ValueError, match="top learning rate"):
+    with pytest.raises(ValueError, match="peak learning rate"):
         rates(schedule, top=0.1)
 
 
@@ -116,11 +116,11 @@ def test_configs() -> None:
 @pytest.mark.parametrize(
     ("config", "arguments", "named"),
     [
-        (SGDConfig, {"params": [{"params": ["w"]}]}, "nothing"),
+        (SGDConfig, {"params": [{"params": ["w"]}]}, "no parameter groups"),
         (AdamConfig, {"lr": -1}, "lr is -1"),
         (AdamConfig, {"lr": "1"}, "lr is '1'"),
         (LambConfig, {"params": [{"alpha": 0.1}]}, '"params"'),
-        (AdamConfig, {"params": [{"params": ["w"], "lr": 0.1}]}, "no learning rate of its own"),
+        (AdamConfig, {"params": [{"params": ["w"], "lr": 0.1}]}, "without a learning rate of their own"),
         (AdamConfig, {"params": [{"params": ["w"], "gamma": 0.1}]}, "gamma"),
     ],
 )

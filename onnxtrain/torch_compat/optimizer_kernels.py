@@ -1,0 +1,196 @@
+"""PyTorch's kernels over lists of tensors (foreach, fused optimizers, gradient scaling), each with its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from onnxtrain.torch_compat.internal import Internal
+
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+
+
+def _tensors(*rows: float) -> list[torch.Tensor]:
+    return [torch.tensor([row, -2 * row]) for row in rows]
+
+
+def _has_arguments(operator: str, arguments: str) -> Callable[[Any], bool]:
+    """Make a check that an operator of ATen takes these arguments."""
+    packet, _, overload = operator.partition(".")
+
+    def check(_: Any) -> bool:
+        schema = getattr(getattr(torch.ops.aten, packet), overload or "default")._schema
+        return [argument.name for argument in schema.arguments] == arguments.split()
+
+    return check
+
+
+# Fused optimizers
+
+
+def _adam_formula(is_decoupled: bool) -> Callable[..., None]:
+    """Kingma and Ba 2015, https://arxiv.org/abs/1412.6980; with decoupled weight decay, Loshchilov and Hutter 2019."""
+
+    def step(
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
+        max_exp_avg_sqs: Tensors,
+        state_steps: Tensors,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+        amsgrad: bool,
+        maximize: bool,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        for parameter, grad, mean, square, count in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
+            if grad_scale is not None:
+                grad.div_(grad_scale)
+            if is_decoupled:
+                parameter.mul_(1 - lr * weight_decay)
+                gradient = grad
+            else:
+                gradient = grad.add(parameter, alpha=weight_decay)
+            mean.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            root = square.sqrt().div_((1 - beta2**count).sqrt()).add_(eps)
+            parameter.sub_(mean / root * (lr / (1 - beta1**count)))
+
+    return step
+
+
+_ADAM_ARGUMENTS = (
+    "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps "
+    "lr beta1 beta2 weight_decay eps amsgrad maximize grad_scale found_inf"
+)
+
+
+def _adam_agrees(formula: Callable[..., None]) -> Callable[[Callable[..., None]], bool]:
+    def agrees(kernel: Callable[..., None]) -> bool:
+        results = []
+        for step in (kernel, formula):
+            lists = [_tensors(0.5, 1.0), _tensors(0.1, -0.3), _tensors(0.2, 0.1), [t.abs() for t in _tensors(0.3, 0.2)]]
+            options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
+            rest = {"amsgrad": False, "maximize": False, "grad_scale": torch.tensor(2.0), "found_inf": None}
+            step(*lists, [], [torch.tensor(3.0)] * 2, **options, **rest)
+            results.append([lists[0], lists[2], lists[3]])
+        pairs = zip(*([t for tensors in lists for t in tensors] for lists in results), strict=True)
+        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+
+    return agrees
+
+
+def _fused(name: str, find: Callable[[], Any], is_decoupled: bool) -> Callable[..., None]:
+    formula = _adam_formula(is_decoupled)
+    return Internal[Callable[..., None]](
+        name,
+        find,
+        why="one kernel for all parameters; the public functions decay differently and count steps per parameter",
+        without=formula,
+        cost="an optimizer step takes about ten kernels per parameter",
+        check=_has_arguments(f"_{name}_", _ADAM_ARGUMENTS),
+        agrees=_adam_agrees(formula),
+    ).get()
+
+
+fused_adam = _fused("fused_adam", lambda: torch._fused_adam_, is_decoupled=False)
+fused_adamw = _fused("fused_adamw", lambda: torch._fused_adamw_, is_decoupled=True)
+
+# Lists of gradients
+
+
+def _elements_after(kernel: Callable[[Tensors], None], *rows: float) -> list[list[float]]:
+    tensors = _tensors(*rows)
+    kernel(tensors)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def _zero(tensors: Tensors) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+foreach_zero = Internal[Callable[[Tensors], None]](
+    "foreach_zero",
+    lambda: torch._foreach_zero_,
+    why="one kernel for all tensors",
+    without=_zero,
+    cost="one kernel per tensor",
+    check=_has_arguments("_foreach_zero_", "self"),
+    agrees=lambda kernel: _elements_after(kernel, 1.0, 2.0) == [[0.0, 0.0], [0.0, 0.0]],
+).get()
+
+
+def _multiply(tensors: Tensors, factor: float) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _foreach_multiply(tensors: Tensors, factor: float) -> None:
+    torch._foreach_mul_(tensors, factor)
+
+
+foreach_multiply = Internal[Callable[[Tensors, float], None]](
+    "foreach_multiply",
+    lambda: _foreach_multiply,
+    why="one kernel for all tensors",
+    without=_multiply,
+    cost="one kernel per tensor",
+    check=_has_arguments("_foreach_mul_.Scalar", "self scalar"),
+    agrees=lambda kernel: _elements_after(lambda tensors: kernel(tensors, 3.0), 1.0) == [[3.0, -6.0]],
+).get()
+
+
+def _norms(tensors: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
+
+
+def _foreach_norm(tensors: Tensors, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    return torch._foreach_norm(tensors, 2, dtype=dtype)
+
+
+foreach_norm = Internal[Callable[[Tensors, torch.dtype], Sequence[torch.Tensor]]](
+    "foreach_norm",
+    lambda: _foreach_norm,
+    why="the 2-norms of all tensors in one kernel",
+    without=_norms,
+    cost="one kernel per tensor",
+    check=_has_arguments("_foreach_norm.Scalar", "self ord dtype"),
+    agrees=lambda norms: torch.allclose(
+        torch.stack([*norms(_tensors(1.0, 3.0), torch.float64)]), torch.stack(_norms(_tensors(1.0, 3.0), torch.float64))
+    ),
+).get()
+
+
+def _check_and_unscale(tensors: Tensors, non_finite: torch.Tensor, factor: torch.Tensor) -> None:
+    for tensor in tensors:
+        non_finite.copy_(torch.maximum(non_finite, (~tensor.isfinite().all()).to(non_finite.dtype)))
+        tensor.mul_(factor)
+
+
+def _unscale_agrees(kernel: Callable[..., None]) -> bool:
+    for row, expected in ((1.0, 0.0), (float("inf"), 1.0)):
+        tensors, non_finite = _tensors(row), torch.zeros(1)
+        kernel(tensors, non_finite, torch.tensor(0.5))
+        if non_finite.item() != expected or tensors[0].tolist() != [row / 2, -row]:
+            return False
+    return True
+
+
+check_and_unscale = Internal[Callable[[Tensors, torch.Tensor, torch.Tensor], None]](
+    "check_and_unscale",
+    lambda: torch._amp_foreach_non_finite_check_and_unscale_,
+    why="GradScaler's kernel: unscales and checks all gradients in one pass",
+    without=_check_and_unscale,
+    cost="several kernels per gradient",
+    check=_has_arguments("_amp_foreach_non_finite_check_and_unscale_", "self found_inf inv_scale"),
+    agrees=_unscale_agrees,
+).get()
