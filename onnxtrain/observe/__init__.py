@@ -1,1 +1,1 @@
-"""What users see of a training run: logs, times, memory, statistics of activations."""
+"""Observability of a training run: logs, timings, memory, activation statistics."""

@@ -1,8 +1,8 @@
-"""What PyTorch's allocator gives out and takes back while something runs, as torch.profiler records it.
+"""Record the allocations and frees of PyTorch's allocator with torch.profiler.
 
-    record(step) ─▶ allocations: bytes, from when to when, in which ranges      peak_bytes(allocations)
+    record(step) ─▶ allocations: bytes, lifetime, enclosing range      peak_bytes(allocations)
 
-Exact on a CPU and a GPU; memory that does not come from PyTorch's allocator (oneDNN's own buffers) is not seen.
+Exact on CPU and GPU. Memory from other allocators (oneDNN's internal buffers) is not recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Range:
-    """A interval of time with a name (`torch.profiler.record_function`), in microseconds."""
+    """A named interval of time with a name (`torch.profiler.record_function`), in microseconds."""
 
     name: str
     start: float
@@ -33,38 +33,38 @@ class Range:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of memory.
+    """An allocation.
 
     Attributes:
         bytes: its size.
-        start: when it was given out, in microseconds; None where it was there before.
-        end: when it was taken back; None where it stays.
-        address: where it lies.
-        made_by: the innermost range or operator that asked for it; "" where none did.
+        start: when it was allocated, in microseconds; None if before the recording.
+        end: when it was freed, in microseconds; None if not during the recording.
+        address: its address.
+        allocated_by: the innermost enclosing range or operator; "" without one.
     """
 
     bytes: int
     start: float | None
     end: float | None
     address: int
-    made_by: str
+    allocated_by: str
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What happened to memory; only what was given out or taken back meanwhile is in it."""
+    """The allocations and frees during a recording, and its ranges."""
 
     allocations: tuple[Allocation, ...]
     ranges: tuple[Range, ...]
 
     def range(self, name: str) -> Range:
-        """The first range of this name."""
+        """The first range with this name."""
         return next(r for r in self.ranges if r.name == name)
 
 
 @contextlib.contextmanager
 def profiled(**options: Any) -> Iterator[profile]:
-    """`torch.profiler.profile(**options)` around what runs inside, without the lines in which it tells of itself."""
+    """Run the body under `torch.profiler.profile(**options)`, without the profiler's own messages on stderr."""
     profiler = profile(**options)
     with _without_notes():
         profiler.start()
@@ -77,7 +77,7 @@ def profiled(**options: Any) -> Iterator[profile]:
 
 @contextlib.contextmanager
 def _without_notes() -> Iterator[None]:
-    """Drops lines like `USDT:… profiler_start`, which C++ writes to the error stream; all others are written after."""
+    """Drop lines such as `USDT:… profiler_start`, which C++ writes to stderr; other lines are written afterwards."""
     sys.stderr.flush()
     errors = os.dup(_ERRORS)
     with tempfile.TemporaryFile() as written:
@@ -93,11 +93,11 @@ def _without_notes() -> Iterator[None]:
                     os.write(_ERRORS, line)
 
 
-_ERRORS = 2  # the error stream's file descriptor
+_ERRORS = 2  # the file descriptor of stderr
 
 
 def record(run: Callable[[], object]) -> Recording:
-    """Runs `run` once and records it; programs of onnxtrain have a range per node."""
+    """Call `run` once and record it. Programs of onnxtrain have one range per node."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profiled(activities=activities, profile_memory=True) as profiler:
         run()
@@ -116,24 +116,24 @@ def record(run: Callable[[], object]) -> Recording:
 
 def _allocations(events: Iterable[dict[str, Any]], spans: Sequence[Range]) -> list[Allocation]:
     starts = [span.start for span in spans]
-    held: dict[tuple[int, int], tuple[float, int, str]] = {}
-    found: list[Allocation] = []
+    live: dict[tuple[int, int], tuple[float, int, str]] = {}
+    allocations: list[Allocation] = []
     for event in events:
         facts, time = event["args"], event["ts"]
-        place = facts["Device Type"], facts["Addr"]
+        key = facts["Device Type"], facts["Addr"]
         if facts["Bytes"] > 0:
-            held[place] = time, facts["Bytes"], _innermost(spans, starts, time)
-        elif place in held:
-            start, size, maker = held.pop(place)
-            found.append(Allocation(size, start, time, place[1], maker))
+            live[key] = time, facts["Bytes"], _innermost(spans, starts, time)
+        elif key in live:
+            start, size, span = live.pop(key)
+            allocations.append(Allocation(size, start, time, key[1], span))
         else:
-            found.append(Allocation(-facts["Bytes"], None, time, place[1], ""))
-    found += [Allocation(size, start, None, place[1], maker) for place, (start, size, maker) in held.items()]
-    return sorted(found, key=lambda one: one.start if one.start is not None else float("-inf"))
+            allocations.append(Allocation(-facts["Bytes"], None, time, key[1], ""))
+    allocations += [Allocation(size, start, None, key[1], span) for key, (start, size, span) in live.items()]
+    return sorted(allocations, key=lambda one: one.start if one.start is not None else float("-inf"))
 
 
 def _innermost(spans: Sequence[Range], starts: Sequence[float], time: float) -> str:
-    """The name of the last span that began before `time` and had not ended."""
+    """The name of the last span that started before `time` and ends after it; "" without one."""
     for index in range(bisect.bisect_right(starts, time) - 1, -1, -1):
         if spans[index].end >= time:
             return spans[index].name
@@ -141,7 +141,7 @@ def _innermost(spans: Sequence[Range], starts: Sequence[float], time: float) -> 
 
 
 def peak_bytes(allocations: Iterable[Allocation]) -> int:
-    """The most bytes that were held at once, above those at the beginning."""
+    """The peak of bytes held at once, relative to the start of the recording."""
     changes = [(one.start, one.bytes) for one in allocations if one.start is not None]
     changes += [(one.end, -one.bytes) for one in allocations if one.end is not None]
     held, peak = 0, 0

@@ -1,4 +1,4 @@
-"""How many of a step's tokens are real, and how many of its labels count (ORTMODULE_PRINT_INPUT_DENSITY)."""
+"""Print the share of tokens that are not padding and of labels that are not ignored (ORTMODULE_PRINT_INPUT_DENSITY)."""
 
 from __future__ import annotations
 
@@ -18,25 +18,32 @@ from onnxtrain.ops import definition_of, view
 
 
 @dataclass(frozen=True)
-class _Count:
-    """What counts in tensor number `index` of a call: elements other than `empty`; `what` they are."""
+class _Measure:
+    """A tensor of a call to measure.
+
+    Attributes:
+        name: of the graph input.
+        index: of the tensor in the call.
+        claim: what the share says, such as "tokens are real".
+        empty: the element that does not count.
+    """
 
     name: str
     index: int
-    what: str
+    claim: str
     empty: int
 
 
 class DensityWatch:
-    """Runs calls of a module, and prints the density of tokens and labels of each on rank 0.
+    """Run the calls of a module and print the density of tokens and labels of each on rank 0.
 
-    Labels that a cross entropy ignores do not count, nor do tokens of an embedding's padding_idx, nor zeros of an
-    attention mask.
+    Labels with a cross entropy's ignore_index do not count, nor do tokens with an embedding's padding_idx, nor zeros of
+    an attention mask.
 
     Args:
-        run: what runs a call: (args, kwargs) -> output.
-        newest: gives the newest compiled unit. Raises RuntimeError where there is none.
-        name: the module's.
+        run: runs a call: (args, kwargs) -> output.
+        newest: returns the newest compiled unit; raises RuntimeError if there is none.
+        name: of the module.
     """
 
     def __init__(
@@ -53,35 +60,35 @@ class DensityWatch:
         output = self._run(args, kwargs)
         try:
             captured = self._newest().captured
-        except RuntimeError:  # it runs in PyTorch: what its inputs are for is not known
+        except RuntimeError:  # it runs in PyTorch: the roles of its inputs are unknown
             return output
         tensors, _ = flatten_call(args, kwargs)
-        found = [self._density(count, tensors[count.index]) for count in _counts(captured)]
-        if found and not rank():
-            print(f"{self._name} step {step}: {', '.join(found)}", flush=True)  # noqa: T201  what the user asks for
+        densities = [self._density(measure, tensors[measure.index]) for measure in _measures(captured)]
+        if densities and not rank():
+            print(f"{self._name} step {step}: {', '.join(densities)}", flush=True)  # noqa: T201  the variable asks for it
         return output
 
     @staticmethod
-    def _density(count: _Count, tensor: torch.Tensor) -> str:
-        share = (tensor != count.empty).float().mean().item() if tensor.numel() else 0.0
-        return f"{share:.1%} of {tensor.numel()} {count.what} in {count.name}"
+    def _density(measure: _Measure, tensor: torch.Tensor) -> str:
+        share = (tensor != measure.empty).float().mean().item() if tensor.numel() else 0.0
+        return f"{share:.1%} of {tensor.numel()} {measure.claim} in {measure.name}"
 
 
-def _counts(captured: Captured) -> Iterator[_Count]:
-    """The inputs of a capture whose density is known to matter, each once."""
+def _measures(captured: Captured) -> Iterator[_Measure]:
+    """The inputs of a capture with elements that do not count, each once."""
     graph = captured.model.graph
-    places = {v: s.index for v, s in zip(graph.inputs, captured.sources, strict=True) if s.kind == "input"}
+    index_of = {v: s.index for v, s in zip(graph.inputs, captured.sources, strict=True) if s.kind == "input"}
     seen = set[ir.Value]()
     for node in graph:
-        for value, what, empty in _counted(node):
+        for value, claim, empty in _values_with_empty_elements(node):
             for source in _sources(value):
-                if source in places and source not in seen:
+                if source in index_of and source not in seen:
                     seen.add(source)
-                    yield _Count(source.name or "", places[source], what, empty)
+                    yield _Measure(source.name or "", index_of[source], claim, empty)
 
 
-def _counted(node: ir.Node) -> Iterator[tuple[ir.Value, str, int]]:
-    """Inputs of a node of which some elements are empty: asked of its definition by the names that it gives them."""
+def _values_with_empty_elements(node: ir.Node) -> Iterator[tuple[ir.Value, str, int]]:
+    """The inputs of a node that may have elements that do not count, by the input names of its definition."""
     definition = definition_of(node)
     n = view(node)
     names = {definition.input_name(i): v for i, v in enumerate(node.inputs) if v is not None}
@@ -96,19 +103,19 @@ def _counted(node: ir.Node) -> Iterator[tuple[ir.Value, str, int]]:
 
 
 def _sources(value: ir.Value) -> Iterator[ir.Value]:
-    """The integer or boolean inputs of the graph that a value is made of, where it is made of such alone."""
-    waiting, seen, found = [value], {value}, list[ir.Value]()
-    while waiting:
-        at = waiting.pop()
-        node = at.producer()
+    """The graph inputs that a value is computed from, if all of them are integers or booleans."""
+    pending, seen, inputs = [value], {value}, list[ir.Value]()
+    while pending:
+        current = pending.pop()
+        node = current.producer()
         if node is None:
-            if at.const_value is None:
-                found.append(at)
+            if current.const_value is None:
+                inputs.append(current)
             continue
         definition = definition_of(node)
         for index, read in enumerate(node.inputs):
             if read is not None and read not in seen and definition.input_name(index) not in definition.shape_only:
                 seen.add(read)
-                waiting.append(read)
-    if not any(is_float(dtype_of(v)) for v in found):
-        yield from found
+                pending.append(read)
+    if not any(is_float(dtype_of(v)) for v in inputs):
+        yield from inputs

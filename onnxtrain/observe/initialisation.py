@@ -1,4 +1,4 @@
-"""What the first step of a module took beyond a usual one, so that it can be subtracted from the time of a run."""
+"""Log the initialization time of a module, to subtract it from the time of a run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LOG = logging.getLogger("onnxtrain")
 
 
 def log_initialisation(name: str, seconds: float, report: CompileReport, *, first: bool) -> None:
-    """Logs one line at INFO; below INFO each stage too.
+    """Log one line at INFO, and each stage at DEVINFO.
 
     Args:
-        name: the module.
-        seconds: from the call to the moment at which the graph could run.
-        report: what the stages took.
+        name: of the module.
+        seconds: from the call until the graph could run.
+        report: the times of the stages.
         first: whether it is the module's first graph.
     """
     if not _LOG.isEnabledFor(logging.INFO):
         return
     capture = sum(stage.took_ms for stage in report.stages if stage.name == "capture") / 1e3
-    what = "initialisation" if first else "a further graph"
-    _LOG.info("%s: %s took %.2f s, of which capture %.2f s", name, what, seconds, capture)
+    task = "initialisation" if first else "a further graph"
+    _LOG.info("%s: %s took %.2f s, of which capture %.2f s", name, task, seconds, capture)
     if _LOG.isEnabledFor(DEVINFO):
         _LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
 

@@ -1,16 +1,15 @@
 """The log of onnxtrain: the logger `onnxtrain` and those below it.
 
-| level | who logs | what |
+| level | ranks | content |
 |---|---|---|
-| VERBOSE | every rank | everything: each stage with its time |
-| DEVINFO | every rank | the initialisation stage by stage and pass by pass |
-| INFO | rank 0 | each capture with its reason and time, each file that is written |
-| WARNING (default), ERROR, FATAL | rank 0 | what a user should act on |
+| VERBOSE | every rank | everything, with the time of each stage |
+| DEVINFO | every rank | initialization by stage and pass |
+| INFO | rank 0 | each capture with its reason and time, each file written |
+| WARNING (default), ERROR, FATAL | rank 0 | problems that a user should act on |
 
-By default no handler is added and no level is set: those of the program decide, and where it has none, Python writes
-warnings to the standard error stream. The option `log_level`, where it is another than the default, sets the logger's
-level; as long as the program has set up no handlers (`logging.basicConfig`), messages then go to the standard error
-stream. Nothing is redirected, so that a debugger in forward has its terminal.
+By default no handler is added and no level is set: the program's handlers and levels apply; without any, Python writes
+warnings to stderr. A `log_level` other than the default sets the logger's level. Messages then go to stderr while
+the program has no handlers (`logging.basicConfig`). Streams are never redirected: a debugger works in forward.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from onnxtrain.options import LogLevel, Options
 
 DEVINFO = 15  # between logging.DEBUG and logging.INFO
 _SILENT = logging.CRITICAL + 1
-_OF_LOGGING = {
+_LOGGING_LEVEL = {
     LogLevel.VERBOSE: logging.DEBUG,
     LogLevel.DEVINFO: DEVINFO,
     LogLevel.INFO: logging.INFO,
@@ -40,7 +39,7 @@ _LOG = logging.getLogger("onnxtrain")
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Writes to the standard error stream of the moment, as long as the program has no handlers of its own."""
+    """Write to the current sys.stderr, as long as the program has no handlers of its own."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -60,23 +59,23 @@ _CONSOLE = _Console()
 
 
 def set_up(options: Options) -> None:
-    """Sets the log's level and handler; the default level leaves them as they are.
+    """Set the logger's level and handler; the default level changes neither.
 
     Args:
-        options: its `log_level` counts. The last ORTModule that is made with another than the default decides.
+        options: provides `log_level`. The last ORTModule made with a level other than the default decides.
     """
     level = options.log_level
     is_default = level == Options().log_level
     if rank() and level >= LogLevel.INFO and not (is_default and _LOG.level):
         _LOG.setLevel(_SILENT)
     elif not is_default:
-        _LOG.setLevel(_OF_LOGGING[level])
-        _LOG.addHandler(_CONSOLE)  # once: a handler that is there is not added again
+        _LOG.setLevel(_LOGGING_LEVEL[level])
+        _LOG.addHandler(_CONSOLE)  # adding it again has no effect
 
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Keeps warnings out of the terminal, for commands that show on their own what they tell."""
+    """Suppress warnings in the body, for commands that print this information themselves."""
     before = _LOG.level
     _LOG.setLevel(logging.ERROR)
     try:
@@ -86,14 +85,14 @@ def only_errors() -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's rank among those that train together; 0 where it is alone."""
+    """The rank of this process; 0 without distributed training."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return _number("RANK", 0)  # torchrun's: before the process group is made
+    return _number("RANK", 0)  # set by torchrun, before the process group is initialized
 
 
 def world_size() -> int:
-    """The number of processes that train together."""
+    """The number of ranks; 1 without distributed training."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return _number("WORLD_SIZE", 1)

@@ -1,4 +1,4 @@
-"""The memory that training takes, phase by phase (ORTMODULE_PRINT_MEMORY_STATS)."""
+"""Print the memory of training by phase (ORTMODULE_PRINT_MEMORY_STATS)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def log_memory_usage(
     logger: logging.Logger | None = None,
     module: torch.nn.Module | None = None,
 ) -> None:
-    """Logs the memory in use, in MiB: the GPU's as torch counts it where there is one, and this process's.
+    """Log the memory in use, in MiB: of the GPU as torch counts it, and the resident memory of the process.
 
     Args:
-        cur_phase: what has just happened, such as "after forward".
-        rank_0_only: other ranks than 0 log nothing.
-        step_info: which step it is.
-        logger: logs at INFO; printed to the standard output stream where None.
-        module: the bytes of its parameters, gradients and buffers are logged too.
+        cur_phase: the phase, such as "after forward".
+        rank_0_only: whether only rank 0 logs.
+        step_info: the step, such as "step 3".
+        logger: logs at INFO; None: print to stdout.
+        module: if given, the bytes of its parameters, gradients and buffers are logged too.
     """
     if rank_0_only and rank():
         return
     parts = [f"{name} {value / _MIB:.0f}" for name, value in (*_in_use(), *_of_module(module))]
     text = f"{step_info + ' ' if step_info else ''}{cur_phase}: {', '.join(parts)} MiB"
     if logger is None:
-        print(text, flush=True)  # noqa: T201  what the caller asks for
+        print(text, flush=True)  # noqa: T201  the caller asks for it
     else:
         logger.info("%s", text)
 
@@ -68,11 +68,13 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 class MemoryWatch:
-    """Runs calls of a module, and prints the memory around forward and backward on rank 0.
+    """Run the calls of a module and print the memory before and after forward and backward on rank 0.
+
+    All of the first steps are printed, then those whose number is a power of two.
 
     Args:
-        run: what runs a call: (args, kwargs) -> output.
-        name: the module's.
+        run: runs a call: (args, kwargs) -> output.
+        name: of the module.
     """
 
     def __init__(self, run: Callable[[tuple[Any, ...], Mapping[str, Any]], Any], name: str) -> None:
@@ -101,7 +103,7 @@ class MemoryWatch:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an output, through its mappings, lists and tuples."""
+    """The tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The page of `onnxtrain memory`: one HTML file with everything in it."""
+"""Render the page of `onnxtrain memory` as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ code { font: 13px/1.5 ui-monospace, "SFMono-Regular", Menlo, Consolas, monospace
 
 # The columns of the table of tensors: heading, and whether they hold numbers.
 COLUMNS = (
-    ("bytes", True), ("count", True), ("sizes", False), ("made by", False), ("module", False), ("source line", False),
+    ("bytes", True), ("count", True), ("shape", False), ("op", False), ("module", False), ("source line", False),
     ("held as", False), ("at the peak", True),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number to see first, with what it is."""
+    """A headline figure with its label."""
 
     value: str
     label: str
@@ -56,14 +56,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Chart:
-    """A timeline, and what there is to say about it."""
+    """A timeline with its caption."""
 
     timeline: MemoryTimeline
     caption: str
 
 
 def cells(group: TensorGroup) -> tuple[str, ...]:
-    """A row of the table of tensors, by COLUMNS."""
+    """The row of a group in the table of tensors, by COLUMNS."""
     sizes = f"{group.dtype} {'×'.join(map(str, group.shape)) or 'scalar'}"
     held = f"{group.held_for}, {group.status}" if group.status == "recomputed" else group.held_for
     return (
@@ -75,7 +75,7 @@ def cells(group: TensorGroup) -> tuple[str, ...]:
 def render(
     title: str, about: str, tiles: Sequence[Tile], charts: Sequence[Chart], tensors: Sequence[TensorGroup]
 ) -> str:
-    """The page as text. All charts have one scale."""
+    """Render the page. All charts share one scale."""
     top = max(chart.timeline.peak.total for chart in charts)
     body = [f"<h1>{escape(title)}</h1>", f'<p class="quiet">{escape(about)}</p>', '<div class="tiles">']
     body += [f'<div class="tile"><b>{escape(t.value)}</b><span>{escape(t.label)}</span></div>' for t in tiles]
@@ -101,7 +101,7 @@ def render(
 
 
 def section(timeline: MemoryTimeline, tensors: Sequence[TensorGroup]) -> str:
-    """A chart with the largest tensors, for a page that has its own style."""
+    """Render a chart and the table of the largest tensors, for a page with its own style."""
     return f"<style>{STYLE}</style>{legend([timeline])}{draw(timeline)}<h3>Largest tensors</h3>{_table(tensors)}"
 
 
@@ -118,7 +118,7 @@ def _table(tensors: Sequence[TensorGroup]) -> str:
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-_CODE = {"sizes", "module", "source line"}
+_CODE = {"shape", "module", "source line"}
 
 
 def _class(number: bool) -> str:

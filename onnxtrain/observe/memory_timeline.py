@@ -1,9 +1,9 @@
-"""The memory of a training step as plain values, and as a stacked chart in SVG: no script, no network.
+"""The memory of a training step as plain values, and as a stacked area chart in SVG without scripts.
 
     predicted(plan) ─┐
-    measured(step)  ─┴─▶ MemoryTimeline: bytes held in each interval of the step, by what for ─draw─▶ <svg>
+    measured(step)  ─┴─▶ MemoryTimeline: bytes held in each interval of the step, by band ─draw─▶ <svg>
 
-The page that holds the chart gives its colours: `STYLE`, light and dark.
+`STYLE` defines the chart's colours, light and dark; the page includes it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# What memory is held for, from the bottom of the chart up.
+# Uses of memory, from the bottom of the chart to the top.
 BANDS = ("parameters", "optimizer state", "gradients", "activations kept", "temporary")
 
 _WIDTH, _HEIGHT = 860, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 22, 46
-_NARROW = 70  # pixels that the name of a phase takes
-_MAX_INTERVALS = 640  # finer than a screen shows
+_PHASE_WIDTH = 70  # of the name of a phase, in pixels
+_MAX_INTERVALS = 640  # more are not visible
 
 STYLE = """
 :root { --b0: #8d99a8; --b1: #b9a9d6; --b2: #63a583; --b3: #3f7fcf; --b4: #e0803f; --peak: #a3262a; }
@@ -43,12 +43,12 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a step in which what is held does not change.
+    """A part of a step in which the memory held is constant.
 
     Attributes:
-        start, end: where on the axis it lies.
-        held: for each of BANDS, the bytes.
-        doing: what runs, such as a node with its module.
+        start, end: its position on the axis.
+        held: the bytes of each of BANDS.
+        doing: the running node or operator, with its module.
     """
 
     start: float
@@ -66,10 +66,10 @@ class MemoryTimeline:
     """The memory of a step.
 
     Attributes:
-        title: what it is of.
-        axis: what the axis counts, such as "ms" or "nodes".
+        title: of the chart.
+        axis: the unit of the axis, such as "ms" or "nodes".
         intervals: in order, without gaps.
-        phases: (name, where it starts), in order.
+        phases: (name, start) of each phase, in order.
     """
 
     title: str
@@ -79,31 +79,26 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> Interval:
-        """The interval in which most is held."""
+        """The interval with the most bytes."""
         return max(self.intervals, key=lambda interval: interval.total)
-
-    @property
-    def peak_of_activations(self) -> int:
-        """The most bytes that are held at once of what a step makes: of all but parameters and optimizer state."""
-        return max(sum(interval.held[2:]) for interval in self.intervals)
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one kind that a step holds: those that equal layers make on the same line of the user's code.
+    """Tensors of a step that equal layers compute at the same source location.
 
     Attributes:
-        name: the first one's name in the graph.
-        count: how many they are.
-        bytes: what they take together.
-        op: what makes them.
-        module: the qualified name of the submodule, with {} for the layer's number where they differ.
-        line: the user's source line.
-        shape: sizes in this step.
-        dtype: the element type.
+        name: of the first one, in the graph.
+        count: the number of tensors.
+        bytes: their total size.
+        op: that computes them.
+        module: the qualified name of the submodule, with {} for the layer's index if it differs.
+        line: the source location in the user's code.
+        shape: in this step.
+        dtype: of the elements.
         held_for: one of BANDS.
-        status: what the plan does with them: "kept", "recomputed", or "".
-        at_peak: how many of them are held when most is.
+        status: the plan's decision: "kept", "recomputed" or "".
+        at_peak: how many of them are held at the peak.
     """
 
     name: str
@@ -120,14 +115,14 @@ class TensorGroup:
 
 
 def as_bytes(count: float) -> str:
-    """Bytes for people: "12.3 MiB"."""
+    """Format bytes: "12.3 MiB"."""
     power = min(int(math.log(abs(count), 1024)), 3) if abs(count) >= 1024 else 0
     number = count / 1024**power
     return f"{number:,.{0 if power == 0 or number >= 100 else 1}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def legend(timelines: Sequence[MemoryTimeline]) -> str:
-    """The legend, as HTML, of the bands that these charts have."""
+    """The legend of the bands in these charts, as HTML."""
     present = [any(s.held[band] for t in timelines for s in t.intervals) for band in range(len(BANDS))]
     items = [
         f'<span style="--band: var(--b{band})">{escape(name)}</span>'
@@ -138,11 +133,11 @@ def legend(timelines: Sequence[MemoryTimeline]) -> str:
 
 
 def draw(timeline: MemoryTimeline, top: int | None = None) -> str:
-    """The chart as SVG.
+    """Draw the chart as SVG.
 
     Args:
-        timeline: what to draw; it has a interval or more.
-        top: the bytes that the vertical axis must reach, so that charts side by side have one scale.
+        timeline: with at least one interval.
+        top: the minimum upper end of the vertical axis, in bytes, to give several charts one scale.
     """
     intervals = _coarse(timeline.intervals)
     ticks = _ticks(max(top or 0, timeline.peak.total, 1))
@@ -184,7 +179,7 @@ def _described(interval: Interval) -> str:
 
 
 def _coarse(intervals: Sequence[Interval]) -> list[Interval]:
-    """No more of them than a screen shows; of those that fall together, the one with most bytes."""
+    """Merge intervals to at most _MAX_INTERVALS; each keeps the values of its largest one."""
     if len(intervals) <= _MAX_INTERVALS:
         return list(intervals)
     start, end = intervals[0].start, intervals[-1].end
@@ -192,15 +187,15 @@ def _coarse(intervals: Sequence[Interval]) -> list[Interval]:
     groups: dict[int, list[Interval]] = {}
     for interval in intervals:
         groups.setdefault(bin_of(interval), []).append(interval)
-    found = []
+    merged = []
     for group in groups.values():
         most = max(group, key=lambda interval: interval.total)
-        found.append(Interval(group[0].start, group[-1].end, most.held, most.doing))
-    return found
+        merged.append(Interval(group[0].start, group[-1].end, most.held, most.doing))
+    return merged
 
 
 def _ticks(top: int) -> list[int]:
-    """Round numbers of bytes from 0 up, the last at or above `top`."""
+    """Ticks at round numbers of bytes, from 0 to at least `top`."""
     unit = 1024 ** min(int(math.log(top, 1024)), 3) if top >= 1024 else 1
     rough = top / unit / 4
     scale = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
@@ -226,8 +221,8 @@ def _phases(timeline: MemoryTimeline, across: Callable[[float], float]) -> Itera
     for name, start in timeline.phases:
         x = across(start)
         yield f'<line class="phase-line" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-        place = f'x="{x + 4:.1f}"' if x + _NARROW < _WIDTH else f'x="{_WIDTH - 2}" text-anchor="end"'
-        yield f'<text class="phase" {place} y="{_HEIGHT - 28}">{escape(name)}</text>'
+        anchor = f'x="{x + 4:.1f}"' if x + _PHASE_WIDTH < _WIDTH else f'x="{_WIDTH - 2}" text-anchor="end"'
+        yield f'<text class="phase" {anchor} y="{_HEIGHT - 28}">{escape(name)}</text>'
 
 
 def _peak(timeline: MemoryTimeline, across: Callable[[float], float], down: Callable[[float], float]) -> Iterator[str]:
@@ -239,5 +234,5 @@ def _peak(timeline: MemoryTimeline, across: Callable[[float], float], down: Call
 
 
 def held_by_band(amounts: Mapping[str, int]) -> tuple[int, ...]:
-    """Bytes by the name of their band, in the order of BANDS."""
+    """The bytes of each band, in the order of BANDS."""
     return tuple(amounts.get(name, 0) for name in BANDS)

@@ -1,4 +1,4 @@
-"""Named ranges for NVIDIA's profilers; without CUDA they do nothing."""
+"""NVTX ranges for NVIDIA's profilers; without CUDA they have no effect."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ R = TypeVar("R")
 
 
 def torch_nvtx_range_push(msg: str) -> None:
-    """Opens a range."""
+    """Push an NVTX range."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_push(msg)
 
 
 def torch_nvtx_range_pop() -> None:
-    """Closes the range that was opened last."""
+    """Pop the innermost NVTX range."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
 
 
 def nvtx_function_decorator(fn: Callable[P, R]) -> Callable[P, R]:
-    """Makes every call of a function a range of its name."""
+    """Wrap each call of a function in an NVTX range with its name."""
 
     @functools.wraps(fn)
     def ranged(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,7 @@
-"""The memory of one training step: as the plan predicts it, and as the allocator is seen to give it out.
+"""The memory of one training step: as the plan predicts it, and as measured from the allocator.
 
-Parameters and the optimizer's state are there before and after; a step adds activations, gradients and temporary
-tensors. Gradients are counted from nothing, as after `zero_grad()`.
+Parameters and optimizer state exist throughout; a step adds activations, gradients and temporaries. Gradients count
+from zero, as after `zero_grad()`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ _BAND = {
     Kind.TEMPORARY: "temporary",
 }
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
-_PHASES = (_FORWARD, _BACKWARD, _OPTIMIZER)
-_WARM_UP = 2  # steps that compile, and make the optimizer's state
+_WARMUP_STEPS = 2  # they compile and create the optimizer's state
 
 
 # Predicted
 
 
 def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str, int]) -> MemoryTimeline:
-    """The timeline of a plan; arithmetic on sizes, which takes no memory, is left out.
+    """The timeline of a plan, without shape arithmetic.
 
-    Gradients are held until the end, also those that are released before it: then `.grad` holds them.
+    Gradients are held until the end, also those released earlier: `.grad` then holds them.
 
     Args:
-        title: what it is of.
-        plan: which memory is held at which node.
-        storages: what it was made from.
-        state: the bytes that are there all the time, by their band.
+        title: of the timeline.
+        plan: the memory held at each node.
+        storages: that the plan was made from.
+        state: the bytes held throughout, by band.
     """
     changes = [dict.fromkeys(_BAND.values(), 0) for _ in range(len(plan.nodes) + 1)]
     for one in plan.allocations:
@@ -72,34 +71,34 @@ def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str
 
 def activations_of(plan: Timeline) -> int:
     """The peak of a plan without its gradients, in bytes."""
-    kept = replace(plan, allocations=tuple(a for a in plan.allocations if a.kind is not Kind.GRADIENT))
-    return kept.peak
+    without_gradients = replace(plan, allocations=tuple(a for a in plan.allocations if a.kind is not Kind.GRADIENT))
+    return without_gradients.peak
 
 
 def recomputed_in(plan: Timeline) -> set[str]:
-    """The names of the values that backward computes again."""
+    """The names of the values that backward recomputes."""
     return {str(v.name) for node in plan.nodes if RECOMPUTED in node.metadata_props for v in node.outputs}
 
 
 def largest_tensors(
-    plan: Timeline, storages: Storages, count: int, again: Iterable[str | None] = ()
+    plan: Timeline, storages: Storages, count: int, recomputed: Iterable[str | None] = ()
 ) -> list[TensorGroup]:
-    """What takes most bytes of what a step makes.
+    """The groups of tensors of a step with the most bytes.
 
     Args:
-        plan: which memory is held at which node.
-        storages: the sizes.
-        count: how many groups.
-        again: the names of the values that backward computes again.
+        plan: the memory held at each node.
+        storages: that the plan was made from.
+        count: the maximum number of groups.
+        recomputed: the names of the values that backward recomputes.
     """
-    held, recomputed = plan.held(), set(again)
+    held, recomputed_names = plan.held(), set(recomputed)
     peak = max(range(len(held)), key=held.__getitem__, default=0)
     groups: dict[TensorGroup, list[PlannedAllocation]] = {}
     for one in plan.allocations:
         node = one.value.producer()
-        assert node is not None  # an allocation is made by a node
+        assert node is not None  # allocations are made by nodes
         props = node.metadata_props
-        status = "recomputed" if one.value.name in recomputed else "kept" if one.kind is Kind.KEPT else ""
+        status = "recomputed" if one.value.name in recomputed_names else "kept" if one.kind is Kind.KEPT else ""
         key = TensorGroup(
             name="",
             count=0,
@@ -113,8 +112,8 @@ def largest_tensors(
             status=status,
         )
         groups.setdefault(key, []).append(one)
-    found = [_filled(key, members, peak) for key, members in groups.items()]
-    return sorted(found, key=lambda group: -group.bytes)[:count]
+    filled = [_filled(key, members, peak) for key, members in groups.items()]
+    return sorted(filled, key=lambda group: -group.bytes)[:count]
 
 
 def _filled(key: TensorGroup, members: Sequence[PlannedAllocation], peak: int) -> TensorGroup:
@@ -134,7 +133,7 @@ def _without_numbers(module: str) -> str:
 
 
 def _short(line: str) -> str:
-    """A source line without the folder that packages are installed in, or the current one."""
+    """A source location without the folder of installed packages or the current folder."""
     return re.sub(r"^.*/(?:site|dist)-packages/", "", line.removeprefix(f"{Path.cwd()}/"))
 
 
@@ -143,12 +142,12 @@ def _short(line: str) -> str:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a step was seen to hold.
+    """The measured memory of a step.
 
     Attributes:
-        timeline: all of it.
-        activations: the peak of forward and backward without the gradients that stay, in bytes.
-        state: the bytes that are there before and after, by their band.
+        timeline: of the whole step.
+        activations: the peak of forward and backward without parameter gradients, in bytes.
+        state: the bytes held throughout, by band.
     """
 
     timeline: MemoryTimeline
@@ -163,14 +162,14 @@ def measure_step(
     run: Callable[[], Any],
     loss_of: Callable[[Any], torch.Tensor],
 ) -> MeasuredStep:
-    """Trains for a few steps and records the last. The output is held until backward is done, as in most loops.
+    """Train for a few steps and record the last. The output is held until backward ends, as in most training loops.
 
     Args:
-        title: what it is of.
-        module: what is trained.
-        optimizer: steps on its parameters; None: without.
-        run: runs forward and gives the output.
-        loss_of: the loss of an output.
+        title: of the timeline.
+        module: to train.
+        optimizer: of its parameters; None: no optimizer step.
+        run: runs forward and returns the output.
+        loss_of: returns the loss of an output.
     """
 
     def step() -> None:
@@ -186,7 +185,7 @@ def measure_step(
                 optimizer.step()
 
     addresses: set[int] = set()
-    for _ in range(_WARM_UP):
+    for _ in range(_WARMUP_STEPS):
         step()
         module.zero_grad()
     addresses.clear()
@@ -214,18 +213,18 @@ def _measured(title: str, recording: Recording, gradients: set[int], state: Mapp
     own = [one for one in recording.allocations if one.start is not None and start <= one.start <= end]
     bands = {one: band(one) for one in own}
     changes = sorted(
-        [(one.start or start, one.bytes, bands[one], one.made_by) for one in own]
+        [(one.start or start, one.bytes, bands[one], one.allocated_by) for one in own]
         + [(one.end, -one.bytes, bands[one], "") for one in own if one.end is not None and one.end <= end],
         key=lambda change: change[0],
     )
     held = dict.fromkeys(_BAND.values(), 0)
     intervals = [Interval(0.0, 0.0, held_by_band(state))]
-    for at, change, name, maker in changes:
+    for at, change, name, span in changes:
         held[name] += change
         ms = (at - start) / 1000
         last = intervals[-1]
         intervals[-1] = Interval(last.start, ms, last.held, last.doing)
-        intervals.append(Interval(ms, ms, held_by_band({**state, **held}), maker))
+        intervals.append(Interval(ms, ms, held_by_band({**state, **held}), span))
     last = intervals[-1]
     intervals[-1] = Interval(last.start, (end - start) / 1000, last.held, last.doing)
     phases = [
@@ -240,7 +239,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Of their memory; what two share counts once."""
+    """The bytes of the tensors' storages; a shared storage counts once."""
     storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

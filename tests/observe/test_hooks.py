@@ -248,7 +248,7 @@ def test_merged_files_can_be_compared(tmp_path: Path) -> None:
     assert sorted(found) == [f"merge_{run}/step_{step}_.txt" for run in ("ort", "pt") for step in (0, 1)]
     assert without_digits(found["merge_pt/step_1_.txt"]) == without_digits(found["merge_ort/step_1_.txt"])
     assert found["merge_pt/step_1_.txt"].index("Linear_1") < found["merge_pt/step_1_.txt"].index("Linear_5")
-    assert "ReLU_4_0th_output_forward: not there" in found["merge_ort/step_0_.txt"]
+    assert "ReLU_4_0th_output_forward: missing" in found["merge_ort/step_0_.txt"]
     with pytest.raises(SystemExit):
         main(command)
     assert main([*command, "--overwrite"]) == 0

@@ -57,7 +57,7 @@ def test_what_is_held_and_given_back_is_counted() -> None:
     assert 28_000 <= peak_bytes(recording.allocations) <= 28_100  # sum takes some bytes of its own
     (left,) = [one for one in recording.allocations if one.end is None]
     assert (left.bytes, left.address) == (4000, found[0].data_ptr())
-    assert left.made_by == "aten::empty"
+    assert left.allocated_by == "aten::empty"
     freed = record(found.clear)
     assert [(one.bytes, one.start) for one in freed.allocations] == [(4000, None)]
 

@@ -1,9 +1,9 @@
-"""Watches the activations and gradients of a model while it trains, in PyTorch and as an ONNX graph alike.
+"""Observe the activations and gradients of a model while it trains, in PyTorch or as an ONNX graph.
 
     manager = SubscriberManager()
     manager.subscribe(model, [StatisticsSubscriber("statistics")])
 
-Run once in PyTorch and once with ORTModule, then compare the folders (`merge_activation_summary`).
+Run once in PyTorch and once with ORTModule, then compare the two folders (`merge_activation_summary`).
 """
 
 from onnxtrain.observe.hooks.manager import GlobalSubscriberManager, SubscriberManager

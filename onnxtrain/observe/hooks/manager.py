@@ -1,4 +1,4 @@
-"""Puts subscribers on every module of a model."""
+"""Attach subscribers to all modules of a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ImplOfTensor = Callable[[SubscriberBase, int, torch.Tensor], torch.Tensor]
 
 
 class SubscriberManager:
-    """Subscribers of one model.
+    """The subscribers of one model.
 
-    The step of `get_run_context()` goes up at the end of the outermost module's forward; a capture is no step.
+    The step of `get_run_context()` is incremented at the end of the outermost module's forward, except in a capture.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class SubscriberManager:
         self._handles: list[Any] = []
 
     def subscribe(self, module: torch.nn.Module, subscribers: Sequence[SubscriberBase]) -> None:
-        """Puts hooks on `module` and all modules in it; an ORTModule's are those of the module that it wraps.
+        """Register hooks on `module` and its submodules; for an ORTModule, on those of the module that it wraps.
 
         Args:
-            module: the model. One manager watches one model: subscribing again replaces the subscribers.
-            subscribers: each sees what the one before it gives.
+            module: the model. A manager observes one model: subscribing again replaces the subscribers.
+            subscribers: each receives the result of the one before it.
 
         Raises:
-            TypeError: a subscriber is none.
+            TypeError: an element of `subscribers` is not a SubscriberBase.
         """
         for subscriber in subscribers:
             if not isinstance(subscriber, SubscriberBase):
@@ -51,7 +51,7 @@ class SubscriberManager:
             self._handles.append(each.register_forward_hook(self._after(outermost=number == 0)))
 
     def unsubscribe(self) -> None:
-        """Takes the hooks away, and counts steps from zero again."""
+        """Remove the hooks and reset the step to zero."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -59,18 +59,20 @@ class SubscriberManager:
         self._run_ctx.global_states.execution_step = 0
 
     def get_subscriber(self, subscriber_type: type[SubscriberBase]) -> SubscriberBase:
-        """The subscriber of this type.
+        """The first subscriber of this type.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: no subscriber has this type.
         """
         for subscriber in self._subscribers:
             if isinstance(subscriber, subscriber_type):
                 return subscriber
-        raise RuntimeError(f"There is no subscriber of type {subscriber_type.__name__}: subscribe one first.")
+        raise RuntimeError(
+            f"Expected a subscriber of type {subscriber_type.__name__}, found none: subscribe one first."
+        )
 
     def get_run_context(self) -> RuntimeStates:
-        """The step, and the number of each module."""
+        """The current step and the index of each module."""
         return self._run_ctx
 
     def _before(self) -> Any:
@@ -110,21 +112,21 @@ class SubscriberManager:
 
     def _each_tensor(self, value: Any, apply: _ImplOfTensor) -> Any:
         leaves, structure = pytree.tree_flatten(value)
-        number = 0
-        for place, leaf in enumerate(leaves):
+        tensor_index = 0
+        for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 for subscriber in self._subscribers:
-                    leaf = apply(subscriber, number, leaf)
-                leaves[place] = leaf
-                number += 1
+                    leaf = apply(subscriber, tensor_index, leaf)
+                leaves[position] = leaf
+                tensor_index += 1
         return pytree.tree_unflatten(leaves, structure)
 
     def _end_step(self, outputs: Any) -> Any:
-        """Counts the step when the first output is there: in a graph too, where hooks do not run again."""
+        """Count the step when the first output is computed: hooks do not run in a graph, but a custom function does."""
         leaves, structure = pytree.tree_flatten(outputs)
-        for place, leaf in enumerate(leaves):
+        for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaves[place] = _EndOfStep.apply(leaf, self._run_ctx)  # type: ignore[no-untyped-call]  # PyTorch's
+                leaves[position] = _EndOfStep.apply(leaf, self._run_ctx)  # type: ignore[no-untyped-call]  # PyTorch's
                 break
         else:
             self._run_ctx.global_states.execution_step += not capture_is_under_way()
@@ -132,12 +134,12 @@ class SubscriberManager:
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has elements: not so while a graph is made."""
+    """Whether the tensor has values: not during a capture."""
     return not capture_is_under_way() and not isinstance(tensor, FakeTensor)
 
 
 class _EndOfStep(torch.autograd.Function):
-    """Gives its tensor as it is, and counts."""
+    """The identity, which counts the step."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, run_ctx: RuntimeStates) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Writes statistics of every module's outputs and of their gradients, one file a tensor and step.
+"""Write statistics of each module's outputs and their gradients, one file per tensor and step.
 
-<folder>/step_0/order.txt                             the names in the order in which forward made them
-<folder>/step_0/Linear_3_0th_output_forward           the first output of the module with number 3
+<folder>/step_0/order.txt                             the names in the order of forward
+<folder>/step_0/Linear_3_0th_output_forward           the first output of the module with index 3
 <folder>/step_0/Linear_3_0th_output_backward          its gradient
 """
 
@@ -22,21 +22,23 @@ _SAMPLES = 128
 
 
 class StatisticsSubscriber(SubscriberBase):
-    """Writes the statistics of each tensor: shape, range, mean, deviation, counts of NaN, infinite, negative, positive
-    and zero elements, and the first elements.
+    """Write statistics of each tensor to files.
+
+    They are: shape, range, mean, standard deviation; the counts of NaN, infinite, negative, positive and zero elements;
+    and the first elements.
 
     Args:
-        output_dir: the folder; made where it is missing.
-        start_step: the first step that is written.
-        end_step: the first step that is no longer written.
-        override_output_dir: an existing folder is emptied first.
-        run_on_cpu: tensors are copied to the CPU, so that no GPU memory is needed to look at them.
-        bucket_size: elements that are looked at at once.
+        output_dir: the folder; created if it does not exist.
+        start_step: the first step to write.
+        end_step: the step after the last one to write.
+        override_output_dir: whether to empty an existing folder.
+        run_on_cpu: whether to copy tensors to the CPU, which saves GPU memory.
+        bucket_size: how many elements are processed at once.
 
     Raises:
-        FileExistsError: the folder exists, and `override_output_dir` is off.
+        FileExistsError: the folder exists, and `override_output_dir` is False.
         ValueError: `bucket_size` is less than 1.
-    """  # noqa: D205  the list is one sentence
+    """
 
     def __init__(
         self,
@@ -49,14 +51,14 @@ class StatisticsSubscriber(SubscriberBase):
     ) -> None:
         super().__init__(start_step, end_step)
         if bucket_size < 1:
-            raise ValueError(f"bucket_size is {bucket_size}; expected 1 or more.")
+            raise ValueError(f"bucket_size is {bucket_size}; expected an integer >= 1.")
         self._folder = Path(output_dir)
         self._run_on_cpu = run_on_cpu
         self._bucket_size = bucket_size
         if self._folder.exists():
             if not override_output_dir:
                 raise FileExistsError(
-                    f"The folder {self._folder} is there already: give another output_dir, or override_output_dir=True."
+                    f"The folder {self._folder} exists already: pass another output_dir, or override_output_dir=True."
                 )
             shutil.rmtree(self._folder)
         self._folder.mkdir(parents=True)
@@ -64,23 +66,23 @@ class StatisticsSubscriber(SubscriberBase):
     def post_forward_tensor_apply_impl(
         self, run_rtx: RuntimeStates, module: torch.nn.Module, tensor_idx: int, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Looks at the tensor and, in backward, at its gradient."""
+        """Write the statistics of the tensor and, in backward, of its gradient."""
         index = run_rtx.global_states.module_index[module]
         return self.inspect(run_rtx, f"{type(module).__name__}_{index}_{tensor_idx}th_output", tensor)
 
     def inspect(self, run_rtx: RuntimeStates, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor; each time it is computed, and its gradient is, a file is written."""
-        found: torch.Tensor = _Inspect.apply(tensor, name, run_rtx, self)  # type: ignore[no-untyped-call]  # PyTorch's
-        return found
+        """Return the tensor; whenever it or its gradient is computed, a file is written."""
+        inspected: torch.Tensor = _Inspect.apply(tensor, name, run_rtx, self)  # type: ignore[no-untyped-call]  # PyTorch's
+        return inspected
 
     def write(self, step: int, name: str, direction: str, tensor: torch.Tensor) -> None:
-        """Writes the statistics of a tensor, unless the module is only captured.
+        """Write the statistics of a tensor, except during a capture.
 
         Args:
-            step: the step of the forward.
+            step: of the forward pass.
             name: of the tensor.
             direction: "forward" or "backward".
-            tensor: what is looked at.
+            tensor: the activation or gradient.
         """
         if not is_computed(tensor) or not self.watches(step):
             return
@@ -94,11 +96,11 @@ class StatisticsSubscriber(SubscriberBase):
 
 
 def inspect_activation(activation_name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Looks at a tensor inside a forward; use what it gives in the tensor's place.
+    """Inspect a tensor inside forward. Use the result in its place.
 
     Args:
-        activation_name: how its files begin.
-        tensor: what is looked at.
+        activation_name: the prefix of its files.
+        tensor: the activation.
 
     Raises:
         RuntimeError: `GlobalSubscriberManager` has no StatisticsSubscriber.
@@ -109,20 +111,20 @@ def inspect_activation(activation_name: str, tensor: torch.Tensor) -> torch.Tens
 
 
 class _Inspect(torch.autograd.Function):
-    """Gives its tensor as it is, and has it written, and its gradient."""
+    """The identity, which writes the statistics of its tensor and of the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, name: str, run_rtx: RuntimeStates, subscriber: StatisticsSubscriber
     ) -> torch.Tensor:
         ctx.step = run_rtx.global_states.execution_step
-        ctx.known = name, subscriber
+        ctx.target = name, subscriber
         subscriber.write(ctx.step, name, "forward", tensor.detach())
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        name, subscriber = ctx.known
+        name, subscriber = ctx.target
         subscriber.write(ctx.step, name, "backward", gradients[0])
         return gradients[0], None, None, None
 
@@ -141,25 +143,25 @@ def _summary(tensor: torch.Tensor, bucket: int) -> Iterator[str]:
 
 
 def _numbers(flat: torch.Tensor, bucket: int) -> Iterator[str]:
-    """Range, moments and counts, piece by piece, so that a copy in float64 never takes more than a piece."""
+    """Range, moments and counts, bucket by bucket: only one bucket at a time is copied to float64."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     counts = dict.fromkeys(("nan", "inf", "negative", "positive", "zero"), 0)
     lowest, highest, total, finite = float("inf"), float("-inf"), 0.0, 0
     for piece in flat.split(bucket):
         wide = piece.double()
-        for name, found in (
+        for name, matches in (
             ("nan", wide.isnan()),
             ("inf", wide.isinf()),
             ("negative", wide < 0),
             ("positive", wide > 0),
             ("zero", wide == 0),
         ):
-            counts[name] += int(found.sum())
-        kept = wide[wide.isfinite()]
-        if kept.numel():
-            lowest, highest = min(lowest, kept.min().item()), max(highest, kept.max().item())
-            total, finite = total + kept.sum().item(), finite + kept.numel()
+            counts[name] += int(matches.sum())
+        values = wide[wide.isfinite()]
+        if values.numel():
+            lowest, highest = min(lowest, values.min().item()), max(highest, values.max().item())
+            total, finite = total + values.sum().item(), finite + values.numel()
     if finite:
         mean = total / finite
         squares = (((p := piece.double())[p.isfinite()] - mean).square().sum().item() for piece in flat.split(bucket))

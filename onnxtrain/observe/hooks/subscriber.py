@@ -1,4 +1,4 @@
-"""What a subscriber can do: everything that passes between the modules of a model comes through it."""
+"""The base class of subscribers, which receive all tensors that pass between the modules of a model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @dataclass
 class GlobalStates:
-    """Of a subscribed model.
+    """The state of a subscribed model.
 
     Attributes:
         execution_step: how often the outermost module has run.
-        module_index: the number of each of its modules, in the order of `modules()`.
-        module_to_module_index: the same.
+        module_index: the index of each module, in the order of `modules()`.
+        module_to_module_index: the predecessor's other name of `module_index`.
     """
 
     execution_step: int = 0
@@ -28,21 +28,21 @@ class GlobalStates:
 
 @dataclass
 class RuntimeStates:
-    """What subscribers are told of the run."""
+    """The state of the run that subscribers receive."""
 
     global_states: GlobalStates = field(default_factory=GlobalStates)
 
 
 class SubscriberBase:
-    """A subscriber that changes nothing; subclasses override what they care about.
+    """A subscriber that changes nothing. Subclasses override methods.
 
-    In a module that runs as a graph the methods run while it is captured: what they compute with tensors becomes part
-    of the graph, and what else they do happens once. Work for every step belongs into a `torch.autograd.Function`,
-    which stays Python in the graph.
+    In a module that runs as a graph, the methods run during the capture: their tensor operations become part of the
+    graph, and their side effects happen once. Put the work of each step into a `torch.autograd.Function`, which runs as
+    Python in the graph.
 
     Args:
-        start_step: the first step that is watched; None for the very first.
-        end_step: the first step that is no longer watched; None for no end.
+        start_step: the first step to observe; None: step 0.
+        end_step: the step after the last one to observe; None: no end.
     """
 
     def __init__(self, start_step: int | None = None, end_step: int | None = None) -> None:
@@ -50,35 +50,35 @@ class SubscriberBase:
         self._end_step = end_step
 
     def watches(self, step: int) -> bool:
-        """Whether this step is watched."""
+        """Whether this step is observed."""
         return step >= self._start_step and (self._end_step is None or step < self._end_step)
 
     def pre_forward_module_apply_impl(
         self, run_rtx: RuntimeStates, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is given instead of `args` and `kwargs`."""
+        """Return the arguments for the module in place of `args` and `kwargs`."""
         return args, kwargs
 
     def pre_forward_tensor_apply_impl(
         self, run_rtx: RuntimeStates, module: torch.nn.Module, tensor_idx: int, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """What the module is given instead of its `tensor_idx`-th tensor."""
+        """Return the tensor for the module in place of its `tensor_idx`-th input tensor."""
         return tensor
 
     def post_forward_module_apply_impl(
         self, run_rtx: RuntimeStates, module: torch.nn.Module, args: tuple[Any, ...], outputs: Any
     ) -> tuple[tuple[Any, ...], Any]:
-        """The arguments, and what the module gives instead of `outputs`."""
+        """Return the arguments, and the module's result in place of `outputs`."""
         return args, outputs
 
     def post_forward_tensor_apply_impl(
         self, run_rtx: RuntimeStates, module: torch.nn.Module, tensor_idx: int, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """What the module gives instead of its `tensor_idx`-th tensor."""
+        """Return the tensor in place of the module's `tensor_idx`-th output tensor."""
         return tensor
 
     def post_forward_outmost_module_apply_impl(
         self, run_rtx: RuntimeStates, module: torch.nn.Module, args: tuple[Any, ...], outputs: Any
     ) -> tuple[tuple[Any, ...], Any]:
-        """As `post_forward_module_apply_impl`, for the outermost module, after all others."""
+        """Like `post_forward_module_apply_impl`, for the outermost module, after all other methods."""
         return args, outputs

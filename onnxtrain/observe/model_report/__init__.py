@@ -1,1 +1,1 @@
-"""The page of `onnxtrain report`: one HTML file with everything in it."""
+"""The page of `onnxtrain report`: one self-contained HTML file."""

@@ -1,4 +1,4 @@
-"""Renders the page (jinja2, which `pip install 'onnxtrain[report]'` brings)."""
+"""Render the page with jinja2 (`pip install 'onnxtrain[report]'`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxtrain.observe.model_report.values import ModelReport, counted
 
 
 def render(report: ModelReport) -> str:
-    """The page as one HTML text: no file or address is loaded by it.
+    """Render the page as self-contained HTML.
 
     Raises:
         OptionError: jinja2 is not installed.
@@ -18,7 +18,7 @@ def render(report: ModelReport) -> str:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise OptionError(
-            "The page cannot be made.", "onnxtrain report", "jinja2", "it is not installed",
+            "The page cannot be rendered.", "onnxtrain report", "jinja2", "it is not installed",
             todo="pip install 'onnxtrain[report]'",
         ) from error  # fmt: skip
     environment = Environment(

@@ -1,4 +1,4 @@
-"""What the page shows, as plain values: the command measures them, the template writes them down."""
+"""The content of the page as plain values: the command measures them, the template renders them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPS_OF_A_BAR = 12
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A node of a graph: its module and line in the user's code, and whether it is of backward."""
+    """A node of a graph, with its module and source location, and whether it belongs to backward."""
 
     module: str
     op: str
@@ -34,16 +34,16 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class GraphTable:
-    """A graph as rows, by module in the order in which they first come."""
+    """A graph as rows, grouped by module in order of first appearance."""
 
     title: str
     nodes: tuple[NodeRow, ...]
 
     def by_module(self) -> list[tuple[str, list[NodeRow]]]:
-        found: dict[str, list[NodeRow]] = defaultdict(list)
+        rows: dict[str, list[NodeRow]] = defaultdict(list)
         for node in self.nodes:
-            found[node.module].append(node)
-        return list(found.items())
+            rows[node.module].append(node)
+        return list(rows.items())
 
     def count(self, op: str) -> int:
         return sum(node.op == op for node in self.nodes)
@@ -51,7 +51,7 @@ class GraphTable:
 
 @dataclass(frozen=True)
 class NodeTime:
-    """What a node took in a step, in milliseconds."""
+    """The time of a node in a step, in milliseconds."""
 
     op: str
     module: str
@@ -60,7 +60,7 @@ class NodeTime:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of one contender, in milliseconds; contenders took turns."""
+    """The step times of one implementation, in milliseconds; implementations ran interleaved."""
 
     name: str
     ms: tuple[float, ...]
@@ -72,20 +72,20 @@ class Steps:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All that the page shows.
+    """The content of the page.
 
     Attributes:
         name: of the model.
-        about: short facts, as heading and value.
-        compiled: what the stages did.
+        about: short facts, as (heading, value).
+        compiled: the report of the compilation's stages.
         captured: the graph as PyTorch exported it.
-        executed: the graph that runs, with its backward.
+        executed: the graph that runs, with backward.
         times: of the nodes, in a real step.
-        eager: PyTorch's steps.
-        ours: the graph's steps.
-        verdict: what `verify` says.
-        is_right: whether it found the graph right.
-        memory: a figure of the memory of a step, as SVG; "" without.
+        eager: PyTorch's step times.
+        ours: the graph's step times.
+        verdict: the result of `verify`, in words.
+        is_right: whether `verify` passed.
+        memory: the memory of a step, as HTML with an SVG chart; "" without.
     """
 
     name: str
@@ -102,35 +102,35 @@ class ModelReport:
 
     @property
     def step_ms(self) -> float:
-        """All nodes together."""
+        """The total time of all nodes."""
         return sum(time.ms for time in self.times)
 
     def passes(self) -> list[tuple[str, PassReport]]:
-        """Those that did or refused something, with their stage."""
+        """The passes that applied or refused something, with their stage."""
         return [(s.name, p) for s in self.compiled.stages for p in s.passes if p.applied or p.refused]
 
     def idle(self) -> list[str]:
-        """Those that had nothing to do."""
+        """The passes without matches."""
         busy = {p.name for _, p in self.passes()}
         return list(dict.fromkeys(p.name for s in self.compiled.stages for p in s.passes if p.name not in busy))
 
     def other_stages(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-        """Stages that did or refused something by themselves, and not in a pass."""
+        """The stages without passes that applied or refused something."""
         stages = (s for s in self.compiled.stages if not s.passes and (s.applied or s.refused))
         return [(stage.name, stage.applied, tuple(map(str, stage.refused))) for stage in stages]
 
     def op_changes(self) -> list[tuple[str, int, int]]:
-        """How often each op stands in the captured graph, and in that which runs; those that differ first."""
+        """The count of each op in the captured and in the executed graph; ops whose counts differ come first."""
         ops = sorted({n.op for n in (*self.captured.nodes, *self.executed.nodes)})
         rows = [(op, self.captured.count(op), self.executed.count(op)) for op in ops]
         return sorted(rows, key=lambda row: (row[1] == row[2], -row[1] - row[2], row[0]))
 
     def time_by_op(self) -> list[tuple[str, float, int]]:
-        """Op, milliseconds and count, the slowest first."""
+        """(op, milliseconds, count), the slowest first."""
         return _summed((time.op, time.ms) for time in self.times)[:_OPS_OF_A_BAR]
 
     def time_by_module(self) -> list[tuple[str, float, int]]:
-        """Module, milliseconds and count, the slowest first; equal layers of a list are one row, as `layer.*`."""
+        """(module, milliseconds, count), the slowest first. Equal layers of a list share one row, `layer.*`."""
         return _summed((re.sub(r"\.\d+(?=\.|$)", ".*", t.module) or "the model", t.ms) for t in self.times)
 
 
@@ -142,13 +142,13 @@ def _summed(times: Iterable[tuple[str, float]]) -> list[tuple[str, float, int]]:
 
 
 def counted(texts: Sequence[object]) -> list[tuple[str, int]]:
-    """Each text once, with how often it comes."""
+    """Count equal texts; each is returned once, with its count."""
     words = [str(text) for text in texts]
     return [(text, words.count(text)) for text in dict.fromkeys(words)]
 
 
 def read_graph(title: str, file: Path) -> GraphTable:
-    """A graph that a stage wrote (ONNXTRAIN_DUMP)."""
+    """Read a graph that a stage has written (ONNXTRAIN_DUMP)."""
     return GraphTable(title, tuple(_rows(ir.load(file).graph)))
 
 
@@ -172,18 +172,18 @@ def _shape(value: ir.Value) -> str:
 
 
 def node_times(profile: torch.profiler.profile, ops: Iterable[str], steps: int) -> tuple[NodeTime, ...]:
-    """What the nodes took, from the ranges of a profile over several steps.
+    """The times of the nodes, from a profile over several steps.
 
     Args:
-        profile: one that has ended.
-        ops: the ops of the graph; a range is called `<op> <module>`.
-        steps: how many steps it saw.
+        profile: a stopped profiler.
+        ops: the op types of the graph; the range of a node is named `<op> <module>`.
+        steps: the number of profiled steps.
     """
-    known, found = set(ops), []
+    op_types, times = set(ops), []
     for event in profile.key_averages():
         op, _, module = event.key.partition(" ")
-        if op in known:
+        if op in op_types:
             total = event.device_time_total or event.cpu_time_total
             count = max(1, round(event.count / steps))
-            found += [NodeTime(op, module, total / 1e3 / steps / count)] * count
-    return tuple(found)
+            times += [NodeTime(op, module, total / 1e3 / steps / count)] * count
+    return tuple(times)
