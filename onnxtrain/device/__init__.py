@@ -1,4 +1,4 @@
-"""Training on a stock onnxruntime: the artifacts, their checkpoint, and the API that runs them.
+"""On-device training on stock onnxruntime: artifacts, checkpoints and the training API.
 
-What runs on the device (the training API and its checkpoint) needs onnxruntime and numpy, and never imports torch.
+The modules that run on the device (training API, checkpoints) need onnxruntime and numpy, and never import torch.
 """

@@ -1,8 +1,8 @@
-"""Sums of gradients: `<p>_grad.accumulation.out` is the gradient, or with it what `<p>_grad.accumulation.buffer` held.
+"""Gradient accumulation: `<p>_grad.accumulation.out` is the gradient, or its sum with `<p>_grad.accumulation.buffer`.
 
-By If, whose branches write each buffer once; Add and Where would pass over memory four times. What computes a large
-gradient moves into both branches of an If of its own, and so writes into the buffer itself. All others share one If, in
-which they are copied.
+An If chooses between both: its branches write each buffer once, where Add and Where would traverse memory four times.
+The node that computes a large gradient moves into both branches of its own If and writes the buffer directly. All other
+gradients share one If, which copies them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ RESET = "lazy_reset_grad"
 GRADIENT = "_grad"
 BUFFER = "_grad.accumulation.buffer"
 ACCUMULATED = "_grad.accumulation.out"
-_LARGE = 2**14  # elements; an If of its own costs as much as copying about as many
+_LARGE = 2**14  # elements; copying this many costs as much as a separate If
 
 
 def accumulate(graph: ir.Graph, trainable: Sequence[str], *, portable: bool) -> dict[str, str]:
-    """Replaces the outputs `<p>_grad` of a graph that is otherwise as it is written.
+    """Replace the outputs `<p>_grad` of a finished graph by accumulated ones.
 
     Args:
-        graph: it is changed.
-        trainable: the parameters.
-        portable: whether it shall run where nodes of branches may be slow, as on WebGPU: nothing is moved then.
+        graph: modified in place.
+        trainable: the names of the parameters.
+        portable: whether nodes stay outside of branches, where some runtimes (WebGPU) run them slowly.
 
     Returns:
-        Each new output, and the input onto whose memory it may be bound.
+        For each new output, the input whose memory it may be bound to.
     """
     if not trainable:
         return {}
-    known = {str(v.name): v for v in graph.outputs}
-    values = {name: known[f"{name}{GRADIENT}"] for name in trainable}
+    output_of = {str(v.name): v for v in graph.outputs}
+    values = {name: output_of[f"{name}{GRADIENT}"] for name in trainable}
     buffers = {name: _input(graph, f"{name}{BUFFER}", type_of(value)) for name, value in values.items()}
     reset = _input(graph, RESET, TensorType(ir.DataType.BOOL, (1,)))
     outputs = list(graph.outputs)
@@ -68,7 +68,7 @@ def _input(graph: ir.Graph, name: str, tensor_type: TensorType) -> ir.Value:
 
 
 def _movable(value: ir.Value) -> list[ir.Node]:
-    """The node that makes a large gradient, and the Transposes that it alone reads; none where others need it too."""
+    """The producer of a large gradient, after the Transposes that only it reads; none if others read the gradient."""
     producer = value.producer()
     size = math.prod(s if isinstance(s, int) else 0 for s in type_of(value).shape)
     if producer is None or size <= _LARGE or len(producer.outputs) > 1 or value.uses():
@@ -78,13 +78,13 @@ def _movable(value: ir.Value) -> list[ir.Node]:
 
 
 def _choice(reset: ir.Value, buffers: Mapping[ir.Value, ir.Value], moved: Sequence[ir.Node]) -> ir.Node:
-    """An If that gives the gradients, or their sums with what is in the buffers; `moved` is computed inside."""
-    how = [
+    """Make an If that returns the gradients or their sums with the buffers; the `moved` nodes run inside."""
+    branches = [
         ir.AttrGraph("then_branch", _branch("replace", buffers, moved, add=False)),
         ir.AttrGraph("else_branch", _branch("add", buffers, moved, add=True)),
     ]
     name = f"accumulate/{next(iter(buffers)).name}" if moved else "accumulate"
-    node = ir.Node(ONNX, "If", [reset], how, num_outputs=len(buffers), name=name)
+    node = ir.Node(ONNX, "If", [reset], branches, num_outputs=len(buffers), name=name)
     for value, output in zip(buffers, node.outputs, strict=True):
         set_type(output, type_of(value))
     return node

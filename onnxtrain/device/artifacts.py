@@ -1,4 +1,4 @@
-"""generate_artifacts: from a model to the files that train it on a device."""
+"""generate_artifacts: write the files that train a model on a device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import TensorType
 
 _LOG = logging.getLogger(__name__)
-_LARGEST = 2**31  # bytes of a protobuf message
+_MAX_BYTES = 2**31  # of a protobuf message
 
 
 class LossType(enum.IntEnum):
-    """The losses that `generate_artifacts` knows by name."""
+    """The losses that `generate_artifacts` takes by name."""
 
     MSELoss = 1
     CrossEntropyLoss = 2
@@ -38,7 +38,7 @@ class LossType(enum.IntEnum):
 
 
 class OptimType(enum.IntEnum):
-    """The optimizers that `generate_artifacts` knows by name, with onnxruntime-training's settings."""
+    """The optimizers that `generate_artifacts` takes by name, with onnxruntime-training's defaults."""
 
     AdamW = 1
     SGD = 2
@@ -75,29 +75,29 @@ def generate_artifacts(
     example_kwargs: Mapping[str, Any] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Writes what trains a model on any stock onnxruntime; docs/how-to/on-device-training.md says what each file holds.
+    """Write the files that train a model on any stock onnxruntime; docs/how-to/on-device-training.md describes them.
 
     Args:
-        model: an ONNX model of any exporter, its path (needed where it is larger than 2 GB), or a torch module.
-        requires_grad: names of the parameters to train. Of a torch module None means: those that require a gradient.
-        frozen_params: names of those that are not trained, but stand in the checkpoint. All else stays inside the
-            graphs. Of a torch module None means: those that require no gradient.
-        loss: a `LossType`, or a block that appends the loss; None where the model's first output is the loss.
-        optimizer: an `OptimType` or a block of `onnxblock.optim`; None writes no optimizer graph.
-        artifact_directory: where the files go; the working folder where None. It is made where it is missing.
-        prefix: of all files' names.
-        ort_format: refused: ORT-format files are made by the device's own onnxruntime; the error says how.
+        model: an ONNX model of any exporter, its path (required above 2 GB), or a torch module.
+        requires_grad: the names of the parameters to train. None with a torch module: those with requires_grad.
+        frozen_params: the names of parameters that are not trained but are part of the checkpoint. All others are
+            constants of the graphs. None with a torch module: those without requires_grad.
+        loss: a `LossType`, or a block that appends the loss; None: the model's first output is the loss.
+        optimizer: an `OptimType` or a block of `onnxblock.optim`; None: no optimizer graph is written.
+        artifact_directory: the folder of the files, created if it does not exist; None: the current folder.
+        prefix: of all file names.
+        ort_format: not supported: ORT-format files are made by the device's own onnxruntime; the error says how.
         custom_op_library: the shared library of the model's custom ops.
-        additional_output_names: outputs of the model that the graphs give besides the loss.
-        nominal_checkpoint: whether to write also `<prefix>nominal_checkpoint`, with names and shapes only.
+        additional_output_names: outputs of the model that the graphs return besides the loss.
+        nominal_checkpoint: whether to also write `<prefix>nominal_checkpoint`, with names and shapes only.
         loss_input_names: the values that `loss` is called with; None: all outputs of the model.
-        portable: whether the graphs are held to the ops and types that also run on WebGPU.
-        example_args: a torch module's positional arguments in an example call.
+        portable: whether the graphs are restricted to ops and dtypes that also run on WebGPU.
+        example_args: the positional arguments of an example call of a torch module.
         example_kwargs: its keyword arguments.
-        output_names: names for the tensors that it returns.
+        output_names: the names of the tensors that it returns.
 
     Raises:
-        ArtifactError: a RuntimeError; the model or an argument cannot be used, with what and why.
+        ArtifactError: a RuntimeError; the model or an argument cannot be used. It says what and why.
         TypeError: `optimizer` is neither an OptimType nor a block.
     """
     block = _loss_block(loss)
@@ -120,7 +120,7 @@ def generate_artifacts(
 def _graphs(
     training: Extended, evaluation: Extended, choice: Choice, step: optimizers.Optimizer | None, *, portable: bool
 ) -> dict[str, ir.Model]:
-    """The graphs by the names of their files."""
+    """Build the graphs, by file name."""
     graphs = {
         "training_model": training.training(choice, portable=portable),
         "eval_model": evaluation.evaluation(choice, portable=portable),
@@ -140,9 +140,9 @@ def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        todo = "give a folder that can be written to"
+        todo = "pass a folder that can be written to"
         raise ArtifactError(
-            "The folder for the artifacts cannot be made.", str(folder), got=error, todo=todo
+            "The folder for the artifacts cannot be created.", str(folder), got=error, todo=todo
         ) from error
     for name, graph in graphs.items():
         path = folder / f"{prefix}{name}.onnx"
@@ -162,7 +162,7 @@ def _write_checkpoint(training: Extended, choice: Choice, path: Path, *, nominal
 
 def _loss_block(loss: object) -> Block:
     if loss is None:
-        _LOG.info("no loss is given: the model's first output is taken for it")
+        _LOG.info("no loss is given: the model's first output is used as the loss")
         return PassThrough()
     if isinstance(loss, Block):
         return loss
@@ -185,16 +185,18 @@ def _check_arguments(
 ) -> None:
     both = set(requires_grad or ()) & set(frozen_params or ())
     if both:
-        raise ArtifactError("A parameter cannot be trained and frozen.", got=", ".join(sorted(both)))
+        raise ArtifactError("A parameter cannot be both trained and frozen.", got=", ".join(sorted(both)))
     if additional is not None and not isinstance(additional, list):
-        raise ArtifactError("additional_output_names is a list of names.", got=type(additional).__name__)
+        raise ArtifactError("additional_output_names must be a list of names.", got=type(additional).__name__)
     if ort_format:
         todo = "python -m onnxruntime.tools.convert_onnx_models_to_ort <folder>, on the device's own onnxruntime"
-        raise ArtifactError("ORT-format files hold for one version of onnxruntime, which makes them.", todo=todo)
+        raise ArtifactError(
+            "ORT-format files work with one version of onnxruntime only, which must write them.", todo=todo
+        )
 
 
 class _Sources:
-    """The forward graphs, for training and for evaluation, and which parameters a torch module trains."""
+    """The forward graphs for training and evaluation, and the trainable parameters of a torch module."""
 
     def __init__(
         self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
@@ -221,7 +223,9 @@ class _Sources:
             expected = "an onnx.ModelProto, the path of a model, or a torch.nn.Module"
             raise ArtifactError("Unknown kind of model.", expected=expected, got=type(model).__name__)
         if not args and not kwargs:
-            raise ArtifactError("A torch module is captured by an example call.", expected="example_args=(...)")
+            raise ArtifactError(
+                "A torch module is captured from an example call, and none is given.", expected="example_args=(...)"
+            )
         captured = from_torch(model, args, kwargs, output_names)
         self.training, self.evaluation = captured.training, captured.evaluation
         self._trainable, self._frozen = captured.trainable, captured.frozen
@@ -231,14 +235,14 @@ class _Sources:
         if requires_grad is None:
             requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
         if frozen is None:
-            known = [*(self._trainable or ()), *(self._frozen or ())]
-            frozen = [name for name in known if name not in requires_grad]
+            parameters = [*(self._trainable or ()), *(self._frozen or ())]
+            frozen = [name for name in parameters if name not in requires_grad]
         if not requires_grad:
             floating = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
             names = [t.name for t in self.training.model.graph.initializer if t.data_type in floating and t.dims]
             shown = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
             raise ArtifactError(
-                "No parameter is to be trained.", expected=f"requires_grad=[...] with some of {shown}", got="none"
+                "No parameter is chosen for training.", expected=f"requires_grad=[...] with some of {shown}", got="none"
             )
         return Choice(list(requires_grad), list(frozen))
 
@@ -246,15 +250,17 @@ class _Sources:
 def _refuse_large(model: onnx.ModelProto) -> None:
     try:
         size = model.ByteSize()
-    except Exception:  # noqa: BLE001  protobuf raises its own where a message is too large to count
-        size = _LARGEST
-    if size >= _LARGEST:
+    except Exception:  # noqa: BLE001  protobuf has its own error for messages that are too large
+        size = _MAX_BYTES
+    if size >= _MAX_BYTES:
         todo = "save it with external data (onnx.save(..., save_as_external_data=True)) and give the path"
-        raise ArtifactError("A model of 2 GB and more has no form in memory.", got=f"{size} bytes", todo=todo)
+        raise ArtifactError(
+            "A model of 2 GB or more does not fit into a protobuf message.", got=f"{size} bytes", todo=todo
+        )
 
 
 class _WithLoss(TrainingBlock):
-    """The loss, then what is asked for besides."""
+    """The loss, then the additional outputs."""
 
     def __init__(self, loss: Block, additional: Sequence[str]) -> None:
         super().__init__()
@@ -272,7 +278,7 @@ def _extended(
     if loss_inputs is None:
         if type(loss) in _LOSSES.values() and len(outputs) > 1:
             raise ArtifactError(
-                f"The model has {len(outputs)} outputs, and the loss is computed from one.",
+                f"The model has {len(outputs)} outputs, and the loss takes one.",
                 got=", ".join(outputs),
                 todo="name it: loss_input_names=[...]",
             )

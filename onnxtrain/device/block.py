@@ -1,13 +1,13 @@
-"""Blocks: the way to build training graphs by hand, as onnxruntime-training's onnxblock had it.
+"""Blocks, from which training graphs are built by hand, as with onnxruntime-training's onnxblock.
 
-    with base(model):                      the graph that blocks extend
-        block = MyTraining()               a TrainingBlock; its build calls other blocks on names of values
+    with base(model):                      blocks extend this graph
+        block = MyTraining()               a TrainingBlock; its build calls other blocks on value names
         block.requires_grad("fc.weight")
         block("output")
         train, evaluate = block.to_model_proto()
 
-A block appends ONNX nodes to `self.base`, an onnx.ModelProto. It works on names; large tensors are held beside it and
-never copied.
+A block appends ONNX nodes to `self.base`, an onnx.ModelProto, and refers to values by name. Large tensors are stored
+beside the proto and never copied.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 
-OPSET = 21  # of graphs that start empty
+OPSET = 21  # of new graphs
 
 
 @dataclass
 class Base:
-    """The graph that blocks extend now.
+    """The graph that blocks extend.
 
     Attributes:
-        model: without the elements of large tensors.
-        tensors: those elements, by name.
-        buffers: initializers that training changes besides parameters, beside those of BatchNormalization.
-        updates: for those of them that this graph changes, the name of the value that it gives them.
-        checked: how many of its nodes have been checked.
+        model: without the data of large tensors.
+        tensors: that data, by name.
+        buffers: initializers that training updates, except parameters and those of BatchNormalization.
+        updates: for buffers that this graph updates, the name of the new value.
+        checked: how many of its nodes have been validated.
     """
 
     model: onnx.ModelProto
@@ -55,7 +55,7 @@ class Base:
     checked: int = 0
 
     def new_name(self, stem: str) -> str:
-        """`stem`, or with a number where a value or node of the graph has that name."""
+        """A name that no value or node of the graph has: `stem`, with a number if needed."""
         graph = self.model.graph
         taken = {v.name for v in (*graph.input, *graph.output, *graph.initializer, *graph.node)}
         taken.update(output for node in graph.node for output in node.output)
@@ -63,7 +63,7 @@ class Base:
         return next(name for name in names if name not in taken)
 
     def append(self, op_type: str, inputs: Sequence[str], stem: str = "", domain: str = "", **attributes: Any) -> str:
-        """Appends a node with one output, and returns the output's name."""
+        """Append a node with one output and return the output's name."""
         name = self.new_name(stem or op_type.lower())
         node = onnx.helper.make_node(op_type, list(inputs), [name], name=name, domain=domain, **attributes)
         self.model.graph.node.append(node)
@@ -72,22 +72,22 @@ class Base:
         return name
 
     def constant(self, array: Any, stem: str = "constant") -> str:
-        """Adds an initializer, and returns its name."""
+        """Add an initializer and return its name."""
         name = self.new_name(stem)
         self.model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array, order="C"), name))
         return name
 
     def add_input(self, name: str, elem_type: int, shape: Sequence[Any]) -> str:
-        """Adds an input of the graph, unless there is one of this name."""
+        """Add an input to the graph unless one of this name exists."""
         if name not in {v.name for v in self.model.graph.input}:
             self.model.graph.input.append(onnx.helper.make_tensor_value_info(name, elem_type, list(shape)))
         return name
 
     def type_of(self, name: str) -> tuple[int, list[int | str]]:
-        """Element type and shape of a value; a size that has no name gets one.
+        """The element type and shape of a value; unnamed dimensions get names.
 
         Raises:
-            ArtifactError: nothing is known of it.
+            ArtifactError: the type cannot be inferred.
         """
         graph = self.model.graph
         for value in (*graph.input, *graph.output, *graph.value_info, *self._inferred()):
@@ -101,7 +101,7 @@ class Base:
         return self._converted(name)
 
     def whole(self) -> ir.Model:
-        """The model with its tensors, and with the types of custom ops where there is a library of them."""
+        """The model with all tensor data, and with the types of custom ops if a library is set."""
         model = put_back(self.model, self.tensors)
         library = _library.get()
         if library is not None:
@@ -109,18 +109,18 @@ class Base:
         return model
 
     def _converted(self, name: str) -> tuple[int, list[int | str]]:
-        """The type by our own shape rules, which follow sizes further than ONNX's."""
+        """Infer the type by onnxtrain's shape inference, which follows more dimensions than ONNX's."""
         try:
-            found = convert(prepare(self.whole()), [name], (), {}, training=False)
+            converted = convert(prepare(self.whole()), [name], (), {}, training=False)
         except ArtifactError as error:
-            what = f"Nothing is known of the type of {name!r}."
-            raise ArtifactError(what, error.where, got=str(error), todo="declare its type and shape") from error
-        value = found.graph.outputs[0]
+            problem = f"The type of {name!r} cannot be inferred."
+            raise ArtifactError(problem, error.where, got=str(error), todo="declare its type and shape") from error
+        value = converted.graph.outputs[0]
         return int(dtype_of(value)), list(sizes.dims_of(value))
 
     def _inferred(self) -> Iterator[onnx.ValueInfoProto]:
-        known = onnx.shape_inference.infer_shapes(without_stubs(self.model)).graph
-        yield from (*known.value_info, *known.output)
+        inferred = onnx.shape_inference.infer_shapes(without_stubs(self.model)).graph
+        yield from (*inferred.value_info, *inferred.output)
 
 
 def _size(dim: Any, name: str) -> int | str:
@@ -132,18 +132,19 @@ _library: ContextVar[Path | None] = ContextVar("onnxtrain_custom_op_library", de
 
 
 def current_base() -> Base:
-    """The graph that blocks extend now. Raises ArtifactError outside `base` and `empty_base`."""
-    found = _base.get()
-    if found is None:
-        raise ArtifactError("Blocks extend a model.", expected="a call inside `with onnxblock.base(model):`")
-    return found
+    """The graph that blocks extend. Raises ArtifactError outside of `base` and `empty_base`."""
+    current = _base.get()
+    if current is None:
+        expected = "a call inside `with onnxblock.base(model):`"
+        raise ArtifactError("A block was called without a model to extend.", expected=expected)
+    return current
 
 
 @contextlib.contextmanager
 def extending(base: Base) -> Iterator[Base]:
-    """Lets blocks extend this graph."""
+    """Make blocks extend this graph."""
     if _base.get() is not None:
-        raise ArtifactError("A base is set already.", todo="leave the first `with base(...)` before the next")
+        raise ArtifactError("A base is already set.", todo="leave the first `with base(...)` before the next")
     token = _base.set(base)
     try:
         yield base
@@ -153,59 +154,59 @@ def extending(base: Base) -> Iterator[Base]:
 
 @contextlib.contextmanager
 def base(model: onnx.ModelProto | ir.Model | str | os.PathLike[str], model_path: str | None = None) -> Iterator[Any]:
-    """Lets blocks extend a copy of `model`, which is given to the `with` block.
+    """Make blocks extend a copy of `model`, which the context manager returns.
 
     Args:
-        model: a model, or the path of one.
-        model_path: the file that `model` was read from, where its tensors lie in files beside it.
+        model: a model or its path.
+        model_path: the file that `model` was read from; needed for external data.
 
     Raises:
-        ArtifactError: inside another base.
+        ArtifactError: another base is active.
     """
-    with extending(Base(*hold_out(model, model_path))) as found:
-        yield found.model
+    with extending(Base(*hold_out(model, model_path))) as extended:
+        yield extended.model
 
 
 @contextlib.contextmanager
 def empty_base(opset_version: int | None = None) -> Iterator[Any]:
-    """Lets blocks build a graph from nothing.
+    """Make blocks build a new graph.
 
     Args:
         opset_version: of ai.onnx.
 
     Raises:
-        ArtifactError: inside another base.
+        ArtifactError: another base is active.
     """
     opsets = [onnx.helper.make_opsetid("", opset_version or OPSET)]
     graph = onnx.helper.make_graph([], "model", [], [])
-    with extending(Base(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), {})) as found:
-        yield found.model
+    with extending(Base(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), {})) as extended:
+        yield extended.model
 
 
 @contextlib.contextmanager
 def custom_op_library(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Lets graphs hold the custom ops of a shared library (F93).
+    """Allow the custom ops of a shared library in graphs.
 
     Raises:
-        ArtifactError: there is no such file, or a library is set already.
+        ArtifactError: the file does not exist, or a library is already set.
     """
     if _library.get() is not None:
-        raise ArtifactError("A library of custom ops is set already.", got=str(_library.get()))
-    found = Path(path)
-    if not found.is_file():
-        raise ArtifactError("The library of custom ops is not there.", str(found), todo="give the path of the file")
-    token = _library.set(found)
+        raise ArtifactError("A library of custom ops is already set.", got=str(_library.get()))
+    library = Path(path)
+    if not library.is_file():
+        raise ArtifactError("The library of custom ops is not there.", str(library), todo="pass the path of the file")
+    token = _library.set(library)
     try:
-        yield found
+        yield library
     finally:
         _library.reset(token)
 
 
 class Block(ABC):
-    """A part of a graph. A subclass says in `build` what it appends.
+    """A part of a graph. A subclass appends nodes in `build`.
 
     Attributes:
-        base: the model that it extends, while `build` runs.
+        base: the model to extend, while `build` runs.
     """
 
     def __init__(self) -> None:
@@ -213,72 +214,76 @@ class Block(ABC):
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Appends nodes to `self.base` and returns the names of the values that they give."""
+        """Append nodes to `self.base` and return the names of their outputs."""
 
     def __call__(self, *names: Any, **options: Any) -> Any:
-        """Runs `build` on the current base and checks the graph.
+        """Run `build` on the current base and validate the graph.
 
         Raises:
-            ArtifactError: outside a base, or the graph is no valid ONNX afterwards.
+            ArtifactError: no base is active, or the graph is not valid ONNX afterwards.
         """
-        found = current_base()
-        self.base = found.model
+        current = current_base()
+        self.base = current.model
         result = self.build(*names, **options)
-        _check(found, type(self).__name__)
+        _check(current, type(self).__name__)
         return result
 
 
 def _check(base: Base, block: str) -> None:
     graph = base.model.graph
-    known = {v.name for v in (*graph.input, *graph.initializer)}
+    available = {v.name for v in (*graph.input, *graph.initializer)}
     context = onnx.checker.C.CheckerContext()
     context.ir_version = base.model.ir_version
     context.opset_imports = {o.domain: o.version for o in base.model.opset_import}
     for position, node in enumerate(graph.node):
-        missing = [name for name in node.input if name and name not in known]
+        missing = [name for name in node.input if name and name not in available]
         if missing:
-            raise ArtifactError(f"{block} reads {missing[0]!r}, which nothing in the graph makes.", where=node.name)
-        known.update(node.output)
+            raise ArtifactError(
+                f"{block} reads {missing[0]!r}, which no node or input of the graph provides.", where=node.name
+            )
+        available.update(node.output)
         try:
             flat = not any(a.HasField("g") or a.graphs for a in node.attribute)  # subgraphs read outer values
             if position >= base.checked and node.domain in ("", "ai.onnx") and flat:
                 onnx.checker.check_node(node, context)
         except onnx.checker.ValidationError as error:
-            raise ArtifactError(f"{block} made a node that is no valid ONNX.", node.name, got=str(error)) from error
+            raise ArtifactError(
+                f"{block} appended a node that is not valid ONNX.", node.name, got=str(error)
+            ) from error
     base.checked = len(graph.node)
 
 
 class ForwardBlock(Block):
-    """A graph as it is, without gradients: an optimizer, or a forward model."""
+    """A graph without gradients: an optimizer or a forward model."""
 
     def __init__(self) -> None:
         super().__init__()
         self._model: onnx.ModelProto | None = None
 
     def __call__(self, *names: Any, **options: Any) -> Any:
-        """As `Block`; what `build` returns are the graph's outputs."""
+        """Like `Block.__call__`; the values that `build` returns become the graph's outputs."""
         result = super().__call__(*names, **options)
         set_outputs(self.base, names_of(result))
         self._model = self.base
         return result
 
     def to_model_proto(self) -> onnx.ModelProto:
-        """The model. Raises ArtifactError before the block was called."""
+        """Return the model. Raises ArtifactError before the first call of the block."""
         if self._model is None:
-            raise ArtifactError("The block has built no model yet.", todo="call the block first")
+            raise ArtifactError("The block was not called yet, and has no model.", todo="call the block first")
         return self._model
 
 
 def names_of(result: Any) -> list[str]:
-    """What `build` returned, as a list of names."""
+    """The result of `build` as a list of names."""
     return [result] if isinstance(result, str) else [str(name) for name in result]
 
 
 def set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
-    """Makes these values the graph's outputs. What is not known of their types is inferred later."""
+    """Make these values the graph's outputs. Unknown types are inferred later."""
     graph = model.graph
-    known = {v.name: v for v in (*graph.output, *graph.value_info, *graph.input)}
-    outputs = [known.get(name) or onnx.ValueInfoProto(name=name) for name in names]
+    infos = {v.name: v for v in (*graph.output, *graph.value_info, *graph.input)}
+    outputs = [infos.get(name) or onnx.ValueInfoProto(name=name) for name in names]
     missing = set(names) - {v.name for v in graph.input} - {o for node in graph.node for o in node.output}
     if missing:
         raise ArtifactError("The graph has no such values.", got=", ".join(sorted(missing)))
@@ -288,6 +293,6 @@ def set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
 
 
 def parameters_of(base: Base, names: Sequence[str]) -> list[onnx.TensorProto]:
-    """Initializers of the model, with their elements."""
+    """Initializers of the model, with their data."""
     stubs = {t.name: t for t in base.model.graph.initializer}
     return [whole(stubs[name], base.tensors.get(name)) for name in names]

@@ -1,4 +1,4 @@
-"""Building blocks for training graphs: each appends a node or two and returns the name of the result."""
+"""Building blocks for training graphs. Each appends nodes and returns the name of its output."""
 
 from __future__ import annotations
 
@@ -99,19 +99,19 @@ class _Reduce(Block):
 
 
 class ReduceMean(_Reduce):
-    """The mean of all elements; with `keepdims` of x's rank."""
+    """The mean of all elements; a scalar, or of x's rank with `keepdims`."""
 
     op_type = "ReduceMean"
 
 
 class ReduceSum(_Reduce):
-    """The sum of all elements; with `keepdims` of x's rank."""
+    """The sum of all elements; a scalar, or of x's rank with `keepdims`."""
 
     op_type = "ReduceSum"
 
 
 class ReduceAllL2(Block):
-    """The Euclidean norm of all elements of all tensors together: a scalar."""
+    """The 2-norm over all elements of all tensors: a scalar."""
 
     def build(self, *names: str) -> str:
         base = current_base()
@@ -138,7 +138,7 @@ class SequenceConstruct(Block):
 
 
 class Clip(Block):
-    """x between `clip_min` and `clip_max`; None leaves a side open."""
+    """x clamped to [`clip_min`, `clip_max`]; None: no bound."""
 
     def __init__(self, clip_min: float | None = None, clip_max: float | None = None) -> None:
         super().__init__()
@@ -151,14 +151,14 @@ class Clip(Block):
 
 
 class PassThrough(Block):
-    """Its inputs, as they are."""
+    """The identity."""
 
     def build(self, *names: str) -> Any:
         return names[0] if len(names) == 1 else names
 
 
 class InputLike(Block):
-    """A new input of the graph, of the type and shape of the value `like`."""
+    """A new graph input with the dtype and shape of the value `like`."""
 
     def __init__(self, like: str) -> None:
         super().__init__()
@@ -170,10 +170,10 @@ class InputLike(Block):
 
 
 class LabelEncoder(Block):
-    """Keys to values, by ai.onnx.ml's op: exactly one `keys_*` and one `values_*` list, of equal lengths.
+    """Map keys to values with the op of ai.onnx.ml. Takes one `keys_*` and one `values_*` list of equal length.
 
     Raises:
-        ArtifactError: another number of lists, or other lengths.
+        ArtifactError: a list is missing or given twice, or the lengths differ.
     """
 
     def __init__(
@@ -195,7 +195,9 @@ class LabelEncoder(Block):
         lengths = {len(v) for lists in given for v in lists.values()}
         if any(len(lists) != 1 for lists in given) or len(lengths) != 1:
             got = ", ".join(f"{n}: {len(v)}" for lists in given for n, v in lists.items())
-            raise ArtifactError("LabelEncoder takes one list of keys and one of values, as long as it.", got=got)
+            raise ArtifactError(
+                "LabelEncoder expects one list of keys and one list of values of equal length.", got=got
+            )
         self._attributes: dict[str, Any] = {
             **given[0],
             **given[1],
@@ -213,7 +215,7 @@ class LabelEncoder(Block):
 
 
 class Cast(Block):
-    """x in another element type: a number of onnx.TensorProto."""
+    """x cast to the element type `to`, an integer of onnx.TensorProto."""
 
     def __init__(self, to: int) -> None:
         super().__init__()
@@ -226,7 +228,7 @@ class Cast(Block):
 class Linear(Block):
     """alpha * x @ weight.T + beta * bias, with new parameters `<name>.weight`[out, in] and `<name>.bias`[out].
 
-    They are drawn as PyTorch draws those of nn.Linear: evenly between ± 1/sqrt(in_features).
+    They are initialized as in nn.Linear: uniform in ± 1/sqrt(in_features).
     """
 
     def __init__(
@@ -242,16 +244,16 @@ class Linear(Block):
         super().__init__()
         self._sizes, self._bias = (in_features, out_features), bias
         self._alpha, self._beta = alpha, beta
-        self._draws = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(seed)
 
     def build(self, name: str) -> str:
         base = current_base()
-        inside, outside = self._sizes
-        bound = 1 / math.sqrt(inside)
-        inputs = [name, base.constant(self._drawn((outside, inside), bound), "linear.weight")]
+        in_features, out_features = self._sizes
+        bound = 1 / math.sqrt(in_features)
+        inputs = [name, base.constant(self._uniform((out_features, in_features), bound), "linear.weight")]
         if self._bias:
-            inputs.append(base.constant(self._drawn((outside,), bound), "linear.bias"))
+            inputs.append(base.constant(self._uniform((out_features,), bound), "linear.bias"))
         return base.append("Gemm", inputs, "linear", alpha=self._alpha, beta=self._beta, transB=1)
 
-    def _drawn(self, shape: tuple[int, ...], bound: float) -> Any:
-        return self._draws.uniform(-bound, bound, shape).astype(np.float32)
+    def _uniform(self, shape: tuple[int, ...], bound: float) -> Any:
+        return self._generator.uniform(-bound, bound, shape).astype(np.float32)

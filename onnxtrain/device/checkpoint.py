@@ -1,7 +1,8 @@
-"""A checkpoint: parameters, optimizer state, step, learning rate and properties in one safetensors file.
+"""Checkpoints: parameters, optimizer state, step, learning rate and properties in one safetensors file.
 
-Parameters stand under their own names, so that other tools read the file as the model's weights. All else stands under
-names that begin with `onnxtrain:`, and as JSON in the metadata entry `onnxtrain` (docs/reference/training-api.md).
+Parameters are stored under their own names: other tools can read the file as the weights of the model. Other tensors
+have names with the prefix `onnxtrain:`, and the rest is JSON in the metadata entry `onnxtrain`
+(docs/reference/training-api.md).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from onnxtrain.device import predecessor_checkpoint, safetensors_file
-from onnxtrain.device.checkpoint_data import Checkpoint, Property, damaged
+from onnxtrain.device.checkpoint_data import Checkpoint, Property, corrupt_file_error
 from onnxtrain.device.values import Array, dtype_named, is_text
 from onnxtrain.errors import CheckpointError
 
@@ -23,28 +24,28 @@ __all__ = ["Checkpoint", "load", "save"]
 
 ENTRY = "onnxtrain"
 VERSION = 1
-OWN = "onnxtrain:"  # no parameter's name may begin so
+OWN = "onnxtrain:"  # a reserved prefix of tensor names
 _GRADIENT = f"{OWN}gradient/"
 _OPTIMIZER = f"{OWN}optimizer/"
 
 
 def save(checkpoint: Checkpoint, path: str | os.PathLike[str], *, include_optimizer_state: bool = True) -> None:
-    """Writes the file whole or not at all: a kill at any moment leaves the old file or the new one.
+    """Write the file atomically: if the process is killed, the old or the new file remains.
 
     Args:
         checkpoint: its arrays may be memory-mapped; they are not copied.
-        path: the file; its folder must be there.
-        include_optimizer_state: without it, moments, gradients, step and learning rate are left out.
+        path: the file, in an existing folder.
+        include_optimizer_state: whether moments, gradients, step and learning rate are saved.
 
     Raises:
-        CheckpointError: a name is reserved, or a tensor has a type that safetensors lacks.
-        OSError: the file cannot be written; an old one stays as it was.
+        CheckpointError: a name is reserved, or safetensors does not support a tensor's dtype.
+        OSError: the file cannot be written; an existing one is not changed.
     """
     for name in checkpoint.parameters:
         if name.startswith(OWN):
             raise CheckpointError(f"Names that begin with {OWN!r} are reserved.", name, todo="Rename the parameter.")
         if checkpoint.nominal and is_text(checkpoint.parameters[name]):
-            raise CheckpointError("Texts cannot be left out of a checkpoint.", name, todo="Save it with its values.")
+            raise CheckpointError("A nominal checkpoint cannot hold string tensors.", name, todo="Save it with values.")
     tensors = {} if checkpoint.nominal else dict(checkpoint.parameters)
     if include_optimizer_state:
         tensors |= {f"{_GRADIENT}{name}": array for name, array in checkpoint.gradients.items()}
@@ -57,28 +58,30 @@ def save(checkpoint: Checkpoint, path: str | os.PathLike[str], *, include_optimi
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads a file of `save`, or one of onnxruntime-training 1.17 to 1.19. Nothing in it is executed.
+    """Read a file of `save`, or of onnxruntime-training 1.17 to 1.19. No code in it is executed.
 
     Raises:
-        CheckpointError: the file is damaged, truncated, no checkpoint, or of a later version.
+        CheckpointError: the file is corrupt, truncated, not a checkpoint, or of a later version.
         OSError: the file cannot be read.
     """
     path = Path(path)
     if path.is_dir():
-        what = "A folder is no checkpoint: onnxruntime-training wrote folders up to 1.16."
+        what = "Folders are not supported as checkpoints: onnxruntime-training wrote them up to 1.16."
         raise CheckpointError(what, str(path), "one file", "a folder", "Save it again with onnxruntime-training 1.19.")
     with open(path, "rb") as file:
         if predecessor_checkpoint.recognizes(file.read(8)):
             return predecessor_checkpoint.read(path)
     tensors, metadata = safetensors_file.read(path)
     if ENTRY not in metadata:
-        what = "The file holds tensors, but it is no training checkpoint."
-        raise CheckpointError(what, str(path), f"a metadata entry {ENTRY!r}", sorted(metadata), "Give a checkpoint.")
+        what = "The safetensors file is not a training checkpoint."
+        raise CheckpointError(
+            what, str(path), f"a metadata entry {ENTRY!r}", sorted(metadata), "Pass a training checkpoint."
+        )
     return _Reader(path, tensors, metadata[ENTRY]).checkpoint()
 
 
 def _entry(checkpoint: Checkpoint, include_optimizer_state: bool) -> dict[str, object]:
-    """The metadata as JSON values. Properties are texts, so that a reader in JavaScript keeps all digits."""
+    """The metadata as JSON values. Properties are strings, which keep all digits in JavaScript."""
     entry: dict[str, object] = {
         "version": VERSION,
         "parameters": list(checkpoint.parameters),
@@ -95,7 +98,7 @@ def _entry(checkpoint: Checkpoint, include_optimizer_state: bool) -> dict[str, o
 
 
 def _encode(strings: Array) -> Array:
-    """Texts as the bytes of a JSON list."""
+    """Encode strings as the bytes of a JSON list."""
     return np.frombuffer(json.dumps([str(text) for text in strings.flat]).encode(), np.uint8)
 
 
@@ -103,7 +106,7 @@ _PROPERTY: Mapping[str, Callable[[str], Property]] = {"int": int, "float": float
 
 
 class _Reader:
-    """Turns checked tensors and an unchecked metadata entry into a checkpoint."""
+    """Build a checkpoint from validated tensors and a metadata entry that is not validated yet."""
 
     def __init__(self, path: Path, tensors: dict[str, Array], text: str) -> None:
         self.path = path
@@ -115,8 +118,8 @@ class _Reader:
         if not isinstance(self.entry, dict):
             self.refuse("a JSON object in the metadata", type(self.entry).__name__)
         if self.entry.get("version") != VERSION:
-            what = "The checkpoint is of another version."
-            todo = "Use the onnxtrain that wrote it, or a later one."
+            what = "The version of the checkpoint format is not supported."
+            todo = "Use the version of onnxtrain that wrote it, or a later one."
             raise CheckpointError(what, str(path), VERSION, self.entry.get("version"), todo)
 
     def checkpoint(self) -> Checkpoint:
@@ -138,14 +141,14 @@ class _Reader:
             gradients={name: self._like(f"{_GRADIENT}{name}", parameters[name]) for name in self._gradients(trainable)},
             step=self._count("step"),
             learning_rate=self._learning_rate(),
-            seed=self._whole("seed"),
+            seed=self._integer("seed"),
             draws=self._count("draws"),
             properties={name: self._property(name, pair) for name, pair in self._mapping("properties").items()},
             nominal="nominal" in self.entry,
         )
 
     def refuse(self, expected: str, got: object) -> NoReturn:
-        raise damaged(self.path, expected, repr(got)[:200])
+        raise corrupt_file_error(self.path, expected, repr(got)[:200])
 
     def _restore_strings(self) -> None:
         for name, shape in self._mapping("strings").items():
@@ -187,11 +190,11 @@ class _Reader:
         return array
 
     def _placeholder(self, name: str, value: Any) -> Array:
-        """An array of the right type and shape that takes no memory."""
+        """An array of this dtype and shape without memory of its own."""
         try:
             dtype, shape = value
             if dtype not in safetensors_file.DTYPE_NAMES:
-                self.refuse(f"a type of numbers for {name!r}", dtype)
+                self.refuse(f"a numeric dtype for {name!r}", dtype)
             return np.broadcast_to(np.zeros((), dtype_named(dtype)), shape)
         except (ValueError, TypeError) as error:
             self.refuse(f"type and shape of {name!r}", error)
@@ -213,13 +216,13 @@ class _Reader:
             self.refuse(f"a list of names as {key!r}", value)
         return value
 
-    def _whole(self, key: str) -> int:
+    def _integer(self, key: str) -> int:
         value = self.entry.get(key, 0)
-        return value if type(value) is int and abs(value) < 2**63 else self.refuse(f"a whole number as {key!r}", value)
+        return value if type(value) is int and abs(value) < 2**63 else self.refuse(f"an integer as {key!r}", value)
 
     def _count(self, key: str) -> int:
-        value = self._whole(key)
-        return value if value >= 0 else self.refuse(f"a number from 0 up as {key!r}", value)
+        value = self._integer(key)
+        return value if value >= 0 else self.refuse(f"an integer >= 0 as {key!r}", value)
 
     def _learning_rate(self) -> float | None:
         value = self.entry.get("learning_rate")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in whatever file it stands."""
+"""The content of a checkpoint, independent of the file format."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Property = int | float | str
 
 @dataclass
 class Checkpoint:
-    """The state of a training.
+    """The state of training.
 
     Attributes:
         parameters: trainable and frozen parameters and buffers, in the training graph's order.
-        trainable: the names of those that the optimizer changes.
-        optimizer: the name of a state (`first_order_moment`) → parameter → tensor; empty before the first step.
-        gradients: what has accumulated since the last reset; empty where a reset is due.
-        step: how many updates the optimizer made.
-        learning_rate: None where none was set yet.
-        seed: what the first random number is drawn from.
-        draws: how many training calls drew since.
+        trainable: the names of those that the optimizer updates.
+        optimizer: state name (`first_order_moment`) → parameter → tensor; empty before the first step.
+        gradients: accumulated since the last reset; empty if a reset is due.
+        step: the number of optimizer steps.
+        learning_rate: None if it was never set.
+        seed: of the random number generator.
+        draws: the number of training calls since that sampled random numbers.
         properties: the user's own values.
-        nominal: whether only types and shapes of the parameters count; their values are filled in later.
+        nominal: whether parameters have only dtypes and shapes; their values are set later.
     """
 
     parameters: dict[str, Array]
@@ -41,7 +41,7 @@ class Checkpoint:
     nominal: bool = False
 
 
-def damaged(path: Path, expected: str, got: object) -> CheckpointError:
-    """The error for a file that breaks a rule of its format."""
-    what = "The checkpoint file is damaged, truncated, or no checkpoint."
-    return CheckpointError(what, str(path), expected, got, "Use another copy of the file. Nothing of it was loaded.")
+def corrupt_file_error(path: Path, expected: str, got: object) -> CheckpointError:
+    """The error for a file that violates its format."""
+    problem = "The checkpoint file is damaged, truncated, or no checkpoint."
+    return CheckpointError(problem, str(path), expected, got, "Use another copy of the file. Nothing of it was loaded.")

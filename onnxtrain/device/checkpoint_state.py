@@ -1,4 +1,4 @@
-"""The face of a training's state: parameters and properties by name, and the file that they come from and go to."""
+"""CheckpointState: the parameters and properties of a training by name, loaded from and saved to a file."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Parameter:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the optimizer changes it."""
+        """Whether the optimizer updates it."""
         return self._name in self._state.trainable
 
     @property
     def data(self) -> Array:
-        """On the CPU the live memory: writing into it changes the model. From another device a copy.
+        """On the CPU a view of the memory: writing to it changes the model. On other devices a copy.
 
-        Setting it copies an array of the same shape and dtype into that memory.
+        Assigning copies an array of the same shape and dtype into that memory.
 
         Raises:
-            TrainingError: the state is nominal and has no values yet, or shape or dtype differ.
+            TrainingError: the state is nominal and has no values yet, or the shape or dtype differs.
         """
         return self._state.parameter(self._name).numpy()
 
@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def grad(self) -> Array | None:
-        """The sum of the gradients since the last reset; None before there is a `Module`, or if not trainable."""
+        """The accumulated gradient since the last reset; None without a `Module`, or if not trainable."""
         buffer = self._state.gradients.get(self._name)
         return None if buffer is None else buffer.numpy()
 
@@ -57,13 +57,13 @@ class Parameter:
 
 
 class Parameters:
-    """The parameters by name. Iteration gives (name, parameter) in alphabetical order."""
+    """The parameters by name. Iteration yields (name, parameter) in alphabetical order."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
 
     def __getitem__(self, name: str) -> Parameter:
-        self._state.parameter(name)  # raises where there is none, or no value yet
+        self._state.parameter(name)  # raises for an unknown name or a parameter without value
         return Parameter(name, self._state)
 
     def __setitem__(self, name: str, value: Array) -> None:
@@ -84,14 +84,14 @@ class Parameters:
 
 
 class Properties:
-    """The user's own values by name, kept in the checkpoint: int, float and str. A bool becomes an int."""
+    """The user's own values by name, saved in the checkpoint: int, float and str. A bool is stored as an int."""
 
     def __init__(self, values: dict[str, Property]) -> None:
         self._values = values
 
     def __getitem__(self, name: str) -> Property:
         if name not in self._values:
-            raise UnknownNameError("There is no such property.", expected=", ".join(self._values), got=repr(name))
+            raise UnknownNameError("Unknown property.", expected=", ".join(self._values), got=repr(name))
         return self._values[name]
 
     def __setitem__(self, name: str, value: Property) -> None:
@@ -120,12 +120,12 @@ class Properties:
 
 
 class CheckpointState:
-    """The state of a training, made by `load_checkpoint`, that a `Module` and an `Optimizer` work on.
+    """The state of training, created by `load_checkpoint` and used by `Module` and `Optimizer`.
 
     Attributes:
         parameters: the model's parameters and buffers by name.
         properties: the user's own values by name.
-        training_state: what the other classes of the training API work on.
+        training_state: the internal state that the training API works on.
     """
 
     def __init__(self, content: Checkpoint) -> None:
@@ -135,7 +135,7 @@ class CheckpointState:
 
     @property
     def seed(self) -> int:
-        """What the random numbers of training are drawn from; setting it starts them anew."""
+        """The seed of the random numbers of training. Assigning restarts them."""
         return self.training_state.seed
 
     @seed.setter
@@ -145,10 +145,10 @@ class CheckpointState:
 
     @classmethod
     def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str]) -> CheckpointState:
-        """Reads a checkpoint of onnxtrain, or one of onnxruntime-training 1.17 to 1.19.
+        """Read a checkpoint of onnxtrain, or of onnxruntime-training 1.17 to 1.19.
 
         Raises:
-            CheckpointError: the file is damaged, or no checkpoint.
+            CheckpointError: the file is corrupt or not a checkpoint.
             OSError: it cannot be read.
         """
         return cls(checkpoint.load(checkpoint_uri))
@@ -157,14 +157,14 @@ class CheckpointState:
     def save_checkpoint(
         cls, state: CheckpointState, checkpoint_uri: str | os.PathLike[str], include_optimizer_state: bool = False
     ) -> None:
-        """Writes the file whole or not at all: a kill at any moment leaves the old file or the new one.
+        """Write the file atomically: if the process is killed, the old or the new file remains.
 
-        With the optimizer's state, a resumed training equals the uninterrupted one bit for bit.
+        With optimizer state, a resumed training equals the uninterrupted one bit for bit.
 
         Args:
-            state: what to save.
-            checkpoint_uri: the file; its folder must be there.
-            include_optimizer_state: whether moments, step, learning rate and summed gradients are kept too.
+            state: to save.
+            checkpoint_uri: the file, in an existing folder.
+            include_optimizer_state: whether moments, step, learning rate and accumulated gradients are saved too.
 
         Raises:
             TrainingError: the state is nominal and has no values yet.

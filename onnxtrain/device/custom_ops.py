@@ -1,4 +1,4 @@
-"""The custom ops of a shared library: onnxruntime alone knows their types (F93)."""
+"""The custom ops of a shared library, whose output types only onnxruntime can infer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _STANDARD = frozenset({ONNX, "ai.onnx", "ai.onnx.ml"})
 
 
 def declare_types(model: ir.Model, library: Path) -> None:
-    """Gives the outputs of custom ops the types that onnxruntime infers with the library, in place.
+    """Set the output types of custom ops to those that onnxruntime infers with the library, in place.
 
-    Many libraries tell element types and no ranks: then the model has to.
+    Many libraries infer element types but no ranks; the model must declare those.
 
     Raises:
         ArtifactError: onnxruntime is not installed, or the library does not load.
     """
-    asked: set[ir.Node] = set()
+    declared: set[ir.Node] = set()
     while True:
         common.ShapeInferencePass()(model)
-        waiting = [node for node in model.graph if _lacks_types(node, model) and node not in asked]
-        ready = [node for node in waiting if all(v is None or _is_typed(v) for v in node.inputs)]
+        pending = [node for node in model.graph if _lacks_types(node, model) and node not in declared]
+        ready = [node for node in pending if all(v is None or _is_typed(v) for v in node.inputs)]
         if not ready:
-            return  # the conversion says which value has no type
+            return  # the conversion reports values without type
         for node in ready:
             _declare(node, model, library)
-        asked.update(ready)
+        declared.update(ready)
 
 
 def _is_typed(value: ir.Value) -> bool:
@@ -51,28 +51,32 @@ def _lacks_types(node: ir.Node, model: ir.Model) -> bool:
 
 def _declare(node: ir.Node, model: ir.Model, library: Path) -> None:
     try:
-        import onnxruntime  # noqa: PLC0415  not a core dependency
+        import onnxruntime  # noqa: PLC0415  an extra
     except ImportError as error:
         todo = "pip install onnxruntime, or declare the types of their outputs in the model"
-        raise ArtifactError("Types of custom ops are found by onnxruntime.", str(node.name), todo=todo) from error
+        raise ArtifactError(
+            "onnxruntime is needed to infer the types of custom ops, and is not installed.", str(node.name), todo=todo
+        ) from error
     settings = onnxruntime.SessionOptions()
     settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         settings.register_custom_ops_library(str(library))
-        session = onnxruntime.InferenceSession(_alone(node, model), settings, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own, which share no base
+        session = onnxruntime.InferenceSession(
+            _single_node_model(node, model), settings, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # onnxruntime's exceptions share no base class
         raise ArtifactError(
-            f"onnxruntime does not take {traversal.describe(node)} with the library {library.name}.", got=str(error)
+            f"onnxruntime cannot load {traversal.describe(node)} with the library {library.name}.", got=str(error)
         ) from error
-    for value, found in zip(node.outputs, session.get_outputs(), strict=True):
-        name = found.type.removeprefix("tensor(").removesuffix(")").upper()
+    for value, output in zip(node.outputs, session.get_outputs(), strict=True):
+        name = output.type.removeprefix("tensor(").removesuffix(")").upper()
         value.type = ir.TensorType(ir.DataType[name])
-        if found.shape:  # it is empty for a scalar, and where the library tells no rank
-            value.shape = ir.Shape(found.shape)
+        if output.shape:  # empty for scalars and for unknown ranks
+            value.shape = ir.Shape(output.shape)
 
 
-def _alone(node: ir.Node, model: ir.Model) -> bytes:
-    """A model of this node only."""
+def _single_node_model(node: ir.Node, model: ir.Model) -> bytes:
+    """A model with this node only."""
     inputs = [
         onnx.helper.make_tensor_value_info(str(v.name), int(v.dtype), [_size(d) for d in v.shape])
         for v in dict.fromkeys(node.inputs)

@@ -1,4 +1,4 @@
-"""From a torch module to a base that blocks extend: captured as ORTModule captures it, in training and in eval mode."""
+"""Capture a torch module, as ORTModule does, in training and eval mode, for blocks to extend."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class FromTorch:
 def from_torch(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output_names: Sequence[str] | None
 ) -> FromTorch:
-    """Captures a module, which stays as it is.
+    """Capture a module, which is not modified.
 
     Args:
-        module: its own training flags count for the training graph where it is in training mode; else it is put there.
-        args: positional arguments of an example call. Sizes stay open where forward allows it.
+        module: in training mode, its submodules' training flags apply to the training graph; in eval mode, all are set.
+        args: the positional arguments of an example call. Dimensions are dynamic where forward allows it.
         kwargs: its keyword arguments.
-        output_names: for the tensors that forward returns, in order.
+        output_names: the names of the tensors that forward returns, in order.
 
     Raises:
-        ArtifactError: forward cannot be captured, or returns more or fewer tensors than there are names.
+        ArtifactError: forward cannot be captured, or the number of returned tensors is not that of the names.
     """
     try:
         with _mode(module, training=True):
@@ -65,8 +65,8 @@ def from_torch(
     except OnnxTrainError as error:
         raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     parameters = dict(module.named_parameters())
-    known = {t.name for t in training.model.graph.initializer}
-    named = [(name, p) for name, p in parameters.items() if name in known]
+    initializers = {t.name for t in training.model.graph.initializer}
+    named = [(name, p) for name, p in parameters.items() if name in initializers]
     return FromTorch(
         training,
         evaluation,
@@ -77,7 +77,7 @@ def from_torch(
 
 @contextlib.contextmanager
 def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Puts a module in training or eval mode for a while. One that trains keeps what it set for its parts."""
+    """Set a module's mode in the body. If it has that mode, the flags of its submodules are kept."""
     flags = [(part, part.training) for part in module.modules()]
     if module.training != training:
         module.train(training)
@@ -99,11 +99,11 @@ def _base(
 
 
 def capture_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Captures a module as it is, with gradients.
+    """Capture a module in its present mode, with gradients.
 
     Raises:
         ORTModuleFallbackException: forward cannot be captured.
-        ArtifactError: something in it only PyTorch can run.
+        ArtifactError: an operator runs in PyTorch only.
     """
     tensors, structure = flatten_call(tuple(args), dict(kwargs))
     refuse_module(module)
@@ -113,59 +113,63 @@ def capture_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[s
         try:
             captured = capture(module, structure, tensors, watch)
         except SideEffectError:
-            watch.settle()  # what forward does once only (a cache that it fills) is done now
+            watch.settle()  # a side effect that happens once, such as filling a cache, is done now
             captured = capture(module, structure, tensors, SideEffects(module))
-    _refuse_no_form(captured)
+    _refuse_torch_only(captured)
     return captured
 
 
-def _refuse_no_form(captured: Captured) -> None:
-    """Refuses what only PyTorch can run."""
+def _refuse_torch_only(captured: Captured) -> None:
+    """Raise ArtifactError for operators that only PyTorch can run."""
     for node in captured.model.graph:
         body = definition_of(node).body
         if isinstance(body, NoBody):
             operator = node.attributes.get_string("operator", node.op_type)
             raise ArtifactError(
-                f"{operator} has no form in standard ONNX ops: {body.reason}.",
+                f"{operator} cannot be expressed in standard ONNX ops: {body.reason}.",
                 where=traversal.origin(node),
-                todo="write it with other operators in forward",
+                todo="replace it by other operators in forward",
             )
 
 
 def _share_buffers(training: Base, evaluation: Base) -> None:
-    """What training updates, evaluation reads from the same place."""
-    known = {tensor.name for tensor in evaluation.model.graph.initializer}
-    evaluation.buffers = [name for name in training.buffers if name in known]
+    """Make evaluation read the buffers that training updates."""
+    initializers = {tensor.name for tensor in evaluation.model.graph.initializer}
+    evaluation.buffers = [name for name in training.buffers if name in initializers]
 
 
 def name_outputs(captured: Captured, output_names: Sequence[str] | None) -> dict[str, str]:
-    """Names the outputs; gives for each buffer that forward changes the name of its new value."""
+    """Name the outputs; return, for each buffer that forward mutates, the name of its new value."""
     graph, results = captured.model.graph, captured.results
     names = list(output_names or (["output"] if results == 1 else [f"output_{i}" for i in range(results)]))
     if len(names) != results:
-        raise ArtifactError("forward returns another number of tensors.", expected=len(names), got=results)
+        raise ArtifactError(
+            "The number of output names is not that of the tensors that forward returns.",
+            expected=len(names),
+            got=results,
+        )
     updates: dict[str, str] = {}
-    changed: list[ir.Value] = []
+    new_values: list[ir.Value] = []
     for mutation in captured.mutations:
         source = captured.sources[mutation.target]
         if source.kind != "buffer":
             raise ArtifactError(
-                "forward changes its input in place, which a training graph does not give back.",
+                "forward mutates an input in place, and training graphs do not return mutated inputs.",
                 where=source.name or f"input {source.index}",
-                todo="change a copy in forward",
+                todo="mutate a copy in forward",
             )
-        if not _only_counts(graph, graph.inputs[mutation.target], graph.outputs[mutation.output]):
+        if not _affects_only_itself(graph, graph.inputs[mutation.target], graph.outputs[mutation.output]):
             updates[source.name] = f"{source.name}{UPDATED}"
-            changed.append(graph.outputs[mutation.output])
-    values = [*graph.outputs[:results], *changed]
+            new_values.append(graph.outputs[mutation.output])
+    values = [*graph.outputs[:results], *new_values]
     graph.outputs.clear()
     close(graph, values, [*names, *updates.values()])
-    del graph.outputs[results:]  # the new values of buffers are asked for by name
+    del graph.outputs[results:]  # new values of buffers are looked up by name
     return updates
 
 
-def _only_counts(graph: ir.Graph, buffer: ir.Value, updated: ir.Value) -> bool:
-    """Whether an integer buffer leads to nothing but itself, as num_batches_tracked: exporters leave it out too."""
+def _affects_only_itself(graph: ir.Graph, buffer: ir.Value, updated: ir.Value) -> bool:
+    """Whether an integer buffer affects only itself, as num_batches_tracked does: exporters drop such buffers."""
     reached = {buffer}
     for node in graph:
         if any(value in reached for value in node.inputs):
@@ -175,7 +179,7 @@ def _only_counts(graph: ir.Graph, buffer: ir.Value, updated: ir.Value) -> bool:
 
 
 def _hold_parameters(module: torch.nn.Module, captured: Captured) -> None:
-    """Makes parameters and buffers initializers of the captured graph. Their memory is shared with the module."""
+    """Make parameters and buffers initializers of the captured graph. Memory is shared with the module."""
     graph = captured.model.graph
     for value, source in list(zip(graph.inputs, captured.sources, strict=True)):
         if source.kind == "input":
@@ -188,8 +192,8 @@ def _hold_parameters(module: torch.nn.Module, captured: Captured) -> None:
 
 
 def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
-    found: Any = module
+    attribute: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    assert isinstance(found, torch.Tensor)
-    return found
+        attribute = getattr(attribute, part)
+    assert isinstance(attribute, torch.Tensor)
+    return attribute

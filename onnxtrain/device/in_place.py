@@ -1,9 +1,8 @@
-"""Proves that outputs may be bound onto the memory of inputs: `w.out` onto `w`.
+"""Prove that outputs may be bound to the memory of inputs: `w.out` to `w`.
 
-onnxruntime accepts any such binding and orders nodes as it likes. Where the node that writes `w.out` may run before
-one that reads `w`, training goes on with wrong numbers and no error. It is safe where every node that reads `w` either
-must run before the writer, because the writer needs its result, or is the writer itself and reads each element before
-it writes that element.
+onnxruntime accepts any such binding, and orders nodes freely. If the node that writes `w.out` may run before one that
+reads `w`, training silently continues with wrong values. A binding is safe if each node that reads `w` either must run
+before the writer (which needs its result), or is the writer itself and reads each element before writing it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from onnxtrain.ops.registry import OPS
 
 
 def verify_updates(model: ir.Model, updates: Mapping[str, str]) -> None:
-    """Checks a model as it is written: its functions are inlined first, as onnxruntime does.
+    """Check all bindings of a model. Functions are inlined first, as onnxruntime does.
 
     Args:
-        model: it stays as it is.
-        updates: output name to the name of the input onto whose memory it shall be bound.
+        model: not modified.
+        updates: the name of each output → the name of the input whose memory it is to be bound to.
 
     Raises:
-        ArtifactError: a pair that is not there, whose types differ, or that is not safe; says which nodes clash.
+        ArtifactError: an output or input does not exist, their types differ, or the binding is not safe.
     """
     plain = traversal.with_graph(model, traversal.clone(model.graph)[0])
     common.InlinePass()(plain)
@@ -36,31 +35,33 @@ def verify_updates(model: ir.Model, updates: Mapping[str, str]) -> None:
     outputs = {v.name: v for v in graph.outputs}
     targets = list(updates.values())
     if len(set(targets)) != len(targets):
-        raise ArtifactError("Two outputs are to be bound onto one input.", got=", ".join(targets))
+        raise ArtifactError("Two outputs cannot be bound to one input.", got=", ".join(targets))
     for output, name in updates.items():
         if output not in outputs or name not in inputs:
-            raise ArtifactError("A graph lacks an output or input that is to be bound in place.", got=(output, name))
+            raise ArtifactError("The graph lacks an output or input of an in-place binding.", got=(output, name))
         written, read = outputs[output], inputs[name]
         if (written.dtype, written.shape) != (read.dtype, read.shape):
             got = f"{written.dtype} {written.shape}"
             raise ArtifactError(
-                f"{output} and {name} have not one type.", expected=f"{read.dtype} {read.shape}", got=got
+                f"{output} and {name} must have the same dtype and shape.",
+                expected=f"{read.dtype} {read.shape}",
+                got=got,
             )
         clash = _clash(written, [read], graph)
         if clash is not None:
             raise ArtifactError(
-                f"{output} cannot be written onto the memory of {name}: the node that reads it may run later.",
+                f"{output} cannot be written to the memory of {name}: a node that reads it may run later.",
                 where=traversal.describe(clash),
-                expected=f"every node that reads {name} is needed for {output}",
+                expected=f"{output} to depend on every node that reads {name}",
                 todo="read the value once, in the computation of its update",
             )
 
 
 def _clash(written: ir.Value, memory: Sequence[ir.Value], graph: ir.Graph | Sequence[ir.Node]) -> ir.Node | None:
-    """A node that may read `memory` after `written` was written over it; None where there is none."""
+    """A node that may read `memory` after `written` has overwritten it; None if there is none."""
     writer = written.producer()
     if writer is None:
-        return None  # an input handed out as it is: nothing is written
+        return None  # an input is returned: nothing is written
     shared = _views(memory, graph)
     before = _ancestors(writer)
     for node in graph:
@@ -75,7 +76,7 @@ def _clash(written: ir.Value, memory: Sequence[ir.Value], graph: ir.Graph | Sequ
 
 
 def _views(memory: Iterable[ir.Value], graph: Iterable[ir.Node]) -> set[ir.Value]:
-    """The values that may lie in this memory. What may be a view is followed, whether onnxruntime copies it or not."""
+    """The values that may share this memory. Possible views count, whether or not onnxruntime copies them."""
     shared = set(memory)
     for node in graph:
         definition = OPS.get((node.domain, node.op_type))
@@ -86,15 +87,15 @@ def _views(memory: Iterable[ir.Value], graph: Iterable[ir.Node]) -> set[ir.Value
 
 
 def _ancestors(node: ir.Node) -> set[ir.Node]:
-    found: set[ir.Node] = set()
-    waiting = [node]
-    while waiting:
-        for value in traversal.reads(waiting.pop()):
+    ancestors: set[ir.Node] = set()
+    pending = [node]
+    while pending:
+        for value in traversal.reads(pending.pop()):
             producer = value.producer()
-            if producer is not None and producer not in found:
-                found.add(producer)
-                waiting.append(producer)
-    return found
+            if producer is not None and producer not in ancestors:
+                ancestors.add(producer)
+                pending.append(producer)
+    return ancestors
 
 
 def _writes_after_reading(node: ir.Node, written: ir.Value, shared: set[ir.Value]) -> bool:
@@ -114,7 +115,7 @@ def _branch_is_safe(branch: ir.Graph, index: int, shared: set[ir.Value]) -> bool
 
 
 def _goes_by_slices(node: ir.Node, index: int, shared: set[ir.Value]) -> bool:
-    """Whether a Scan reads of `shared` only the slice that it is about to write: forward, along the first axis."""
+    """Whether a Scan reads of `shared` only the slice that it writes next: forward, along the first axis."""
     attributes = node.attributes
     plain = not any(any(a.as_ints()) for name, a in attributes.items() if name.endswith(("_axes", "_directions")))
     body = attributes["body"].as_graph()

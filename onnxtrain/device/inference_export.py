@@ -1,4 +1,4 @@
-"""Turns an eval graph and trained parameters into a model for inference."""
+"""Export an eval graph with trained parameters as a model for inference."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from onnxtrain.errors import TrainingError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-LARGEST_BYTES = 2**31 - 2**24  # a protobuf message ends at 2 GiB; the rest is for the nodes
+MAX_TENSOR_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB; the rest is for the nodes
 
 
 def export_for_inferencing(
     eval_model: Path, parameters: Mapping[str, Array], target: str | os.PathLike[str], output_names: Sequence[str]
 ) -> None:
-    """Writes what computes the named values, the parameters as initializers, beside `<target>.data` where it is large.
+    """Write a model that computes the named values, with the parameters as initializers.
 
     Args:
-        eval_model: the eval graph, whose inputs the parameters are.
+        eval_model: the eval graph, with the parameters as inputs.
         parameters: their values by name.
-        target: the file to write.
-        output_names: any values of the graph, in the order that the model shall give them.
+        target: the file to write; large tensors go to `<target>.data`.
+        output_names: values of the graph, in the order of the model's outputs.
 
     Raises:
-        TrainingError: the graph has no value of such a name, or the package onnx-ir is missing.
+        TrainingError: the graph has no value of such a name, or the package onnx-ir is not installed.
     """
     try:
-        import onnx_ir as ir  # noqa: PLC0415  the rest of the training API does without it
+        import onnx_ir as ir  # noqa: PLC0415  the rest of the training API does not need it
         from onnx_ir.passes import common as passes  # noqa: PLC0415
     except ImportError as error:
-        what = "The export edits an ONNX file, which takes the package onnx-ir."
+        what = "The export for inference needs the package onnx-ir, which is not installed."
         raise TrainingError(what, todo="pip install onnx-ir") from error
     model = ir.load(eval_model)
-    ir.external_data.load_to_model(model)  # its own files are not those of the target
+    ir.external_data.load_to_model(model)  # the target has external data of its own
     _cut(model.graph, output_names, eval_model)
     passes.RemoveUnusedNodesPass()(model)
     for value in list(model.graph.inputs):
@@ -56,23 +56,26 @@ def export_for_inferencing(
 
 def _cut(graph: ir.Graph, output_names: Sequence[str], path: Path) -> None:
     values = {value.name: value for node in graph for value in node.outputs}
-    known = sorted(str(name) for name in values if name)
+    available = sorted(str(name) for name in values if name)
     if unknown := [name for name in output_names if name not in values]:
         what = "The eval graph has no such values."
-        raise TrainingError(what, str(path), ", ".join(known), ", ".join(unknown), "Give names of values in the graph.")
+        todo = "Pass names of values in the graph."
+        raise TrainingError(what, str(path), ", ".join(available), ", ".join(unknown), todo)
     if not output_names:
-        raise TrainingError("An inference model needs an output.", "graph_output_names=", ", ".join(known), "none")
+        raise TrainingError(
+            "An inference model needs at least one output.", "graph_output_names=", ", ".join(available), "none"
+        )
     graph.outputs[:] = [values[name] for name in output_names]
 
 
 def _save(model: ir.Model, target: Path) -> None:
-    """Puts the model in place, and before it the tensors that it reads from a file of their own."""
+    """Move the model into place, after its external data."""
     import onnx_ir as ir  # noqa: PLC0415  as above
 
     needed = sum(tensor.nbytes for value in model.graph.initializers.values() if (tensor := value.const_value))
-    # Beside the target: only within one file system is a move atomic.
+    # In the target's folder: a move is atomic only within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-        external = f"{target.name}.data" if needed > LARGEST_BYTES else None
+        external = f"{target.name}.data" if needed > MAX_TENSOR_BYTES else None
         ir.save(model, Path(folder, target.name), external_data=external)
         for name in filter(None, (external, target.name)):
             os.replace(Path(folder, name), target.parent / name)

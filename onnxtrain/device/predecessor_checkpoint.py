@@ -18,7 +18,7 @@ import numpy as np
 from flatbuffers import number_types
 from flatbuffers.table import Table
 
-from onnxtrain.device.checkpoint_data import Checkpoint, Property, damaged
+from onnxtrain.device.checkpoint_data import Checkpoint, Property, corrupt_file_error
 from onnxtrain.device.values import Array, dtype_named
 from onnxtrain.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def read(path: Path) -> Checkpoint:
             raise CheckpointError(what, str(path), _VERSION, version, todo)
         return _Reader(path, root).checkpoint()
     except (struct.error, IndexError, ValueError, TypeError, OverflowError) as error:
-        raise damaged(path, "offsets that lie within the file", error) from error
+        raise corrupt_file_error(path, "offsets that lie within the file", error) from error
 
 
 class _Fields:

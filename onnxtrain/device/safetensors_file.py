@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.atomic_file import replacing
-from onnxtrain.device.checkpoint_data import damaged
+from onnxtrain.device.checkpoint_data import corrupt_file_error
 from onnxtrain.device.values import Array, dtype_named
 from onnxtrain.errors import CheckpointError
 
@@ -111,11 +111,11 @@ class _Slot:
     def read(self, file: io.BufferedReader, path: Path) -> Array:
         array = np.empty(self.end - self.start, np.uint8)
         if file.readinto(array.data) != array.nbytes:
-            raise damaged(path, f"{array.nbytes} bytes for {self.name!r}", "the end of the file")
+            raise corrupt_file_error(path, f"{array.nbytes} bytes for {self.name!r}", "the end of the file")
         try:
             typed = array.view(self.dtype.newbyteorder("<")).reshape(self.shape)
         except ValueError as error:  # an empty tensor with sizes beyond what numpy can count
-            raise damaged(path, f"a possible shape for {self.name!r}", self.shape) from error
+            raise corrupt_file_error(path, f"a possible shape for {self.name!r}", self.shape) from error
         return typed.astype(self.dtype, copy=False)
 
 
@@ -124,13 +124,15 @@ def _read_header(file: io.BufferedReader, path: Path) -> dict[str, Any]:
     rest = os.fstat(file.fileno()).st_size - 8
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(rest, MAX_HEADER_BYTES):
-        raise damaged(path, f"a header of at most {min(max(rest, 0), MAX_HEADER_BYTES)} bytes", f"{length} bytes")
+        raise corrupt_file_error(
+            path, f"a header of at most {min(max(rest, 0), MAX_HEADER_BYTES)} bytes", f"{length} bytes"
+        )
     try:
         header = json.loads(file.read(length), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, "a header of JSON in UTF-8 with unique names", error) from error
+        raise corrupt_file_error(path, "a header of JSON in UTF-8 with unique names", error) from error
     if not isinstance(header, dict):
-        raise damaged(path, "a JSON object as header", type(header).__name__)
+        raise corrupt_file_error(path, "a JSON object as header", type(header).__name__)
     return header
 
 
@@ -144,7 +146,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise damaged(path, "metadata that maps names to texts", repr(metadata)[:80])
+        raise corrupt_file_error(path, "metadata that maps names to texts", repr(metadata)[:80])
     return dict(metadata)
 
 
@@ -155,9 +157,9 @@ def _slots(header: Mapping[str, Any], file: io.BufferedReader, path: Path) -> li
     edges = [0, *(edge for slot in slots for edge in (slot.start, slot.end))]
     size = os.fstat(file.fileno()).st_size - file.tell()
     if any(slot.start != before for slot, before in zip(slots, edges[::2], strict=False)):
-        raise damaged(path, "tensors that follow each other without gap or overlap", _first_jump(slots))
+        raise corrupt_file_error(path, "tensors that follow each other without gap or overlap", _first_jump(slots))
     if edges[-1] != size:
-        raise damaged(path, f"{edges[-1]} bytes of tensors", f"{size} bytes")
+        raise corrupt_file_error(path, f"{edges[-1]} bytes of tensors", f"{size} bytes")
     return slots
 
 
@@ -169,15 +171,15 @@ def _first_jump(slots: list[_Slot]) -> str:
 
 def _slot(name: str, entry: Any, path: Path) -> _Slot:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise damaged(path, f"dtype, shape and data_offsets for {name!r}", repr(entry)[:80])
+        raise corrupt_file_error(path, f"dtype, shape and data_offsets for {name!r}", repr(entry)[:80])
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in _DTYPES:
-        raise damaged(path, f"a type for {name!r} of " + ", ".join(_DTYPES), repr(code)[:80])
+        raise corrupt_file_error(path, f"a type for {name!r} of " + ", ".join(_DTYPES), repr(code)[:80])
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise damaged(path, f"sizes and two offsets for {name!r}", repr(entry)[:80])
+        raise corrupt_file_error(path, f"sizes and two offsets for {name!r}", repr(entry)[:80])
     dtype = dtype_named(_DTYPES[code])
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-        raise damaged(path, f"{math.prod(shape) * dtype.itemsize} bytes for {name!r}", f"offsets {offsets}")
+        raise corrupt_file_error(path, f"{math.prod(shape) * dtype.itemsize} bytes for {name!r}", f"offsets {offsets}")
     return _Slot(name, dtype, tuple(shape), *offsets)
 
 
@@ -208,6 +210,6 @@ def _verify(expected: str, header: Mapping[str, object], arrays: Mapping[str, Ar
     stored = arrays if sys.byteorder == "little" else {n: _little_endian(n, a) for n, a in arrays.items()}
     found = f"{_checksum(header, stored.values()):08x}"
     if found != expected:
-        error = damaged(path, f"the checksum {expected}", found)
+        error = corrupt_file_error(path, f"the checksum {expected}", found)
         error.todo = f"Use another copy. If another tool changed the file, remove {CHECKSUM!r} from its metadata."
         raise error

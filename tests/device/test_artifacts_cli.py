@@ -62,11 +62,11 @@ def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
     [
         (["--train", "nothing*"], cli.USAGE, "one of body.w, fc.w, fc.b"),
         (["--learn-scales"], cli.USAGE, "add --qat"),
-        (["--freeze", "*"], cli.FAILED, "No parameter is to be trained"),
+        (["--freeze", "*"], cli.FAILED, "No parameter is chosen for training"),
         (["--loss-input", "nowhere"], cli.FAILED, "no value of this name"),
         (["--also-output", "nowhere"], cli.FAILED, "no such outputs"),
         (["--clip-norm", "0"], cli.FAILED, "a norm above 0"),
-        (["-o", __file__], cli.FAILED, "folder for the artifacts cannot be made"),
+        (["-o", __file__], cli.FAILED, "folder for the artifacts cannot be created"),
     ],
 )
 def test_says_what_is_wrong(

@@ -274,15 +274,15 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": "nowhere.onnx"}, RuntimeError, "not there"),
     ({"loss": "cross"}, RuntimeError, "Unknown loss"),
     ({"optimizer": "adam"}, TypeError, "Unknown optimizer"),
-    ({"frozen_params": ["w"]}, RuntimeError, "trained and frozen"),
+    ({"frozen_params": ["w"]}, RuntimeError, "both trained and frozen"),
     ({"additional_output_names": ("y",)}, RuntimeError, "list of names"),
     ({"additional_output_names": ["z"]}, RuntimeError, "no such outputs"),
     ({"requires_grad": ["weight"]}, RuntimeError, "no such parameters"),
-    ({"requires_grad": None}, RuntimeError, "No parameter is to be trained"),
+    ({"requires_grad": None}, RuntimeError, "No parameter is chosen for training"),
     ({"requires_grad": ["v"]}, RuntimeError, "does not depend"),
     ({"ort_format": True}, RuntimeError, "ORT-format"),
     ({"custom_op_library": "nowhere.so"}, RuntimeError, "not there"),
-    ({"loss_input_names": ["nothing"]}, RuntimeError, "Nothing is known of the type"),
+    ({"loss_input_names": ["nothing"]}, RuntimeError, "cannot be inferred"),
 ]
 
 
@@ -380,9 +380,9 @@ def test_a_torch_module_that_returns_its_loss(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, expected["logits"].detach().numpy(), rtol=1e-4, atol=1e-5)
     found = run.values["head.weight_grad.accumulation.buffer"].numpy()
     np.testing.assert_allclose(found, module.head.weight.grad.numpy(), rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
-    with pytest.raises(ArtifactError, match="another number of tensors"):
+    with pytest.raises(ArtifactError, match="number of output names is not that"):
         generate_artifacts(module, example_args=(x, labels), output_names=["loss"], artifact_directory=tmp_path)
-    with pytest.raises(ArtifactError, match="captured by an example call"):
+    with pytest.raises(ArtifactError, match="captured from an example call"):
         generate_artifacts(module, artifact_directory=tmp_path)
 
 

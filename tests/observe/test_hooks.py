@@ -154,7 +154,7 @@ def test_activations_inside_forward(tmp_path: Path, graph: bool, monkeypatch: py
 
 
 def test_activations_need_a_subscriber() -> None:
-    with pytest.raises(RuntimeError, match="no subscriber of type StatisticsSubscriber"):
+    with pytest.raises(RuntimeError, match="Expected a subscriber of type StatisticsSubscriber"):
         inspect_activation("x", torch.zeros(1))
 
 
