@@ -217,6 +217,8 @@ class CaseCheck:
         self.model = case_graph(case, dtype)
         self.count = len(self.model.graph.outputs)
         self.forward = Program(single_part(self.model), f"{case}", CPU, kernels)
+        self._references: dict[tuple[Any, ...], tuple[_Reference, _Reference] | None] = {}
+        self._joints: dict[tuple[bool, ...], Any] = {}
         self._bodies: dict[tuple[bool, ...], tuple[Any, Oracle]] = {}
         self.specs = [s for s in case.inputs if isinstance(s, Spec) and s.value is None]
         self.wrt = [s.grad and s.torch_dtype(dtype).is_floating_point for s in self.specs]
@@ -230,6 +232,19 @@ class CaseCheck:
         if special:
             found = [_with_specials(t) if s.make is None else t for s, t in zip(self.specs, found, strict=True)]
         return found
+
+    def expected(self, known: Mapping[str, int], special: bool = False) -> tuple[_Reference, _Reference] | None:
+        """PyTorch's results in the dtype under test and in float64; None where PyTorch refuses the sizes."""
+        key = (*known.items(), special)
+        if key not in self._references:
+            tensors = self.tensors(known, special)
+            try:
+                eager = self.reference(tensors, known, self.dtype)
+                exact = eager if self.dtype == torch.float64 else self.reference(tensors, known, torch.float64)
+                self._references[key] = eager, exact
+            except (RuntimeError, IndexError, ValueError):
+                self._references[key] = None
+        return self._references[key]
 
     def reference(self, tensors: Sequence[torch.Tensor], known: Mapping[str, int], dtype: torch.dtype) -> _Reference:
         """PyTorch's own results with the inputs in `dtype`. Raises what PyTorch raises for sizes that it refuses."""
@@ -271,12 +286,11 @@ class CaseCheck:
 
     def check_sizes(self, known: Mapping[str, int], special: bool = False) -> bool:
         """Compares forward and gradients at one set of sizes; False where PyTorch refuses the sizes."""
-        tensors = self.tensors(known, special)
-        try:
-            eager = self.reference(tensors, known, self.dtype)
-            exact = self.reference(tensors, known, torch.float64)
-        except (RuntimeError, IndexError, ValueError):
+        expected = self.expected(known, special)
+        if expected is None:
             return False
+        eager, exact = expected
+        tensors = self.tensors(known, special)
         where = f"{self.case} {dict(known)} {self.dtype}"
         torch.manual_seed(3)
         got, _ = self.forward.run(tensors, ())
@@ -295,8 +309,10 @@ class CaseCheck:
             declared = min(index, len(self.definition.outputs) - 1) in self.definition.aliases
             assert declared or not is_view, f"{where}: output {index} is a view, and `aliases` does not say so"
 
-    def _joint(self, given: Sequence[bool]) -> Any:
-        return differentiate(case_graph(self.case, self.dtype), self.wrt, given)
+    def _joint(self, given: tuple[bool, ...]) -> Any:
+        if given not in self._joints:
+            self._joints[given] = differentiate(case_graph(self.case, self.dtype), self.wrt, given)
+        return self._joints[given]
 
     def _gradients(
         self, tensors: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
@@ -332,12 +348,11 @@ class CaseCheck:
 
     def check_body(self, known: Mapping[str, int]) -> bool:
         """Compares the inlined body, forward and backward, on stock onnxruntime with PyTorch."""
-        tensors = self.tensors(known)
-        try:
-            eager = self.reference(tensors, known, self.dtype)
-            exact = self.reference(tensors, known, torch.float64)
-        except (RuntimeError, IndexError, ValueError):
+        expected = self.expected(known)
+        if expected is None:
             return False
+        eager, exact = expected
+        tensors = self.tensors(known)
         where = f"{self.case} {dict(known)} {self.dtype} body"
         given = tuple(c is not None for c in eager.cotangents)
         joint, oracle = self._body(given if self.differentiable else (False,))
@@ -401,17 +416,16 @@ class CaseCheck:
     def check_moves(self) -> None:
         """Gives each element of the inputs that the op moves its own number: no output has another, or one twice."""
         moved = [i for i in range(len(self._node().inputs)) if self.definition.input_name(i) in self.definition.moves]
+        if not moved:
+            return
         arrays = self._first_arguments()
         total = sum(arrays[i].numel() for i in moved)
         numbers = iter(torch.arange(total, dtype=self.dtype).split([arrays[i].numel() for i in moved]))
         for i in moved:
             arrays[i] = next(numbers).view_as(arrays[i])
-        if moved:
-            found = torch.cat([y.flatten() for y in self._call(self._node(), arrays)])
-            assert len(found.unique()) == len(found), f"{self.case}: an element comes out twice"
-            assert ((found >= 0) & (found < total) & (found == found.round())).all(), (
-                f"{self.case}: no element of these"
-            )
+        found = torch.cat([y.flatten() for y in self._call(self._node(), arrays)])
+        assert len(found.unique()) == len(found), f"{self.case}: an element comes out twice"
+        assert ((found >= 0) & (found < total) & (found == found.round())).all(), f"{self.case}: no element of these"
 
     def check_factor(self) -> None:
         """Multiplies each input that may be; the op that multiplies by the number itself gives the same."""

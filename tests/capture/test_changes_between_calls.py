@@ -16,10 +16,9 @@ from torch.nn.modules import module as torch_module
 
 from onnxtrain import ORTModule
 
-# The usual call is learned by the second call, and taken from the third on.
-AFTER = pytest.mark.parametrize(
-    "calls", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 300]
-)
+# The usual call is learned by the second call, and taken from the third on. What one that was just learned notices:
+# tests/capture/test_usual_call.py.
+AFTER = pytest.mark.parametrize("calls", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 300])
 
 
 class Mode(enum.Enum):

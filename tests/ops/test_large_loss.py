@@ -73,6 +73,7 @@ def test_kernels_take_the_shapes(inner: tuple[int, ...]) -> None:
     assert dx.shape == scores.shape
 
 
+@pytest.mark.slow
 @pytest.mark.large(gb=12)
 def test_the_last_rows_of_large_log_probabilities() -> None:
     """The picking of labels, and what its gradient writes, behind 2^31."""
@@ -98,6 +99,7 @@ def test_the_last_rows_of_large_log_probabilities() -> None:
     assert not log_prob.grad[-100:-1].any()
 
 
+@pytest.mark.slow
 @pytest.mark.large(gb=32)
 def test_the_last_rows_of_a_large_loss() -> None:
     """Elements behind 2^31 get their own loss and gradient: those of the last rows alone."""

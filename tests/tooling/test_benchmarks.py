@@ -445,6 +445,7 @@ def test_the_command_line_chooses() -> None:
 # ------------------------------------------------------------------------------------------------------------ all of it
 
 
+@pytest.mark.slow
 def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, docs = tmp_path / "out", tmp_path / "docs"
     docs.mkdir()
