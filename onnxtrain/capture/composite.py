@@ -19,13 +19,16 @@ import torch._inductor.config
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _collect_all_valid_cia_ops, _get_decomp_for_cia, _is_preservable_cia_op
 from torch._higher_order_ops.effects import with_effects
+from torch.export import exported_program
 from torch.export._remove_effect_tokens_pass import _remove_effect_tokens
 from torch.export.exported_program import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import has_side_effect
 
 from onnxtrain.capture.autocast import casting, casting_composites, state_types
+from onnxtrain.capture.replacement import replaced_in_thread
 from onnxtrain.capture.torch_reports import reports_dropped
+from onnxtrain.capture.views import is_unmarked_view
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.left_out import CHECKS
 
@@ -49,9 +52,22 @@ def composite_parts(program: ExportedProgram) -> Parts:
             whole.add(node.target)
     known = {op for op in _collect_all_valid_cia_ops() if _is_undefined_composite(op)}
     cast = casting_composites(program)
+    custom |= {n.target for n in _calls(program.graph_module) if _is_unmarked_view(n)} - whole
     whole |= set(filter(_draws, cast))
     state_types(program, whole & cast)
     return {op: casting(op, _get_decomp_for_cia(op)) for op in (known | custom | cast) - whole}
+
+
+def _is_unmarked_view(node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    return is_unmarked_view(node) and _is_preservable_cia_op(target) and not _draws(target)
+
+
+@contextmanager
+def buffer_copies_kept() -> Iterator[None]:
+    """Keep `buffer.copy_(x)` a copy: the export reads x for the buffer, of whatever shape and dtype x is."""
+    with replaced_in_thread(exported_program, "_remove_unnecessary_copy_op_pass", lambda *pair: pair):
+        yield
 
 
 @contextmanager

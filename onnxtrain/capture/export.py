@@ -32,13 +32,20 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from onnxtrain.capture import source_line
 from onnxtrain.capture.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.cheap_tracing import cheap_tracing
-from onnxtrain.capture.composite import composite_parts, plain_copies, unread_draws_kept, without_tokens
+from onnxtrain.capture.composite import (
+    buffer_copies_kept,
+    composite_parts,
+    plain_copies,
+    unread_draws_kept,
+    without_tokens,
+)
 from onnxtrain.capture.convert import convert
 from onnxtrain.capture.decisions import Decisions, Example, attempts
 from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
 from onnxtrain.capture.guards import Guards, compile_guards
 from onnxtrain.capture.key import attribute_reads
+from onnxtrain.capture.layouts import Layouts
 from onnxtrain.capture.left_behind import FakesMade
 from onnxtrain.capture.no_grad import grad_mode_noted, keep_gradients_out
 from onnxtrain.capture.patches import capturing
@@ -48,6 +55,7 @@ from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.capture.torch_reports import logged_as_info, printed_as_info
+from onnxtrain.capture.views import mark_views
 from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
@@ -130,10 +138,12 @@ class _Wrapper(torch.nn.Module):
         args, kwargs = self.structure.unflatten(tensors)
         watch.begin()
         buffers = AssignedBuffers(self.module)
+        layouts = Layouts(self.module, tensors)
         self.fakes.begin()
         leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
         self.found.output = output
         watch.check()
+        layouts.check()
         buffers.write()
         changed = self.structure.changed(args, kwargs, tensors)
         if changed:
@@ -204,14 +214,16 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
             program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         with _faults_are_ours(module):
+            mark_views(program)
             keep_gradients_out(program)
             plain = make_convertible(program)
+        traced = None if plain else program
         if not plain:
             program = _functionalize(program)
     with _faults_are_ours(module):
         converted = convert(program, type(module).__name__)
         names = _names(module, structure)
-        guards = compile_guards(program, names, decisions)
+        guards = compile_guards(program, names, decisions, traced)
         sources = _sources(program, module, len(names), parts)
         captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
     return replace(captured, reads=frozenset(reads))
@@ -302,7 +314,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
     table = torch._decomp.decomposition_table
     wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
-        with plain_copies(), unread_draws_kept(), cheap_tracing(), shape_shortcuts():
+        with plain_copies(), buffer_copies_kept(), unread_draws_kept(), cheap_tracing(), shape_shortcuts():
             functional: ExportedProgram = program.run_decompositions(composite_parts(program))
         return without_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything

@@ -307,7 +307,12 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> _Sizes:
     return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
-def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: Decisions | None = None) -> Guards:
+def compile_guards(
+    program: ExportedProgram,
+    names: Sequence[str],
+    decisions: Decisions | None = None,
+    traced: ExportedProgram | None = None,
+) -> Guards:
     """The guards of an export.
 
     Args:
@@ -315,6 +320,8 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
         names: what to call each of those tensors in messages.
         decisions: what the user's code decided from sizes. Without it, the guards hold only at sizes that PyTorch
             assumed as well: 2 and more.
+        traced: what was exported, where functionalization traced that once more: `tensor_split(x, 2)` is decomposed
+            for an even size.
 
     Raises:
         CaptureError: the graph is right only if a size has some value that only the elements of a tensor tell.
@@ -342,7 +349,7 @@ def compile_guards(program: ExportedProgram, names: Sequence[str], decisions: De
     # The bounds come first: what follows may divide by a size.
     conditions = [*(_of_environment(env, symbols, shapes) if env is not None else ()), *equal]
     alternative = _alternative(decisions, symbols)
-    guards = Guards(names, shapes, symbols, conditions, alternative, decisions, Proof(program, symbols))
+    guards = Guards(names, shapes, symbols, conditions, alternative, decisions, Proof(program, symbols, traced))
     guards.refuse_assumptions([values[name] for name in user_inputs])
     return guards
 

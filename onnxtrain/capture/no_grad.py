@@ -25,6 +25,7 @@ from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.convert import line_of
+from onnxtrain.capture.node_storage import storages_of
 from onnxtrain.capture.replacement import replaced
 from onnxtrain.errors import CaptureError
 
@@ -93,12 +94,6 @@ def _written(node: Node) -> list[Node]:
     return [value for value in pytree.tree_leaves(written) if isinstance(value, Node)]
 
 
-def _storages(node: Node) -> set[int]:
-    """The memory of a node's tensors, as it was when forward was traced: views share it."""
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided}
-
-
 def _can_have_gradient(node: Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
@@ -117,11 +112,11 @@ class _Walk:
 
     def __init__(self, module: GraphModule, calls: Sequence[Node], parameters: Collection[str]) -> None:
         places = module.graph.find_nodes(op="placeholder")
-        self._parameters = set().union(*(_storages(p) for p in places if p.name in parameters))
-        self._with_gradient = set().union(*(_storages(p) for p in places if _needs_gradient(p)))
+        self._parameters = set().union(*(storages_of(p) for p in places if p.name in parameters))
+        self._with_gradient = set().union(*(storages_of(p) for p in places if _needs_gradient(p)))
         self._detached: set[Node] = set()  # though what lies in their memory may have a gradient
         readers = [module.graph.output_node(), *filter(_gradients_are_on, calls)]
-        self._leaving = set().union(*(_storages(a) for reader in readers for a in reader.all_input_nodes))
+        self._leaving = set().union(*(storages_of(a) for reader in readers for a in reader.all_input_nodes))
 
     def graph(self, module: GraphModule, given: Sequence[Any] = ()) -> list[Any]:
         """One graph; `given` are the arguments of a region. Gives its results."""
@@ -149,8 +144,8 @@ class _Walk:
 
     def _value(self, node: Node) -> None:
         """A call that changes nothing: its results are new tensors, or views."""
-        grad, storages = _gradients_are_on(node), _storages(node)
-        viewed = [a for a in node.all_input_nodes if not storages.isdisjoint(_storages(a))]
+        grad, storages = _gradients_are_on(node), storages_of(node)
+        viewed = [a for a in node.all_input_nodes if not storages.isdisjoint(storages_of(a))]
         if viewed:
             if node.target is _DETACH or any(a in self._detached for a in viewed):
                 self._detached.add(node)
@@ -167,17 +162,17 @@ class _Walk:
 
     def _may_have_gradient(self, node: Node) -> bool:
         """Whether something in the node's memory has a gradient."""
-        return not self._with_gradient.isdisjoint(_storages(node))
+        return not self._with_gradient.isdisjoint(storages_of(node))
 
     def _write(self, node: Node, written: Sequence[Node]) -> None:
-        if any(not self._parameters.isdisjoint(_storages(target)) for target in written):
+        if any(not self._parameters.isdisjoint(storages_of(target)) for target in written):
             return  # refused later, with what is to be done about it
         grad, sources = _gradients_are_on(node), [a for a in node.all_input_nodes if a not in written]
         with_gradient = [a for a in sources if a not in self._detached and self._may_have_gradient(a)]
         hidden = any(target in self._detached for target in written)
         if grad and not hidden:
             if with_gradient:
-                self._with_gradient.update(*map(_storages, written))
+                self._with_gradient.update(*map(storages_of, written))
         elif any(map(self._may_have_gradient, written)) or (grad and with_gradient):
             raise CaptureError(
                 "forward changes a tensor in place where autograd does not see it, and a gradient flows through it",

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.checkpoints import region, regions_for
+from onnxtrain.capture.data_attribute import data_is_detached
 from onnxtrain.capture.four_bit import matmul_4bit
 from onnxtrain.capture.python_op import FunctionCalls
 from onnxtrain.capture.refusals import refuse_outside_tensor
@@ -62,6 +63,8 @@ def capturing() -> Iterator[None]:
         if hasattr(functional, "_infer_size"):  # torch 2.11: how a loss's weight is broadcast, of numbers alone
             stack.enter_context(replaced_in_thread(functional, "_infer_size", torch.broadcast_shapes))
         stack.enter_context(replaced_in_thread(PythonKeyTracer, "create_arg", _create_arg))
+        stack.enter_context(data_is_detached())
+        stack.enter_context(replaced_in_thread(torch.Tensor, "fill_diagonal_", _fill_diagonal))
         for lost in _LOST:
             stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
         _UNDER_WAY.flag = True
@@ -78,6 +81,14 @@ def _create_arg(tracer: PythonKeyTracer, argument: Any) -> Any:
     if isinstance(argument, torch.nn.Parameter) and not any(argument is p for p in tracer.root.parameters()):
         refuse_outside_tensor(argument)
     return _CREATE_ARG(tracer, argument)
+
+
+def _fill_diagonal(tensor: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    """The diagonal as a view: `fill_diagonal_` takes it by strides, which functionalization does not follow."""
+    if wrap or tensor.ndim != 2:
+        return torch._C.TensorBase.fill_diagonal_(tensor, fill_value, wrap)
+    tensor.diagonal().fill_(fill_value)
+    return tensor
 
 
 def capture_is_under_way() -> bool:

@@ -34,9 +34,16 @@ _SPECIAL = (0, 1)  # sizes that operators treat otherwise than all others
 
 
 class Proof:
-    """A captured graph, kept for what `reason` has to try out and `same_graph` to compare."""
+    """A captured graph, kept for what `reason` has to try out and `same_graph` to compare.
 
-    def __init__(self, program: ExportedProgram, symbols: dict[Any, Place]) -> None:
+    `traced` is the program before its operators were decomposed: the decompositions are right at other sizes only where
+    its operators have the shapes there that they had when they were decomposed.
+    """
+
+    def __init__(
+        self, program: ExportedProgram, symbols: dict[Any, Place], traced: ExportedProgram | None = None
+    ) -> None:
+        self._traced = None if traced is None else Proof(traced, symbols)
         self.graph_module = program.graph_module
         self.symbols = symbols
         signature = program.graph_signature
@@ -50,6 +57,9 @@ class Proof:
 
     def reason(self, binding: dict[Any, Any]) -> str:
         """Why the graph is not right at the sizes of `binding`, in words; "" if it is."""
+        return self._own_reason(binding) or ("" if self._traced is None else self._traced.reason(binding))
+
+    def _own_reason(self, binding: dict[Any, Any]) -> str:
         try:
             with _plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
                 reason = self._run(mode, dict(binding)) or _assumption(mode.shape_env)

@@ -312,9 +312,9 @@ class _Writer:
 
     def _arguments(self, node: ir.Node, definition: OpDef, kernel: Kernel) -> list[Any]:
         literal = kernel.scalars and not all(v is None or _is_scalar_constant(v) for v in node.inputs)
-        known = kernel.host_if_known
+        if_known = kernel.host_if_known(definition.view(node))
         found = [
-            self._argument(v, i in kernel.host or (known and v in self._host), kernel.scalars, literal)
+            self._argument(v, i in kernel.host or (i in if_known and v in self._host), kernel.scalars, literal)
             for i, v in enumerate(node.inputs)
         ]
         declared = definition.inputs

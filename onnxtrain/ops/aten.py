@@ -349,7 +349,7 @@ ATEN_OP = define(
         native_ok=lambda n: False,
         gradient=(Gradient(_gradient, reads=("inputs", "outputs")),),
         stops=frozenset(),
-        kernels=(Kernel(lower=_lower, host_if_known=True),),
+        kernels=(Kernel(lower=_lower, host_if_known=lambda n: {n.tensors}),),
         axes=lambda n: "",
         effects=Effects.RANDOM,  # which operators draw is not told by all their schemas: none is merged or dropped
         aliases={0: 0},  # where PyTorch's operator gives a view, it is one of its first tensor

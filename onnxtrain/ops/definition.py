@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -235,7 +235,7 @@ class Kernel:
         scalars: whether a 0-dimensional constant may come as a Python number.
         host: indices of inputs that come as Python ints (0-dimensional) or tuples of ints.
         waits: whether the call moves elements from or to the host, beside those of `host`: a GPU is waited for.
-        host_if_known: whether an input that is a size comes as a Python int or tuple wherever it stands.
+        host_if_known: from the node, the indices of inputs that come so where the host knows them, else as tensors.
         applies: whether this kernel can run the node (dtypes, attributes, device type).
         deterministic: whether two runs give the same bits.
         workspace: bytes of scratch memory beside inputs and outputs.
@@ -255,7 +255,7 @@ class Kernel:
     scalars: bool = False
     host: frozenset[int] = frozenset()
     waits: Callable[[NodeView], bool] = lambda node: False
-    host_if_known: bool = False
+    host_if_known: Callable[[NodeView], Collection[int]] = lambda node: ()
     applies: Callable[[NodeView, str], bool] = lambda node, device: True
     deterministic: bool = True
     workspace: Callable[[NodeView], Size] = lambda node: 0

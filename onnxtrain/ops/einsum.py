@@ -93,6 +93,8 @@ def einsum_of_one(equation: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _capture_einsum(op: Builder, equation: str, operands: Sequence[ir.Value], *, path: Any = None) -> Any:
+    if len({dtype_of(x) for x in operands}) > 1:  # eager takes these for some sizes
+        return NotImplemented
     terms, output = _explicit(equation, [rank_of(x) for x in operands])
     singles = [_diagonal(op, term, x) for term, x in zip(terms, operands, strict=True)]
     return contracted(op, [term for term, _ in singles], output, [x for _, x in singles])

@@ -240,7 +240,7 @@ define(
         native_ok=never,
         gradient=(Gradient(_gradient, reads=("context",)),),
         stops=frozenset(),
-        kernels=(Kernel(lower=_lower, host_if_known=True),),
+        kernels=(Kernel(lower=_lower, host_if_known=lambda n: {len(call_of(n.node).inputs)}),),
         axes=lambda n: "",
         effects=Effects.PYTHON | Effects.RANDOM,
         aliases={},  # an output may lie in an input's memory, but is no view of it for autograd

@@ -91,6 +91,8 @@ def _convolve(
     more: Any = None,
 ) -> Any:
     """A Conv, or with `more` (output_padding) a ConvTranspose; x may be a single sample."""
+    if 0 in sizes.dims_of(weight)[:2]:  # of no channels PyTorch gives another shape than ONNX
+        return NotImplemented
     count = rank_of(weight) - 2
     pads = as_list(padding, count)
     how = {"strides": as_list(stride, count), "pads": pads * 2, "dilations": as_list(dilation, count), "group": groups}

@@ -1,7 +1,8 @@
 """TopK and Sort: elements by size along an axis, with their places; OneHot: places as rows of zeros and a one.
 
     TopK(x, k) -> values, places         the k largest (or smallest); of equal ones either may come first
-    Sort(x) -> values, places            all of them; equal ones keep their order; NaN is larger than every number
+    Sort(x) -> values, places            all of them; with stable=1 equal ones keep their order, else they come in the
+                                         order that PyTorch's kernel gives them; NaN is larger than every number
     KthValue(x, k) -> value, place       the k-th smallest, counted from 1; which of equal ones is left open
 
 The gradient goes back to the places the values came from.
@@ -112,14 +113,14 @@ def _sort_body(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
 def _capture_sort(
     op: Builder, x: ir.Value, *position: Any, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> tuple[ir.Value, ir.Value]:
-    """`sort(x, dim, descending)` and `sort.stable(x, *, stable, dim, descending)`: ours keeps the order always."""
+    """`sort(x, dim, descending)` and `sort.stable(x, *, stable, dim, descending)`."""
     dim = position[0] if position else dim
     descending = position[1] if len(position) > 1 else descending
+    how = {"descending": int(descending), "stable": int(bool(stable))}
     if not rank_of(x):
-        values, order = op.own.Sort(reshaped(op, x, (1,)), axis=0, descending=int(descending))
+        values, order = op.own.Sort(reshaped(op, x, (1,)), axis=0, **how)
         return reshaped(op, values, ()), reshaped(op, order, ())
-    axis = in_rank(dim, rank_of(x), "the axis of sort")
-    found: tuple[ir.Value, ir.Value] = op.own.Sort(x, axis=axis, descending=int(descending))
+    found: tuple[ir.Value, ir.Value] = op.own.Sort(x, axis=in_rank(dim, rank_of(x), "the axis of sort"), **how)
     return found
 
 
@@ -135,12 +136,12 @@ SORT = movement(
     "Sort",
     ("x",),
     lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)), TensorType(ir.DataType.INT64, sizes.dims_of(n.x))),
-    lambda n, x: Call(torch.sort, x, dim=axis_of(n, n.x), descending=bool(n.descending), stable=True),
+    lambda n, x: Call(torch.sort, x, dim=axis_of(n, n.x), descending=bool(n.descending), stable=bool(n.stable)),
     _ordered_gradient,
     reads=("places",),
     domain=OWN,
     outputs=("values", "places"),
-    attributes={"axis": -1, "descending": 0},
+    attributes={"axis": -1, "descending": 0, "stable": 1},
     from_torch={
         "aten.sort.default": _capture_sort,
         "aten.sort.stable": _capture_sort,

@@ -105,6 +105,8 @@ def _capture_baddbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, b
 
 
 def _capture_addbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if not dtype_of(base) == dtype_of(a) == dtype_of(b):  # eager takes these where there is no matrix
+        return NotImplemented
     return sum_with(op, base, beta, op.ReduceSum(op.MatMul(a, b), constant_axes(op, 0), keepdims=0), alpha)
 
 

@@ -1,0 +1,51 @@
+"""Layouts of the caller's and the module's tensors: a graph cannot change them as `x.t_()` and `x.detach_()` do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from onnxtrain.capture.node_storage import layout_of
+from onnxtrain.errors import ChangedArgumentError
+
+
+class Layouts:
+    """The shapes and strides of a call's tensors and a module's own, before forward."""
+
+    def __init__(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        own = itertools.chain(module.named_parameters(), module.named_buffers())
+        named = [*((f"tensor {i} of the call", t) for i, t in enumerate(tensors)), *own]
+        self._before = [(name, tensor, layout_of(tensor), tensor.requires_grad) for name, tensor in named]
+        self._where = type(module).__name__
+
+    def check(self) -> None:
+        """Forward has run.
+
+        Raises:
+            ChangedArgumentError: it changed one of them.
+        """
+        for name, tensor, layout, requires_grad in self._before:
+            if layout_of(tensor) != layout:
+                raise ChangedArgumentError(
+                    "forward changes the shape or strides of its argument or buffer in place",
+                    where=self._where,
+                    expected=f"{name} with {_words(layout)}",
+                    got=_words(layout_of(tensor)),
+                    todo="the module runs in PyTorch; write x = x.t() in place of x.t_()",
+                )
+            if requires_grad and not tensor.requires_grad:
+                raise ChangedArgumentError(
+                    "forward takes the gradient of its argument away in place",
+                    where=self._where,
+                    expected=f"{name} with requires_grad=True",
+                    got="requires_grad=False",
+                    todo="the module runs in PyTorch; write x = x.detach() in place of x.detach_()",
+                )
+
+
+def _words(layout: tuple[Any, ...]) -> str:
+    names = ("shape", "strides", "offset")
+    return " and ".join(f"{name} ({', '.join(map(str, part))})" for name, part in zip(names, layout, strict=False))

@@ -1,0 +1,26 @@
+"""Which nodes of a trace share memory, and how their tensors lie in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+
+def storages_of(node: Node) -> set[int]:
+    """The memory of a node's tensors, as it was when forward was traced: views share it."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided}
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
+    """Shape, strides and offset, sizes as expressions: to compare sizes would make a condition of the comparison."""
+    if tensor.layout != torch.strided:
+        return (tuple(map(_expression, tensor.shape)),)
+    return tuple(tuple(map(_expression, n)) for n in (tensor.shape, tensor.stride(), (tensor.storage_offset(),)))
+
+
+def _expression(size: Any) -> Any:
+    return size.node._expr if isinstance(size, torch.SymInt) else size

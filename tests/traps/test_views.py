@@ -1,0 +1,196 @@
+"""Traps of views and of changes in place that a trace loses: each test fails when its guard is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onnxtrain import FallbackPolicy, ORTModule
+from onnxtrain.errors import CaptureError, ChangedArgumentError
+
+WIDTH = 4
+
+
+class Calls(nn.Module):
+    """Calls a function of itself and the input."""
+
+    def __init__(self, function: Callable[[Calls, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, WIDTH))
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.register_buffer("rounded", torch.ones(WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def ours(module: nn.Module) -> ORTModule:
+    return ORTModule(module, rng="torch", fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+
+
+def assert_as_eager(function: Callable[[Calls, torch.Tensor], torch.Tensor], *, trains: bool = True) -> None:
+    """At several sizes: the output, the input and the buffers afterwards, and the gradient."""
+    module, theirs = Calls(function), Calls(function)
+    run = ours(module)
+    for length in (6, 3):
+        x = torch.randn(length, WIDTH)
+        given = x.clone()
+        output, expected = run(given), theirs(x)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        torch.testing.assert_close(given, x, rtol=0, atol=0)
+        torch.testing.assert_close(dict(module.named_buffers()), dict(theirs.named_buffers()), rtol=0, atol=0)
+        if trains:
+            output.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(module.weight.grad, theirs.weight.grad)
+
+
+def written(text: str) -> Callable[[Calls, torch.Tensor], torch.Tensor]:
+    """A function that runs these statements, and gives `v` times the weight."""
+    source = f"def function(self, x):\n    {text}\n    return v * self.weight"
+    scope = {"torch": torch, "F": F, "nn": nn}
+    exec(source, scope)
+    found: Callable[[Calls, torch.Tensor], torch.Tensor] = scope["function"]  # type: ignore[assignment]
+    return found
+
+
+# What is written to a view reaches the tensor that it is a view of
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v = x * 2; y = F.dropout(v, 0.5, False); y.mul_(2.0)",
+        "v = x; y = F.dropout(v, 0.5, False); y.mul_(2.0)",
+        "v = x * 2; y = nn.Dropout(0.0)(v); y.mul_(2.0)",
+        "v = x * 2; y, _ = torch.broadcast_tensors(v, x); y.mul_(2.0)",
+        "v = x; loss = F.mse_loss(v, v + 1); v[-1] = loss",
+        "v = x * 2; y = v.type_as(x); y[0].mul_(2.0)",
+        "v = x * 2; y = v.sum_to_size(v.shape); y.mul_(2.0)",
+        "v = x * 2; y = torch.einsum('ij->ji', v); y[0].mul_(2.0)",
+        "v = x; y = v.unsafe_chunk(2)[0]; y.mul_(2.0)",
+        "v = x * 2; y = v.unsafe_split(1)[0]; y.mul_(2.0)",
+        "v = x; v.fill_diagonal_(3.0)",
+        "v = x * 2; v.view(-1, 4).fill_diagonal_(3.0)",
+    ],
+)
+def test_writes_through_views_that_schemas_do_not_mark(text: str) -> None:
+    assert_as_eager(written(text))
+
+
+# Shapes that change in place
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v = x[:4] * 2; v.t_(); v[0].mul_(3.0); v = v.t()[:, :4]",
+        "v = x * 2; v.unsqueeze_(0)",
+        "v = x[:1] * 2; v.squeeze_()",
+        "v = x * 2; v.transpose_(0, 1); v = v.t()",
+        "v = x * 2; y = v.view(-1); v.unsqueeze_(0); y.mul_(2.0)",
+        "v = x * self.weight; v.detach_()",
+    ],
+)
+def test_a_value_whose_shape_changes_in_place(text: str) -> None:
+    assert_as_eager(written(text))
+
+
+@pytest.mark.parametrize("text", ["x.unsqueeze_(0)", "x.t_()", "x.squeeze_()", "self.seen.unsqueeze_(0)"])
+def test_an_input_or_buffer_whose_shape_changes_in_place_is_refused(text: str) -> None:
+    with pytest.raises(ChangedArgumentError, match="changes the shape or strides"):
+        ours(Calls(written(f"v = x * 2; {text}")))(torch.randn(1, WIDTH))
+
+
+def test_an_input_that_is_detached_in_place_is_refused() -> None:
+    with pytest.raises(ChangedArgumentError, match="takes the gradient"):
+        ours(Calls(written("v = x * 2; x.detach_()")))(torch.randn(3, WIDTH, requires_grad=True))
+
+
+def test_an_input_whose_shape_changes_in_place_changes_in_pytorch() -> None:
+    x = torch.randn(3, WIDTH)
+    with pytest.warns(UserWarning, match="changes the shape or strides"):
+        ORTModule(Calls(written("v = x * 2; x.t_()")))(x)
+    assert x.shape == (WIDTH, 3)
+
+
+# `tensor.data`
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "self.seen.data.mul_(2.0); v = x",
+        "v = x + self.seen; self.seen.data.copy_(x.detach().mean(0))",
+        "self.seen.data[0] = 5.0; v = x * self.seen",
+        "v = x * self.weight; v = v * v.data",
+        "v = x; x.data.mul_(2.0)",
+    ],
+)
+def test_data_is_detached(text: str) -> None:
+    assert_as_eager(written(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("self.seen.data = self.seen * 2; v = x", "assigns to a tensor's data"),
+        ("v = x * self.weight; v.data.mul_(2.0)", "where autograd does not see it"),
+        ("self.weight.data.clamp_(0, 1); v = x", "changes a parameter"),
+    ],
+)
+def test_data_that_a_graph_cannot_write_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason):
+        ours(Calls(written(text)))(torch.randn(3, WIDTH))
+
+
+# Buffers that are written from values of another shape or type
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.mul_(1.0); self.seen.copy_(x.mean()); v = x * F.silu(self.seen)",
+        "x.mul_(1.0); self.rounded.copy_(x.mean(0)); v = x * self.rounded",
+    ],
+)
+def test_a_buffer_that_is_written_keeps_its_shape_and_type(text: str) -> None:
+    assert_as_eager(written(text))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("lengths", [(2, 3, 5, 4), (4, 7, 1)])
+def test_a_decomposition_that_goes_by_the_size_serves_such_sizes_only(lengths: tuple[int, ...]) -> None:
+    """`tensor_split` of an even length is decomposed into equal parts."""
+    run = ours(Calls(written("v = torch.tensor_split(x, 2)[0]; x.mul_(2.0)")))
+    for length in lengths:
+        assert run(torch.ones(length, WIDTH)).shape == (-(-length // 2), WIDTH)
+
+
+def test_groups_of_a_convolution_that_are_a_size() -> None:
+    assert_as_eager(written("v = F.conv1d(x[None], torch.ones(x.shape[0], 1, 1), groups=x.shape[0])[0]"))
+
+
+def test_lengths_of_ctc_loss_that_are_a_size() -> None:
+    ones = "torch.ones(x.shape[0], dtype=torch.int64)"
+    loss = "F.ctc_loss(v.transpose(0, 1).log_softmax(-1), ones[:, None], ones * v.shape[1], ones)"
+    assert_as_eager(written(f"v = torch.stack([x] * 3, 1); ones = {ones}; v = x * {loss}"))
+
+
+# Ties
+
+
+@pytest.mark.parametrize("call", ["argsort(0)", "sort(0, descending=True)[1]", "argsort(dim=0, stable=True)"])
+def test_equal_elements_come_in_eagers_order(call: str) -> None:
+    def order(module: Calls, x: torch.Tensor) -> torch.Tensor:
+        twice = torch.cat([x.flatten(), x.flatten(), x.flatten()])
+        return eval(f"twice.{call}", {"twice": twice})  # type: ignore[no-any-return]
+
+    assert_as_eager(order, trains=False)
