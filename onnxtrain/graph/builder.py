@@ -204,9 +204,13 @@ class Builder:
     def _compute_size(self, expr: Any) -> ir.Value:
         """Compute a size from the shapes of values that have a plain symbol as a dimension."""
         if expr.is_Symbol:
+            name = f"size_{expr}"  # stable across the graphs made from one capture
+            shapes = (node.outputs[0] for node in self.graph if node.op_type == "Shape")
+            if there := next((shape for shape in shapes if shape.name == name), None):
+                return there  # of a copied graph, which has lost the table of sizes
             source, axis = self._source_of(str(expr))
             result: ir.Value = self.Shape(source, start=axis, end=axis + 1)
-            result.name = f"size_{expr}"  # stable across the graphs made from one capture
+            result.name = name
             return result
         head = type(expr).__name__
         if head == "floor" and any(part.is_Float for part in expr.atoms()):

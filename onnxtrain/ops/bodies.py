@@ -62,7 +62,8 @@ def inline_bodies(model: ir.Model | ir.Graph, *, keep: Keep = nothing) -> ir.Mod
     traversal.remove_unused(graph, lambda node: keep(node) or has_effects(node))
     traversal.name_uniquely(graph)
     import_opsets(graph)
-    return traversal.with_graph(source, graph)
+    # A graph knows only the names that its values had when they came in as taken, so this is one more copy.
+    return traversal.with_graph(source, traversal.clone(graph)[0])
 
 
 def _expands(node: ir.Node, keep: Keep) -> bool:
