@@ -22,6 +22,7 @@ class Configuration:
         cached: whether the program runs a second time from a capture on the disk.
         evaluates: whether a call in eval mode without gradients comes between the steps.
         one_gradient: whether only one output gets a gradient in the second step.
+        regions: whether the second step runs fused regions, by a made-up compiler (`regions.py`).
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Configuration:
     cached: bool = False
     evaluates: bool = False
     one_gradient: bool = False
+    regions: bool = False
 
     def simpler(self) -> list[Configuration]:
         """This one with one thing less, for those that shrink a program."""
@@ -45,36 +47,61 @@ class Configuration:
         return found
 
 
+_RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"recompute_cheap": False},
+    {"memory_opt_level": 1},
+    {"memory_opt_level": 2},
+    {"memory_opt_level": 1, "recompute_cheap": False},
+    {"memory_budget_bytes": 0.7},
+    {"memory_budget_bytes": 0.9},
+    {"memory_budget_bytes": 0.9, "recompute_cheap": False},
+    {"memory_budget_bytes": 0.8, "early_gradients": True},
+    {"memory_budget_bytes": 1 << 14},
+)
+
+
+_KINDS = {
+    "default": 50,
+    "pass": 45,
+    "some passes": 15,
+    "passes": 10,
+    "compute": 10,
+    "recompute": 30,
+    "padding": 10,
+    "early": 10,
+    "entry": 20,
+    "cached": 10,
+    "fast": 10,
+    "regions": 10,
+}
+
+
 def draw(rng: random.Random) -> Configuration:
     """A configuration: in a quarter of the cases the default."""
-    kind = rng.choices(
-        ["default", "pass", "passes", "compute", "recompute", "padding", "early", "entry", "cached"],
-        [5, 6, 1, 1, 3, 1, 1, 2, 1],
-    )[0]
+    kind = rng.choices([*_KINDS], [*_KINDS.values()])[0]
     options: dict[str, Any] = {}
     entry = "module"
     if kind == "pass":
         options["disabled_passes"] = (rng.choice(PASSES),)
+    elif kind == "some passes":
+        options["disabled_passes"] = tuple(rng.sample(PASSES, rng.randint(2, len(PASSES) - 1)))
     elif kind == "passes":
         options["disabled_passes"] = PASSES
     elif kind == "compute":
-        options["compute_optimizer"] = False
+        options |= rng.choice([{"compute_optimizer": False}, {"label_sparsity": False}, {"chunked_loss": False}])
     elif kind == "recompute":
-        name, value = rng.choice(
-            [
-                ("recompute_cheap", False),
-                ("memory_opt_level", 1),
-                ("memory_opt_level", 2),
-                ("memory_budget_bytes", 0.5),
-                ("memory_budget_bytes", 0.8),
-                ("memory_budget_bytes", 1 << 16),
-            ]
-        )
-        options[name] = value
+        options |= rng.choice(_RECOMPUTE)
+        if rng.random() < 0.3:
+            options["disabled_passes"] = PASSES
     elif kind == "padding":
         options["skip_padding"] = rng.choice(["always", "never"])
     elif kind == "early":
         options["early_gradients"] = True
     elif kind == "entry":
         entry = rng.choice(["prepare", "regional"])
-    return Configuration(options, entry, kind == "cached", rng.random() < 0.1, rng.random() < 0.15)
+    elif kind == "fast":
+        options["rng"] = "fast"
+    elif kind == "regions":
+        options |= {"native": True, "regions": "on"}
+    evaluates, one_gradient = rng.random() < 0.1, rng.random() < 0.15
+    return Configuration(options, entry, kind == "cached", evaluates, one_gradient, kind == "regions")

@@ -363,6 +363,7 @@ torch.diag({x:f@1+})
 torch.diag_embed({x:f@1+}, {int(-1, 1)})
 {x:f@1+}.unfold({dim(x)}, 2, {int(1, 2)})
 {x:f@1+}.unfold({dim(x)}, 1, 1)
+{x:f} * {x}.data
 {x:f@1+}.as_strided(({size(x, 0)},), (1,))
 {x:f@2+}.swapdims(0, 1).contiguous()
 {x:f@2+}.transpose(0, 1).reshape(-1)
@@ -686,6 +687,11 @@ _IN_PLACE = """
 !{x:f}.squeeze_()
 !{x:f@2}.t_()
 !{x:f}.detach_()
+!{x:f@2}.swapaxes_(0, 1)
+!F.dropout({x:f}, 0.4, False).mul_({num(0.5, 2)})
+!{x:f}.type_as({x}).add_(1.0)
+!torch.broadcast_tensors({x:f}, {x})[0].mul_({num(0.5, 2)})
+!{x:f@1+}.unsafe_chunk(2)[0].neg_()
 !F.relu({x:f}, inplace=True)
 !F.leaky_relu_({x:f}, 0.1)
 !F.dropout({x:f}, 0.3, self.training, inplace=True)
@@ -723,6 +729,10 @@ _IN_PLACE = """
 !{b=buffer(4)}.copy_({x:f@0}.detach())
 !{b=buffer(2, 3)}[0].copy_({x:f@0}.detach())
 !{b=buffer(2)}.lerp_({x:f}.detach().mean(), 0.1)
+!{b=buffer(3)}.data.mul_({num(0.5, 2)})
+!{b=buffer(3)}.data.copy_({x:f}.detach().mean())
+!{x:f}.data.mul_({num(0.5, 2)})
+!{x:f}.data[...] = {num(-1, 1)}
 !{b=counter()}.add_(1)
 !{b=counter()} += 2
 """

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def normal(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float, generator=torch.Generator().manual_seed(seed))
 
 
 def integers(seed, high, *shape):
@@ -428,7 +428,11 @@ class Maker:
         name = f"self.m{len(self.program.modules)}"
         self.program = replace(self.program, modules=(*self.program.modules, (name, text)))
         torch.manual_seed(len(self.program.modules))
-        setattr(self.itself, name[5:], eval(text, self.scopes[0]))
+        try:
+            made = eval(text, self.scopes[0])
+        except ValueError as error:  # a recurrent layer of width 0
+            raise Refused from error
+        setattr(self.itself, name[5:], made)
         return name
 
     def _start(self, kind: str, letter: str, tensor: Tensor) -> Operand:

@@ -38,7 +38,8 @@ def script(case: Case) -> str:
         grads = [".requires_grad_()" if t.trained else "" for t in program.inputs]
         calls.append("lambda: [" + ", ".join(f"({r}){g}" for r, g in zip(row, grads, strict=True)) + "]")
     options = "".join(f", {k}={v!r}" for k, v in configuration.options.items())
-    options = f'rng="torch", fallback_policy="FALLBACK_DISABLE"{options}'
+    rng = "" if "rng" in configuration.options else 'rng="torch", '
+    options = f'{rng}fallback_policy="FALLBACK_DISABLE"{options}'
     ours = {
         "module": f"ORTModule(model, {options})",
         "prepare": f"prepare(model, regional=False, {options})",
@@ -49,6 +50,8 @@ def script(case: Case) -> str:
     notes = [f"seed {program.seed}, {case.verdict.kind}: {case.verdict.detail}"]
     if configuration.cached:
         notes.append("the second time it runs from a capture on the disk (cache_dir)")
+    if configuration.regions:
+        notes.append("the second step runs fused regions (tests/fuzz/regions.py)")
     if configuration.evaluates:
         notes.append("between the steps it is called in eval mode without gradients")
     head = "\n".join(f"# {line}" for note in notes for line in note.splitlines())
