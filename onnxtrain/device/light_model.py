@@ -1,9 +1,9 @@
-"""Models without the elements of their large tensors: what blocks extend and ONNX's tools read.
+"""Separate a model from the data of its large tensors, for blocks and ONNX's tools.
 
-    light, tensors = hold_out(model)        tensors of more than 64 KiB are held beside the model, in memory or on disk
+    light, tensors = hold_out(model)        tensors above 64 KiB are kept beside the model, in memory or on disk
     model = put_back(light, tensors)
 
-So a model of any size is one small protobuf message, and its tensors are read once, when the checkpoint is written.
+A model of any size is then one small protobuf message. Its tensors are read once, when the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _HELD = "onnxtrain: held beside the model"
 def hold_out(
     model: onnx.ModelProto | ir.Model | str | os.PathLike[str], model_path: str | None = None
 ) -> tuple[onnx.ModelProto, Tensors]:
-    """Splits a copy of the model from its large tensors.
+    """Separate a copy of the model from its large tensors.
 
     Args:
-        model: a model, or the path of one.
-        model_path: the file that it was read from, where its tensors lie in files beside it.
+        model: a model or its path.
+        model_path: the file that `model` was read from; needed for external data.
 
     Raises:
-        ArtifactError: there is no such file, or it is no ONNX model.
+        ArtifactError: the file does not exist or is not an ONNX model.
     """
     if isinstance(model, ir.Model):
         return _hold_out_ir(model)
@@ -56,8 +56,10 @@ def _read(path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load(str(path), load_external_data=False)
     except FileNotFoundError as error:
-        raise ArtifactError("The model is not there.", str(path), todo="give the path of an .onnx file") from error
-    except Exception as error:  # protobuf raises its own, which differ between its versions
+        raise ArtifactError(
+            "The model file does not exist.", str(path), todo="pass the path of an .onnx file"
+        ) from error
+    except Exception as error:  # protobuf's exceptions differ between its versions
         raise ArtifactError("The file is no ONNX model.", str(path), got=str(error)) from error
     if not model.HasField("graph"):
         raise ArtifactError("The file is no ONNX model.", str(path), got=f"no graph in {path.stat().st_size} bytes")
@@ -65,7 +67,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with all but its initializers; the given one is not changed, nor its tensors copied."""
+    """Copy a model without its initializers, whose data is not copied."""
     light = onnx.ModelProto()
     for field, value in proto.ListFields():
         if field.name != "graph":
@@ -113,12 +115,12 @@ def _stub(name: str, data_type: int, dims: Sequence[int]) -> onnx.TensorProto:
 
 
 def is_stub(tensor: onnx.TensorProto) -> bool:
-    """Whether the tensor's elements are held beside the model."""
+    """Whether the data of a tensor is kept beside the model."""
     return any(entry.value == _HELD for entry in tensor.external_data)
 
 
 def without_stubs(light: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy for ONNX's own tools: held tensors are inputs, since they would look for their files."""
+    """Copy a light model for ONNX's own tools, which would look for the files of stubs: stubs become inputs."""
     copy = onnx.ModelProto()
     copy.CopyFrom(light)
     stubs = [tensor for tensor in copy.graph.initializer if is_stub(tensor)]
@@ -131,7 +133,7 @@ def without_stubs(light: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def put_back(light: onnx.ModelProto, tensors: Tensors) -> ir.Model:
-    """The model with its tensors, which are shared and not copied."""
+    """The model with its tensors, which are not copied."""
     model = ir.from_proto(light)
     for name, tensor in tensors.items():
         if name in model.graph.initializers:
@@ -140,5 +142,5 @@ def put_back(light: onnx.ModelProto, tensors: Tensors) -> ir.Model:
 
 
 def whole(tensor: onnx.TensorProto, held: ir.TensorProtocol | None) -> onnx.TensorProto:
-    """The tensor with its elements."""
+    """The tensor with its data."""
     return tensor if held is None else ir.to_proto(ir.Tensor(held.numpy(), dtype=held.dtype, name=tensor.name))

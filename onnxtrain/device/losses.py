@@ -1,4 +1,4 @@
-"""Losses as blocks: each adds the input for its targets where the graph has none of that name."""
+"""Losses as blocks. Each adds a graph input for its targets unless one of that name exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Loss(Block):
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
         if reduction not in _REDUCTIONS:
-            raise ArtifactError("There is no such reduction.", expected=", ".join(_REDUCTIONS), got=reduction)
+            raise ArtifactError("Unknown reduction.", expected=", ".join(_REDUCTIONS), got=reduction)
         self._reduction = reduction
 
     def _reduced(self, name: str) -> str:
@@ -67,9 +67,9 @@ class CrossEntropyLoss(_Loss):
     """Softmax and negative log likelihood, as torch.nn.CrossEntropyLoss with class indices.
 
     Args:
-        weight: a number for each class.
-        reduction: "mean" (over the weights of the labels that count), "sum" or "none".
-        ignore_index: the label that says that there is nothing to learn.
+        weight: the weight of each class.
+        reduction: "mean" (weighted, over labels that are not ignored), "sum" or "none".
+        ignore_index: the label of elements that do not contribute.
     """
 
     def __init__(self, weight: Any = None, reduction: str = "mean", ignore_index: int | None = None) -> None:
@@ -83,29 +83,29 @@ class CrossEntropyLoss(_Loss):
         _, shape = base.type_of(scores_input_name)
         if len(shape) < 2 or shape[1] in (0, 1):
             raise ArtifactError(
-                f"Cross entropy needs scores of several classes; {scores_input_name!r} has none.",
+                f"CrossEntropyLoss expects scores of at least two classes, got {scores_input_name!r}.",
                 expected="(samples, classes, ...)",
                 got=f"({', '.join(map(str, shape))})",
-                todo="use BCEWithLogitsLoss for yes or no, or MSELoss for numbers, or name another output",
+                todo="use BCEWithLogitsLoss for binary targets or MSELoss for regression, or pass another output",
             )
         if not _is_value(labels_name):
             base.add_input(labels_name, onnx.TensorProto.INT64, [*shape[:1], *shape[2:]])
         inputs = [scores_input_name, labels_name]
         if self._weight is not None:
             inputs.append(base.constant(np.asarray(self._weight, np.float32), "class_weights"))
-        how: dict[str, Any] = {"reduction": self._reduction}
+        attributes: dict[str, Any] = {"reduction": self._reduction}
         if self._ignore_index is not None:
-            how["ignore_index"] = self._ignore_index
-        return base.append("SoftmaxCrossEntropyLoss", inputs, "loss", **how)
+            attributes["ignore_index"] = self._ignore_index
+        return base.append("SoftmaxCrossEntropyLoss", inputs, "loss", **attributes)
 
 
 class BCEWithLogitsLoss(_Loss):
     """Sigmoid and binary cross entropy, as torch.nn.BCEWithLogitsLoss.
 
     Args:
-        weight: broadcasts over the loss of each element.
+        weight: multiplies the loss of each element, with broadcasting.
         reduction: "mean", "sum" or "none".
-        pos_weight: how much a target of 1 weighs, for each class.
+        pos_weight: the weight of positive targets, per class.
     """
 
     def __init__(self, weight: Any = None, reduction: str = "mean", pos_weight: Any = None) -> None:

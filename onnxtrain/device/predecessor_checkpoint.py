@@ -1,8 +1,8 @@
-"""Reads the checkpoint files of onnxruntime-training 1.17 to 1.19: a flatbuffer with the identifier `ODTC`.
+"""Read checkpoint files of onnxruntime-training 1.17 to 1.19: flatbuffers with the identifier `ODTC`.
 
-The schema is `ort_training_checkpoint.fbs` of onnxruntime, which stock onnxruntime still carries as Python classes in
-`onnxruntime/tools/ort_format_model`. Files of 1.19.2 were read: with and without optimizer
-state, nominal, and one over the size from which tensors lie in `<file>.data`. What points out of the file is refused.
+The schema is onnxruntime's `ort_training_checkpoint.fbs`; stock onnxruntime still contains its Python classes in
+`onnxruntime/tools/ort_format_model`. Tested with files of 1.19.2: with and without optimizer state, nominal, and large
+enough for tensors in `<file>.data`. Offsets outside of the file are rejected.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _MOMENTS = {"momentum0": "first_order_moment", "momentum1": "second_order_moment
 
 
 def recognizes(start: bytes) -> bool:
-    """Whether a file that begins with these eight bytes is such a checkpoint."""
+    """Whether the first eight bytes of a file are those of such a checkpoint."""
     return start[4:8] == _IDENTIFIER
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads the file, and `<file>.data` where it refers to it.
+    """Read the file, and `<file>.data` if it refers to it.
 
-    The learning rate is not in the file. A nominal one names its parameters and does not say their shapes.
+    The file has no learning rate. A nominal file has the names of its parameters, but not their shapes.
 
     Raises:
-        CheckpointError: the file is damaged, or of a version that was never published.
+        CheckpointError: the file is corrupt, or of an unknown version.
         OSError: the file cannot be read.
     """
     content = path.read_bytes()
@@ -62,16 +62,16 @@ def read(path: Path) -> Checkpoint:
         root = _Fields(content, struct.unpack_from("<I", content)[0])
         version = root.number(0, number_types.Int32Flags, 0)
         if version != _VERSION:
-            what = "This version of the checkpoint format is not known."
+            what = "The version of the checkpoint format is not supported."
             todo = "Save it again with onnxruntime-training 1.19."
             raise CheckpointError(what, str(path), _VERSION, version, todo)
         return _Reader(path, root).checkpoint()
     except (struct.error, IndexError, ValueError, TypeError, OverflowError) as error:
-        raise corrupt_file_error(path, "offsets that lie within the file", error) from error
+        raise corrupt_file_error(path, "offsets within the file", error) from error
 
 
 class _Fields:
-    """A table of the flatbuffer; its fields are numbered as in the schema."""
+    """A table of the flatbuffer, with its fields numbered as in the schema."""
 
     def __init__(self, content: bytes, position: int) -> None:
         if not 0 <= position <= len(content) - 4:
@@ -101,14 +101,14 @@ class _Fields:
             yield _Fields(self._table.Bytes, self._table.Indirect(position))
 
     def array(self, field: int, dtype: np.dtype[Any]) -> Array:
-        """A vector of numbers, as a view of the file's bytes."""
+        """A numeric vector, as a view of the file's bytes."""
         if not self._offset(field):
             return np.empty(0, dtype)
         start, length = self._vector(field)
         return np.frombuffer(self._table.Bytes, dtype.newbyteorder("<"), length, start)
 
     def _entries(self, field: int) -> range:
-        """The positions of a vector's offsets."""
+        """The positions of the offsets in a vector."""
         if not self._offset(field):
             return range(0)
         start, length = self._vector(field)
@@ -133,7 +133,7 @@ class _Fields:
 
 
 class _Reader:
-    """Turns the tables into a checkpoint. No more bytes are copied than the files have."""
+    """Build a checkpoint from the tables, copying at most as many bytes as the files have."""
 
     def __init__(self, path: Path, root: _Fields) -> None:
         self.path = path
@@ -191,7 +191,7 @@ class _Reader:
         if not groups:
             return 0, {}
         if len(groups) > 1:
-            raise ValueError(f"{len(groups)} optimizer groups; onnxruntime-training knew one")
+            raise ValueError(f"{len(groups)} optimizer groups; expected one")
         moments: dict[str, dict[str, Array]] = {}
         for entry in groups[0].tables(3):
             for name, array in self._tensors(entry.tables(1)).items():
@@ -216,7 +216,7 @@ def _unique(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ValueError(f"{name!r} stands twice")
+            raise ValueError(f"{name!r} occurs twice")
         result[name] = value
     return result
 

@@ -1,8 +1,7 @@
-"""Reads and writes safetensors files (huggingface.co/docs/safetensors) strictly, with numpy alone.
+"""Read and write safetensors files (huggingface.co/docs/safetensors) with strict validation, using numpy only.
 
-Strictly: offsets leave no gap and do not overlap, the file ends where the last tensor ends, and a checksum in the
-metadata, where there is one, holds for every byte. Nothing in a file is executed, and no more memory is asked for than
-the file is long.
+Offsets may leave no gap and not overlap, the file must end with the last tensor, and a checksum in the metadata covers
+every byte. No code in a file is executed, and no more memory is allocated than the file's size.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ DTYPE_NAMES = frozenset(_CODES)
 def write(
     path: str | os.PathLike[str], tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the tensors under their names, whole or not at all, with a checksum of every byte in the metadata.
+    """Write the tensors by name, atomically, with a checksum of all bytes in the metadata.
 
     Raises:
-        CheckpointError: a tensor has a type that the format lacks.
-        OSError: the file cannot be written; an old one stays as it was.
+        CheckpointError: the format does not support a tensor's dtype.
+        OSError: the file cannot be written; an existing one is not changed.
     """
-    # The widest first, as the format's own writer does: then each tensor lies on a multiple of its width.
+    # The widest dtypes first, as the format's own writer does: each tensor is then aligned to its width.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     arrays = {name: _little_endian(name, array) for name, array in ordered}
     header: dict[str, object] = {}
@@ -72,7 +71,7 @@ def write(
     checksum = _checksum(header, arrays.values())
     header["__metadata__"] = {**(metadata or {}), CHECKSUM: f"{checksum:08x}"}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors lie on whole words
+    text += b" " * (-len(text) % 8)  # align the tensors to 8 bytes
     with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
@@ -81,10 +80,10 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
-    """Returns the tensors, each in memory of its own, and the metadata without the checksum.
+    """Return the tensors, each with its own memory, and the metadata without the checksum.
 
     Raises:
-        CheckpointError: the file is damaged, truncated or no safetensors file.
+        CheckpointError: the file is corrupt, truncated or not a safetensors file.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -100,7 +99,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor lies in the data part of a file."""
+    """The position of a tensor in the data part of a file."""
 
     name: str
     dtype: np.dtype[Any]
@@ -114,8 +113,8 @@ class _Slot:
             raise corrupt_file_error(path, f"{array.nbytes} bytes for {self.name!r}", "the end of the file")
         try:
             typed = array.view(self.dtype.newbyteorder("<")).reshape(self.shape)
-        except ValueError as error:  # an empty tensor with sizes beyond what numpy can count
-            raise corrupt_file_error(path, f"a possible shape for {self.name!r}", self.shape) from error
+        except ValueError as error:  # an empty tensor with dimensions beyond numpy's limit
+            raise corrupt_file_error(path, f"a valid shape for {self.name!r}", self.shape) from error
         return typed.astype(self.dtype, copy=False)
 
 
@@ -139,7 +138,7 @@ def _read_header(file: io.BufferedReader, path: Path) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return result
 
 
@@ -151,7 +150,7 @@ def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _slots(header: Mapping[str, Any], file: io.BufferedReader, path: Path) -> list[_Slot]:
-    """The tensors in the order of their bytes, checked before any memory is asked for."""
+    """The tensors in the order of their offsets, validated before any allocation."""
     slots = [_slot(name, entry, path) for name, entry in header.items() if name != "__metadata__"]
     slots.sort(key=lambda slot: (slot.start, slot.end))
     edges = [0, *(edge for slot in slots for edge in (slot.start, slot.end))]
@@ -174,9 +173,9 @@ def _slot(name: str, entry: Any, path: Path) -> _Slot:
         raise corrupt_file_error(path, f"dtype, shape and data_offsets for {name!r}", repr(entry)[:80])
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in _DTYPES:
-        raise corrupt_file_error(path, f"a type for {name!r} of " + ", ".join(_DTYPES), repr(code)[:80])
+        raise corrupt_file_error(path, f"a dtype for {name!r} among " + ", ".join(_DTYPES), repr(code)[:80])
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise corrupt_file_error(path, f"sizes and two offsets for {name!r}", repr(entry)[:80])
+        raise corrupt_file_error(path, f"a shape and two offsets for {name!r}", repr(entry)[:80])
     dtype = dtype_named(_DTYPES[code])
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise corrupt_file_error(path, f"{math.prod(shape) * dtype.itemsize} bytes for {name!r}", f"offsets {offsets}")
@@ -190,7 +189,7 @@ def _is_sizes(value: Any) -> bool:
 def _little_endian(name: str, array: Array) -> Array:
     if array.dtype.name not in _CODES:
         expected = ", ".join(_CODES)
-        raise CheckpointError("A tensor has a type that safetensors lacks.", repr(name), expected, array.dtype)
+        raise CheckpointError("safetensors does not support the dtype of a tensor.", repr(name), expected, array.dtype)
     # Not ascontiguousarray, which turns a scalar into a vector.
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
@@ -208,8 +207,8 @@ def _checksum(header: Mapping[str, object], arrays: Iterable[Array]) -> int:
 
 def _verify(expected: str, header: Mapping[str, object], arrays: Mapping[str, Array], path: Path) -> None:
     stored = arrays if sys.byteorder == "little" else {n: _little_endian(n, a) for n, a in arrays.items()}
-    found = f"{_checksum(header, stored.values()):08x}"
-    if found != expected:
-        error = corrupt_file_error(path, f"the checksum {expected}", found)
+    actual = f"{_checksum(header, stored.values()):08x}"
+    if actual != expected:
+        error = corrupt_file_error(path, f"the checksum {expected}", actual)
         error.todo = f"Use another copy. If another tool changed the file, remove {CHECKSUM!r} from its metadata."
         raise error

@@ -1,7 +1,7 @@
-"""Opens training graphs on a stock onnxruntime, and runs them on memory that they share.
+"""Sessions of training graphs on stock onnxruntime, bound to shared memory.
 
-All sessions of a process take their temporary memory on the CPU from one arena, so that train, eval and optimizer step
-use the same bytes in turn. Parameters, gradients and optimizer state are bound once: a step copies none of them.
+All sessions of a process allocate temporary CPU memory from one arena: training, evaluation and optimizer step share
+it. Parameters, gradients and optimizer state are bound once: a step copies none of them.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _ORT_ERRORS = (
     ValueError,
 )
 _LISTS = ("inputs", "outputs", "trainable", "frozen", "buffers", "state", "in_chunks")  # in the metadata
-_CHUNK = 2**15  # elements of a parameter that are updated at a time: with their gradient and moments they fit a cache
+_CHUNK = 2**15  # elements of a parameter updated at a time: with gradient and moments they fit into a cache
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where graphs run and parameters lie: `cpu`, `cuda` or `cuda:1`."""
+    """The device of graphs and parameters: `cpu`, `cuda` or `cuda:1`."""
 
     kind: str = "cpu"
     index: int = 0
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """Reads the name.
+        """Parse a device name.
 
         Raises:
-            TrainingError: there is no such device, or this onnxruntime has no execution provider for it.
+            TrainingError: the name is invalid, or this onnxruntime has no execution provider for the device.
         """
         kind, colon, index = name.partition(":")
         if kind not in _PROVIDERS or (colon and not index.isdecimal()):
-            raise TrainingError("There is no such device.", "device=", "'cpu', 'cuda' or 'cuda:<number>'", repr(name))
+            raise TrainingError("Unknown device.", "device=", "'cpu', 'cuda' or 'cuda:<number>'", repr(name))
         available = ort.get_available_providers()
         if _PROVIDERS[kind] not in available:
             todo = "Install onnxruntime-gpu in place of onnxruntime, or use device='cpu'."
@@ -70,7 +70,7 @@ class Device:
 
     @property
     def providers(self) -> list[str | tuple[str, dict[str, str]]]:
-        """The execution providers in the order of preference; the CPU runs what the others cannot."""
+        """The execution providers by preference; the CPU runs ops that others do not support."""
         if self.kind == "cpu":
             return [_PROVIDERS["cpu"]]
         return [(_PROVIDERS[self.kind], {"device_id": str(self.index)}), _PROVIDERS["cpu"]]
@@ -80,31 +80,31 @@ class Device:
 
 
 class Buffer:
-    """A tensor that training changes in place. Every session that reads or writes it is bound to the same memory."""
+    """A tensor that training updates in place. All sessions that use it are bound to the same memory."""
 
     def __init__(self, array: Array, device: Device) -> None:
         self.dtype = dtype_name(array)
         self.shape = array.shape
         self._array = _own(array) if device.kind == "cpu" else None
-        self.value: Any  # what sessions are bound to: an OrtValue, or for texts, the array
+        self.value: Any  # bound by sessions: an OrtValue, or an array of strings
         if self._array is None:
             self.value = _on_device(array, device)
         else:
             self.value = self._array if is_text(array) else to_ort(self._array)
 
     def numpy(self) -> Array:
-        """On the CPU the live memory: what is written into it changes the model. From elsewhere a copy."""
+        """On the CPU a view of the memory: writing to it changes the model. From other devices a copy."""
         return self._array if self._array is not None else to_numpy(self.value)
 
     def fill(self, array: Array) -> None:
-        """Copies values into the memory.
+        """Copy values to the memory.
 
         Raises:
             TrainingError: the array has another shape or dtype.
         """
         if (dtype_name(array), array.shape) != (self.dtype, self.shape):
             got = f"{dtype_name(array)} {array.shape}"
-            raise TrainingError("The values have another shape or dtype.", None, self, got, "Convert them first.")
+            raise TrainingError("The values have the wrong shape or dtype.", None, self, got, "Convert them first.")
         if self._array is not None:
             self._array[...] = array
         else:
@@ -115,26 +115,26 @@ class Buffer:
 
 
 def _chunks(size: int) -> int:
-    """Into how many equal chunks of about `_CHUNK` elements this many can be cut; 1 where no number is near."""
+    """The number of equal chunks of about `_CHUNK` elements that `size` divides into; 1 if none is close."""
     fitting = [n for n in range(-(-size // (2 * _CHUNK)), 4 * size // _CHUNK + 1) if size % n == 0]
     return min(fitting, key=lambda n: abs(math.log(size / n / _CHUNK)), default=1)
 
 
 def _own(array: Array) -> Array:
-    """The array itself where training may write into it, else a copy."""
+    """The array itself if training may write to it, else a copy."""
     flags = array.flags
     return array if flags.c_contiguous and flags.writeable and flags.aligned else np.array(array, order="C")
 
 
 def _on_device(array: Array, device: Device) -> OrtValue:
     if is_text(array):
-        raise TrainingError("Texts stay on the CPU.", "device=", "cpu", str(device))
+        raise TrainingError("String tensors are supported on the CPU only.", "device=", "cpu", str(device))
     return copied_to_ort(array, device.kind, device.index)
 
 
 @dataclass(frozen=True)
-class GraphFacts:
-    """What an artifact says about itself, as JSON in its metadata."""
+class ArtifactMetadata:
+    """The metadata of an artifact, stored in it as JSON."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -149,26 +149,26 @@ class GraphFacts:
 
     @property
     def taken_in_chunks(self) -> frozenset[str]:
-        """The inputs of an optimizer graph that are [chunks, elements], whatever their parameter's shape is."""
+        """The inputs of an optimizer graph of shape [chunks, elements], independent of the parameter's shape."""
         ends = ("", "_grad", *(f".{state}" for state in self.state))
         return frozenset(f"{name}{end}" for name in self.in_chunks for end in ends)
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All of them, in the graph's order."""
+        """All parameters and buffers, in the graph's order."""
         return (*self.trainable, *self.frozen, *self.buffers)
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """What an input of a graph takes."""
+    """The dtype and shape of a graph input."""
 
     name: str
     dtype: str
     shape: tuple[int | str | None, ...]
 
     def takes(self, dtype: str, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this type and shape can be fed."""
+        """Whether a tensor of this dtype and shape can be fed."""
         return (
             dtype == self.dtype
             and len(shape) == len(self.shape)
@@ -180,54 +180,54 @@ class TensorType:
 
 
 class Graph:
-    """A session of one artifact, with the memory that it works on bound to it."""
+    """A session of one artifact, bound to the memory that it works on."""
 
     def __init__(self, path: str | os.PathLike[str], kind: str, device: Device, options: ort.SessionOptions) -> None:
         self.path = Path(path)
         self._device = device
         self._session = open_session(self.path, device, options)
-        self.facts = _facts(self._session, self.path, kind)
+        self.metadata = _metadata(self._session, self.path, kind)
         self.types = {arg.name: _type(arg) for arg in self._session.get_inputs()}
-        self.outputs = [name for name in self.facts.outputs if name not in self.facts.updates]
+        self.outputs = [name for name in self.metadata.outputs if name not in self.metadata.updates]
         self._texts = any(arg.dtype == "object" for arg in self.types.values())
         self._binding = self._session.io_binding()
         self._bound: dict[str, Buffer] = {}
-        self._reset_outputs()  # first of all, so that they are the first results
+        self._reset_outputs()  # bound first, to be the first results
 
     def bind(self, buffers: Mapping[str, Buffer]) -> None:
-        """Binds the inputs of these names, and the outputs that update them, to the same memory."""
+        """Bind these inputs, and the outputs that update them, to the same memory."""
         self._bound |= {name: buffer for name, buffer in buffers.items() if name in self.types}
         if self._texts:
             return
-        in_chunks = self.facts.taken_in_chunks
+        in_chunks = self.metadata.taken_in_chunks
         for name, buffer in self._bound.items():
             if name in in_chunks:
                 self._binding.bind_input(name, *self._memory_in_chunks(buffer))
             else:
                 self._binding.bind_ortvalue_input(name, buffer.value)
-        for output, name in self.facts.updates.items():
+        for output, name in self.metadata.updates.items():
             if name in in_chunks:
                 self._binding.bind_output(output, *self._memory_in_chunks(self._bound[name]))
             elif name in self._bound:
                 self._binding.bind_ortvalue_output(output, self._bound[name].value)
 
     def _memory_in_chunks(self, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
-        """A buffer's device, index, element type, shape as [chunks, elements], and address."""
+        """A buffer as (device, index, element type, [chunks, elements], address)."""
         size = math.prod(buffer.shape)
-        chunks = _chunks(size) if self._device.kind == "cpu" else 1  # a GPU is best at all at once
+        chunks = _chunks(size) if self._device.kind == "cpu" else 1  # on a GPU one chunk is fastest
         value = buffer.value
-        # onnxruntime before 1.20 takes no numbers here, and numpy has no bfloat16.
+        # onnxruntime before 1.20 takes no integers here, and numpy has no bfloat16.
         element = value.element_type() if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype).type
         return self._device.kind, self._device.index, element, [chunks, size // chunks], value.data_ptr()
 
     def run(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
-        """Runs the graph once, updates what is bound in place, and returns `outputs` in new memory on the CPU.
+        """Run the graph, update bound memory in place, and return `outputs` in new memory on the CPU.
 
         Args:
-            feeds: the inputs that are not bound. Arrays are read where they lie.
+            feeds: the inputs that are not bound. Arrays are not copied.
 
         Raises:
-            TrainingError: onnxruntime failed. What is bound may be updated in part.
+            TrainingError: onnxruntime failed. Bound memory may be partially updated.
         """
         try:
             return self._run_on_arrays(feeds) if self._texts else self._run_bound(feeds)
@@ -235,22 +235,22 @@ class Graph:
             raise TrainingError("onnxruntime could not run the graph.", str(self.path), got=error) from error
 
     def check(self, feeds: Mapping[str, Array | OrtValue]) -> None:
-        """Raises TrainingError where a feed has the wrong type or shape, or two do not fit together."""
+        """Raise TrainingError if a feed has the wrong dtype or shape, or two have inconsistent dimensions."""
         sizes: dict[str, tuple[int, str]] = {}
         for name, feed in feeds.items():
             dtype, shape = _dtype_and_shape(feed)
             expected = self.types[name]
             if not expected.takes(dtype, shape):
-                what = f"The input {name!r} has the wrong type or shape."
+                what = f"The input {name!r} has the wrong dtype or shape."
                 raise TrainingError(what, str(self.path), expected, f"{dtype} {shape}", "Convert it first.")
             for symbol, size in zip(expected.shape, shape, strict=True):
-                known, of = sizes.setdefault(symbol, (size, name)) if isinstance(symbol, str) else (size, name)
-                if known != size:
-                    what = f"The inputs {of!r} and {name!r} do not fit together."
-                    raise TrainingError(what, str(self.path), f"one size for {symbol!r}", f"{known} and {size}")
+                first_size, first = sizes.setdefault(symbol, (size, name)) if isinstance(symbol, str) else (size, name)
+                if first_size != size:
+                    what = f"The inputs {first!r} and {name!r} have inconsistent dimensions."
+                    raise TrainingError(what, str(self.path), f"one size of {symbol!r}", f"{first_size} and {size}")
 
     def _reset_outputs(self) -> None:
-        """Asks for new memory: else onnxruntime would write into the results of the last run."""
+        """Request new memory: onnxruntime would otherwise overwrite the results of the last run."""
         for name in self.outputs:
             self._binding.bind_output(name, "cpu")
 
@@ -264,20 +264,20 @@ class Graph:
         return [OrtValue(results[index]) for index in range(len(self.outputs))]
 
     def _run_on_arrays(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
-        """For graphs that take texts, of which onnxruntime makes no OrtValue in Python: updates are copied."""
-        updates = [output for output, name in self.facts.updates.items() if name in self._bound]
+        """Run a graph with string inputs, which onnxruntime cannot bind from Python: updates are copied."""
+        updates = [output for output, name in self.metadata.updates.items() if name in self._bound]
         bound = {name: buffer.value for name, buffer in self._bound.items()}
         results = self._session.run([*self.outputs, *updates], {**bound, **feeds})
         for output, array in zip(updates, results[len(self.outputs) :], strict=True):
-            self._bound[self.facts.updates[output]].fill(array)
+            self._bound[self.metadata.updates[output]].fill(array)
         return list(results[: len(self.outputs)])
 
 
 def open_session(path: Path, device: Device, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Loads a graph, with what all sessions of a training share.
+    """Load a graph with the settings that all training sessions share.
 
     Raises:
-        TrainingError: onnxruntime cannot load it, or the options ask for prepacking.
+        TrainingError: onnxruntime cannot load it, or the options enable prepacking.
     """
     _configure(options, _SHARED_ALLOCATORS, "1")
     if _configure(options, _PREPACKING, "1") != "1":
@@ -292,35 +292,37 @@ def open_session(path: Path, device: Device, options: ort.SessionOptions) -> ort
 
 
 def _configure(options: ort.SessionOptions, key: str, value: str) -> str:
-    """Sets an entry that is not set yet, and returns what holds."""
+    """Set a config entry unless it is set, and return its value."""
     try:
         return str(options.get_session_config_entry(key))
-    except RuntimeError:  # onnxruntime's way to say that there is none
+    except RuntimeError:  # onnxruntime raises for a missing entry
         options.add_session_config_entry(key, value)
         return value
 
 
 @functools.cache
 def _register_allocator() -> None:
-    """One arena for the CPU memory of all sessions of the process that ask for it."""
+    """Register one arena for the CPU memory of all sessions of the process that enable it."""
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(memory, None)
 
 
-def _facts(session: ort.InferenceSession, path: Path, kind: str) -> GraphFacts:
+def _metadata(session: ort.InferenceSession, path: Path, kind: str) -> ArtifactMetadata:
     text = session.get_modelmeta().custom_metadata_map.get(METADATA)
     if text is None:
-        what = "The model is no training graph of onnxtrain."
-        todo = "Make the artifacts with onnxtrain.artifacts.generate_artifacts."
+        what = "The model is not a training graph of onnxtrain."
+        todo = "Write the artifacts with onnxtrain.artifacts.generate_artifacts."
         raise TrainingError(what, str(path), f"a metadata entry {METADATA!r}", "none", todo)
     entry: dict[str, Any] = json.loads(text)
     if entry["version"] != VERSION:
-        what = "The training graph is of another version."
-        raise TrainingError(what, str(path), VERSION, entry["version"], "Make the artifacts again.")
+        what = "The version of the training graph is not supported."
+        raise TrainingError(what, str(path), VERSION, entry["version"], "Write the artifacts again.")
     if entry["kind"] != kind:
-        raise TrainingError("This is another one of the artifacts.", str(path), f"the {kind} graph", entry["kind"])
+        raise TrainingError(
+            "The model is another artifact than expected.", str(path), f"the {kind} graph", entry["kind"]
+        )
     names = {key: tuple(entry.get(key, ())) for key in _LISTS}
-    return GraphFacts(
+    return ArtifactMetadata(
         kind=kind,
         draws=bool(entry.get("draws")),
         updates=entry.get("updates", {}),

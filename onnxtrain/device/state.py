@@ -1,4 +1,4 @@
-"""What a training works on, live in memory: parameters, gradients, optimizer state, counters and properties."""
+"""The state of training in memory: parameters, gradients, optimizer state, counters and properties."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 import numpy as np
 
 from onnxtrain.device.checkpoint_data import Checkpoint
-from onnxtrain.device.sessions import Buffer, Device, GraphFacts, TensorType
+from onnxtrain.device.sessions import ArtifactMetadata, Buffer, Device, TensorType
 from onnxtrain.device.values import Array, dtype_named
 from onnxtrain.errors import CheckpointError, TrainingError, UnknownNameError
 
 GRADIENT_BUFFER = "{}_grad.accumulation.buffer"
 DEFAULT_LEARNING_RATE = 1e-3
-_OTHER_ARTIFACTS = "Give the graphs and the checkpoint of one call of generate_artifacts."
+_OTHER_ARTIFACTS = "Use the graphs and the checkpoint of one call of generate_artifacts."
 
 
 class TrainingState:
-    """The memory that training, eval and optimizer graph share, and the numbers that belong to it.
+    """The memory that the training, eval and optimizer graphs share, with its counters.
 
     Attributes:
         names: of all parameters and buffers, in the checkpoint's order.
-        trainable: those that the optimizer changes.
-        nominal: whether the parameters still wait for their values.
-        gradients: what accumulates, by parameter; empty until a training graph is there.
-        reset_due: whether the next training call starts the gradients anew.
-        optimizer: the name of a state → parameter → memory.
+        trainable: those that the optimizer updates.
+        nominal: whether the parameters have no values yet.
+        gradients: accumulated, by parameter; empty before a training graph is loaded.
+        reset_due: whether the next training call resets the gradients.
+        optimizer: state name → parameter → memory.
     """
 
     def __init__(self, content: Checkpoint) -> None:
@@ -52,89 +52,90 @@ class TrainingState:
         """The memory of a parameter.
 
         Raises:
-            UnknownNameError: there is none of this name.
+            UnknownNameError: no parameter has this name.
             TrainingError: the state is nominal and has no values yet.
         """
         if name not in self.names:
-            raise UnknownNameError("There is no such parameter.", expected=", ".join(self.names), got=repr(name))
+            raise UnknownNameError("Unknown parameter.", expected=", ".join(self.names), got=repr(name))
         self.require_values()
         return self._parameters[name]
 
     def type_of(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The dtype and shape of a parameter; a nominal state knows them too, once it has joined a graph."""
+        """The dtype and shape of a parameter; of a nominal state after `join_graph`."""
         buffer = self._parameters[name]
         return buffer.dtype, buffer.shape
 
     def require_values(self) -> None:
-        """Raises TrainingError while a nominal state has no values."""
+        """Raise TrainingError if the state is nominal and has no values."""
         if self.nominal:
             what = "The state is nominal: its parameters have no values yet."
             todo = "Fill them with Module.copy_buffer_to_parameters(buffer, trainable_only=False)."
             raise TrainingError(what, todo=todo)
 
     def fill(self, values: Mapping[str, Array]) -> None:
-        """Copies values into parameters; with all of them, a nominal state is one no longer."""
+        """Copy values to parameters. After all have values, the state is no longer nominal."""
         for name, value in values.items():
             self._parameters[name].fill(value)
         self.nominal = self.nominal and values.keys() != set(self.names)
 
-    def join_graph(self, facts: GraphFacts, types: Mapping[str, TensorType], device: Device) -> dict[str, Buffer]:
-        """Gives the memory that a training or eval graph binds, gradients included.
+    def join_graph(
+        self, metadata: ArtifactMetadata, types: Mapping[str, TensorType], device: Device
+    ) -> dict[str, Buffer]:
+        """Return the memory that a training or eval graph binds, including gradients.
 
         Raises:
-            CheckpointError: the parameters are not those of the graph.
+            CheckpointError: the names, dtypes or shapes of the parameters are not those of the graph.
             TrainingError: the state is in use on another device.
         """
         self._move_to(device)
-        self._check_names(facts)
+        self._check_names(metadata)
         if self.nominal:
             for name in types.keys() & self.names.keys() - self._parameters.keys():
                 self._parameters[name] = self._zeros(types[name])
         for name, buffer in self._parameters.items():
             if name in types and not types[name].takes(buffer.dtype, buffer.shape):
-                what = "A parameter is not the graph's."
+                what = "A parameter has another dtype or shape than in the graph."
                 raise CheckpointError(what, repr(name), types[name], buffer, _OTHER_ARTIFACTS)
-        for name in facts.trainable:
+        for name in metadata.trainable:
             if name not in self.gradients:
                 self.gradients[name] = self._zeros(types[GRADIENT_BUFFER.format(name)])
         return self._parameters | {GRADIENT_BUFFER.format(name): buffer for name, buffer in self.gradients.items()}
 
-    def join_optimizer(self, facts: GraphFacts, types: Mapping[str, TensorType]) -> dict[str, Buffer]:
-        """Gives the memory that the optimizer graph binds: parameters, gradients and its own state.
+    def join_optimizer(self, metadata: ArtifactMetadata, types: Mapping[str, TensorType]) -> dict[str, Buffer]:
+        """Return the memory that the optimizer graph binds: parameters, gradients and optimizer state.
 
         Raises:
-            CheckpointError: the state in the checkpoint is that of another optimizer, or the graph that of another
-                model.
+            CheckpointError: the checkpoint has the state of another optimizer, or the graph belongs to another model.
         """
-        if self.gradients.keys() != set(facts.trainable):
+        if self.gradients.keys() != set(metadata.trainable):
             what = "The optimizer graph updates other parameters than the training graph trains."
-            expected_names, names = ", ".join(self.gradients), ", ".join(facts.trainable)
+            expected_names, names = ", ".join(self.gradients), ", ".join(metadata.trainable)
             raise CheckpointError(what, None, expected_names, names, _OTHER_ARTIFACTS)
-        if self.optimizer and self.optimizer.keys() != set(facts.state):
-            what = "The checkpoint holds the state of another optimizer."
-            expected_names, names = ", ".join(facts.state) or "none", ", ".join(self.optimizer)
+        if self.optimizer and self.optimizer.keys() != set(metadata.state):
+            what = "The checkpoint has the state of another optimizer."
+            expected_names, names = ", ".join(metadata.state) or "none", ", ".join(self.optimizer)
             raise CheckpointError(what, None, expected_names, names, _OTHER_ARTIFACTS)
-        for state in facts.state:
+        for state in metadata.state:
             own = self.optimizer.setdefault(state, {})
-            for name in facts.trainable:
+            for name in metadata.trainable:
                 expected = types[f"{name}.{state}"]
-                if name in facts.in_chunks:
+                if name in metadata.in_chunks:
                     expected = TensorType(expected.name, expected.dtype, self.type_of(name)[1])
                 if name not in own:
                     own[name] = self._zeros(expected)
                 elif not expected.takes(own[name].dtype, own[name].shape):
-                    what = "The optimizer's state is not the graph's."
+                    what = "An optimizer state has another dtype or shape than in the graph."
                     raise CheckpointError(what, f"{name}.{state}", expected, own[name], _OTHER_ARTIFACTS)
         if self.learning_rate is None:
             self.learning_rate = DEFAULT_LEARNING_RATE
         return (
-            {name: self._parameters[name] for name in facts.trainable}
-            | {f"{name}_grad": self.gradients[name] for name in facts.trainable}
+            {name: self._parameters[name] for name in metadata.trainable}
+            | {f"{name}_grad": self.gradients[name] for name in metadata.trainable}
             | {f"{name}.{state}": buffer for state, own in self.optimizer.items() for name, buffer in own.items()}
         )
 
     def content(self) -> Checkpoint:
-        """What a checkpoint of this moment holds. On the CPU its arrays are the live memory."""
+        """The content of a checkpoint of the present state. On the CPU its arrays are views of the memory."""
         self.require_values()
         return Checkpoint(
             parameters={name: self._parameters[name].numpy() for name in self.names},
@@ -152,23 +153,25 @@ class TrainingState:
         if device != self.device:
             if self._joined:
                 what = "The state is in use on another device."
-                raise TrainingError(what, "device=", self.device, device, "Load the checkpoint once more for it.")
+                raise TrainingError(
+                    what, "device=", self.device, device, "Load the checkpoint again for the other device."
+                )
             self.device = device
             for own in (self._parameters, self.gradients, *self.optimizer.values()):
                 own.update({name: Buffer(buffer.numpy(), device) for name, buffer in own.items()})
         self._joined = True
 
-    def _check_names(self, facts: GraphFacts) -> None:
-        if missing := [name for name in facts.parameters if name not in self.names]:
+    def _check_names(self, metadata: ArtifactMetadata) -> None:
+        if missing := [name for name in metadata.parameters if name not in self.names]:
             what = "The checkpoint lacks parameters of the graph."
             raise CheckpointError(what, None, ", ".join(missing), ", ".join(self.names), _OTHER_ARTIFACTS)
-        if facts.kind == "training" and self.trainable != set(facts.trainable):
+        if metadata.kind == "training" and self.trainable != set(metadata.trainable):
             what = "The checkpoint was made for other trainable parameters."
             got = ", ".join(sorted(self.trainable))
-            raise CheckpointError(what, None, ", ".join(facts.trainable), got, _OTHER_ARTIFACTS)
+            raise CheckpointError(what, None, ", ".join(metadata.trainable), got, _OTHER_ARTIFACTS)
 
     def _zeros(self, kind: TensorType) -> Buffer:
         shape = [size for size in kind.shape if isinstance(size, int)]
         if len(shape) != len(kind.shape):
-            raise TrainingError("The graph leaves the size of a tensor open.", kind.name, "fixed sizes", kind)
+            raise TrainingError("A tensor of the graph has dynamic dimensions.", kind.name, "a static shape", kind)
         return Buffer(np.zeros(shape, dtype_named(kind.dtype)), self.device)

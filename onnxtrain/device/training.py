@@ -1,4 +1,4 @@
-"""The training loop's parts on a stock onnxruntime: gradient step, evaluation, update, learning rate."""
+"""The training API on stock onnxruntime: gradient step, evaluation, optimizer step, learning rate."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Value: TypeAlias = "Array | OrtValue"
 
 
 class Module:
-    """Computes the loss and its gradients, or in eval mode the loss alone.
+    """Compute the loss and its gradients or, in eval mode, the loss only.
 
     Args:
         train_model_uri: the path of `training_model.onnx`.
-        state: the checkpoint's state; its parameters are used where they lie.
+        state: the checkpoint's state, whose parameters are used without a copy.
         eval_model_uri: the path of `eval_model.onnx`, for evaluation and export.
-        device: `cpu`, `cuda` or `cuda:<number>`; parameters move there.
-        session_options: for all sessions of this module and its optimizer. Prepacking is switched off in them, and
-            they take their memory from the arena that all training sessions share.
+        device: `cpu`, `cuda` or `cuda:<index>`; parameters are moved there.
+        session_options: for all sessions of this module and its optimizer. Prepacking is disabled in them, and they
+            allocate from the arena that all training sessions share.
 
     Attributes:
         training: whether a call computes gradients.
 
     Raises:
-        TrainingError: a graph cannot be loaded, or the device is not there.
+        TrainingError: a graph cannot be loaded, or the device is not available.
         CheckpointError: the state does not belong to the graph.
     """
 
@@ -55,20 +55,22 @@ class Module:
         self._eval = None if eval_model_uri is None else self._load(eval_model_uri, "eval")
 
     def __call__(self, *user_inputs: Value) -> Value | tuple[Value, ...]:
-        """Runs one step: in training mode the gradients add to those of the calls since the last reset.
+        """Run one step. In training mode, gradients accumulate until the next reset.
 
         Args:
-            user_inputs: the model's inputs and the loss's, as `input_names` lists them, with exactly their dtypes.
+            user_inputs: the inputs of the model and the loss, in the order of `input_names`, with exactly their dtypes.
 
         Returns:
-            The outputs that `output_names` lists; a single one as it is. Arrays, or OrtValues where all inputs are.
+            The outputs in the order of `output_names`; a single one is not in a tuple. They are arrays, or OrtValues if
+            all inputs are.
 
         Raises:
-            TrainingError: inputs of another number, type or shape; no eval graph; a nominal state without values.
+            TrainingError: the number, dtype or shape of inputs is wrong; there is no eval graph; the state is nominal
+                and has no values.
         """
         graph = self._graph()
         self._state.require_values()
-        feeds = dict(zip(graph.facts.inputs, self._checked(user_inputs, graph), strict=True))
+        feeds = dict(zip(graph.metadata.inputs, self._checked(user_inputs, graph), strict=True))
         graph.check(feeds)
         results = self._step(graph, feeds) if self.training else graph.run(feeds)
         if not all(isinstance(value, OrtValue) for value in user_inputs):
@@ -76,23 +78,23 @@ class Module:
         return results[0] if len(results) == 1 else tuple(results)
 
     def train(self, mode: bool = True) -> Module:
-        """Switches to training, or with `mode=False` to evaluation."""
+        """Switch to training or, with `mode=False`, to evaluation."""
         self.training = mode
         return self
 
     def eval(self) -> Module:
-        """Switches to evaluation: calls leave parameters, running statistics and gradients as they are."""
+        """Switch to evaluation: calls do not modify parameters, running statistics or gradients."""
         return self.train(False)
 
     def lazy_reset_grad(self) -> None:
-        """Makes the next training call start the gradients anew; until then they stay."""
+        """Reset the gradients at the next training call; until then they keep their values."""
         self._state.reset_due = True
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> OrtValue:
-        """A copy of all parameters in one flat buffer, in the graph's order.
+        """Copy all parameters into one flat buffer, in the graph's order.
 
         Raises:
-            TrainingError: they have several dtypes, or a nominal state has no values yet.
+            TrainingError: the parameters have several dtypes, or the state is nominal and has no values.
         """
         arrays = [self._state.parameter(name).numpy() for name in self._names(trainable_only)]
         self._require_one_dtype(trainable_only)
@@ -100,16 +102,16 @@ class Module:
         return copied_to_ort(flat)
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """The number of elements of all parameters."""
+        """The total number of elements of the parameters."""
         return sum(math.prod(self._shape(name)) for name in self._names(trainable_only))
 
     def copy_buffer_to_parameters(self, buffer: Value, trainable_only: bool = True) -> None:
-        """Copies a flat buffer, as `get_contiguous_parameters` gives it, into the parameters.
+        """Copy a flat buffer, such as the result of `get_contiguous_parameters`, to the parameters.
 
-        A nominal state is filled by it, which takes all parameters.
+        A nominal state gets its values this way; the buffer must then hold all parameters.
 
         Raises:
-            TrainingError: the buffer has another length or dtype, or it would fill a nominal state in part.
+            TrainingError: the length or dtype of the buffer is wrong, or a nominal state would be filled partially.
         """
         flat = to_numpy(buffer) if isinstance(buffer, OrtValue) else buffer
         names, size = self._names(trainable_only), self.get_parameters_size(trainable_only)
@@ -118,8 +120,8 @@ class Module:
             what = "The buffer has the wrong length or dtype."
             raise TrainingError(what, None, f"{dtype} ({size},)", f"{dtype_name(flat)} {flat.shape}")
         if self._state.nominal and len(names) < len(self._names(trainable_only=False)):
-            what = "A nominal state can only be filled as a whole."
-            raise TrainingError(what, "trainable_only=", False, True, "Give all parameters in one buffer.")
+            what = "A nominal state cannot be filled partially."
+            raise TrainingError(what, "trainable_only=", False, True, "Pass all parameters in one buffer.")
         ends = np.cumsum([math.prod(self._shape(name)) for name in names])
         parts = np.split(flat, ends[:-1])
         self._state.fill({name: part.reshape(self._shape(name)) for name, part in zip(names, parts, strict=True)})
@@ -127,41 +129,41 @@ class Module:
     def export_model_for_inferencing(
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: Sequence[str]
     ) -> None:
-        """Writes the eval graph up to the named values as a model of its own, with the parameters in it.
+        """Write an inference model: the eval graph up to the named values, with the parameters as initializers.
 
-        It takes the package onnx-ir.
+        Requires the package onnx-ir.
 
         Raises:
             TrainingError: there is no eval graph, or it has no value of such a name.
         """
         if self._eval is None:
-            what = "Without an eval graph there is nothing to export."
-            raise TrainingError(what, todo="Give eval_model_uri to Module.")
+            what = "The export for inference needs an eval graph."
+            raise TrainingError(what, todo="Pass eval_model_uri to Module.")
         content = self._state.content()
         export_for_inferencing(self._eval.path, content.parameters, inference_model_uri, graph_output_names)
 
     def input_names(self) -> list[str]:
-        """What a call takes, in order, in the present mode."""
-        return list(self._graph().facts.inputs)
+        """The names of the inputs of a call in the present mode, in order."""
+        return list(self._graph().metadata.inputs)
 
     def output_names(self) -> list[str]:
-        """What a call returns, in order, in the present mode."""
+        """The names of the outputs of a call in the present mode, in order."""
         return list(self._graph().outputs)
 
     def _load(self, path: str | os.PathLike[str], kind: str) -> Graph:
         graph = Graph(path, kind, self._device, self._options)
-        graph.bind(self._state.join_graph(graph.facts, graph.types, self._device))
+        graph.bind(self._state.join_graph(graph.metadata, graph.types, self._device))
         return graph
 
     def _graph(self) -> Graph:
         if self.training:
             return self._train
         if self._eval is None:
-            raise TrainingError("There is no eval graph.", todo="Give eval_model_uri to Module, or call train().")
+            raise TrainingError("There is no eval graph.", todo="Pass eval_model_uri to Module, or call train().")
         return self._eval
 
     def _checked(self, user_inputs: Sequence[Value], graph: Graph) -> Sequence[Value]:
-        names = graph.facts.inputs
+        names = graph.metadata.inputs
         if len(user_inputs) != len(names):
             what = "The call has the wrong number of inputs."
             raise TrainingError(what, str(graph.path), ", ".join(names), f"{len(user_inputs)} inputs")
@@ -173,16 +175,16 @@ class Module:
 
     def _step(self, graph: Graph, feeds: dict[str, Value]) -> list[Value]:
         feeds["lazy_reset_grad"] = np.array([self._state.reset_due])
-        if graph.facts.draws:
+        if graph.metadata.draws:
             feeds["random_seed"] = np.array([self._state.seed + self._state.draws], np.int64)
-        self._state.reset_due = True  # and stays so where the run fails half-way
+        self._state.reset_due = True  # also if the run fails
         results = graph.run(feeds)
         self._state.reset_due = False
         self._state.draws += 1
         return results
 
     def _names(self, trainable_only: bool) -> tuple[str, ...]:
-        return self._train.facts.trainable if trainable_only else self._train.facts.parameters
+        return self._train.metadata.trainable if trainable_only else self._train.metadata.parameters
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self._state.type_of(name)[1]
@@ -190,19 +192,19 @@ class Module:
     def _require_one_dtype(self, trainable_only: bool) -> str:
         dtypes = {self._state.type_of(name)[0] for name in self._names(trainable_only)}
         if len(dtypes) > 1:
-            what = "Parameters of several dtypes do not fit into one buffer."
+            what = "Parameters of several dtypes cannot be copied to or from one buffer."
             raise TrainingError(what, None, "one dtype", ", ".join(sorted(dtypes)), "Use state.parameters by name.")
         return dtypes.pop() if dtypes else "float32"
 
 
 class Optimizer:
-    """Changes the parameters along their gradients.
+    """Update the parameters from their gradients.
 
-    The learning rate is 1e-3 until it is set; a checkpoint with optimizer state brings its own.
+    The learning rate is 1e-3 until it is set; a checkpoint with optimizer state has its own.
 
     Args:
         optimizer_uri: the path of `optimizer_model.onnx`.
-        module: the module whose parameters it changes, on whose device it runs.
+        module: the module whose parameters are updated, on its device.
 
     Raises:
         TrainingError: the graph cannot be loaded.
@@ -212,21 +214,21 @@ class Optimizer:
     def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
         self._state = module._state
         self._graph = Graph(optimizer_uri, "optimizer", module._device, module._options)
-        self._graph.bind(self._state.join_optimizer(self._graph.facts, self._graph.types))
-        # Bound once as well: new memory for two numbers takes longer than the update of ten thousand parameters.
+        self._graph.bind(self._state.join_optimizer(self._graph.metadata, self._graph.types))
+        # Bound once too: allocating two scalars takes longer than updating ten thousand parameters.
         self._rate, self._count = (Buffer(np.zeros(1, dtype), module._device) for dtype in (np.float32, np.int64))
         self._graph.bind({"learning_rate": self._rate, "step": self._count})
 
     @property
     def step_count(self) -> int:
-        """How many updates were made, those before a checkpoint included."""
+        """The number of optimizer steps, including those before a checkpoint."""
         return self._state.step
 
     def step(self) -> None:
-        """Makes one update. The gradients stay: `Module.lazy_reset_grad` starts them anew.
+        """Run one optimizer step. The gradients keep their values until `Module.lazy_reset_grad`.
 
         Raises:
-            TrainingError: a nominal state has no values yet.
+            TrainingError: the state is nominal and has no values.
         """
         self._state.require_values()
         self._rate.fill(np.array([self.get_learning_rate()], np.float32))
@@ -235,44 +237,45 @@ class Optimizer:
         self._state.step += 1
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets it for the next updates.
+        """Set the learning rate of the next steps.
 
         Raises:
             TrainingError: it is not finite.
         """
         if not math.isfinite(learning_rate):
-            raise TrainingError("The learning rate is no finite number.", got=learning_rate)
+            raise TrainingError("The learning rate must be a finite number.", got=learning_rate)
         self._state.learning_rate = float(learning_rate)
 
     def get_learning_rate(self) -> float:
-        """The learning rate of the next update."""
+        """The learning rate of the next step."""
         rate = self._state.learning_rate
-        assert rate is not None  # join_optimizer has set it
+        assert rate is not None  # set by join_optimizer
         return rate
 
 
 class LinearLRScheduler:
-    """Raises the learning rate linearly from 0, then lowers it linearly to 0.
+    """Linear warmup from 0, then linear decay to 0.
 
-    At update t it is initial_lr · t / warmup during warm-up, then initial_lr · (total − t) / (total − warmup), and from
-    `total` on 0. It reads the optimizer's own count, so a resumed training goes on where it was.
+    At step t the learning rate is initial_lr · t / warmup during warmup, then
+    initial_lr · (total − t) / (total − warmup), and 0 from `total` on. t is the optimizer's step count: resumed
+    training continues the schedule.
 
     Args:
-        optimizer: whose learning rate is set, at once and at each `step`.
-        warmup_step_count: updates of warm-up.
-        total_step_count: all updates, warm-up included.
-        initial_lr: the highest learning rate.
+        optimizer: whose learning rate is set, by the constructor and by `step`.
+        warmup_step_count: the number of warmup steps.
+        total_step_count: the number of all steps, including warmup.
+        initial_lr: the peak learning rate.
 
     Raises:
-        TrainingError: a count is negative, or the warm-up longer than the whole.
+        TrainingError: a count is negative, or the warmup is longer than the total.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float) -> None:
         if not 0 <= warmup_step_count <= total_step_count:
             expected = "0 <= warmup_step_count <= total_step_count"
             got = f"{warmup_step_count} and {total_step_count}"
-            todo = "onnxruntime-training had the two the wrong way round: give them in the order of their names."
-            raise TrainingError("The scheduler's step counts do not fit.", None, expected, got, todo)
+            todo = "Pass them in the order of their names; onnxruntime-training had swapped them."
+            raise TrainingError("The step counts of the scheduler are invalid.", None, expected, got, todo)
         self._optimizer = optimizer
         self._warmup = warmup_step_count
         self._total = total_step_count
@@ -280,12 +283,12 @@ class LinearLRScheduler:
         self.step()
 
     def step(self) -> None:
-        """Sets the learning rate of the optimizer's next update."""
+        """Set the learning rate of the optimizer's next step."""
         self._optimizer.set_learning_rate(self._initial_lr * self._factor(self._optimizer.step_count))
 
-    def _factor(self, update: int) -> float:
-        if update < self._warmup:
-            return update / self._warmup
-        if update >= self._total:
+    def _factor(self, step: int) -> float:
+        if step < self._warmup:
+            return step / self._warmup
+        if step >= self._total:
             return 0.0
-        return (self._total - update) / (self._total - self._warmup)
+        return (self._total - step) / (self._total - self._warmup)

@@ -1,4 +1,4 @@
-"""TrainingBlock: forward, loss and gradients of a model, from what its `build` appends."""
+"""TrainingBlock: a block whose `build` appends a loss, and whose graph gets the gradients."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from onnxtrain.errors import ArtifactError
 
 @dataclass(frozen=True)
 class Choice:
-    """Which parameters train, by name; the others named are inputs of the graphs too, all else stays inside them."""
+    """The parameters to train, and those that are frozen inputs of the graphs, by name. All others are constants."""
 
     trainable: Sequence[str]
     frozen: Sequence[str]
 
 
 class Extended:
-    """What a block made of a base: the forward graph with its loss.
+    """A forward graph with its loss, after a block has extended it.
 
     Args:
-        base: it is not changed any more.
-        outputs: the names that the block returned; the loss first.
-        forward_outputs: the outputs that the model had before.
+        base: not modified.
+        outputs: the names that the block returned, the loss first.
+        forward_outputs: the outputs of the model before.
     """
 
     def __init__(self, base: Base, outputs: Sequence[str], forward_outputs: Sequence[str]) -> None:
@@ -40,25 +40,25 @@ class Extended:
         self.buffers = dict.fromkeys((*base.buffers, *statistics(self._model)))
 
     def parameters(self) -> Mapping[str, ir.TensorProtocol]:
-        """The elements of all initializers."""
+        """The data of all initializers."""
         held = self._model.graph.initializers.items()
         return {name: value.const_value for name, value in held if value.const_value is not None}
 
     def training(self, choice: Choice, *, portable: bool = False) -> ir.Model:
-        """The graph of a training step."""
+        """Build the graph of a training step."""
         return training_model(*self._forward(choice, self._outputs, training=True), portable=portable)
 
     def evaluation(self, choice: Choice, *, portable: bool = False) -> ir.Model:
-        """The graph of an evaluation."""
+        """Build the graph of an evaluation."""
         outputs = [*self._outputs, *self._forward_outputs]
         return eval_model(*self._forward(choice, outputs, training=False), portable=portable)
 
     def ordered(self, choice: Choice) -> tuple[list[str], list[str], list[str]]:
-        """Trainable and frozen parameters and buffers, each in the order of the model."""
+        """The trainable parameters, the frozen ones and the buffers, each in the order of the model."""
         names = list(self._model.graph.initializers)
         both = set(choice.trainable) & {*choice.frozen, *self.buffers}
         if both:
-            raise ArtifactError("A parameter cannot be trained and frozen.", got=", ".join(sorted(both)))
+            raise ArtifactError("A parameter cannot be both trained and frozen.", got=", ".join(sorted(both)))
         buffers = [name for name in names if name in self.buffers]
         frozen = [name for name in names if name in choice.frozen and name not in buffers]
         return [name for name in names if name in choice.trainable], frozen, buffers
@@ -67,21 +67,21 @@ class Extended:
         trainable, frozen, buffers = self.ordered(choice)
         missing = {*choice.trainable, *choice.frozen} - {*trainable, *frozen, *buffers}
         if missing:
-            known = [name for name, tensor in self.parameters().items() if tensor.dtype.is_floating_point()]
+            available = [name for name, tensor in self.parameters().items() if tensor.dtype.is_floating_point()]
             raise ArtifactError(
                 "The model has no such parameters.",
-                expected=f"some of {', '.join(known[:30])}{', …' if len(known) > 30 else ''}",
+                expected=f"some of {', '.join(available[:30])}{', …' if len(available) > 30 else ''}",
                 got=", ".join(sorted(missing)),
             )
         names = {*trainable, *frozen, *buffers}
         updates = self._updates if training else {}
         model = convert(self._model, outputs, names, updates, training=training)
-        given = [str(v.name) for v in self._model.graph.inputs if v.name not in self._model.graph.initializers]
-        return model, Roles(given, self._outputs, trainable, frozen, buffers, self._forward_outputs)
+        inputs = [str(v.name) for v in self._model.graph.inputs if v.name not in self._model.graph.initializers]
+        return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs)
 
 
 class TrainingBlock(Block):
-    """A block whose `build` gives the loss; the gradients of the chosen parameters are added to its graph."""
+    """A block whose `build` returns the loss. The gradients of the chosen parameters are added to its graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ class TrainingBlock(Block):
         self._extended: Extended | None = None
 
     def requires_grad(self, name: str, value: bool = True) -> None:
-        """Says that a parameter is trained; with False, that it is an input of the graphs, but not trained."""
+        """Choose a parameter for training; with False, make it a frozen input of the graphs."""
         self._requires_grad[name] = value
 
     def __call__(self, *names: Any, **options: Any) -> Any:
-        """Runs `build`. The first name that it returns is the loss, the others are further outputs."""
+        """Run `build`. The first name that it returns is the loss, the others are additional outputs."""
         self._base = current_base()
         before = [v.name for v in self._base.model.graph.output]
         result = super().__call__(*names, **options)
@@ -105,25 +105,25 @@ class TrainingBlock(Block):
 
     @property
     def choice(self) -> Choice:
-        """What `requires_grad` said."""
+        """The parameters chosen by `requires_grad`."""
         chosen = self._requires_grad
         return Choice([n for n, value in chosen.items() if value], [n for n, value in chosen.items() if not value])
 
     @property
     def extended(self) -> Extended:
-        """The forward graph with its loss. Raises ArtifactError before the block was called."""
+        """The forward graph with its loss. Raises ArtifactError before the first call of the block."""
         if self._extended is None:
-            raise ArtifactError("The block has built no graph yet.", todo="call the block first")
+            raise ArtifactError("The block was not called yet, and has no graph.", todo="call the block first")
         return self._extended
 
     def parameters(self) -> tuple[list[onnx.TensorProto], list[onnx.TensorProto]]:
-        """The trainable and the frozen ones, with buffers. Raises ArtifactError before the block was called."""
+        """(trainable, frozen and buffers). Raises ArtifactError before the first call of the block."""
         trainable, frozen, buffers = self.extended.ordered(self.choice)
         assert self._base is not None
         return parameters_of(self._base, trainable), parameters_of(self._base, [*frozen, *buffers])
 
     def to_model_proto(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-        """The training graph and the evaluation graph. Raises ArtifactError before the block was called."""
+        """(training graph, evaluation graph). Raises ArtifactError before the first call of the block."""
         choice = self.choice
         graphs = self.extended.training(choice), self.extended.evaluation(choice)
         return ir.to_proto(graphs[0]), ir.to_proto(graphs[1])

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff import differentiate
 from onnxtrain.device.accumulation import GRADIENT, accumulate
 from onnxtrain.device.in_place import verify_updates
-from onnxtrain.device.noise import draw_from_seed
+from onnxtrain.device.seeded_dropout import draw_from_seed
 from onnxtrain.device.stock import for_stock
 from onnxtrain.errors import ArtifactError, OnnxTrainError
 from onnxtrain.graph import traversal

@@ -1,7 +1,7 @@
-"""Tensors between numpy and onnxruntime, half precision among them.
+"""Convert tensors between numpy and onnxruntime, including bfloat16 and float8.
 
-numpy has no bfloat16 and no float8. Such arrays have the dtypes of the package ml_dtypes, which is asked for only where
-one occurs. onnxruntime makes no OrtValue from texts: those go into a session as arrays.
+numpy lacks these dtypes: such arrays have the dtypes of the package ml_dtypes, which is imported only when one occurs.
+onnxruntime cannot create an OrtValue of strings: those are fed to sessions as arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxtrain.errors import TrainingError
 
 Array = npt.NDArray[Any]
 
-# Types that numpy lacks, by the name that ml_dtypes gives them, with the number that ONNX gives them.
+# Dtypes that numpy lacks: their name in ml_dtypes, and their number in ONNX.
 _BEYOND_NUMPY = {"bfloat16": 16, "float8_e4m3fn": 17, "float8_e5m2": 19}
 _BEYOND_NUMPY_NAMES = {number: name for name, number in _BEYOND_NUMPY.items()}
 
@@ -31,38 +31,38 @@ _ONNX_NAMES = {
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype of this name, bfloat16 and float8 included.
+    """The dtype with this name, including bfloat16 and float8.
 
     Raises:
-        TrainingError: the type needs the package ml_dtypes, and it is not installed.
-        TypeError: there is no such type.
+        TrainingError: the dtype needs the package ml_dtypes, which is not installed.
+        TypeError: the name is unknown.
     """
     if name not in _BEYOND_NUMPY:
         return np.dtype(name)
     try:
-        import ml_dtypes  # noqa: PLC0415  only where such a value occurs
+        import ml_dtypes  # noqa: PLC0415  an extra
     except ImportError as error:
         todo = "pip install ml_dtypes"
-        raise TrainingError("numpy has no such type.", expected="the package ml_dtypes", got=name, todo=todo) from error
+        raise TrainingError("numpy lacks this dtype.", expected="the package ml_dtypes", got=name, todo=todo) from error
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
 
 
 def numpy_name(onnx_type: str) -> str:
-    """The name of the dtype that arrays for a session's `tensor(…)` have; `object` for texts."""
+    """The numpy dtype name of a session's `tensor(…)`; `object` for strings."""
     if onnx_type == "tensor(string)":
         return "object"
     return _ONNX_NAMES.get(onnx_type) or onnx_type.removeprefix("tensor(").removesuffix(")")
 
 
 def dtype_name(array: Array) -> str:
-    """The name of the array's dtype; `object` for texts of any length."""
+    """The name of an array's dtype; `object` for strings of any length."""
     return "object" if is_text(array) else _name(array.dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # which numpy puts together anew each time, in microseconds
+    return dtype.name  # numpy rebuilds it on each access, in microseconds
 
 
 def is_text(array: Array) -> bool:
@@ -70,7 +70,7 @@ def is_text(array: Array) -> bool:
 
 
 def to_ort(array: Array) -> OrtValue:
-    """The array as an OrtValue on the CPU that shares its memory, where it is contiguous; else as a copy."""
+    """Convert an array to an OrtValue on the CPU that shares its memory; a non-contiguous array is copied."""
     number = _BEYOND_NUMPY.get(_name(array.dtype))
     if number is None:
         return OrtValue.ortvalue_from_numpy(_bits(array))
@@ -78,18 +78,18 @@ def to_ort(array: Array) -> OrtValue:
 
 
 def write(array: Array, value: OrtValue) -> None:
-    """Copies the array into the memory of a value with its type and shape, on any device."""
+    """Copy an array to a value of the same dtype and shape, on any device."""
     value.update_inplace(_bits(array))
 
 
 def _bits(array: Array) -> Array:
-    """The array, contiguous, in a type that onnxruntime takes."""
+    """The array, contiguous, viewed as a dtype that onnxruntime supports."""
     array = np.asarray(array, order="C")
     return array.view(f"uint{8 * array.itemsize}") if _name(array.dtype) in _BEYOND_NUMPY else array
 
 
 def copied_to_ort(array: Array, device: str = "cpu", index: int = 0) -> OrtValue:
-    """The array as an OrtValue with memory of its own: arrays taken from it stay valid without it."""
+    """Copy an array to an OrtValue with its own memory, which arrays taken from it keep alive."""
     element_type = to_ort(array).element_type()
     value = OrtValue.ortvalue_from_shape_and_type(array.shape, element_type, device, index)
     write(array, value)
@@ -97,7 +97,7 @@ def copied_to_ort(array: Array, device: str = "cpu", index: int = 0) -> OrtValue
 
 
 def to_numpy(value: OrtValue) -> Array:
-    """The tensor as an array: on the CPU it may share the value's memory, elsewhere it is a copy."""
+    """Convert an OrtValue to an array. On the CPU it may share the value's memory; otherwise it is a copy."""
     name = _BEYOND_NUMPY_NAMES.get(value.element_type())
     if name is None:
         array: Array = value.numpy()

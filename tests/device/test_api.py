@@ -211,9 +211,9 @@ def test_parameters_are_named_in_alphabetical_order(training: Training) -> None:
     assert repr(parameters["bias"]) == "Parameter(name=bias, requires_grad=True)"
     assert {name for name, parameter in parameters if parameter.requires_grad} == set(TRAINABLE)
     assert parameters["scale"].grad is None
-    with pytest.raises(KeyError, match="no such parameter"):
+    with pytest.raises(KeyError, match="Unknown parameter"):
         parameters["other"]
-    with pytest.raises(KeyError, match="no such parameter"):
+    with pytest.raises(KeyError, match="Unknown parameter"):
         parameters["other"] = np.ones(3, np.float32)
 
 
@@ -233,7 +233,7 @@ def test_parameters_can_be_set_before_there_is_a_module(folder: Path) -> None:
 
 @pytest.mark.parametrize("value", [np.ones(4, np.float32), np.ones(3), np.ones(3, np.float16), np.ones((3, 1), "f4")])
 def test_a_parameter_keeps_shape_and_dtype(value: np.ndarray, training: Training) -> None:
-    with pytest.raises(TrainingError, match="another shape or dtype"):
+    with pytest.raises(TrainingError, match="wrong shape or dtype"):
         training.state.parameters["bias"] = value
 
 
@@ -327,7 +327,7 @@ def test_a_nominal_state_is_filled_first(folder: Path) -> None:
     training.module.train()
     whole = Training(folder)
     buffer = whole.module.get_contiguous_parameters()
-    with pytest.raises(TrainingError, match="as a whole"):
+    with pytest.raises(TrainingError, match="cannot be filled partially"):
         training.module.copy_buffer_to_parameters(buffer.numpy()[:15])
     training.module.copy_buffer_to_parameters(buffer, trainable_only=False)
     assert [training.step(seed) for seed in range(3)] == [whole.step(seed) for seed in range(3)]
@@ -520,11 +520,14 @@ X, TARGET = batch(1)
 WRONG_CALLS: dict[str, tuple[tuple, str]] = {
     "one input": ((X,), "wrong number of inputs"),
     "three inputs": ((X, TARGET, X), "wrong number of inputs"),
-    "float64": ((X.astype(float), TARGET), r"(?s)'x' has the wrong type.*float32 \(n, 4\).*float64 \(5, 4\)"),
-    "another width": ((X[:, :3], TARGET), r"(?s)'x' has the wrong type.*float32 \(n, 4\).*float32 \(5, 3\)"),
+    "float64": ((X.astype(float), TARGET), r"(?s)'x' has the wrong dtype.*float32 \(n, 4\).*float64 \(5, 4\)"),
+    "another width": ((X[:, :3], TARGET), r"(?s)'x' has the wrong dtype.*float32 \(n, 4\).*float32 \(5, 3\)"),
     "another rank": ((X, TARGET[0]), "'target' has the wrong type"),
-    "an OrtValue of int64": ((OrtValue.ortvalue_from_numpy(X.astype(int)), TARGET), "'x' has the wrong type"),
-    "rows that differ": ((X, TARGET[:2]), r"(?s)'x' and 'target' do not fit.*one size for 'n'.*5 and 2"),
+    "an OrtValue of int64": ((OrtValue.ortvalue_from_numpy(X.astype(int)), TARGET), "'x' has the wrong dtype"),
+    "rows that differ": (
+        (X, TARGET[:2]),
+        r"(?s)'x' and 'target' have inconsistent dimensions.*one size of 'n'.*5 and 2",
+    ),
 }
 
 
@@ -549,7 +552,7 @@ def test_wrong_files_are_named(folder: Path, training: Training) -> None:
         Module(folder / "nope.onnx", state)
     with pytest.raises(TrainingError, match="cannot load"):
         Optimizer(folder / "checkpoint", training.module)
-    with pytest.raises(TrainingError, match=r"(?s)another one of the artifacts.*training graph.*eval"):
+    with pytest.raises(TrainingError, match=r"(?s)another artifact than expected.*training graph.*eval"):
         Module(folder / "eval_model.onnx", state)
     training.module.export_model_for_inferencing(folder / "exported.onnx", ["y"])
     with pytest.raises(TrainingError, match="generate_artifacts"):
@@ -568,8 +571,8 @@ def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
     parameters = fresh().parameters
     wrong = {
         "lacks parameters": {n: a for n, a in parameters.items() if n != "bias"},
-        "not the graph's": parameters | {"bias": np.ones(4, np.float32)},
-        "(?s)not the graph's.*float64": parameters | {"bias": np.ones(3)},
+        "another dtype or shape than in the graph": parameters | {"bias": np.ones(4, np.float32)},
+        "(?s)another dtype or shape than in the graph.*float64": parameters | {"bias": np.ones(3)},
     }
     for message, arrays in wrong.items():
         with pytest.raises(CheckpointError, match=message):
@@ -585,13 +588,13 @@ def test_the_state_of_another_optimizer_is_refused(folder: Path) -> None:
         Optimizer(folder / "optimizer_model.onnx", module)
     wide = {name: array.astype(np.float64) for name, array in moments.items()}
     module = Module(folder / "training_model.onnx", _changed(optimizer={"momentum_buffer": wide}))
-    with pytest.raises(CheckpointError, match="not the graph's"):
+    with pytest.raises(CheckpointError, match="another dtype or shape than in the graph"):
         Optimizer(folder / "optimizer_model.onnx", module)
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:", "CPU", "cuda:-1"])
 def test_an_unknown_device_is_refused(device: str, folder: Path) -> None:
-    with pytest.raises(TrainingError, match="no such device"):
+    with pytest.raises(TrainingError, match="Unknown device"):
         Module(folder / "training_model.onnx", _changed(), device=device)
 
 

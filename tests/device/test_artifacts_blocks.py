@@ -144,7 +144,7 @@ def test_the_predecessors_way_to_build_all(tmp_path: Path) -> None:
     block.requires_grad("w")
     block.requires_grad("b", False)
     for accessor in (block.parameters, block.to_model_proto):
-        with pytest.raises(RuntimeError, match="no graph yet"):
+        with pytest.raises(RuntimeError, match="has no graph"):
             accessor()
     with onnxblock.base(model) as handle:
         assert isinstance(handle, onnx.ModelProto)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
-from onnxtrain.device.noise import SEED
+from onnxtrain.device.seeded_dropout import SEED
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import TensorType
 from onnxtrain.onnxblock.optim import SGD, AdamW
@@ -271,7 +271,7 @@ def linear(**changes: Any) -> onnx.ModelProto:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": 3}, RuntimeError, "Unknown kind of model"),
-    ({"model": "nowhere.onnx"}, RuntimeError, "not there"),
+    ({"model": "nowhere.onnx"}, RuntimeError, "does not exist"),
     ({"loss": "cross"}, RuntimeError, "Unknown loss"),
     ({"optimizer": "adam"}, TypeError, "Unknown optimizer"),
     ({"frozen_params": ["w"]}, RuntimeError, "both trained and frozen"),
