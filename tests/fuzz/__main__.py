@@ -2,7 +2,7 @@
 
 python -m tests.fuzz --programs 10000          from seed 0 on
 python -m tests.fuzz --minutes 5 --jobs 2      as many as there is time for
-python -m tests.fuzz --seed 4711 --programs 1  one of them again
+python -m tests.fuzz --replay 4711             one of them again, with all results and bounds
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from tests.fuzz.reduce import reduced
+from tests.fuzz.replay import replayed
 from tests.fuzz.script import script
 from tests.fuzz.worker import Case, Judges, processors
 
@@ -32,7 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds a program may take")
     parser.add_argument("--reduce", type=float, default=120, help="seconds to shrink the first of each kind of finding")
     parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="the folder for scripts of findings")
+    parser.add_argument("--replay", type=int, help="a seed: run its program alone, here, and show it")
     options = parser.parse_args(arguments)
+    if options.replay is not None:
+        for line in replayed(options.replay):
+            _say(line)
+        return 0
     if options.programs is None and options.minutes is None:
         options.minutes = 5.0
     run = _Run(options)

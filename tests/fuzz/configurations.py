@@ -102,6 +102,6 @@ def draw(rng: random.Random) -> Configuration:
     elif kind == "fast":
         options["rng"] = "fast"
     elif kind == "regions":
-        options |= {"native": True, "regions": "on"}
+        options |= {"rng": "fast", "native": True, "regions": "on"}  # of the exact generator none are fused
     evaluates, one_gradient = rng.random() < 0.1, rng.random() < 0.15
     return Configuration(options, entry, kind == "cached", evaluates, one_gradient, kind == "regions")

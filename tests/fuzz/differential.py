@@ -119,9 +119,8 @@ def judge(program: Program, configuration: Configuration) -> Verdict:
 
 
 def _judge(program: Program, configuration: Configuration) -> Verdict:
-    blocks = configuration.entry == "regional"
     try:
-        sides = _Sides(program, configuration, blocks)
+        sides = Sides(program, configuration)
         eager = sides.eager()
     except Exception as error:  # noqa: BLE001  # whatever PyTorch raises
         return Verdict("discarded", f"{type(error).__name__}: {error}")
@@ -167,11 +166,12 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}\n    " + "\n    ".join(frames[-12:])
 
 
-class _Sides:
+class Sides:
     """The sides of a comparison: each trains the same parameters, which eager's gradients change after a step."""
 
-    def __init__(self, program: Program, configuration: Configuration, blocks: bool) -> None:
-        self.program, self.configuration, self.blocks = program, configuration, blocks
+    def __init__(self, program: Program, configuration: Configuration) -> None:
+        self.program, self.configuration = program, configuration
+        self.blocks = configuration.entry == "regional"
         self.cache: tempfile.TemporaryDirectory[str] | None = None
         self.states: list[dict[str, torch.Tensor]] = []
         self.wait: Callable[[], None] = lambda: None
@@ -386,8 +386,6 @@ def _wrong(got: Named, eager: Named, exact: Named) -> dict[str, str]:
     """The results that the tolerance does not let pass, by name."""
     if got.keys() != eager.keys():
         return {"": f"results {sorted(got.keys() ^ eager.keys())} on one side only"}
-    scales = [x.abs().max().item() for n, x in exact.items() if "gradient of" in n and x is not None and x.numel()]
-    largest = max((s for s in scales if math.isfinite(s)), default=0.0)
     found = {}
     for name, theirs in eager.items():
         mine = got[name]
@@ -397,11 +395,18 @@ def _wrong(got: Named, eager: Named, exact: Named) -> dict[str, str]:
         elif mine.dtype != theirs.dtype or mine.shape != theirs.shape:
             found[name] = f"{name}: {mine.dtype} {tuple(mine.shape)}, eager has {theirs.dtype} {tuple(theirs.shape)}"
         elif theirs.numel():
-            of = largest if name.startswith("gradient") else 0.0
-            error, allowed, scale = error_and_bound(mine, theirs, exact[name], of)
+            error, allowed, scale = error_and_bound(mine, theirs, exact[name], largest_gradient(name, exact))
             if not error <= allowed:
                 found[name] = f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
     return found
+
+
+def largest_gradient(name: str, exact: Named) -> float:
+    """The largest element of all gradients, where `name` is one of them."""
+    if not name.startswith("gradient"):
+        return 0.0
+    scales = [x.abs().max().item() for n, x in exact.items() if "gradient of" in n and x is not None and x.numel()]
+    return max((s for s in scales if math.isfinite(s)), default=0.0)
 
 
 def _short(value: Any) -> str:

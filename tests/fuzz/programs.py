@@ -341,10 +341,10 @@ class Draw:
 
 
 class Maker:
-    """Makes one program."""
+    """Makes one program, by the choices of `rng`."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, seed: int, rng: random.Random) -> None:
+        self.rng = rng
         self.program = Program(seed, ())
         self.rows = 1 if self.rng.random() < 0.5 else 2
         batch = self.rng.choices(_BATCHES, _BATCH_WEIGHTS)[0]
@@ -623,4 +623,4 @@ def cleaned(program: Program) -> Program:
 
 def draw(seed: int) -> Program:
     """The program of a seed."""
-    return Maker(seed).make()
+    return Maker(seed, random.Random(seed)).make()

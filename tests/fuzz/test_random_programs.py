@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 
-from tests.fuzz import differential
+from tests.fuzz import configurations, differential, regions
 from tests.fuzz.configurations import Configuration
 from tests.fuzz.differential import Verdict, judge, load
+from tests.fuzz.graphs import difference, draw_graph
 from tests.fuzz.operators import OPERATORS
-from tests.fuzz.programs import Program, Statement, Tensor, draw
+from tests.fuzz.programs import Maker, Program, Statement, Tensor, draw
 from tests.fuzz.reduce import reduced
 from tests.fuzz.script import script
-from tests.fuzz.worker import Case, case_of
+from tests.fuzz.worker import Case, case_of, judged
 
 
 def test_a_seed_is_a_program() -> None:
@@ -39,7 +43,7 @@ def program(*statements: str, outputs: tuple[str, ...] = ("v1",)) -> Program:
 
 
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = differential._Sides.ours
+    right = differential.Sides.ours
 
     def off_by_a_thousandth(self: Any) -> Any:
         found = right(self)
@@ -47,8 +51,47 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     case = program("v0 = x0 * 2", "v1 = v0 + 1")
     assert judge(case, Configuration()).kind == "equal"
-    monkeypatch.setattr(differential._Sides, "ours", off_by_a_thousandth)
+    monkeypatch.setattr(differential.Sides, "ours", off_by_a_thousandth)
     assert judge(case, Configuration()).kind == "wrong"
+
+
+def test_float64_has_eagers_inputs() -> None:
+    """PyTorch draws 16 elements and more otherwise in float64, and the bound would be as large as the results."""
+    wide = replace(program("v0 = x0 * 2", "v1 = v0 + 1"), inputs=(Tensor("x0", ((9, 7),), trained=True),))
+    sides = differential.Sides(wide, Configuration())
+    eager, exact = sides.eager(), sides.exact()
+    torch.testing.assert_close(exact[0]["output 0"].float(), eager[0]["output 0"])
+
+
+def test_rounding_moves_each_result_by_one_rounding_and_no_view() -> None:
+    x = torch.randn(50)
+    with differential._Rounding(1):
+        y, view = x * 2, x[1:]
+    assert torch.equal(view, x[1:])
+    off = ((y.double() - x.double() * 2) / y).abs() / torch.finfo(torch.float).eps
+    assert 0.25 < off.min() < off.max() < 2
+
+
+def test_an_error_is_no_rounding() -> None:
+    sides = differential.Sides(program("v0 = x0 * 2", "v1 = v0.tanh()"), Configuration())
+    eager, exact = sides.eager(), sides.exact()
+    for far, moves in ((1e-7, True), (1e-4, False)):
+        got = [{**call, "output 0": exact[n]["output 0"].float() + far} for n, call in enumerate(eager)]
+        assert sides.moves(eager, exact, got) == moves
+
+
+def test_fused_regions_run_in_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    written = regions._written
+    monkeypatch.setattr(regions, "_written", lambda *given: (asked.append(r) or r for r in written(*given)))
+    found = Configuration({"rng": "fast", "native": True, "regions": "on"}, regions=True)
+    assert judge(program("v0 = x0 * 2", "v1 = torch.tanh(v0) * x0"), found).kind == "equal"
+    assert asked
+
+
+def test_other_random_numbers_are_compared_by_form() -> None:
+    drops = program("v0 = x0 * 2", "v1 = F.dropout(v0, 0.5, True)")
+    assert judge(drops, Configuration({"rng": "fast"})).kind == "equal"
 
 
 def test_a_program_shrinks_to_what_fails() -> None:
@@ -71,3 +114,21 @@ def test_a_script_stands_alone() -> None:
     text = script(Case(program("v0 = x0 * 2", "v1 = v0.tanh()"), Configuration({"recompute_cheap": False})))
     assert "tests." not in text
     load(text)
+
+
+# A share of the programs and graphs
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_random_programs_train_as_in_eager(rng: random.Random) -> None:
+    """Hypothesis makes the choices, and shrinks them."""
+    drawn = Maker(0, rng).make()
+    case = judged(Case(drawn, configurations.draw(rng)))
+    note(script(case))
+    assert not case.verdict.is_finding, case.verdict.detail
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_graphs_give_what_the_reference_gives(seed: int) -> None:
+    assert not difference(draw_graph(seed))
