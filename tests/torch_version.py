@@ -9,12 +9,16 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def most_captures(module: torch.nn.Module) -> int:
     """How often an ORTModule may have captured a module that one capture should serve.
 
-    Older PyTorch makes conditions of what it checks of a pooling's sizes: it is captured again where one of two axes
-    that was even is odd.
+    PyTorch before 2.13 makes conditions of what it checks of a pooling's sizes: it is captured again where one of two
+    axes that was even is odd. Its multi-head attention calls `contiguous()` before it joins the heads (2.13 calls
+    `reshape()`), which copies nothing at one token: that is another graph, and another one in a batch of one.
     """
+    if TORCH >= (2, 13):
+        return 1
     graph = module.__dict__["_engine"]._newest.captured.model.graph
-    pools = any(node.op_type in ("MaxPool", "AveragePool") for node in graph)
-    return 4 if pools and TORCH < (2, 13) else 1
+    if any(node.op_type in ("MaxPool", "AveragePool") for node in graph):
+        return 4
+    return 3 if any(isinstance(part, torch.nn.MultiheadAttention) for part in module.modules()) else 1
 
 
 def needs_torch(major: int, minor: int, why: str) -> pytest.MarkDecorator:

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import ORTModuleFallbackException
+from tests.torch_version import needs_torch
 from tests.zoo.checks import Comparison, compared, count_captures, fallbacks
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 
@@ -165,6 +166,7 @@ def test_a_module_that_handles_its_own_errors_runs_as_in_eager() -> None:
     compare.train(3, 5)
 
 
+@needs_torch(2, 12, "loses assignments to class attributes in what torch.compile runs, and the test counts by one")
 def test_falling_back_is_tried_once_unless_retry_is_asked_for() -> None:
     class Counted(BranchesOnElements):
         runs = 0

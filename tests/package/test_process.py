@@ -143,8 +143,9 @@ print("unchanged")
 
 def run(*sources: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    python = [sys.executable, "-W", "ignore:Guards may run slower on Python 3.13.0"]
     return subprocess.run(
-        [sys.executable, "-c", "\n".join(sources)], env=environment, capture_output=True, text=True, check=False
+        [*python, "-c", "\n".join(sources)], env=environment, capture_output=True, text=True, check=False
     )
 
 
