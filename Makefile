@@ -5,6 +5,7 @@
 #   make lint             checks only               make format     formats and fixes what can be fixed
 #   make docs             builds the documentation into build/docs; a warning or a broken link is an error
 #   make fuzz MINUTES=5   random programs, in onnxtrain and in eager PyTorch
+#   make faults           known faults, put back one at a time: which tests notice them
 #   make matrix        tests in other environments: folders, instruction sets, threads, no compiler, no network, ...
 #   make bench            measures
 #
@@ -18,7 +19,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test test-all matrix docs fuzz bench lint format clean
+.PHONY: demo test test-all matrix faults docs fuzz bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -40,6 +41,9 @@ fuzz: $(VENV)/.dev
 
 matrix: $(VENV)/.dev
 	$(BIN)/python -m tools.matrix $(ARGS)
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m tools.faults --jobs $(JOBS) $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(ARGS)

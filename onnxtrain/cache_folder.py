@@ -7,19 +7,15 @@ The latter two give way to a folder of this user's among the temporary files whe
 
 from __future__ import annotations
 
-import atexit
 import functools
 import getpass
+import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from onnxtrain.log import warn
-
 VARIABLE = "ONNXTRAIN_CACHE_DIR"
+_LOG = logging.getLogger("onnxtrain")
 
 
 def cache_folder(kind: str) -> Path:
@@ -41,8 +37,12 @@ def _usable(parent: str) -> Path:
         instead = _temporary()
     except OSError:  # no folder can be written at all: who writes logs it
         return folder
-    warn(
-        f"the cache folder {folder} cannot be used ({reason}), so {instead} is. Set {VARIABLE} to a folder that lasts."
+    _LOG.warning(
+        "The cache folder %s cannot be used (%s), so %s is. Set %s to a folder that lasts.",
+        folder,
+        reason,
+        instead,
+        VARIABLE,
     )
     return instead
 
@@ -74,19 +74,3 @@ def _temporary() -> Path:
 
 def _user() -> str:
     return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
-
-
-@contextmanager
-def scratch_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target`, removed at the end of the block, or of a program that ends before it.
-
-    `tempfile.TemporaryDirectory` gives a ResourceWarning then, although a daemon thread cannot do better.
-    """
-    folder = tempfile.mkdtemp(prefix=".building-", dir=target.parent)
-    remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(remove)
-    try:
-        yield Path(folder)
-    finally:
-        atexit.unregister(remove)
-        remove()

@@ -7,6 +7,7 @@ Shared by every entry point: `ORTModule`, `prepare` and the backend of torch.com
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +33,13 @@ from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTMod
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.garbage import collector_paused
-from onnxtrain.log import LOG
 from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, warn_ineffective_variables
+
+_LOG = logging.getLogger("onnxtrain")
 
 
 class _Entry:
@@ -300,7 +302,7 @@ class Engine:
         """Says once per new capture why the earlier ones do not serve."""
         name = type(self._module).__name__
         if not self._entries:
-            LOG.info("%s: first capture", name)
+            _LOG.info("%s: first capture", name)
             return
         reason = "the structure, types or environment of the call is new"
         for entry in self._entries.get(key, ()):
@@ -309,7 +311,7 @@ class Engine:
                 reason = changed
             elif entry.compiled is not None:
                 reason = entry.compiled.captured.guards.explain(tensors)
-        LOG.info("%s: captured again, because %s", name, reason)
+        _LOG.info("%s: captured again, because %s", name, reason)
 
     # Falling back
 
@@ -366,7 +368,7 @@ class Engine:
         if instead.warning not in self._warned:
             self._warned.add(instead.warning)
             if self._entry_point.is_piece:
-                LOG.info(instead.warning)
+                _LOG.info(instead.warning)
             else:
                 warnings.warn(instead.warning, UserWarning, stacklevel=source_line.depth_of_caller())
         return output

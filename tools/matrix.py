@@ -31,8 +31,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tests.machines import MACHINES
+from tools.working_copy import ROOT, copy_working_tree
 
-ROOT = Path(__file__).resolve().parent.parent
 MARK = "everywhere"
 COMPILER = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|c89|c99)(-[\d.]+)?")
 # What an environment sets, it sets alone.
@@ -185,22 +185,6 @@ def marked_files() -> list[str]:
     return [str(f.relative_to(ROOT)) for f in files if f"mark.{MARK}" in f.read_text(encoding="utf-8")]
 
 
-def copy_of_repository(folder: Path) -> None:
-    """Copies what git tracks or would track, as it is now, and shares the virtual environment."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in os.fsdecode(listed.stdout).split("\0"):
-        source = ROOT / name
-        if name and source.is_file() and not source.is_symlink():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, folder / name)
-    (folder / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
-
-
 def run(environment: Environment, tests: Sequence[str], scratch: Path, limit_s: float | None) -> Row:
     """Runs these tests in an environment, or its share of the marked ones."""
     arguments = tests or ("-m", MARK, *(file for file in marked_files() if file.startswith(environment.tests)))
@@ -209,7 +193,7 @@ def run(environment: Environment, tests: Sequence[str], scratch: Path, limit_s: 
     folder = ROOT
     if environment.folder is not None:
         folder = own / environment.folder
-        copy_of_repository(folder)
+        copy_working_tree(folder)
     setting = environment.setting(own / "setting")
     inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
     # Idle threads of several processes on few cores sleep instead of spinning.

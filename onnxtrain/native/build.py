@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnxtrain.cache_folder import cache_folder, scratch_folder
-from onnxtrain.log import warn_once
+from onnxtrain.cache_folder import cache_folder
 from onnxtrain.machine import current_machine
 from onnxtrain.native import background, compiler
+from onnxtrain.options.notices import warn_once
 
 _DIGEST_BYTES = 32
 _LIMIT_S = 300  # for a compile at low priority on a busy machine
@@ -91,8 +92,8 @@ def is_whole(path: Path) -> bool:
 
 
 def _compile(found: compiler.Compiler, flags: Sequence[str], source: str, target: Path) -> None:
-    with scratch_folder(target) as scratch:
-        text, library = scratch / "source.cpp", scratch / "library.so"
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
+        text, library = Path(scratch, "source.cpp"), Path(scratch, "library.so")
         text.write_text(source, encoding="utf-8")
         code, said = background.run(found.call(flags, text, library), _LIMIT_S)
         if code:

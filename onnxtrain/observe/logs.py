@@ -23,7 +23,6 @@ from typing import TextIO
 
 import torch
 
-from onnxtrain.log import LOG, PREFIX
 from onnxtrain.options import LogLevel, Options
 
 DEVINFO = 15  # between logging.DEBUG and logging.INFO
@@ -36,6 +35,7 @@ _LOGGING_LEVEL = {
     LogLevel.ERROR: logging.ERROR,
     LogLevel.FATAL: logging.CRITICAL,
 }
+_LOG = logging.getLogger("onnxtrain")
 
 
 class _Console(logging.StreamHandler[TextIO]):
@@ -52,7 +52,7 @@ class _Console(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         ranks = f"[rank {rank()}] " if world_size() > 1 else ""
         level = "DEVINFO" if record.levelno == DEVINFO else record.levelname
-        return f"{ranks}{level} {record.name}: {super().format(record).removeprefix(PREFIX)}"
+        return f"{ranks}{level} {record.name}: {super().format(record)}"
 
 
 _CONSOLE = _Console()
@@ -66,22 +66,22 @@ def set_up(options: Options) -> None:
     """
     level = options.log_level
     is_default = level == Options().log_level
-    if rank() and level >= LogLevel.INFO and not (is_default and LOG.level):
-        LOG.setLevel(_SILENT)
+    if rank() and level >= LogLevel.INFO and not (is_default and _LOG.level):
+        _LOG.setLevel(_SILENT)
     elif not is_default:
-        LOG.setLevel(_LOGGING_LEVEL[level])
-        LOG.addHandler(_CONSOLE)  # adding it again has no effect
+        _LOG.setLevel(_LOGGING_LEVEL[level])
+        _LOG.addHandler(_CONSOLE)  # adding it again has no effect
 
 
 @contextmanager
 def only_errors() -> Iterator[None]:
     """Suppress warnings in the body, for commands that print this information themselves."""
-    before = LOG.level
-    LOG.setLevel(logging.ERROR)
+    before = _LOG.level
+    _LOG.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        LOG.setLevel(before)
+        _LOG.setLevel(before)
 
 
 def rank() -> int:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from onnxtrain.torch_compat import dispatch
+from torch._library.simple_registry import singleton
 
 Tensor = torch.Tensor
 
@@ -54,12 +53,10 @@ def lstsq_on_fakes(
     )
 
 
-_LIBRARY = torch.library.Library("aten", "FRAGMENT")
-
 for _name, _function in (
     ("aten::_ctc_loss", ctc_loss_on_fakes),
     ("aten::_ctc_loss.Tensor", ctc_loss_on_fakes),
     ("aten::linalg_lstsq", lstsq_on_fakes),
 ):
-    if not dispatch.has_fake(_name):  # a kernel for meta tensors may be there, which fakes refuse
-        dispatch.register_fake(_LIBRARY, _name, _function)
+    if singleton.find(_name).fake_impl.kernel is None:  # a kernel for meta tensors may be there, which fakes refuse
+        torch.library.register_fake(_name, _function, allow_override=True)

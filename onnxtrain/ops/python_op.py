@@ -43,7 +43,6 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.python_call import Learned, PythonCall
 from onnxtrain.ops.python_template import Slot, parts, slots
 from onnxtrain.ops.registry import define
-from onnxtrain.torch_compat import dispatch
 
 _NO_BODY = NoBody("it runs the user's Python")
 
@@ -69,7 +68,7 @@ def _on_fakes(tensors: list[torch.Tensor], sizes: list[Any], key: str) -> list[t
     return _CALLS[key].on_fakes(tensors, sizes)
 
 
-dispatch.register_fake(_LIBRARY, "onnxtrain::python_op", _on_fakes)
+torch.library.register_fake("onnxtrain::python_op", _on_fakes, lib=_LIBRARY)
 
 
 # PythonOp

@@ -634,6 +634,12 @@ def test_each_fact_of_an_input_is_noticed(name: str) -> None:
     assert hash(tensor_facts(tensor)) == hash(tensor_facts(tensor))
 
 
+def test_expanded_inputs_are_told_apart() -> None:
+    """A write to one of its elements changes others."""
+    strided, expanded = torch.ones(2, 3, 8)[..., ::2], torch.ones(2, 3, 2)[..., :1].expand(2, 3, 4)
+    assert "memory format" in tensor_difference(tensor_facts(strided), tensor_facts(expanded))
+
+
 def test_inference_tensors_are_noticed() -> None:
     with torch.inference_mode():
         tensor = torch.ones(2, 3, 4, 5)

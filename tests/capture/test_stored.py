@@ -29,11 +29,13 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+import onnxtrain
 import onnxtrain.engine
-from onnxtrain import ORTModule, log
-from onnxtrain.capture.stored import cache, executed, folder
+from onnxtrain import ORTModule
+from onnxtrain.capture.stored import cache, executed, fingerprint, folder
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 from onnxtrain.capture.structure import flatten_output
+from onnxtrain.options import notices
 from onnxtrain.testing import assert_no_worse_than_eager
 
 SCALE = 1.1
@@ -86,7 +88,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def notices_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setattr(notices, "_logged", set())
 
 
 def model(tmp_path: Path, make: Callable[[], nn.Module] = Net, **options: Any) -> ORTModule:
@@ -227,6 +229,18 @@ def test_the_surroundings_count(what: str, tmp_path: Path, captures: list[int]) 
             ort = ORTModule(net, rng="torch", native=False, cache_dir=tmp_path / "captures")
             ort(x)
     assert len(captures) == 2
+
+
+def test_versions_change_with_the_sources_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version stays the same from one change to the next."""
+    source = tmp_path / "inner" / "module.py"
+    source.parent.mkdir()
+    monkeypatch.setattr(onnxtrain, "__file__", str(tmp_path / "__init__.py"))
+    found = []
+    for text in ("x = 1", "x = 2", "x = 1"):
+        source.write_text(text)
+        found.append(fingerprint.versions.__wrapped__())
+    assert found[0] == found[2] != found[1]
 
 
 def test_the_call_counts(tmp_path: Path, captures: list[int]) -> None:

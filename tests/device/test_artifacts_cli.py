@@ -51,6 +51,12 @@ def test_trains_what_patterns_name(model: Path, tmp_path: Path, capsys: pytest.C
     assert float(run.step(x, labels)[0]) < before
 
 
+def test_what_is_frozen_is_not_trained_by_default(model: Path, tmp_path: Path) -> None:
+    assert cli.main(["artifacts", str(model), "--freeze", "body.*", "-o", str(tmp_path / "out")]) == 0
+    facts = Stock(tmp_path / "out").facts
+    assert (facts["trainable"], facts["frozen"]) == (["fc.w", "fc.b"], ["body.w"])
+
+
 def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
     given = ["--loss", "mse", "--optimizer", "sgd", "--momentum", "0.9", "--prefix", "a_", "-o", str(tmp_path)]
     assert cli.main(["artifacts", str(model), *given]) == 0

@@ -286,6 +286,8 @@ def test_onnxruntime_itself_stays_the_stock_package() -> None:
         importlib.import_module(f"{TRAINING}.no_such_module")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("onnxruntime.no_such_module")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{TRAINING}_of_another")
 
 
 def test_a_pickled_module_comes_back() -> None:

@@ -189,6 +189,20 @@ VARIANCE = [
     )
 ]
 
+EQUAL = [
+    case
+    for name, function in (("ReduceStd", torch.std), ("ReduceStdMean", torch.std_mean))
+    for case in over(
+        name,
+        lambda x, d, k, f=function: f(x, d, correction=1.0, keepdim=k),
+        domain=OWN,
+        spec=Spec("b s h", make=lambda shape, dtype, _: torch.full(shape, 0.5, dtype=dtype)),
+        specials=False,
+        sizes=[{"b": 3, "s": 5, "h": 4}],
+        label="equal",
+    )
+]
+
 LP_NORMS = [
     OpCase(
         "onnxtrain",
@@ -226,4 +240,4 @@ PRODUCTS = [
     ),
 ]
 
-CASES = [*LP_NORMS, *PRODUCTS, *SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE]
+CASES = [*LP_NORMS, *PRODUCTS, *SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE, *EQUAL]

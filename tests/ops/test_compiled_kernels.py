@@ -209,18 +209,20 @@ def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("activation", activations.COMPILED_GATES)
-@pytest.mark.parametrize("halves", [False, True], ids=("apart", "halves"))
+@pytest.mark.parametrize("layout", ["apart", "halves", "gate of a wider product"])
 @pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1, 1001)], ids=str)  # whole vectors, and rests
 def test_gated_activation_matches_autograd(
-    shape: tuple[int, ...], halves: bool, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], layout: str, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[str] = Counter()
     monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
     dy, *inputs = (torch.randn(shape, dtype=dtype) for _ in range(3))
     inputs[0] = inputs[0] * 4
     inputs[0].view(-1)[:8] = SPECIAL
-    if halves:  # of one product, as chunk(2) gives them
+    if layout == "halves":  # of one product, as chunk(2) gives them
         inputs = list(torch.cat(inputs, -1).chunk(2, -1))
+    elif layout != "apart":
+        inputs[0] = torch.cat([*inputs, dy], -1)[..., : shape[-1]]
 
     def eager(wide: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(wide).requires_grad_() for x in inputs]
@@ -333,9 +335,10 @@ def test_rms_norm_of_infinite_and_missing_numbers(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (257,), eps=1e-5), equal_nan=True)
 
 
-def test_cross_entropy_refuses_a_label_that_is_no_class(calls: Counter[str]) -> None:
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, 7, -100]), None, 1, -100)
+@pytest.mark.parametrize("label", [7, -1])
+def test_cross_entropy_refuses_a_label_that_is_no_class(label: int, calls: Counter[str]) -> None:
+    with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+        rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, label, -100]), None, 1, -100)
     assert calls["forward_float"] == 1
 
 
@@ -495,6 +498,39 @@ def test_hidden_columns_are_not_read(name: str) -> None:
     assert all(g.isfinite().all() for g in (y, dq, dk, dv))
     assert not dk[0, :, 32:].any()
     assert not dv[0, :, 32:].any()
+
+
+def test_bfloat16_is_rounded_to_the_nearest(described_machine: Describe) -> None:
+    """Cut off, it would be within twice eager's error."""
+    described_machine("avx2")
+    assert compiled.LIBRARIES[torch.bfloat16].wait()
+    q = torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16)
+    k, v = (heads(1, 2, 2, 16, torch.bfloat16) for _ in range(2))
+    y, _ = compiled.forward(q, k, v, Scores()) or pytest.fail("not compiled")
+    assert torch.equal(y, v.float().mean(2, keepdim=True).bfloat16().expand_as(y))
+
+
+@pytest.mark.parametrize("fill", [None, torch.finfo().min])
+def test_a_row_that_sees_nothing_beside_rows_that_see_few_columns(fill: float | None) -> None:
+    """Its probabilities are 0, or those of equal scores, over all columns."""
+    assert compiled.LIBRARIES[torch.float32].wait()
+    q, k, v = (heads(1, 2, 96, 16) for _ in range(3))
+    shown = torch.ones(1, 1, 96, 96, dtype=torch.bool)
+    shown[..., 16:] = False
+    shown[..., 5, :] = False
+    y, _ = compiled.forward(q, k, v, Scores(None, None, shown, fill)) or pytest.fail("not compiled")
+    expected = torch.zeros(1, 2, 16) if fill is None else v.mean(2)
+    torch.testing.assert_close(y[:, :, 5], expected)
+
+
+def test_scores_that_causality_hides_have_no_gradient() -> None:
+    """Also in the columns that no row of a block sees."""
+    assert compiled.LIBRARIES[torch.float32].wait()
+    q, k, v = (heads(1, 2, 96, 16) for _ in range(3))
+    bias = torch.zeros(1, 2, 96, 96)
+    *_, dscores = compiled.backward(v, q, k, v, Scores(None, bias, causal=True), of_scores=True) or pytest.fail("none")
+    assert dscores.tril().any()
+    assert not dscores.triu(1).any()
 
 
 def test_threads_do_not_change_a_bit() -> None:

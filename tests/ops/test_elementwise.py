@@ -243,6 +243,10 @@ def test_a_layout_that_is_asked_for_is_given() -> None:
         assert ORTModule(OfTensors(function))(x).stride() == function(x).stride()
 
 
+def test_powers_of_types_that_onnx_lacks_stay_pytorchs() -> None:
+    check_capture(lambda a: a**2, Spec("b s h", torch.int16, -9, 9), aten=True)
+
+
 def test_a_scalar_keeps_its_precision_beside_bfloat16() -> None:
     """0.1 rounded to bfloat16 is 0.1001: the product differs."""
     x = torch.full((64,), 255.0, dtype=torch.bfloat16)

@@ -196,13 +196,14 @@ def test_clips_to_the_global_norm_inside_the_kernel(limit: float, device: str) -
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # PyTorch adds 1e-6 to the norm
 
 
-def test_the_norm_of_half_gradients_does_not_overflow() -> None:
+@pytest.mark.parametrize("size", [300.0, 60_000.0])  # their squares are beyond float16; the second's norm is too
+def test_the_norm_of_half_gradients_does_not_overflow(size: float) -> None:
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = FusedAdam([p], max_grad_norm=1.0)
-    p.grad = torch.full((4,), 300.0, dtype=torch.float16)  # its square is beyond float16
+    p.grad = torch.full((4,), size, dtype=torch.float16)
     optimizer.step()
     assert optimizer.grad_norm is not None
-    assert optimizer.grad_norm.item() == 600
+    assert optimizer.grad_norm.item() == 2 * size
 
 
 # Under a GradScaler

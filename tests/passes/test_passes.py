@@ -1,5 +1,6 @@
 """The clean-up passes: what they do, what they must not do, and what they say about it."""
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -57,6 +58,14 @@ def test_different_attributes_inputs_and_outputs_stay(op: Builder) -> None:
     graph = finish(op, op.Exp(x), op.Exp(x), op.Transpose(x, perm=(1, 0)), op.Transpose(x, perm=(0, 1)), op.Neg(x))
     eliminate_common_subexpressions(graph, Changes())
     assert len(graph) == 5
+
+
+def test_different_tensors_in_attributes_stay(op: Builder) -> None:
+    fills = (np.float32(1), np.float32(2), np.float32(1))
+    ones, twos, same = (op.ConstantOfShape(op.constant([4], ir.DataType.INT64), value=ir.tensor([n])) for n in fills)
+    graph = finish(op, op.Add(op.Mul(ones, twos), same))
+    eliminate_common_subexpressions(graph, Changes())
+    assert ops_of(graph).count("ConstantOfShape") == 2
 
 
 def test_equal_narrow_casts_become_one_after_differentiation_only(op: Builder) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.plan.recompute import RECOMPUTED
+from onnxtrain.graph.values import TensorType, set_type
+from onnxtrain.ops import builder
+from onnxtrain.ops.definition import OPSET
+from onnxtrain.plan.recompute import RECOMPUTED, recomputable_nodes
 from tests.plan import measured
 from tests.plan.measured import Batch, peak_of, step
 
@@ -90,3 +94,18 @@ def test_a_convolution_of_few_channels_is_not_cheap() -> None:
     model = ORTModule(net, rng="torch")
     model(torch.randn(2, 1, 12, 12)).sum().backward()
     assert recomputed(model) == ["Gelu"]
+
+
+def test_no_reader_of_a_changed_input_is_recomputed() -> None:
+    """It would read what forward left there."""
+    x, count = ir.Value(name="x"), ir.Value(name="count")
+    for value in (x, count):
+        set_type(value, TensorType(ir.DataType.FLOAT, ("n", 4)))
+    op = builder(ir.Graph([x, count], [], nodes=[], opset_imports={"": OPSET}, name="example"))
+    flat = op.Reshape(count, op.constant([-1], ir.DataType.INT64))
+    reads_x, reads_count, reads_view = op.Exp(x), op.Mul(x, count), op.Exp(flat)
+    nodes = list(op.graph)
+    again = recomputable_nodes(nodes, [count])
+    assert reads_x.producer() in again
+    assert again.isdisjoint((reads_count.producer(), reads_view.producer()))
+    assert recomputable_nodes(nodes, []) == set(nodes)

@@ -12,7 +12,7 @@ from onnxtrain import ORTModule
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.plan.lifetimes import Kind, Timeline
+from onnxtrain.plan.lifetimes import Allocation, Kind, Timeline
 from onnxtrain.plan.storage import Storages, bind_symbols
 from tests.plan.measured import Batch, ConvNet, made, peak_of, step
 
@@ -118,6 +118,15 @@ def test_workspace_and_views_count() -> None:
     assert storages.source(turned) is fresh
     assert storages.source(copy) is None
     assert storages.root(view) is fresh
+
+
+def test_workspace_is_held_during_its_node() -> None:
+    value = ir.Value(name="x")
+    nodes = tuple(ir.Node("", "Exp", [value]) for _ in range(3))
+    allocations = (Allocation(value, 10, 0, 1, Kind.KEPT), Allocation(value, 5, 1, 2, Kind.GRADIENT))
+    line = Timeline(nodes, 1, allocations, workspace=(7, 0, 20))
+    assert line.held() == [17, 15, 25]
+    assert (line.peak, line.kept) == (25, 10)
 
 
 def test_sizes_that_are_no_plain_symbol() -> None:

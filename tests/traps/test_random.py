@@ -54,6 +54,7 @@ DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "always": lambda x: F.dropout(x, 1.0) + F.dropout(x, 0.5) + x,
     "unused": unused,
     "of a constant": lambda x: x * F.dropout(torch.ones(x.shape[0], 1, 1, dtype=x.dtype), 0.5),
+    "of a constant of fixed size": lambda x: x * F.dropout(torch.ones(WIDTH, dtype=x.dtype), 0.5),
     "of a transpose": lambda x: F.dropout(x.transpose(0, 1), 0.5).transpose(0, 1) * x,
     "of attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.3),
     "around attention": lambda x: F.dropout(
@@ -71,6 +72,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal noise": lambda x: x + torch.randn_like(x) * 0.1,
     "normal of sizes": lambda x: x * torch.randn(x.shape[0], 1, 1, dtype=x.dtype),
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli of a constant": lambda x: x * torch.bernoulli(torch.full((WIDTH,), 0.5)),
     "whole numbers like another tensor": lambda x: x * torch.randint_like(x, 5),
     "whole numbers widened": lambda x: x * torch.randperm(x.shape[1])[:, None] + torch.randint_like(x, 4).to(x.dtype),
     "slopes": lambda x: F.rrelu(x, training=True),

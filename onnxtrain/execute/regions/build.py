@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
-from onnxtrain.cache_folder import cache_folder, scratch_folder
+from onnxtrain.cache_folder import cache_folder
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
-from onnxtrain.log import warn
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, is_whole, usable_compiler
 
+_LOG = logging.getLogger(__name__)
 _LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
 _process = Process()
 _refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
@@ -45,7 +47,7 @@ def refuse(request: Request, reason: str) -> None:
         is_new = reason not in _refused.values()
         _refused[request.key] = reason
     if is_new:
-        warn(f"a fused kernel cannot be built, and its operators run one by one instead: {reason}")
+        _LOG.warning("A fused region is not there, its operators run one by one instead: %s", reason)
 
 
 def _built(request: Request, dump: Path | None) -> Path | BuildError:
@@ -79,10 +81,10 @@ def _kept(request: Request) -> Path:
 
 def _compile(request: Request, target: Path) -> None:
     usable_compiler("compiled regions")
-    with scratch_folder(target) as scratch:
-        request.write(scratch)
-        _process.compile(scratch, target.parent / "inductor", _LIMIT_S)
-        library = scratch / LIBRARY
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
+        request.write(Path(scratch))
+        _process.compile(Path(scratch), target.parent / "inductor", _LIMIT_S)
+        library = Path(scratch, LIBRARY)
         if not is_whole(library):
             raise BuildError("the compiler of regions left no whole library")
         os.replace(library, target)
