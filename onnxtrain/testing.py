@@ -346,13 +346,13 @@ class CaseCheck:
                 continue
             assert_no_worse_than_eager(f"{where} {index}", g, e, x)
 
-    def check_body(self, known: Mapping[str, int]) -> bool:
+    def check_body(self, known: Mapping[str, int], special: bool = False) -> bool:
         """Compares the inlined body, forward and backward, on stock onnxruntime with PyTorch."""
-        expected = self.expected(known)
+        expected = self.expected(known, special)
         if expected is None:
             return False
         eager, exact = expected
-        tensors = self.tensors(known)
+        tensors = self.tensors(known, special)
         where = f"{self.case} {dict(known)} {self.dtype} body"
         given = tuple(c is not None for c in eager.cotangents)
         joint, oracle = self._body(given if self.differentiable else (False,))

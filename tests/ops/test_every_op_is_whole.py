@@ -26,6 +26,14 @@ CASES: list[OpCase] = [
 ]
 
 
+# At infinities and NaN their bodies give other numbers than PyTorch, whose own kernels of ELUs disagree there.
+OTHER_AT_SPECIALS = {
+    "onnx-Elu", "onnx-Selu", "onnx-Celu", "onnxtrain-Celu", "com.microsoft-Gelu", "onnxtrain-SmoothL1Loss",
+    "onnxtrain-HuberLoss", "onnxtrain-BinaryCrossEntropyWithLogits", "com.microsoft-BatchNormInternal",
+    "onnxtrain-GroupNormalization",
+}  # fmt: skip
+
+
 def matches_autograd(check: CaseCheck, sizes: Sequence[Mapping[str, int]]) -> None:
     ran = [check.check_sizes(known) for known in sizes]
     assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
@@ -34,8 +42,13 @@ def matches_autograd(check: CaseCheck, sizes: Sequence[Mapping[str, int]]) -> No
 
 
 def matches_its_body(check: CaseCheck, sizes: Sequence[Mapping[str, int]]) -> None:
-    ran = [check.check_body(known) for known in sizes if check.has_body]
-    assert not ran or ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
+    if not check.has_body:
+        return
+    ran = [check.check_body(known) for known in sizes]
+    assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
+    name = f"{check.case.domain or 'onnx'}-{check.case.name}"
+    if check.case.specials and name not in OTHER_AT_SPECIALS:
+        check.check_body(sizes[0], special=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

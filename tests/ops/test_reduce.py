@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from onnxtrain.testing import OpCase, Spec
-from tests.ops.captures import SIZES, check_body_at_specials, check_capture
-from tests.ops.cases_reduce import CASES, rows_of_minus_inf, ties
+from onnxtrain.testing import Spec
+from tests.ops.captures import SIZES, check_capture
+from tests.ops.cases_reduce import rows_of_minus_inf, ties
 from tests.torch_version import needs_torch
 
 ANY = Spec("b s h")
@@ -124,12 +124,6 @@ def test_both_extremes(dtype: torch.dtype) -> None:
 def test_norms_without_an_onnx_form_run_in_aten(name: str) -> None:
     function, spec = IN_ATEN[name]
     check_capture(function, spec, sizes=SIZES[:1], aten=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if c.specials], ids=str)
-def test_bodies_at_special_numbers(case: OpCase, dtype: torch.dtype) -> None:
-    check_body_at_specials(case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
