@@ -17,6 +17,8 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
+# Neighbouring tests share captures and fixtures: a process takes a stretch of them, and at the end from another's.
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
 .PHONY: demo test test-all matrix faults docs fuzz bench lint format clean
@@ -26,10 +28,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
 test: lint $(VENV)/.browser $(VENV)/.cpp
-	$(BIN)/pytest -n $(JOBS) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: lint docs $(VENV)/.browser $(VENV)/.cpp
-	$(BIN)/pytest -n $(JOBS) --slow $(ARGS)
+	$(PYTEST) --slow $(ARGS)
 
 docs: $(VENV)/.docs
 	rm -rf build/docs

@@ -43,10 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         replace_current(limited(MACHINES[name], current_machine()))
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_report_header(config: pytest.Config) -> list[str]:
     machine = current_machine()
     instructions = " ".join(sorted(machine.onednn_instructions))
-    return f"machine: {machine.processor}, oneDNN with {instructions or 'no vectors'}, {machine.threads} threads"
+    return [
+        f"machine: {machine.processor}, oneDNN with {instructions or 'no vectors'}, {machine.threads} threads",
+        f"slow tests: {'run' if config.getoption('--slow') else 'left out, as in `make test`; --slow runs them'}",
+    ]
 
 
 def drop_warnings_of_slow_guards() -> None:
@@ -96,9 +99,16 @@ def why_skip(item: pytest.Item) -> str | None:
             return f"large: needs {needed_gb} GB of memory for {WORKERS} test processes"
     if item.get_closest_marker("compiler") and not current_machine().compiles:
         return "compiler: needs Linux and a C++ compiler"
-    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
-        return "slow: runs under --slow, as in `make test-all`"
     return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests marked slow: thousands of skips would take seconds."""
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

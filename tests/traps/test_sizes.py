@@ -63,10 +63,17 @@ SERVED_BY_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
 }
 SIZES = ((3, 4), (1, 5), (4, 1), (1, 1), (WIDTH, WIDTH))
+# Where both sizes are 1, each is: the two places with one of them alone run with the slow tests.
+PLACES = [
+    pytest.param(
+        i, id="first-{}-{}".format(*sizes), marks=[pytest.mark.slow] if (1 in sizes) and sizes != (1, 1) else []
+    )
+    for i, sizes in enumerate(SIZES)
+]
 
 
 @pytest.mark.parametrize("name", SERVED_BY_ONE)
-@pytest.mark.parametrize("first", range(len(SIZES)), ids=lambda i: "first-{}-{}".format(*SIZES[i]))
+@pytest.mark.parametrize("first", PLACES)
 def test_one_capture_serves_all_sizes(name: str, first: int) -> None:
     """Whichever comes first: sizes of 1 are not taken for broadcasting, equal sizes not for the same size."""
     with compared(model(SERVED_BY_ONE[name]), captures=1) as compare:
@@ -93,7 +100,7 @@ GUARDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-@pytest.mark.parametrize("first", range(len(SIZES)), ids=lambda i: "first-{}-{}".format(*SIZES[i]))
+@pytest.mark.parametrize("first", PLACES)
 def test_sizes_that_decide_the_graph_lead_to_another_capture(name: str, first: int) -> None:
     with compared(model(GUARDED[name]), captures=None) as compare:
         for sizes in SIZES[first:] + SIZES[:first]:

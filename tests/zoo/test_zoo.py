@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,26 @@ from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
 
 EVERYWHERE = ("mlp", "resnet", "lstm", "bert-classifier", "gpt2")
-every_model = pytest.mark.parametrize("entry", ZOO, ids=str)
-every_model_and_some_everywhere = pytest.mark.parametrize(
-    "entry", [pytest.param(m, marks=pytest.mark.everywhere if m.name in EVERYWHERE else ()) for m in ZOO], ids=str
-)
+# They train in float32 in each run; all else that is asked of them shows as well in a model of the same architecture.
+SHOWN_BY = {
+    "bert-masked-lm": "bert-classifier",
+    "roberta": "bert-classifier",
+    "distilbert": "bert-classifier",
+    "qwen2": "llama",
+    "mistral": "llama",
+    "bart": "t5",
+}
+
+
+def each_model(*, everywhere: bool = False, slow: bool = False) -> list[Any]:
+    """The zoo: `everywhere` marks some models for all environments, `slow` those that another one stands for."""
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        found = [pytest.mark.everywhere] if everywhere and name in EVERYWHERE else []
+        return [*found, pytest.mark.slow] if slow and name in SHOWN_BY else found
+
+    return [pytest.param(m, id=str(m), marks=marks(m.name)) for m in ZOO]
+
 
 # Not AdamW: it divides a gradient by its own size, so that where the exact one is 0 (a key's bias before a softmax) or
 # below rounding, chance decides the sign of a whole step, in eager too: for a GRU's embedding -2.5e-6 here, 3.8e-5 in
@@ -24,16 +41,24 @@ every_model_and_some_everywhere = pytest.mark.parametrize(
 MOMENTUM = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
-@every_model_and_some_everywhere
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_training_equals_eager(entry: ZooModel, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("entry", each_model(everywhere=True))
+def test_training_equals_eager(entry: ZooModel) -> None:
+    check_training(entry, torch.float32)
+
+
+@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=True))
+def test_training_in_float64_equals_eager(entry: ZooModel) -> None:
+    check_training(entry, torch.float64)
+
+
+def check_training(entry: ZooModel, dtype: torch.dtype) -> None:
     with compared(entry, dtype) as compare:
         for sizes in entry.sizes:
             compare.train(*sizes)
         compare.train_steps(MOMENTUM)
 
 
-@every_model_and_some_everywhere
+@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=True))
 def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) -> None:
     if entry.name == "lstm":
         skip_without_narrow_lstms()
@@ -46,7 +71,7 @@ def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) ->
         compare.train_steps(MOMENTUM)
 
 
-@every_model
+@pytest.mark.parametrize("entry", each_model(slow=True))
 def test_eval_equals_eager(entry: ZooModel) -> None:
     with compared(entry, torch.float32) as compare, torch.no_grad():
         compare.change(torch.nn.Module.eval)
@@ -54,7 +79,7 @@ def test_eval_equals_eager(entry: ZooModel) -> None:
             compare.forward(*sizes)
 
 
-@every_model
+@pytest.mark.parametrize("entry", each_model(slow=True))
 def test_gradients_in_eval_mode_equal_eagers(entry: ZooModel) -> None:
     with compared(entry, torch.float32) as compare:
         compare.change(torch.nn.Module.eval)
