@@ -16,7 +16,7 @@ import torch
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import TensorType, rank_of, set_type, type_of
-from onnxtrain.ops import OPS, NoBody
+from onnxtrain.ops import OPS, NoBody, builder
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import unary
 from onnxtrain.ops.functions import as_functions
@@ -229,3 +229,25 @@ def test_inlining_takes_time_in_proportion_to_the_nodes() -> None:
     few, many = _calls_to_inline(100), _calls_to_inline(200)
     assert few > 100
     assert many < 2.2 * few
+
+
+def test_new_values_have_names_that_no_inlined_body_has():
+    """A body's result takes the name of the op's, which the copy of the graph has to know as taken."""
+    op, (x,) = graph_of(x=("b", 4))
+    y = op.own.TestHalf(x)
+    y.name = "val_20"
+    op.graph.outputs.append(y)
+    graph = inline_bodies(op.graph).graph
+    for _ in range(30):
+        graph.append(ir.Node("", "Neg", [graph.outputs[0]]))
+    names = [value.name for node in graph for value in node.outputs]
+    assert len(set(names)) == len(names)
+
+
+def test_a_size_has_one_name_in_a_copied_graph():
+    op, (x,) = graph_of(x=("b", 4))
+    op.graph.outputs.append(op.Reshape(x, op.sizes(("b", 4))))
+    graph = traversal.clone(op.graph)[0]
+    builder(graph).sizes(("b", 2))
+    names = [value.name for node in graph for value in node.outputs]
+    assert len(set(names)) == len(names)

@@ -109,3 +109,8 @@ def test_padding_that_differs_at_the_ends_is_refused():
         set_type(value, TensorType(ir.DataType.FLOAT, shape))
     with pytest.raises(GraphError, match="same padding at both ends"):
         op.Conv(x, w, pads=[1, 0, 0, 1])
+
+
+def test_a_convolution_of_no_channels():
+    """PyTorch gives no channels then, whatever the weight says."""
+    check_capture(F.conv1d, Spec("n 0 h"), Spec("3 0 1"), aten=True, sizes=({"n": 3, "h": 6}, {"n": 2, "h": 9}))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from onnxtrain import ORTModule
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 
@@ -60,3 +61,27 @@ def test_captured_bilinear(dtype):
         return F.bilinear(a, b, w, bias), F.bilinear(a[0], b[0], w)
 
     check_capture(products, Spec("b i j"), Spec("b i k"), Spec("3 j k"), Spec("3"), dtype=dtype, sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: torch.einsum("...i,ij->...j", a, b),
+        lambda a, b: torch.addbmm(b, a[:0, None], a[:0, :, None].mT),
+    ],
+    ids=["einsum", "addbmm"],
+)
+def test_operands_of_two_dtypes(product):
+    """Eager takes them where one size is 1 or 0."""
+
+    class Products(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(1, 1))
+
+        def forward(self, x):
+            return product(x, self.weight)
+
+    module = Products()
+    x = torch.randn(3, 1, dtype=torch.float64)
+    torch.testing.assert_close(ORTModule(module)(x), module(x))

@@ -275,3 +275,20 @@ def test_a_selection_of_classes_takes_rows_of_the_weight() -> None:
             return torch.sin(torch.tanh(self.inner(x))[..., :CLASSES])
 
     check_equals_eager(Head, _floats)
+
+
+@pytest.mark.parametrize("pick", [lambda h: h[0], lambda h: h[::2]], ids=["one", "half"])
+def test_rows_of_two_merged_axes_are_no_rows_of_one(pick: Pick) -> None:
+    """A gather along one axis cannot pick them before the axes are merged."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(4, 4, WIDTH))
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            merged = torch.tanh(self.inner(self.table)).flatten(0, 1)
+            return pick(torch.tanh(self.outer(merged))) * x.mean()
+
+    check_equals_eager(Table, _floats, ((3, 9),))
