@@ -1,4 +1,4 @@
-"""An ONNX model as a module of PyTorch: parameters by their names, forward as PyTorch's operators."""
+"""An ONNX model as a PyTorch module: parameters by name, forward in PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from onnxtrain.plan.cut import single_part
 
 
 class OnnxModule(torch.nn.Module):
-    """Runs an ONNX model with PyTorch's operators, differentiably.
+    """Run an ONNX model with PyTorch's operators, differentiably.
 
-    Initializers of a floating type are parameters, in the file's order and under its names with "_" for ".". The
-    running statistics of BatchNormalization are buffers; they stay as they are. Of a quantized model, pairs of
-    QuantizeLinear and DequantizeLinear are FakeQuant and integer weights are parameters in floating point, as
-    `onnxtrain.artifacts.fake_quantize` makes them; scales are buffers.
+    Floating-point initializers are parameters, in the file's order and with its names ("_" for "."). The running
+    statistics of BatchNormalization are buffers and are not updated. In a quantized model, pairs of QuantizeLinear and
+    DequantizeLinear become FakeQuant and integer weights floating-point parameters, as by
+    `onnxtrain.artifacts.fake_quantize`; scales are buffers.
 
     Args:
-        model: the file's model, of any exporter.
+        model: of any exporter.
 
     Attributes:
         inputs: the graph's inputs, typed, in the order of forward's arguments.
-        outputs: the names of what forward gives, a tuple unless there is one.
+        outputs: the names of forward's outputs; a single output is not in a tuple.
 
     Raises:
-        ArtifactError: an op, a type or a shape that a training graph cannot hold.
+        ArtifactError: an op, a dtype or a shape is not supported in training graphs.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -66,54 +66,54 @@ class OnnxModule(torch.nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> OnnxModule:
-        """The module of a file.
+        """Load the module from a file.
 
         Raises:
-            ArtifactError: the file is missing or is no ONNX model, or see the class.
+            ArtifactError: the file does not exist or is not an ONNX model; or as the constructor.
         """
         try:
             model = ir.load(path)
         except Exception as error:  # of onnx_ir, protobuf or the file system
-            todo = "give the path of a file that onnx.load reads"
+            todo = "pass the path of a file that onnx.load reads"
             raise ArtifactError("The model cannot be read.", str(path), got=error, todo=todo) from error
         return cls(model)
 
     def forward(self, *arguments: torch.Tensor) -> Any:
-        """Takes the graph's inputs in order; gives its output, or a tuple of its outputs."""
+        """Take the graph's inputs in order; return its output, or a tuple of its outputs."""
         results, _ = self._program.run([*arguments, *(getattr(self, name) for name in self._held)], ())
         return results[0] if len(results) == 1 else results
 
     def example(self, rows: int, other: int) -> tuple[torch.Tensor, ...]:
-        """Inputs of the graph's types: normal values, zeros for indices, ones for masks.
+        """Make inputs of the graph's types: normal samples, zeros for indices, ones for masks.
 
         Args:
-            rows: the size of open dimensions that are the first of an input.
-            other: the size of the others.
+            rows: the size of dynamic dimensions that are the first of an input.
+            other: the size of other dynamic dimensions.
         """
         first = {d.value for value in self.inputs for d in list(value.shape or ())[:1] if not isinstance(d, int)}
-        found = []
+        tensors = []
         for value in self.inputs:
             shape = [d if isinstance(d, int) else rows if d.value in first else other for d in value.shape or ()]
             dtype = TORCH_DTYPES[dtype_of(value)]
             if dtype.is_floating_point:
-                found.append(torch.randn(shape, dtype=dtype))
+                tensors.append(torch.randn(shape, dtype=dtype))
             else:
-                found.append(torch.full(shape, int("mask" in str(value.name)), dtype=dtype))
-        return tuple(found)
+                tensors.append(torch.full(shape, int("mask" in str(value.name)), dtype=dtype))
+        return tuple(tensors)
 
 
 def _differentiable(node: ir.Node, device: str) -> Kernel:
-    """PyTorch's own kernel, which autograd knows, and which writes over no input that autograd keeps."""
+    """PyTorch's own kernel, which autograd supports, without overwriting inputs that autograd saves."""
     return replace(definition_of(node).candidates(node, device)[0], in_place=None)
 
 
 def _with_gradients(model: ir.Model) -> tuple[ir.Model, frozenset[str]]:
-    """The model with FakeQuant in place of pairs that round, and the names of its scales; any other as it is."""
+    """Replace Q/DQ pairs of a quantized model by FakeQuant; also return the names of its scales."""
     if not any(node.op_type == "DequantizeLinear" for node in model.graph.all_nodes()):
         return model, frozenset()
     from onnxtrain.device.qat import fake_quantize  # noqa: PLC0415  needs the extra `ort`
 
-    found = fake_quantize(ir.to_proto(model))
-    model = ir.from_proto(found.model)
+    quantized = fake_quantize(ir.to_proto(model))
+    model = ir.from_proto(quantized.model)
     floating = {n for n, v in model.graph.initializers.items() if v.dtype is not None and v.dtype.is_floating_point()}
-    return model, frozenset(floating - {*found.parameters, *found.scales})
+    return model, frozenset(floating - {*quantized.parameters, *quantized.scales})

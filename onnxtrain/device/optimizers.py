@@ -1,14 +1,14 @@
-"""Optimizer graphs: one update of all trainable parameters.
+"""Optimizer graphs: one step of all trainable parameters.
 
     (learning_rate, step, <p>…, <p>_grad…, <p>.<state>…) -> (<p>.out…, <p>.<state>.out…)
 
-`step` is how many updates were made before: 0 at the first. The graph computes the corrections of bias from it in
-float32, to float32's precision also where 1 - 0.999 would have lost half its digits.
+`step` is the number of steps before: 0 at first. The graph computes the bias corrections from it in float32, to full
+float32 precision (1 - 0.999 would lose half the digits).
 
-An update is some ten passes over memory, since onnxruntime joins none of them. So a large parameter, its gradient and
-its states are taken as [chunks, elements], and a Scan updates one chunk after the other, which stays in the cache
-(a million parameters: 1.7 to 1.9 times as fast, ten million: 2.4). Both sizes are open: the host says
-them, and [1, all] is the plain update. Portable graphs have none of this: on a GPU it would only cost.
+A step is about ten passes over memory, which onnxruntime does not fuse. So a large parameter, its gradient and its
+states have the shape [chunks, elements], and a Scan updates chunk by chunk within the cache (1.7 to 1.9 times as fast
+for a million parameters, 2.4 for ten million). Both dimensions are dynamic: the host chooses them, and [1, all] is one
+plain update. Portable graphs are not chunked: on a GPU it only costs time.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from onnxtrain.ops.recurrent.scan import scan
 
 FLOAT = ir.DataType.FLOAT
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-_EPSILON = 1e-6  # what PyTorch's clip_grad_norm_ adds to the norm
-_TERMS = 7  # of the series below: its error at the limit is below float32's
+_EPSILON = 1e-6  # added to the norm, as in PyTorch's clip_grad_norm_
+_TERMS = 7  # of the series below: at the limit, its error is below float32 rounding
 _SERIES_BELOW = 0.25
-_IN_CHUNKS_FROM = 2**15  # elements; of fewer, the Scan costs as much as it saves (65,536: 1.3 times as fast)
+_IN_CHUNKS_FROM = 2**15  # elements; below, the Scan costs as much as it saves (65,536: 1.3 times as fast)
 
 Parameters = Sequence[tuple[str, TensorType]]
-# (builder, weight, gradient, states…) -> (new weight, new states…), of a parameter or a chunk of it
+# (builder, weight, gradient, states…) -> (new weight, new states…), for a parameter or a chunk of it
 Rule: TypeAlias = Callable[..., Sequence[ir.Value]]
 
 
 class ClipGradNorm(Block):
-    """Scales gradients so that their norm, over all together, is at most `max_norm`; as clip_grad_norm_ of PyTorch.
+    """Clip gradients to a 2-norm over all of them of at most `max_norm`, as PyTorch's clip_grad_norm_ does.
 
     Args:
-        max_norm: of the Euclidean norm.
+        max_norm: the maximum norm.
 
     Raises:
-        ArtifactError: max_norm is not above 0.
+        ArtifactError: max_norm is not positive.
     """
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
         if not max_norm > 0:
-            raise ArtifactError("Gradients are clipped to a norm above 0.", got=max_norm)
+            raise ArtifactError("max_norm must be positive.", got=max_norm)
         self.max_norm = max_norm
 
     def build(self, *gradients: str) -> list[str]:
-        """Appends the nodes for float32 gradients of these names; gives the clipped ones' names."""
+        """Append the nodes for float32 gradients of these names; return the names of the clipped gradients."""
         base = current_base()
         squares = [base.append("ReduceSum", [base.append("Mul", [g, g])], keepdims=0) for g in gradients]
         norm = base.append("Sqrt", [base.append("Sum", squares)], "norm")
@@ -74,8 +74,8 @@ class ClipGradNorm(Block):
         factor = base.append("Min", [factor, base.constant(_scalar(1.0))], "clip_factor")
         return [base.append("Mul", [g, factor], f"{g}_clipped") for g in gradients]
 
-    def ahead_of(self, rule: Rule, op: Builder, gradients: Sequence[ir.Value]) -> Rule:
-        """The same in a typed graph, for gradients of any floating type: the rule for gradients that are clipped."""
+    def wrap(self, rule: Rule, op: Builder, gradients: Sequence[ir.Value]) -> Rule:
+        """Wrap an optimizer's rule with clipping, in a typed graph, for gradients of any floating-point dtype."""
         squares = [cast(op, _sum_of_squares(op, _widened(op, g)), FLOAT) for g in gradients]
         norm = op.Sqrt(op.Sum(*squares) if len(squares) > 1 else squares[0])
         factor = op.Div(op.scalar(self.max_norm, FLOAT), op.Add(norm, op.scalar(_EPSILON, FLOAT)))
@@ -89,12 +89,12 @@ class ClipGradNorm(Block):
 
 
 def _widened(op: Builder, x: ir.Value) -> ir.Value:
-    """Half precision as float32."""
+    """Cast half precision to float32."""
     return cast(op, x, FLOAT) if dtype_of(x) in _HALF else x
 
 
 def _sum_of_squares(op: Builder, x: ir.Value) -> ir.Value:
-    """As a product of vectors: one pass, where onnxruntime's ReduceSum over all axes also loses digits."""
+    """Compute it as a dot product: one pass, and more accurate than onnxruntime's ReduceSum over all axes."""
     row, column = (op.Reshape(x, op.constant(shape, ir.DataType.INT64)) for shape in ([1, -1], [-1, 1]))
     result: ir.Value = op.Reshape(op.MatMul(row, column), op.constant([], ir.DataType.INT64))
     return result
@@ -105,10 +105,10 @@ def _scalar(number: float) -> Any:
 
 
 class Optimizer(ForwardBlock):
-    """The base of optimizers.
+    """The base class of optimizers.
 
     Attributes:
-        state: the names of what is kept for each parameter, zeros at first.
+        state: the names of the states of each parameter, initially zero.
     """
 
     state: tuple[str, ...] = ()
@@ -119,26 +119,28 @@ class Optimizer(ForwardBlock):
 
     @abstractmethod
     def _rule(self, op: Builder, learning_rate: ir.Value, step: ir.Value) -> Rule:
-        """Appends what all parameters share; gives how one of them is updated. The rate is 0-dimensional."""
+        """Append the nodes that all parameters share; return the update rule of one. `learning_rate` is a scalar."""
 
     def build(self, parameters: Sequence[onnx.TensorProto]) -> list[str]:
         types = [(t.name, TensorType(ir.DataType(t.data_type), tuple(t.dims))) for t in parameters]
         model = ir.to_proto(self.model(types))
         base = current_base()
         if base.model.graph.node:
-            raise ArtifactError("An optimizer is a graph of its own.", todo="build it inside `with empty_base():`")
+            raise ArtifactError(
+                "An optimizer cannot be appended to another graph.", todo="build it inside `with empty_base():`"
+            )
         base.model.CopyFrom(model)
         return [v.name for v in model.graph.output]
 
     def model(self, parameters: Parameters, *, portable: bool = False) -> ir.Model:
-        """The graph as it is written.
+        """Build the finished graph.
 
         Args:
-            parameters: names and types of the trainable parameters.
-            portable: whether it is restricted to the portable profile.
+            parameters: the names and types of the trainable parameters.
+            portable: whether the graph is restricted to the portable profile.
 
         Raises:
-            ArtifactError: no parameters, or one that is not floating.
+            ArtifactError: there are no parameters, or one has no floating-point dtype.
         """
         _refuse(parameters)
         graph = ir.Graph([], [], nodes=[], opset_imports={ONNX: OPSET}, name="optimizer")
@@ -155,11 +157,11 @@ class Optimizer(ForwardBlock):
         columns = [[_declare(graph, f"{n}{end}", kind) for n, kind in own.items()] for end, own in groups.items()]
         rule = self._rule(op, op.Squeeze(rate, axes_constant(op, [0])), step)
         if self._clip_grad is not None:
-            rule = self._clip_grad.ahead_of(rule, op, columns[1])
+            rule = self._clip_grad.wrap(rule, op, columns[1])
         rows = zip(kinds, zip(*columns, strict=True), strict=True)
-        found = [_in_chunks(op, rule, row) if name in in_chunks else rule(op, *row) for name, row in rows]
+        results = [_in_chunks(op, rule, row) if name in in_chunks else rule(op, *row) for name, row in rows]
         updated = [*kinds, *(f"{name}.{s}" for s in self.state for name in kinds)]
-        close(graph, [v for column in zip(*found, strict=True) for v in column], [f"{n}{UPDATED}" for n in updated])
+        close(graph, [v for column in zip(*results, strict=True) for v in column], [f"{n}{UPDATED}" for n in updated])
         return self._written(ir.Model(graph, ir_version=10), parameters, updated, in_chunks, wide, portable)
 
     def _written(
@@ -208,13 +210,13 @@ def _chunked(kind: TensorType, number: int) -> TensorType:
 
 
 def _in_chunks(op: Builder, rule: Rule, values: Sequence[ir.Value]) -> Sequence[ir.Value]:
-    """The rule for one chunk after the other. onnxruntime's Scan copies nothing: it works on the slices themselves."""
+    """Apply the rule chunk by chunk. onnxruntime's Scan does not copy slices."""
 
     def step(
         op: Builder, states: Sequence[ir.Value], slices: Sequence[ir.Value]
     ) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
         outputs = list(rule(op, *slices))
-        for node in [n for n in op.graph if body_of(n) is not None]:  # functions do not reach into a Scan
+        for node in [n for n in op.graph if body_of(n) is not None]:  # a Scan's body cannot call functions
             for old, new in zip(list(node.outputs), build_body(op, node, node.inputs), strict=True):
                 assert new is not None
                 old.replace_all_uses_with(new)
@@ -227,26 +229,26 @@ def _in_chunks(op: Builder, rule: Rule, values: Sequence[ir.Value]) -> Sequence[
 
 def _refuse(parameters: Parameters) -> None:
     if not parameters:
-        raise ArtifactError("There is nothing to optimize.", expected="at least one trainable parameter")
+        raise ArtifactError("There are no parameters to optimize.", expected="at least one trainable parameter")
     wrong = [f"{name}, {kind.dtype.name.lower()}" for name, kind in parameters if not is_float(kind.dtype)]
     if wrong:
-        raise ArtifactError("An optimizer changes floating parameters.", got="; ".join(wrong))
+        raise ArtifactError("An optimizer expects parameters of floating-point dtypes.", got="; ".join(wrong))
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter 2019), as PyTorch has it or as onnxruntime-training had it.
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), as in PyTorch or onnxruntime-training.
 
     Args:
-        bias_correction: whether moments are corrected for having begun at 0.
-        betas: how much of the first and second moment is kept.
+        bias_correction: whether the moments are corrected for their start at 0.
+        betas: the decay rates of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: the share of a weight that is taken off in each step, times the learning rate.
+        weight_decay: the weight decay coefficient, multiplied by the learning rate.
         clip_grad: clips gradients before the step.
-        mode: "torch": eps is added to the corrected root, and weights decay before the update. "huggingface", which is
-            onnxruntime-training's: eps is added to the root before it is corrected, and weights decay after.
+        mode: "torch": eps is added to the corrected root, and weights decay before the update. "huggingface", as in
+            onnxruntime-training: eps is added to the root before bias correction, and weights decay after the update.
 
     Raises:
-        ArtifactError: a number out of range.
+        ArtifactError: an argument is out of range.
     """
 
     state = ("first_order_moment", "second_order_moment")
@@ -263,10 +265,10 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(clip_grad)
         if not all(0 <= beta < 1 for beta in betas) or eps < 0 or weight_decay < 0:
-            expected = "betas from 0 to below 1, eps and weight_decay not below 0"
-            raise ArtifactError("AdamW cannot use these numbers.", None, expected, (betas, eps, weight_decay))
+            expected = "betas in [0, 1), eps >= 0 and weight_decay >= 0"
+            raise ArtifactError("An argument of AdamW is out of range.", None, expected, (betas, eps, weight_decay))
         if mode not in ("torch", "huggingface"):
-            raise ArtifactError("There is no such mode of AdamW.", expected="torch, huggingface", got=mode)
+            raise ArtifactError("Unknown mode of AdamW.", expected="torch, huggingface", got=mode)
         self._bias_correction = bias_correction
         self._betas, self._eps, self._weight_decay, self._mode = betas, eps, weight_decay, mode
 
@@ -285,18 +287,22 @@ class AdamW(Optimizer):
 
         def rule(op: Builder, w: ir.Value, g: ir.Value, m: ir.Value, v: ir.Value) -> Sequence[ir.Value]:
             scalars = [None if s is None else cast(op, s, dtype_of(m)) for s in (step_size, epsilon, decay)]
-            how = {"beta1": self._betas[0], "beta2": self._betas[1], "decay_last": int(self._mode == "huggingface")}
-            found: Sequence[ir.Value] = op.own.AdamWStep(w, g, m, v, *scalars, **how)
-            return found
+            attributes = {
+                "beta1": self._betas[0],
+                "beta2": self._betas[1],
+                "decay_last": int(self._mode == "huggingface"),
+            }
+            updated: Sequence[ir.Value] = op.own.AdamWStep(w, g, m, v, *scalars, **attributes)
+            return updated
 
         return rule
 
 
 def _corrections(op: Builder, step: ir.Value, betas: tuple[float, float]) -> tuple[ir.Value, ir.Value]:
-    """1 - beta^t for each beta, with t = step + 1, to float32's precision.
+    """1 - beta^t for each beta, with t = step + 1, to float32 precision.
 
-    With x = -t log(beta) that is 1 - exp(-x). For small x, where the subtraction would cancel digits, it is the series
-    x - x²/2 + x³/6 - ... Each of both is computed for both betas at once.
+    With x = -t log(beta) it is 1 - exp(-x). For small x, where the subtraction cancels digits, the series
+    x - x²/2 + x³/6 - ... is used. Both are computed for both betas at once.
     """
     if 0.0 in betas:
         return _each_correction(op, step, betas[0]), _each_correction(op, step, betas[1])
@@ -305,8 +311,8 @@ def _corrections(op: Builder, step: ir.Value, betas: tuple[float, float]) -> tup
     powers = op.Pow(x, op.constant([float(k) for k in range(1, _TERMS + 1)], FLOAT))  # [2, 7]
     signs = op.constant([[(-1) ** (k + 1) / math.factorial(k)] for k in range(1, _TERMS + 1)], FLOAT)
     series = op.MatMul(powers, signs)
-    whole = op.Sub(op.scalar(1.0, FLOAT), op.Exp(op.Neg(x)))
-    both = op.Where(op.Less(x, op.scalar(_SERIES_BELOW, FLOAT)), series, whole)
+    direct = op.Sub(op.scalar(1.0, FLOAT), op.Exp(op.Neg(x)))
+    both = op.Where(op.Less(x, op.scalar(_SERIES_BELOW, FLOAT)), series, direct)
     first, second = op.Split(op.Reshape(both, op.constant([2], ir.DataType.INT64)), axis=0, num_outputs=2)
     axis = axes_constant(op, [0])
     return op.Squeeze(first, axis), op.Squeeze(second, axis)
@@ -317,15 +323,15 @@ def _each_correction(op: Builder, step: ir.Value, beta: float) -> ir.Value:
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with or without momentum, as PyTorch has it (dampening 0, no Nesterov).
+    """Stochastic gradient descent with optional momentum, as in PyTorch (dampening 0, no Nesterov).
 
     Args:
         clip_grad: clips gradients before the step.
-        momentum: how much of the last update is kept.
-        weight_decay: the share of the weight that is added to the gradient.
+        momentum: the momentum factor.
+        weight_decay: the L2 coefficient: this multiple of the weight is added to the gradient.
 
     Raises:
-        ArtifactError: a number out of range.
+        ArtifactError: an argument is out of range.
     """
 
     def __init__(
@@ -333,8 +339,8 @@ class SGD(Optimizer):
     ) -> None:
         super().__init__(clip_grad)
         if not 0 <= momentum < 1 or weight_decay < 0:
-            expected = "momentum from 0 to below 1, weight_decay not below 0"
-            raise ArtifactError("SGD cannot use these numbers.", None, expected, (momentum, weight_decay))
+            expected = "momentum in [0, 1) and weight_decay >= 0"
+            raise ArtifactError("An argument of SGD is out of range.", None, expected, (momentum, weight_decay))
         self._momentum, self._weight_decay = momentum, weight_decay
         if momentum:
             self.state = ("momentum_buffer",)
@@ -346,8 +352,8 @@ class SGD(Optimizer):
             if self._weight_decay:
                 gradient = op.Add(gradient, times(op, cast(op, weight, wide), self._weight_decay))
             if buffers:
-                found: Sequence[ir.Value] = op.own.SGDStep(weight, gradient, *buffers, rate, momentum=self._momentum)
-                return found
+                updated: Sequence[ir.Value] = op.own.SGDStep(weight, gradient, *buffers, rate, momentum=self._momentum)
+                return updated
             return [cast(op, op.Sub(cast(op, weight, wide), op.Mul(gradient, rate)), type_of(weight).dtype)]
 
         return rule

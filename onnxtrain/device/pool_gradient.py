@@ -1,10 +1,10 @@
-"""MaxPool's gradient without its indices: the place of each window's largest element is found again, from x and y.
+"""MaxPool's gradient without indices: the position of each window's maximum is recomputed from x and y.
 
-WebGPU gives no indices, and on a CPU onnxruntime (1.31) takes 8 to 12 times as long for a pool that gives them.
+WebGPU returns no indices, and onnxruntime (1.31) on a CPU takes 8 to 12 times as long for a pool with indices.
 
-Windows that lie side by side are taken apart: x becomes one tensor for each place of a window, dy goes to the first of
-them that equals y, and together they are dx. Where windows overlap the places are strided slices, which on a CPU cost
-as much as the indices; they are put together by a ConvTranspose.
+For non-overlapping windows, x is split into one tensor per window position, dy goes to the first of them that equals y,
+and dx is assembled from them. For overlapping windows the positions are strided slices, which cost as much as indices
+on a CPU; a ConvTranspose assembles dx.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from onnxtrain.ops.spatial import covered, cut_out, every, extended, per_axis, s
 
 
 def pool_without_indices(graph: ir.Graph, *, overlapping: bool) -> None:
-    """Replaces MaxPoolGrad, which reads indices, by nodes that read x and y.
+    """Replace MaxPoolGrad, which reads indices, by nodes that read x and y.
 
     Args:
-        graph: changed in place.
-        overlapping: whether for windows that do not lie side by side too.
+        graph: modified in place.
+        overlapping: whether overlapping windows are replaced too.
 
     Raises:
-        ArtifactError: indices are computed, and it is asked for overlapping windows.
+        ArtifactError: `overlapping`, and a MaxPoolGrad has computed indices.
     """
     op = builder(graph)
     for node in [n for n in graph if view(n).definition is MAX_POOL_GRAD]:
         pool = pool_of(view(node))
         if pool is None and overlapping:
             raise ArtifactError(
-                f"{traversal.describe(node)} is not portable: its indices are computed, and WebGPU gives none.",
+                f"{traversal.describe(node)} is not portable: its indices are computed, and WebGPU returns none.",
                 where=traversal.origin(node),
-                todo="use MaxPool without return_indices, or make the artifacts without portable=True",
+                todo="use MaxPool without return_indices, or write the artifacts without portable=True",
             )
-        if pool is None or not (overlapping or _side_by_side(pool)):
+        if pool is None or not (overlapping or _is_non_overlapping(pool)):
             continue
         with op.at(node.metadata_props):
-            gradient = _of_windows_apart if _side_by_side(pool) else _of_overlapping_windows
+            gradient = _of_non_overlapping_windows if _is_non_overlapping(pool) else _of_overlapping_windows
             dx = gradient(op, pool, view(node).dy)
         traversal.replace(graph, node.outputs[0], dx)
         graph.remove(node, safe=True)
@@ -60,7 +60,7 @@ def pool_without_indices(graph: ir.Graph, *, overlapping: bool) -> None:
 
 
 def _drop_indices(graph: ir.Graph, op: Builder) -> None:
-    """Makes each MaxPool whose indices nobody reads ONNX's, which can leave them out."""
+    """Replace each MaxPool with unused indices by ONNX's, which can omit them."""
     for node in [n for n in graph if view(n).definition is MAX_POOL and not traversal.is_used(n.outputs[1])]:
         n = view(node)
         with op.at(node.metadata_props):
@@ -71,39 +71,39 @@ def _drop_indices(graph: ir.Graph, op: Builder) -> None:
 
 
 def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Kernel, strides, padding and dilations of each axis."""
+    """(kernel, strides, padding, dilations), each by axis."""
     count = len(spatial(n.x))
     rest = per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
     return [int(k) for k in n.kernel_shape], *rest
 
 
-def _side_by_side(n: NodeView) -> bool:
+def _is_non_overlapping(n: NodeView) -> bool:
     kernel, strides, pads, dilations = _geometry(n)
     return kernel == strides and not any(pads) and set(dilations) <= {1}
 
 
-def _reach(n: NodeView) -> list[Size]:
-    """How far windows reach along each axis of x with its padding."""
+def _extent(n: NodeView) -> list[Size]:
+    """The extent of the windows along each axis of the padded x."""
     kernel, strides, _, dilations = _geometry(n)
     return [covered(e, k, s, d) for e, k, s, d in zip(spatial(n.y), kernel, strides, dilations, strict=True)]
 
 
-# Windows side by side
+# Non-overlapping windows
 
 
-def _of_windows_apart(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    kernel, reach = _geometry(n)[0], _reach(n)
+def _of_non_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    kernel, reach = _geometry(n)[0], _extent(n)
     nothing = [0] * len(kernel)
     x = _padded(op, n.x, nothing, reach) if n.ceil_mode else n.x
     x = cut_out(op, x, nothing, reach)
     zero = op.scalar(0.0, like=dy)
     taken, shares = None, []
-    for place in _apart(op, x, kernel, spatial(n.y)):
+    for place in _split_positions(op, x, kernel, spatial(n.y)):
         largest = op.Equal(place, n.y)
         first = largest if taken is None else op.And(largest, op.Not(taken))
         taken = largest if taken is None else op.Or(taken, largest)
         shares.append(op.Where(first, dy, zero))
-    whole = _together(op, shares, kernel, spatial(n.y))
+    whole = _join_positions(op, shares, kernel, spatial(n.y))
     if n.ceil_mode:
         inner = cut_out(op, whole, nothing, spatial(n.x))
     else:
@@ -112,22 +112,22 @@ def _of_windows_apart(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return reshaped(op, inner, sizes.dims_of(n.x))
 
 
-def _apart(op: Builder, x: ir.Value, kernel: Sequence[int], windows: Sequence[Size]) -> list[ir.Value]:
-    """The tensors [n, c, windows] of all places of a window, the last axis counting fastest."""
+def _split_positions(op: Builder, x: ir.Value, kernel: Sequence[int], windows: Sequence[Size]) -> list[ir.Value]:
+    """Split x into the tensors [n, c, windows] of all window positions, in row-major order."""
     parts = [x]
     for axis, (size, count) in enumerate(zip(kernel, windows, strict=True), start=2):
-        found = []
+        pieces_of_axis = []
         for part in parts:
             before, after = sizes.dims_of(part)[:axis], sizes.dims_of(part)[axis + 1 :]
             each = reshaped(op, part, [*before, count, size, *after])
             pieces = split(op, each, [1] * size, axis + 1)
-            found += [reshaped(op, place, [*before, count, *after]) for place in pieces]
-        parts = found
+            pieces_of_axis += [reshaped(op, piece, [*before, count, *after]) for piece in pieces]
+        parts = pieces_of_axis
     return parts
 
 
-def _together(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int], windows: Sequence[Size]) -> ir.Value:
-    """The inverse of `_apart`."""
+def _join_positions(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int], windows: Sequence[Size]) -> ir.Value:
+    """The inverse of `_split_positions`."""
     for axis, size in reversed(list(enumerate(kernel, start=2))):
         joined = []
         for start in range(0, len(parts), size):
@@ -146,7 +146,7 @@ def _together(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int], win
 def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     x, y = n.x, n.y
     kernel, strides, pads, dilations = _geometry(n)
-    reach = _reach(n)
+    reach = _extent(n)
     padded = _padded(op, x, pads, reach)
     free, shares = None, []
     for offset in itertools.product(*map(range, kernel)):
@@ -170,7 +170,7 @@ def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 
 def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.Value:
-    """The input with a number below all others around it, as far as windows reach."""
+    """Pad x with -inf to the extent of the windows."""
     after = [
         sizes.maximum(0, sizes.subtract(r, sizes.add(s, p))) for r, s, p in zip(reach, spatial(x), pads, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The portable profile: graphs that also train on onnxruntime's WebGPU and in wasm, in float32 and standard ops only.
+"""The portable profile: graphs in float32 and standard ops that also train on onnxruntime's WebGPU and wasm.
 
-Every op of ours is written out, constants are folded, and the gradient of MaxPool is found without its indices, which
-WebGPU does not give. What is then left must be in PORTABLE_OPS.
+onnxtrain's ops are inlined, constants folded, and MaxPool's gradient computed without indices, which WebGPU does not
+return. All remaining ops must be in PORTABLE_OPS.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.reshape.movement import constant_ints
 from onnxtrain.passes import JOINT, optimize
 
-# Ops of which one node each ran in wasm and in a WebGPU session of onnxruntime-web 1.30 (Chromium, SwiftShader), with
-# the same numbers to 1e-5, sines and cosines to 2e-4. What WebGPU has no kernel for ran on the CPU there.
-# LSTM, GRU, RNN and Scan were compared as whole trainings, in both.
+# One node of each op ran in wasm and in a WebGPU session of onnxruntime-web 1.30 (Chromium, SwiftShader), with equal
+# values to 1e-5 (Sin and Cos: 2e-4). Ops without a WebGPU kernel ran on the CPU there. LSTM, GRU, RNN and Scan were
+# compared in whole trainings, on both.
 PORTABLE_OPS = frozenset(
     {
         *("Abs", "Acos", "Acosh", "Add", "And", "ArgMax", "ArgMin", "Asin", "Asinh", "Atan", "Atanh"),
@@ -43,10 +43,10 @@ PORTABLE_TYPES = frozenset(
 
 
 def make_portable(model: ir.Model) -> ir.Model:
-    """A copy of the model in portable ops.
+    """Copy the model into portable ops.
 
     Raises:
-        ArtifactError: an op, or an element type, that is not portable; says the reason and the alternative.
+        ArtifactError: an op or a dtype is not portable; the error gives the reason and the alternative.
     """
     model = traversal.with_graph(model, traversal.clone(model.graph)[0])
     _refuse_foreign(model.graph)
@@ -65,16 +65,16 @@ def _refuse_foreign(graph: ir.Graph) -> None:
     for node in graph:
         if (node.domain, node.op_type) == (OWN, foreign.NAME):
             raise ArtifactError(
-                f"{traversal.describe(foreign.original(node))} is not portable: onnxtrain does not know it.",
+                f"{traversal.describe(foreign.original(node))} is not portable: it is unknown to onnxtrain.",
                 where=traversal.origin(node),
-                todo="compute it in front of the model, or make the artifacts without portable=True",
+                todo="compute it outside of the model, or write the artifacts without portable=True",
             )
 
 
 def drop_unused_outputs(graph: ir.Graph) -> None:
-    """Takes the last outputs off nodes where nothing reads them and they may be absent.
+    """Remove unused optional outputs at the end of nodes' outputs.
 
-    MaxPool's indices cost time and kernels, and what LSTMTraining keeps for a gradient costs all but a gradient.
+    MaxPool's indices cost time, and so do the values that LSTMTraining keeps for its gradient.
     """
     for node in graph:
         declared = definition_of(node).outputs
@@ -88,9 +88,9 @@ def drop_unused_outputs(graph: ir.Graph) -> None:
 def _check(node: ir.Node) -> None:
     reason = None
     if node.domain != ONNX or node.op_type not in PORTABLE_OPS:
-        reason = "has no kernel in the runtimes that a portable graph is for"
+        reason = "has no kernel in the runtimes of the portable profile"
     elif node.op_type == "MaxPool" and len(node.outputs) > 1:
-        reason = "gives indices, which WebGPU does not compute"
+        reason = "has indices as an output, which WebGPU does not compute"
     else:
         wrong = {dtype_of(v) for v in (*node.inputs, *node.outputs) if v is not None} - PORTABLE_TYPES
         if wrong:
@@ -98,31 +98,31 @@ def _check(node: ir.Node) -> None:
     if reason is not None:
         where = traversal.origin(node) or node.metadata_props.get("gradient_of")
         way_out = "convert the model to float32" if "computes in" in reason else "replace the op in the model"
-        todo = f"{way_out}, or make the artifacts without portable=True"
+        todo = f"{way_out}, or write the artifacts without portable=True"
         raise ArtifactError(
             f"{traversal.describe(node)} is not portable: it {reason}.", where, "ops of the portable profile", todo=todo
         )
 
 
-# Pad, which onnxruntime-web 1.30 takes without axes only
+# Pad: onnxruntime-web 1.30 does not support its axes
 
 
 def _pad_all_axes(graph: ir.Graph) -> None:
-    """Gives each Pad of some axes a width for all: 0 at the others. The widths may be computed."""
+    """Rewrite each Pad with axes to one over all axes, with 0 for the others. The widths may be computed."""
     op = builder(graph)
     for node in [n for n in graph if (n.domain, n.op_type) == (ONNX, "Pad") and len(n.inputs) > 3]:
         n = definition_of(node).view(node)
         if n.axes is None:
             continue
         rank, axes = rank_of(n.x), constant_ints(n.axes, "the axes of Pad")
-        places = [2 * len(axes)] * (2 * rank)  # of each width in pads and a 0 after them
-        for place, axis in enumerate(axes):
-            places[axis % rank], places[axis % rank + rank] = place, place + len(axes)
+        indices = [2 * len(axes)] * (2 * rank)  # into the widths, with a 0 appended
+        for position, axis in enumerate(axes):
+            indices[axis % rank], indices[axis % rank + rank] = position, position + len(axes)
         with op.at(node.metadata_props):
             widths = op.Concat(n.pads, op.constant([0], ir.DataType.INT64), axis=0)
-            widths = op.Gather(widths, op.constant(places, ir.DataType.INT64), axis=0)
-            inputs, how = (n.x, widths, n.value), {"mode": n.mode}
-            padded = op.node(ONNX, "Pad", inputs, how, types=[type_of(node.outputs[0])]).outputs[0]
+            widths = op.Gather(widths, op.constant(indices, ir.DataType.INT64), axis=0)
+            inputs, attributes = (n.x, widths, n.value), {"mode": n.mode}
+            padded = op.node(ONNX, "Pad", inputs, attributes, types=[type_of(node.outputs[0])]).outputs[0]
         traversal.replace(graph, node.outputs[0], padded)
         graph.remove(node, safe=True)
     traversal.sort(graph)

@@ -1,9 +1,9 @@
-"""Random masks that follow from a number: Dropout whose draws can be repeated, on every device the same.
+"""Dropout with counter-based random masks, reproducible on every device.
 
-onnxruntime's own Dropout draws from a generator inside the session, which cannot be saved: a training that is resumed
-would go on with other masks, and builds for the web draw other numbers or have no such op. Here element i of a mask is
-a hash of i, of the number that the caller feeds at each step, and of a number for each Dropout. It takes int32
-multiplications, additions and divisions, which wrap around everywhere.
+onnxruntime's own Dropout samples from a generator inside the session, which cannot be saved: resumed training would use
+other masks, and web builds sample other numbers or lack the op. Here element i of a mask is a hash of i, of the seed
+fed at each step and of a salt per Dropout. The hash uses int32 multiplication, addition and division, which wrap around
+on all runtimes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from onnxtrain.ops.registry import builder, definition_of
 
 SEED = "random_seed"
 INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
-# Odd multipliers with well mixed bits, as 32-bit signed numbers: those of MurmurHash3 and of Weyl's sequence.
+# Odd multipliers with well-mixed bits, as int32: from MurmurHash3 and the Weyl sequence.
 _STEP, _FIRST, _SECOND = (int(np.int32(np.uint32(n))) for n in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))
-_LARGEST_SEED = 2**31 - 1
+_MAX_SEED = 2**31 - 1
 
 
-def draw_from_seed(graph: ir.Graph) -> bool:
-    """Replaces Dropout and DropoutGrad by products with a mask that follows from the input `random_seed`, in place.
+def replace_dropouts(graph: ir.Graph) -> bool:
+    """Replace Dropout and DropoutGrad by multiplications with a mask hashed from the input `random_seed`, in place.
 
     Returns:
-        Whether the graph draws: then it has that input, int64[1], after its own.
+        Whether the graph has a Dropout; if so, `random_seed`, int64[1], is added as its last input.
 
     Raises:
-        ArtifactError: another op draws random numbers.
+        ArtifactError: another op samples random numbers.
     """
     drops = [node for node in graph if (node.domain, node.op_type) == (ONNX, "Dropout")]
     _refuse_others(graph, drops)
@@ -46,8 +46,8 @@ def draw_from_seed(graph: ir.Graph) -> bool:
     set_type(seed, TensorType(INT64, (1,)))
     graph.inputs.append(seed)
     op = builder(graph)
-    # New nodes are appended; sorting afterwards brings them to their places.
-    key = op.Cast(op.Mod(seed, op.constant([_LARGEST_SEED], INT64)), to=INT32)
+    # New nodes are appended, and sorted afterwards.
+    key = op.Cast(op.Mod(seed, op.constant([_MAX_SEED], INT64)), to=INT32)
     for number, node in enumerate(drops):
         with op.at(node.metadata_props):
             _replace(op, graph, node, key, number)
@@ -56,11 +56,11 @@ def draw_from_seed(graph: ir.Graph) -> bool:
     return True
 
 
-def _refuse_others(graph: ir.Graph, known: list[ir.Node]) -> None:
+def _refuse_others(graph: ir.Graph, dropouts: list[ir.Node]) -> None:
     for node in graph:
-        if node not in known and Effects.RANDOM in definition_of(node).effects:
+        if node not in dropouts and Effects.RANDOM in definition_of(node).effects:
             raise ArtifactError(
-                f"{traversal.describe(node)} draws random numbers, which could not be drawn again after a resume.",
+                f"{traversal.describe(node)} samples random numbers, which resumed training could not reproduce.",
                 where=traversal.origin(node),
                 todo="feed the random numbers as an input of the model",
             )
@@ -71,7 +71,9 @@ def _replace(op: Builder, graph: ir.Graph, node: ir.Node, key: ir.Value, number:
     assert x is not None
     ratio = constant_number(node.inputs[1]) if len(node.inputs) > 1 else 0.5
     if ratio is None:
-        raise ArtifactError(f"{traversal.describe(node)} drops with a ratio that is computed.", traversal.origin(node))
+        raise ArtifactError(
+            f"{traversal.describe(node)} has a computed ratio; expected a constant.", traversal.origin(node)
+        )
     kept = _kept(op, x, key, number, float(ratio))
     scale = 1 / (1 - float(ratio))
     dtype = dtype_of(x)
@@ -94,21 +96,21 @@ _BACKWARD = (MICROSOFT, "DropoutGrad")
 
 
 def _kept(op: Builder, x: ir.Value, key: ir.Value, number: int, ratio: float) -> ir.Value:
-    """Where x is kept: true with the chance 1 - ratio."""
-    salt = zlib.crc32(f"dropout {number}".encode()) & _LARGEST_SEED
+    """The mask of kept elements: true with probability 1 - ratio."""
+    salt = zlib.crc32(f"dropout {number}".encode()) & _MAX_SEED
     start = _hashed(op, _hashed(op, op.Add(op.Mul(key, op.scalar(_STEP, INT32)), op.scalar(salt, INT32))))
     count = op.size(sizes.multiply(1, *sizes.dims_of(x)))
-    places = op.Cast(op.Range(op.scalar(0, INT64), count, op.scalar(1, INT64)), to=INT32)
-    hashed = _hashed(op, op.Add(op.Mul(places, op.scalar(_STEP, INT32)), start))
+    positions = op.Cast(op.Range(op.scalar(0, INT64), count, op.scalar(1, INT64)), to=INT32)
+    hashed = _hashed(op, op.Add(op.Mul(positions, op.scalar(_STEP, INT32)), start))
     limit = min(round((1 - ratio) * 2**32), 2**32 - 1) - 2**31
     return reshaped(op, op.Less(hashed, op.scalar(limit, INT32)), sizes.dims_of(x))
 
 
 def _hashed(op: Builder, x: ir.Value) -> ir.Value:
-    """Two rounds of: x(2x + 1), where each bit depends on all below it; then the upper bits added to the lower.
+    """Two rounds of x(2x + 1), whose bits depend on all lower bits, then adding the upper bits to the lower ones.
 
-    The addition is by a division, for ONNX cannot shift signed numbers. Over 2^20 elements, distances 1 to 4096,
-    12 seeds and 5 Dropouts no correlation is above 0.003; 0.001 is the standard deviation of independent numbers.
+    A division takes the upper bits: ONNX cannot shift signed integers. Over 2^20 elements, lags of 1 to 4096, 12 seeds
+    and 5 Dropouts no correlation exceeds 0.003 (independent samples: a standard deviation of 0.001).
     """
     for bits, multiplier in ((16, _FIRST), (15, _SECOND)):
         x = op.Mul(x, op.Add(op.Add(x, x), op.scalar(1, INT32)))

@@ -1,9 +1,9 @@
-"""The form in which stock onnxruntime runs a training graph.
+"""Lower a training graph to what stock onnxruntime runs.
 
-Training ops stay nodes under their known names, with their bodies beside them as model-local functions: the graph reads
-in Netron as people know it. Where onnxruntime has an op of the same name, its own kernel would win over our function
-without a word; such ops are written out unless they compute the same. A portable graph has no functions at all, and
-nothing but ops that ran in every runtime that was tried (docs/how-to/on-device-training.md).
+Training ops remain nodes with their usual names, which Netron shows, and their bodies become model-local functions. If
+onnxruntime has an op of the same name, its kernel silently takes precedence over the function: such ops are inlined
+unless both compute the same. A portable graph has no functions, and only ops that were tested in every runtime
+(docs/how-to/on-device-training.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from onnxtrain.ops import definition_of, foreign
 from onnxtrain.ops.bodies import body_of, inline_bodies
 from onnxtrain.ops.functions import as_functions
 
-OPSET = 21  # of written artifacts: onnxruntime reads it since 1.18
+OPSET = 21  # of artifacts: supported since onnxruntime 1.18
 
-# The ops of com.microsoft that stock onnxruntime has (1.31; a test compares it with the one that is installed).
+# The ops of com.microsoft in stock onnxruntime 1.31; a test compares them with the installed version.
 KNOWN_TO_ONNXRUNTIME = frozenset(
     {
         *("Attention", "AttnLSTM", "BeamSearch", "BiasAdd", "BiasDropout", "BiasGelu", "BiasSoftmax"),
@@ -61,54 +61,54 @@ KNOWN_TO_ONNXRUNTIME = frozenset(
 
 
 def for_stock(model: ir.Model, *, portable: bool) -> ir.Model:
-    """A copy of the model that stock onnxruntime runs.
+    """Copy the model into a form that stock onnxruntime runs.
 
     Raises:
-        ArtifactError: an op has no form in standard ops, or, where the graph shall be portable, none that is.
+        ArtifactError: an op cannot be expressed in standard ops or, with `portable`, in portable ones.
     """
     try:
         result = file_model(make_portable(model)) if portable else _with_functions(model)
         foreign.unwrap(result.graph)
         for graph in (result.graph, *(function.graph for function in result.functions.values())):
-            _sum_axis_by_axis(graph)
+            _split_full_reductions(graph)
             convert_opset(graph, OPSET)
-        traversal.remove_unused(result.graph, keeps=lambda node: True)  # the axes of sums that were written out
+        traversal.remove_unused(result.graph, keeps=lambda node: True)  # the axes of reductions that were split
     except (GraphError, OptionError) as error:
         raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     return result
 
 
 def _with_functions(model: ir.Model) -> ir.Model:
-    """Each op as one function, for its commonest case (ranks, types, optional inputs); other cases are written out.
+    """Make each op one function, for its most frequent variant (ranks, dtypes, optional inputs); inline the others.
 
-    So every function has the name of its op, by which runtimes and people know it.
+    Every function then has the name of its op.
     """
     model = traversal.with_graph(model, traversal.clone(model.graph)[0])
     pool_without_indices(model.graph, overlapping=False)
-    model = inline_bodies(model, keep=_stays)
+    model = inline_bodies(model, keep=_remains_node)
     drop_unused_outputs(model.graph)
-    written_out: set[str | None] = set()
+    inlined: set[str | None] = set()
 
-    def stays(node: ir.Node) -> bool:
-        return _stays(node) and node.name not in written_out
+    def keep(node: ir.Node) -> bool:
+        return _remains_node(node) and node.name not in inlined
 
-    while others := _rarer_cases(as_functions(model).graph):
-        written_out |= others
-        model = inline_bodies(model, keep=stays)
+    while others := _rare_variants(as_functions(model).graph):
+        inlined |= others
+        model = inline_bodies(model, keep=keep)
     return file_model(model)
 
 
-def _rarer_cases(graph: ir.Graph) -> set[str | None]:
-    """The calls of functions that are not the commonest of their name."""
-    cases: dict[tuple[str, str], Counter[str]] = {}
+def _rare_variants(graph: ir.Graph) -> set[str | None]:
+    """The calls of functions that are not the most frequent variant of their op."""
+    variants: dict[tuple[str, str], Counter[str]] = {}
     for node in graph:
-        cases.setdefault((node.domain, node.op_type), Counter())[node.overload] += 1
-    commonest = {op: counts.most_common(1)[0][0] for op, counts in cases.items()}
-    return {node.name for node in graph if node.overload != commonest[node.domain, node.op_type]}
+        variants.setdefault((node.domain, node.op_type), Counter())[node.overload] += 1
+    most_frequent = {op: counts.most_common(1)[0][0] for op, counts in variants.items()}
+    return {node.name for node in graph if node.overload != most_frequent[node.domain, node.op_type]}
 
 
-def _stays(node: ir.Node) -> bool:
-    """Whether the node stays a node: a training op that becomes a function, or one that has no body."""
+def _remains_node(node: ir.Node) -> bool:
+    """Whether the node is not inlined: a training op that becomes a function, or an op without body."""
     if (node.domain, node.op_type) == (OWN, foreign.NAME):
         return True
     definition = definition_of(node)
@@ -119,11 +119,11 @@ def _stays(node: ir.Node) -> bool:
     return True
 
 
-def _sum_axis_by_axis(graph: ir.Graph) -> None:
-    """Writes a sum or mean over all elements as one over each axis in turn.
+def _split_full_reductions(graph: ir.Graph) -> None:
+    """Split a sum or mean over all axes into one reduction per axis.
 
-    onnxruntime adds all elements one after the other where it reduces all axes at once: 1.8e-4 of the sum is lost for
-    200 x 1000 positive float32 numbers, against 6e-7 axis by axis (onnxruntime 1.31).
+    onnxruntime 1.31 accumulates sequentially when it reduces all axes at once: its relative error is 1.8e-4 for
+    200 x 1000 positive float32 elements, against 6e-7 axis by axis.
     """
     for node in list(graph):
         x = node.inputs[0] if node.inputs else None
@@ -138,8 +138,10 @@ def _sum_axis_by_axis(graph: ir.Graph) -> None:
         set_type(last.outputs[0], TensorType(ir.DataType.INT64, (1,)))
         added = [last]
         for axis in reversed(range(rank)):
-            how = [ir.AttrInt64("keepdims", 0)]
-            added.append(ir.Node(ONNX, node.op_type, [total, last.outputs[0]], how, name=f"{node.name}/axis_{axis}"))
+            keepdims = [ir.AttrInt64("keepdims", 0)]
+            added.append(
+                ir.Node(ONNX, node.op_type, [total, last.outputs[0]], keepdims, name=f"{node.name}/axis_{axis}")
+            )
             total = added[-1].outputs[0]
             total.name = f"{node.name}/axis_{axis}"
             set_type(total, TensorType(dtype_of(x), sizes.dims_of(x)[:axis]))
@@ -158,7 +160,7 @@ def _sum_axis_by_axis(graph: ir.Graph) -> None:
 
 
 def _reduced(node: ir.Node, rank: int) -> set[int]:
-    """The axes that a reduction reduces; none where they are computed."""
+    """The axes of a reduction; none if they are computed."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     if axes is None:
         return set() if node.attributes.get_int("noop_with_empty_axes", 0) else set(range(rank))

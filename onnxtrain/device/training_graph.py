@@ -1,6 +1,6 @@
-"""The two graphs of a model: one that gives loss and gradients, one that evaluates.
+"""Build the two graphs of a model: the training graph with loss and gradients, and the evaluation graph.
 
-forward and loss ─differentiate─▶ joint graph ─draws from a seed─▶ ─form for stock onnxruntime─▶ ─accumulate─▶
+forward and loss ─differentiate─▶ joint graph ─seeded dropout─▶ ─lower to stock onnxruntime─▶ ─accumulate─▶
 
 training_model    (inputs, random_seed?, parameters, buffers, <p>_grad.accumulation.buffer, lazy_reset_grad)
 -> (loss, outputs, <p>_grad.accumulation.out, <b>.out)
@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff import differentiate
 from onnxtrain.device.accumulation import GRADIENT, accumulate
 from onnxtrain.device.in_place import verify_updates
-from onnxtrain.device.seeded_dropout import draw_from_seed
+from onnxtrain.device.seeded_dropout import replace_dropouts
 from onnxtrain.device.stock import for_stock
 from onnxtrain.errors import ArtifactError, OnnxTrainError
 from onnxtrain.graph import traversal
@@ -40,20 +40,20 @@ from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
 METADATA = "onnxtrain"
 UPDATED = ".out"
 
-# Stock onnxruntime would run these losses by their bodies, which hold all scores; LogSoftmax has a kernel there.
+# Stock onnxruntime would run a chunked loss by its body, which holds all scores; it has a kernel for LogSoftmax.
 _FORWARD = tuple(p for p in forward_passes(Options(chunked_loss=False)) if p is not save_logits_for_backward)
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the inputs and outputs of a forward graph are, by name.
+    """The roles of a forward graph's inputs and outputs, by name.
 
     Attributes:
-        inputs: what the user feeds, loss inputs last.
-        outputs: the loss first; what a call gives back.
-        forward_outputs: the model's own outputs, which an evaluation graph gives too.
+        inputs: fed by the user, inputs of the loss last.
+        outputs: returned to the user, the loss first.
+        forward_outputs: the model's own outputs, which an evaluation graph returns too.
         trainable, frozen: parameters.
-        buffers: running statistics. Training graphs give their new values as `<b>.out`.
+        buffers: running statistics, whose new values are the outputs `<b>.out` of training graphs.
     """
 
     inputs: Sequence[str]
@@ -64,22 +64,22 @@ class Roles:
     forward_outputs: Sequence[str] = field(default=())
 
 
-def annotate(model: ir.Model, kind: str, **facts: Any) -> None:
-    """Writes down what a graph is, as JSON in the model's metadata."""
-    model.metadata_props[METADATA] = json.dumps({"version": 1, "kind": kind, **facts})
+def annotate(model: ir.Model, kind: str, **metadata: Any) -> None:
+    """Store an artifact's metadata in the model, as JSON."""
+    model.metadata_props[METADATA] = json.dumps({"version": 1, "kind": kind, **metadata})
 
 
 def training_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:
-    """The graph of a training step, as it is written.
+    """Build the finished graph of a training step.
 
     Args:
-        forward: outputs are `roles.outputs`, then `<b>.out` for each buffer. It stays as it is.
-        roles: see there.
-        portable: whether it is restricted to the portable profile.
+        forward: not modified. Its outputs are `roles.outputs`, then `<b>.out` for each buffer.
+        roles: of its inputs and outputs.
+        portable: whether the graph is restricted to the portable profile.
 
     Raises:
-        ArtifactError: an op on the way from the loss to a parameter has no gradient, or no form in standard ops; a
-            parameter that the loss does not depend on.
+        ArtifactError: an op between the loss and a parameter has no gradient or cannot be expressed in standard ops; or
+            the loss does not depend on a parameter.
     """
     result, draws = gradient_model(forward, roles, portable=portable)
     updates = accumulate(result.graph, roles.trainable, portable=portable)
@@ -101,10 +101,10 @@ def training_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Mod
 
 
 def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[ir.Model, bool]:
-    """The joint graph for stock onnxruntime, and whether it draws random numbers, from an input `random_seed`.
+    """Build the joint graph for stock onnxruntime; also return whether it has an input `random_seed`.
 
-    Its outputs are `roles.outputs`, `<p>_grad` for each trainable p, and `<b>.out` for each buffer. `forward` stays as
-    it is.
+    Its outputs are `roles.outputs`, `<p>_grad` for each trainable p, and `<b>.out` for each buffer. `forward` is not
+    modified.
 
     Raises:
         ArtifactError: as `training_model`.
@@ -113,7 +113,7 @@ def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[
     optimize(model, _FORWARD)
     _refuse_opaque(model.graph, roles)
     gradients = _differentiated(model, roles)
-    draws = draw_from_seed(gradients.graph)
+    draws = replace_dropouts(gradients.graph)
     optimize(gradients, JOINT)
     _order_inputs(gradients.graph, roles, draws)
     verify(gradients, lookup)
@@ -121,17 +121,17 @@ def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[
 
 
 def eval_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:
-    """The graph of an evaluation. Its outputs are `roles.outputs`, then `roles.forward_outputs`.
+    """Build the evaluation graph. Its outputs are `roles.outputs`, then `roles.forward_outputs`.
 
     Raises:
-        ArtifactError: an op has no form in standard ops.
+        ArtifactError: an op cannot be expressed in standard ops.
     """
     model = traversal.with_graph(forward, traversal.clone(forward.graph)[0])
     optimize(model, _FORWARD)
     read = {v.name for v in model.graph.inputs if traversal.is_used(v) or v.name in roles.inputs}
-    kept = [v for v in model.graph.inputs if v.name in read]
+    inputs = [v for v in model.graph.inputs if v.name in read]
     model.graph.inputs.clear()
-    model.graph.inputs.extend(kept)
+    model.graph.inputs.extend(inputs)
     verify(model, lookup)
     result = for_stock(model, portable=portable)
     annotate(
@@ -153,15 +153,15 @@ def eval_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:
 
 
 def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
-    """The joint graph. Its outputs: `roles.outputs`, `<p>_grad` for each trainable p, the buffers' new values."""
+    """The joint graph, with outputs `roles.outputs`, `<p>_grad` for each trainable p, and new values of buffers."""
     graph = model.graph
     loss = graph.outputs[0]
     if not is_float(dtype_of(loss)):
         got = f"{loss.name}, {dtype_of(loss).name.lower()}"
-        raise ArtifactError("The first output is taken for the loss, which is a floating number.", got=got)
+        raise ArtifactError("The loss, which is the first output, must have a floating-point dtype.", got=got)
     names = [v.name for v in graph.outputs]
     of = [index == 0 for index in range(len(names))]
-    own = len(roles.outputs)
+    num_outputs = len(roles.outputs)
     try:
         joint = differentiate(model, [v.name in roles.trainable for v in graph.inputs], of)
     except OnnxTrainError as error:
@@ -172,9 +172,9 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
     if lacking:
         rounds = any(node.op_type == "QuantizeLinear" for node in graph)
         raise ArtifactError(
-            f"The loss does not depend on {len(lacking)} of the parameters that shall be trained.",
+            f"The loss does not depend on {len(lacking)} of the trainable parameters.",
             got=", ".join(lacking[:10]),
-            todo="the model is quantized: give it to onnxtrain.artifacts.fake_quantize first, which makes it trainable"
+            todo="the model is quantized: make it trainable by onnxtrain.artifacts.fake_quantize first"
             if rounds
             else "freeze them, or check which output the loss is computed from",
         )
@@ -190,15 +190,15 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
     traversal.sort(graph)
     close(
         graph,
-        [*forward[:own], *(gradients[name] for name in roles.trainable), *forward[own:]],
-        [*names[:own], *(f"{name}{GRADIENT}" for name in roles.trainable), *names[own:]],
+        [*forward[:num_outputs], *(gradients[name] for name in roles.trainable), *forward[num_outputs:]],
+        [*names[:num_outputs], *(f"{name}{GRADIENT}" for name in roles.trainable), *names[num_outputs:]],
     )
     traversal.name_uniquely(graph)
     return joint.model
 
 
 def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
-    """Refuses ops that nothing is known of where a gradient would have to pass: it would be lost without a word."""
+    """Raise ArtifactError for unknown ops that a gradient must pass: it would be lost silently."""
     needed = _reaching(graph, graph.outputs[0])
     active = {v for v in graph.inputs if v.name in roles.trainable}
     for node in graph:
@@ -208,10 +208,10 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
         opaque = (node.domain, node.op_type) == (OWN, foreign.NAME)
         floating = [v for v in node.outputs if is_differentiable_type(dtype_of(v))]
         if opaque and node in needed and floating:
-            kept = foreign.original(node)
+            original = foreign.original(node)
             raise ArtifactError(
-                f"onnxtrain knows no gradient of {traversal.describe(kept)}, "
-                "which stands between the loss and parameters that shall be trained.",
+                f"onnxtrain knows no gradient of {traversal.describe(original)}, "
+                "which lies between the loss and trainable parameters.",
                 where=traversal.origin(node),
                 got=f"it reads {', '.join(str(v.name) for v in reads)}",
                 todo="train only parameters behind it, write it in other ops, or define the op (see Adding an op)",
@@ -222,18 +222,18 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
 
 def _reaching(graph: ir.Graph, value: ir.Value) -> set[ir.Node]:
     """The nodes that a value depends on."""
-    wanted, found = {value}, set()
+    wanted, nodes = {value}, set()
     for node in reversed(graph):
         if any(v in wanted for v in node.outputs):
-            found.add(node)
+            nodes.add(node)
             wanted.update(traversal.reads(node))
-    return found
+    return nodes
 
 
 def _order_inputs(graph: ir.Graph, roles: Roles, draws: bool) -> None:
-    """User inputs, random_seed, trainable and frozen parameters, buffers."""
-    known = {str(v.name): v for v in graph.inputs}
-    seed = [name for name in known if draws and name == "random_seed"]
+    """Order inputs: user inputs, random_seed, trainable and frozen parameters, buffers."""
+    input_of = {str(v.name): v for v in graph.inputs}
+    seed = [name for name in input_of if draws and name == "random_seed"]
     order = [*roles.inputs, *seed, *roles.trainable, *roles.frozen, *roles.buffers]
     graph.inputs.clear()
-    graph.inputs.extend(known[name] for name in order)
+    graph.inputs.extend(input_of[name] for name in order)

@@ -248,14 +248,14 @@ def test_blocks_say_what_is_wrong(tmp_path: Path) -> None:
             pass
         with pytest.raises(RuntimeError, match="'nothing', which no node or input of the graph provides"):
             onnxblock.blocks.Neg()("nothing")
-    with onnxblock.base(model), pytest.raises(RuntimeError, match="a graph of its own"):
+    with onnxblock.base(model), pytest.raises(RuntimeError, match="cannot be appended to another graph"):
         onnxblock.optim.SGD()([numpy_helper.from_array(weight(2), "w")])
     with pytest.raises(RuntimeError, match="not there"), onnxblock.custom_op_library(tmp_path / "nowhere.so"):
         pass
     for wrong in (lambda: onnxblock.optim.ClipGradNorm(0), lambda: onnxblock.loss.MSELoss("middle")):
         with pytest.raises(RuntimeError):
             wrong()
-    with pytest.raises(RuntimeError, match="these numbers"):
+    with pytest.raises(RuntimeError, match="out of range"):
         onnxblock.optim.AdamW(betas=(1.0, 0.9))
 
 

@@ -71,7 +71,7 @@ def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
         (["--freeze", "*"], cli.FAILED, "No parameter is chosen for training"),
         (["--loss-input", "nowhere"], cli.FAILED, "no value of this name"),
         (["--also-output", "nowhere"], cli.FAILED, "no such outputs"),
-        (["--clip-norm", "0"], cli.FAILED, "a norm above 0"),
+        (["--clip-norm", "0"], cli.FAILED, "must be positive"),
         (["-o", __file__], cli.FAILED, "folder for the artifacts cannot be created"),
     ],
 )
