@@ -23,7 +23,7 @@ from onnxtrain.capture.export import Captured, Run, capture
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
-from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module
+from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_numbers
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
@@ -33,10 +33,12 @@ from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTMod
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.garbage import collector_paused
+from onnxtrain.graph.values import ATEN
 from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
+from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options, warn_ineffective_variables
 
 _LOG = logging.getLogger("onnxtrain")
@@ -219,7 +221,7 @@ class Engine:
     def _find_or_compile(
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
-        with CAPTURE_LOCK, collector_paused(self._options.pause_collector):
+        with CAPTURE_LOCK, collector_paused(self._options.pause_collector), logs.level_of(self._options):
             entry, inputs = self._find(key, tensors)  # another thread may have made it meanwhile
             if entry is None:
                 return self._compile(key, tensors, structure)
@@ -233,6 +235,7 @@ class Engine:
         self._announce(key, tensors)
         start, captures = time.perf_counter(), self.captures
         self._refuse(tensors)
+        refuse_numbers(structure, tensors)
         watch = SideEffects(self._module)
         try:
             try:
@@ -248,6 +251,8 @@ class Engine:
             took, report = time.perf_counter() - start, self.newest().report
             first = not captures and not self._entry_point.is_part
             log_initialisation(type(self._module).__name__, took, report, first=first)
+            self._warn_of_strings(structure)
+            self._warn_of_operators(self.newest().captured)
         return entry, [*self._read(entry.state), *tensors]
 
     def _refuse(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -313,6 +318,27 @@ class Engine:
                 reason = entry.compiled.captured.guards.explain(tensors)
         _LOG.info("%s: captured again, because %s", name, reason)
 
+    def _warn_of_strings(self, structure: Structure) -> None:
+        """Warns, once per module, that another string makes another capture."""
+        if any(isinstance(constant, str) for constant in structure.constants().values()):
+            self._warn(
+                f"Received input of type {str} which may be treated as a constant by ORT by default: each new string "
+                "is a new capture. Please consider moving constant arguments to the model constructor."
+            )
+
+    def _warn_of_operators(self, captured: Captured) -> None:
+        """Warns, once per module and set of operators, of those without an ONNX form."""
+        names = {
+            node.attributes.get_string("operator")
+            for node in captured.model.graph
+            if node.domain == ATEN and Effects.COLLECTIVE not in definition_of(node).effects
+        }
+        if names:
+            self._warn(
+                f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "
+                "run in PyTorch, exactly as in eager; a file of the graph runs in onnxtrain only"
+            )
+
     # Falling back
 
     def _fall_back(
@@ -365,13 +391,18 @@ class Engine:
         output = instead.run(*args, **kwargs)
         if instead.entry is not None:
             self._entries.setdefault(instead.key, []).append(instead.entry)
-        if instead.warning not in self._warned:
-            self._warned.add(instead.warning)
-            if self._entry_point.is_piece:
-                _LOG.info(instead.warning)
-            else:
-                warnings.warn(instead.warning, UserWarning, stacklevel=source_line.depth_of_caller())
+        self._warn(instead.warning)
         return output
+
+    def _warn(self, text: str) -> None:
+        """Warns, once per text."""
+        if text in self._warned:
+            return
+        self._warned.add(text)
+        if self._entry_point.is_piece:
+            _LOG.info(text)
+        else:
+            warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
 
 
 def set_up(engine: Engine, name: str, options: Options) -> Call:

@@ -11,7 +11,7 @@ import torch
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.engine import Engine
 from onnxtrain.errors import ORTModuleFallbackException
-from onnxtrain.module import ORTModule
+from onnxtrain.module import ORTModule, OwnForward
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.report import CompileReport
@@ -37,6 +37,7 @@ class HierarchicalORTModule(ORTModule):
         self.__dict__["_parts"] = []
         self.__dict__["_debug_options"] = debug_options
 
+    @OwnForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, as one graph or part by part."""
         if self.__dict__["_divided"]:

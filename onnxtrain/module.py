@@ -10,7 +10,9 @@ parameters need gradients. What cannot be captured runs in PyTorch, with one war
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,9 +46,37 @@ _SHARED = (
 )  # fmt: skip
 
 
-# What cannot be wrapped raises at once, unless the policy says that it is to run in PyTorch.
-_IN_PYTORCH = FallbackPolicy.FALLBACK_BAD_INITIALIZATION
-_AT_ONCE = FallbackPolicy.FALLBACK_DISABLE | _IN_PYTORCH
+class OwnForward:
+    """The method forward, with the signature of the wrapped module's, which trainers read."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, wrapper: ORTModule | None, owner: type[ORTModule] | None = None) -> Callable[..., Any]:
+        if wrapper is None:
+            return self.function
+        signed: dict[OwnForward, Callable[..., Any]] = wrapper.__dict__["_forwards"]
+        function = signed.get(self)
+        if function is None:
+            function = signed[self] = _with_signature(self.function, wrapper.module.forward)
+        return types.MethodType(function, wrapper)
+
+
+def _with_signature(function: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of (self, *args, **kwargs) with the signature of a bound method."""
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, closure=function.__closure__
+    )
+    copied.__doc__ = function.__doc__
+    copied.__dict__.update(function.__dict__)
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # a ScriptModule's has none
+        return copied
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [itself, *signature.parameters.values()]
+    copied.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect reads it
+    return copied
 
 
 class ORTModule(torch.nn.Module):
@@ -58,12 +88,14 @@ class ORTModule(torch.nn.Module):
         **options: any field of `onnxtrain.options.Options`, for example `rng="torch"` to draw exactly the random
             numbers that eager PyTorch draws.
 
-    Attributes and methods of `module` are reached through the wrapper; attributes set on the wrapper are set on
-    `module`, and a change that matters is followed by a new capture. A UserWarning tells of attributes of `module`
-    that the wrapper hides: those named `module`, `report` or `load_options`.
+    Attributes and methods of `module` are reached through the wrapper. Its own methods are bound to the wrapper: one
+    that calls the module runs the graph. Those that use `super()` stay bound to `module`. Attributes set on the wrapper
+    are set on `module`, and a change that matters is followed by a new capture; a method that replaces one of `module`
+    stays on the wrapper. A UserWarning names each attribute of `module` that collides with one of the wrapper.
 
     Raises:
-        ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`: wrap the inner module instead.
+        ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel` and the fallback policy does not cover that:
+            wrap the inner module instead.
     """
 
     _is_part = False  # whether it is one of several graphs of what the user trains
@@ -71,15 +103,16 @@ class ORTModule(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         super().__init__()
         settings = Options.resolve(**{**(debug_options or DebugOptions()).settings, **options})
-        if isinstance(module, torch.nn.DataParallel) and settings.fallback_policy & _AT_ONCE != _IN_PYTORCH:
-            refuse_module(module)
-        _warn_of_hidden_names(module)
+        if isinstance(module, torch.nn.DataParallel):
+            _refuse_at_once(module, settings.fallback_policy)
         self._set_up(module, settings)
+        _warn_of_collisions(self, module)
 
     def _set_up(self, module: torch.nn.Module, options: Options) -> None:
         self.__dict__.pop("training", None)  # the wrapped module's flag counts
         self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
-        self.__dict__["_original"] = module
+        self.__dict__["_torch_module"] = module
+        self.__dict__["_forwards"] = {}
         self.__dict__["_options"] = options
         engine = self.__dict__["_engine"] = Engine(
             module, options, EntryPoint(pieces=pieces(options), is_part=self._is_part)
@@ -89,9 +122,10 @@ class ORTModule(torch.nn.Module):
     @property
     def module(self) -> torch.nn.Module:
         """The wrapped module."""
-        original: torch.nn.Module = self.__dict__["_original"]
+        original: torch.nn.Module = self.__dict__["_torch_module"]
         return original
 
+    @OwnForward
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, compiled."""
@@ -119,15 +153,18 @@ class ORTModule(torch.nn.Module):
     # The nn.Module face
 
     def __getattr__(self, name: str) -> Any:
-        original = self.__dict__.get("_original")
-        if original is None:
+        module = self.__dict__.get("_torch_module")
+        if module is None:
             raise AttributeError(name)
-        return getattr(original, name)
+        value = getattr(module, name)
+        return types.MethodType(value.__func__, self) if _runs_on_wrapper(value, module) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         # accelerate puts a forward of its own in the wrapper's place, which calls the wrapper's.
-        if name in self.__dict__ or name == "forward" or "_original" not in self.__dict__:
+        if name in self.__dict__ or name == "forward" or "_torch_module" not in self.__dict__:
             super().__setattr__(name, value)
+        elif _is_method(value) and _is_method(getattr(self.module, name, None)):
+            self.__dict__[name] = value
         else:
             setattr(self.module, name, value)
 
@@ -177,7 +214,7 @@ class ORTModule(torch.nn.Module):
     # Copies and pickles: the module and the options; graphs are compiled again.
 
     def __getstate__(self) -> dict[str, Any]:
-        remade = {*_SHARED, "_engine", "_run", "_original", "_options", "_compiled_call_impl"}
+        remade = {*_SHARED, "_engine", "_run", "_torch_module", "_options", "_forwards", "_compiled_call_impl"}
         own = {k: v for k, v in self.__dict__.items() if k not in remade}
         return {"own": own, "module": self.module, "options": self.__dict__["_options"]}
 
@@ -209,13 +246,57 @@ def _delegate(name: str) -> Callable[..., Any]:
     return call
 
 
-def _warn_of_hidden_names(module: torch.nn.Module) -> None:
-    """Names what only `ORTModule(module).module` reaches, since the wrapper has something else of that name."""
-    own = {name for name in vars(ORTModule) if not name.startswith("_") and not hasattr(torch.nn.Module, name)}
-    if hidden := sorted(own.intersection(dir(module))):
-        has = f"{type(module).__name__} has {', '.join(hidden)}, as ORTModule has"
-        text = f"{has}: its own is reached by .module, as in model.module.{hidden[0]}"
-        warnings.warn(text, UserWarning, stacklevel=depth_of_caller())
+def _is_method(value: Any) -> bool:
+    return isinstance(value, (types.MethodType, types.FunctionType))
+
+
+def _runs_on_wrapper(value: Any, module: torch.nn.Module) -> bool:
+    """Whether a value is a method of the user's that can be bound to the wrapper: `super()` needs the module itself."""
+    if not isinstance(value, types.MethodType) or value.__self__ is not module:
+        return False
+    function = inspect.unwrap(value.__func__)
+    if getattr(torch.nn.Module, value.__name__, None) is function:
+        return False
+    return isinstance(function, types.FunctionType) and "__class__" not in function.__code__.co_freevars
+
+
+def _refuse_at_once(module: torch.nn.Module, policy: FallbackPolicy) -> None:
+    """Raises unless the policy says that what cannot be wrapped runs in PyTorch."""
+    try:
+        refuse_module(module)
+    except ORTModuleTorchModelException as error:
+        if not policy.covers(error):
+            raise
+
+
+def _warn_of_collisions(wrapper: ORTModule, module: torch.nn.Module) -> None:
+    """Names what the wrapper hides, and overrides of nn.Module's methods that cannot be called as the wrapper's are."""
+    plain = torch.nn.Module()
+    own = {*vars(wrapper), *vars(ORTModule)} - set(dir(plain))
+    for name in sorted(name for name in own.intersection(dir(module)) if not name.startswith("__")):
+        _warn_of_collision(module, name, f"its own is reached by .module, as in model.module.{name}")
+    for name in _DELEGATED:
+        override = getattr(type(module), name, None)
+        if override is not getattr(torch.nn.Module, name, None) and not _takes_as_much(override, name):
+            _warn_of_collision(module, name, "PyTorch and trainers call it with arguments that it does not take")
+
+
+def _takes_as_much(override: Any, name: str) -> bool:
+    """Whether a method takes the positional arguments of nn.Module's of this name."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        given = inspect.signature(getattr(torch.nn.Module, name)).parameters.values()
+        inspect.signature(override).bind(*(p.name for p in given if p.kind in kinds))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def _warn_of_collision(module: torch.nn.Module, name: str, consequence: str) -> None:
+    text = f"{type(module).__name__}'s attribute name {name} collides with ORTModule's attribute name: {consequence}"
+    warnings.warn(text, UserWarning, stacklevel=depth_of_caller())
 
 
 for _name in _DELEGATED:

@@ -20,11 +20,13 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import GraphError
+from onnxtrain.errors import GraphError, OptionError
 from onnxtrain.graph import traversal
 from onnxtrain.graph.opset import convert_opset
+from onnxtrain.graph.values import ONNX
 from onnxtrain.ops.bodies import IR_VERSION, close, import_opsets
 from onnxtrain.ops.functions import as_functions
+from onnxtrain.options.notices import warn_once
 
 PRODUCER = "onnxtrain"
 LARGEST_BYTES = 2**31 - 2**24  # a protobuf message ends at 2 GiB; the rest is for nodes and names
@@ -38,15 +40,38 @@ def write(
     Args:
         model: it stays as it is.
         paths: the file, or several that shall hold the same; their folders are made where they are missing.
-        opset: the opset of ai.onnx in the file; None keeps the model's.
+        opset: the opset of ai.onnx in the file; None keeps the model's. Where the model has no form in it, the file has
+            the nearest later one in which it has, and a warning is logged.
 
     Raises:
-        OptionError: the model has no form in this opset.
+        OptionError: the opset does not exist.
         GraphError: onnx.checker does not accept the result.
     """
-    written = file_model(model, opset)
+    written = _nearest_form(model, opset)
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         place(written, path)
+
+
+def _nearest_form(model: ir.Model, opset: int | None) -> ir.Model:
+    present = model.graph.opset_imports[ONNX]
+    if opset is None or not 1 <= opset < present:
+        return file_model(model, opset)
+    refusal = ""
+    for later in range(opset, present):
+        try:
+            written = file_model(model, later)
+        except OptionError as error:
+            refusal = refusal or str(error)
+            continue
+        if later > opset:
+            _warn_of_opset(opset, later, refusal)
+        return written
+    _warn_of_opset(opset, present, refusal)
+    return file_model(model)
+
+
+def _warn_of_opset(wanted: int, given: int, refusal: str) -> None:
+    warn_once(f"Files are written in opset {given}, not {wanted}, in which the graph has no form: {refusal}")
 
 
 def place(model: ir.Model, path: str | os.PathLike[str]) -> None:

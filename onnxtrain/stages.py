@@ -108,7 +108,7 @@ class Stages:
 
         Raises:
             GraphError: the graph is not well formed, or cannot be written as a valid file.
-            OptionError: the graph has no form in the opset that written files are to have.
+            OptionError: there is no opset of the number that written files are to have.
         """
         if took_ms is None:
             took_ms = (time.perf_counter() - self._clock) * 1e3

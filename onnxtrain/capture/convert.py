@@ -24,7 +24,7 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.aten_gradient import TracedGradient
 from onnxtrain.capture.autocast import refuse_hidden_casts
 from onnxtrain.capture.checkpoints import REGION, region_of
-from onnxtrain.capture.symbolic import number_from_sizes, size_of, tensor_type
+from onnxtrain.capture.symbolic import fixed_number, number_from_sizes, size_of, tensor_type
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
@@ -262,9 +262,16 @@ class _Walk:
         try:
             result = NotImplemented
             if convert_call and (target is PYTHON_OP or not any(e.is_complex() for e in _tensors(node, examples))):
-                result = convert_call(self.op, *arguments, **keywords)
+                try:
+                    result = convert_call(self.op, *arguments, **keywords)
+                except (AttributeError, GraphError, TypeError, ValueError):  # an attribute holds no symbol
+                    known, names = _with_numbers(node, arguments, keywords)
+                    if (known, names) == (arguments, keywords):
+                        raise
+                    result = convert_call(self.op, *known, **names)
             if result is NotImplemented:
-                result = self._aten(node, target, arguments, keywords, example)
+                known, names = _with_numbers(node, arguments, keywords, scalars=True)
+                result = self._aten(node, target, known, names, example)
         except (GraphError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnsupportedOperatorError(
                 f"{name} could not be converted: {error}",
@@ -342,6 +349,33 @@ class _Walk:
             case torch.SymInt():
                 return size_of(argument)
         return argument
+
+
+def _with_numbers(
+    node: torch.fx.Node, arguments: list[Any], keywords: dict[str, Any], *, scalars: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments with plain numbers in the place of those that follow from sizes, or of scalars only.
+
+    Those sizes are fixed by that: the guards hold them, and other sizes make another capture. With a symbol for a
+    scalar, the traced gradient of an ATen node would be that of PyTorch's example.
+    """
+    target: Any = node.target
+    schema = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    of_type = {argument.name: argument.type for argument in schema}
+
+    def number(name: str, given: Any, converted: Any) -> Any:
+        value = _value(given)
+        if isinstance(given, (list, tuple)) and not scalars:
+            return [number(name, g, c) for g, c in zip(given, converted, strict=True)]
+        if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return converted
+        return converted if scalars and not isinstance(of_type[name], torch.NumberType) else fixed_number(value)
+
+    named = zip((argument.name for argument in schema), node.args, arguments, strict=False)
+    return (
+        [number(*given) for given in named] or arguments,
+        {name: number(name, node.kwargs[name], value) for name, value in keywords.items()} if schema else keywords,
+    )
 
 
 def _value(argument: Any) -> Any:

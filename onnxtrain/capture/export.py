@@ -41,6 +41,7 @@ from onnxtrain.capture.composite import (
 )
 from onnxtrain.capture.convert import convert
 from onnxtrain.capture.decisions import Decisions, Example, attempts
+from onnxtrain.capture.element_decisions import ElementDecisions, UndecidedError
 from onnxtrain.capture.four_bit import four_bit_weights
 from onnxtrain.capture.generators import left_alone
 from onnxtrain.capture.guards import Guards, compile_guards
@@ -56,7 +57,7 @@ from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.capture.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.views import mark_views
-from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError
+from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError, ORTModuleIOError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 
@@ -124,8 +125,18 @@ class _Found:
 class _Wrapper(torch.nn.Module):
     """The user's module on a flat list of tensors."""
 
-    def __init__(self, module: torch.nn.Module, structure: Structure, watch: SideEffects, run: Run | None) -> None:
+    elements: ElementDecisions
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        structure: Structure,
+        watch: SideEffects,
+        run: Run | None,
+        elements: ElementDecisions,
+    ) -> None:
         super().__init__()
+        self.__dict__["elements"] = elements
         self.__dict__["_watch"] = watch
         self.__dict__["_run"] = run or module
         self.fakes = FakesMade()
@@ -140,8 +151,18 @@ class _Wrapper(torch.nn.Module):
         buffers = AssignedBuffers(self.module)
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
-        leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
+        try:
+            with self.elements.asked():
+                leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
+        except UndecidedError as decision:
+            return [decision.tensor]
         self.found.output = output
+        if not leaves and not tensors:
+            raise ORTModuleIOError(
+                "the arguments and results hold no tensor, and a graph computes with tensors",
+                where=type(self.module).__name__,
+                todo="the module runs in PyTorch; call it as it is",
+            )
         watch.check()
         layouts.check()
         buffers.write()
@@ -183,12 +204,13 @@ def capture(
         CaptureError: forward cannot be captured; says where and why.
     """
     start = time.perf_counter()
-    captured = _nearest(partial(_Wrapper, module, structure, watch, run), tensors, suggested, fixed_sizes)
+    wrapper = partial(_Wrapper, module, structure, watch, run)
+    captured = _nearest(wrapper, tensors, suggested, fixed_sizes)
     return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
 
 
 def _nearest(
-    wrap: Callable[[], _Wrapper],
+    wrap: Callable[[ElementDecisions], _Wrapper],
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
@@ -197,14 +219,14 @@ def _nearest(
     *guesses, real = attempts(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            captured = _capture(wrap(), Decisions(tensors, example, fixed_sizes))
+            captured = _capture(wrap(ElementDecisions(tensors)), Decisions(tensors, example, fixed_sizes))
         except SideEffectError:
             raise
         except CaptureError:
             continue  # forward does not take this example: the next one is nearer to the call
         if captured.guards(tensors):
             return captured
-    return _capture(wrap(), Decisions(tensors, real, fixed_sizes))
+    return _capture(wrap(ElementDecisions(tensors)), Decisions(tensors, real, fixed_sizes))
 
 
 def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
@@ -212,6 +234,9 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
     with capturing(), left_alone(module), four_bit_weights(module) as parts:
         with attribute_reads() as reads:
             program = _export(wrapper, decisions)
+            while wrapper.elements.is_open:
+                wrapper.elements.settle(program)
+                program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         with _faults_are_ours(module):
             mark_views(program)
@@ -223,7 +248,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
     with _faults_are_ours(module):
         converted = convert(program, type(module).__name__)
         names = _names(module, structure)
-        guards = compile_guards(program, names, decisions, traced)
+        guards = compile_guards(program, names, decisions, traced, wrapper.elements.made)
         sources = _sources(program, module, len(names), parts)
         captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
     return replace(captured, reads=frozenset(reads))

@@ -31,6 +31,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from onnxtrain.capture.decisions import Decision, Decisions, Example, Place
+from onnxtrain.capture.element_decisions import ElementDecision
 from onnxtrain.capture.proof import Proof, same_graph
 from onnxtrain.errors import CaptureError, GraphError
 
@@ -101,6 +102,7 @@ class Guards:
     Attributes:
         open: the places (tensor, dimension) whose size is free.
         check: what a call of this object does, without a call in between: it runs on every step.
+        elements: what the user's code decided from elements of the inputs.
     """
 
     def __init__(
@@ -112,7 +114,9 @@ class Guards:
         alternative: _Alternative,
         decisions: Decisions | None,
         proof: Proof | None,
+        elements: Sequence[ElementDecision] = (),
     ) -> None:
+        self.elements = tuple(elements)
         self.open = frozenset(symbols.values())
         self._names = tuple(names)
         self._shapes = shapes
@@ -136,7 +140,11 @@ class Guards:
 
     def explain(self, tensors: Sequence[torch.Tensor]) -> str:
         """The condition that fails, in words; "" if none does."""
-        return "" if self(tensors) else self._reason(_sizes(tensors))
+        if self(tensors):
+            return ""
+        reason = self._reason(_sizes(tensors))
+        other = next((decision for decision in self.elements if reason or not decision.holds(tensors)), None)
+        return reason if reason or other is None else f"forward would decide otherwise on elements at {other.where}"
 
     def suggestion(self, tensors: Sequence[torch.Tensor]) -> Example | None:
         """The example sizes to capture again with, if the graph is wrong here for a decision's sake only."""
@@ -153,6 +161,8 @@ class Guards:
         right all the same at the sizes that the other was captured for.
         """
         sizes = other._made_for
+        if [(d.where, d.answer) for d in self.elements] != [(d.where, d.answer) for d in other.elements]:
+            return False
         if self.open != other.open or other._alternatives[0].decisions is None:
             return False
         if self._proof is None or other._proof is None:
@@ -189,7 +199,7 @@ class Guards:
 
     def same_graph(self, other: Guards) -> bool:
         """Whether the captured graphs do the same at all sizes."""
-        if self._proof is None or other._proof is None:
+        if self._proof is None or other._proof is None or self.elements or other.elements:
             return False
         return self.open == other.open and same_graph(self._proof, other._proof, frozenset(), shapes=True)
 
@@ -228,11 +238,15 @@ class Guards:
             tests += [f"s{i}_{d} == {size}" for d, size in enumerate(shape) if isinstance(size, int)]
         for condition in (*self._conditions, *alternative.forced):
             tests.append(_python(condition.expr.xreplace(variables)) or "False")  # False: the long way
-        lines.append(f"    return {' and '.join(dict.fromkeys(tests)) or 'True'} or otherwise(tensors)")
-        values: dict[str, Any] = {"otherwise": self._otherwise}
+        sizes = f"{' and '.join(dict.fromkeys(tests)) or 'True'} or otherwise(tensors)"
+        lines.append(f"    return ({sizes}) and decided(tensors)" if self.elements else f"    return {sizes}")
+        values: dict[str, Any] = {"otherwise": self._otherwise, "decided": self._decides_alike}
         exec(compile("\n".join(lines), "<onnxtrain guards>", "exec"), values)
         check: Callable[[Sequence[torch.Tensor]], bool] = values["check"]
         return check
+
+    def _decides_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return all(decision.holds(tensors) for decision in self.elements)
 
     def _otherwise(self, tensors: Sequence[torch.Tensor]) -> bool:
         sizes = _sizes(tensors)
@@ -312,6 +326,7 @@ def compile_guards(
     names: Sequence[str],
     decisions: Decisions | None = None,
     traced: ExportedProgram | None = None,
+    elements: Sequence[ElementDecision] = (),
 ) -> Guards:
     """The guards of an export.
 
@@ -322,6 +337,7 @@ def compile_guards(
             assumed as well: 2 and more.
         traced: what was exported, where functionalization traced that once more: `tensor_split(x, 2)` is decomposed
             for an even size.
+        elements: what it decided from elements of the inputs.
 
     Raises:
         CaptureError: the graph is right only if a size has some value that only the elements of a tensor tell.
@@ -349,7 +365,8 @@ def compile_guards(
     # The bounds come first: what follows may divide by a size.
     conditions = [*(_of_environment(env, symbols, shapes) if env is not None else ()), *equal]
     alternative = _alternative(decisions, symbols)
-    guards = Guards(names, shapes, symbols, conditions, alternative, decisions, Proof(program, symbols, traced))
+    proof = Proof(program, symbols, traced)
+    guards = Guards(names, shapes, symbols, conditions, alternative, decisions, proof, elements)
     guards.refuse_assumptions([values[name] for name in user_inputs])
     return guards
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from onnxtrain.capture.four_bit import is_four_bit, refuse_four_bit
 from onnxtrain.capture.snapshot import PLAIN_TENSORS
+from onnxtrain.capture.structure import Structure
 from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import MICROSOFT
@@ -63,6 +64,22 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
                 f"input tensor {number} is a view whose elements are negated when they are read, as z.conj().imag is",
                 todo="the module runs in PyTorch; pass x.resolve_neg()",
             )
+
+
+def refuse_numbers(structure: Structure, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises where the arguments are objects of numbers and no tensor: nothing would be left of them in a graph.
+
+    Raises:
+        ORTModuleIOError: names the classes.
+    """
+    classes = sorted({kind.__qualname__ for kind in structure.classes()})
+    if classes and not tensors:
+        raise ORTModuleIOError(
+            "the arguments hold no tensor, and a graph computes with tensors",
+            expected="at least one tensor among the arguments",
+            got=_some(classes),
+            todo="the module runs in PyTorch; pass tensors, or give the numbers to the module's constructor",
+        )
 
 
 def _function_modes() -> list[TorchFunctionMode]:

@@ -27,6 +27,7 @@ _CONSTANTS = (
 )
 _STORAGE = torch.Tensor.untyped_storage
 _STRINGS = frozenset({str})
+_PYTHONS_OWN = frozenset({dict, list, tuple})
 _EXACT = frozenset({NoneType, bool, int, str})  # equal exactly when type and value are equal
 _KNOWN_CALLS = 4096  # structures remembered at most, so that a constant that changes on every call cannot fill memory
 
@@ -110,6 +111,10 @@ class Structure:
     def constants(self) -> dict[str, Any]:
         """Each constant by its path."""
         return {path: leaf.value for path, leaf in leaves(self.tree) if isinstance(leaf, Constant)}
+
+    def classes(self) -> set[type]:
+        """The classes of its containers that are not Python's own."""
+        return {node.type for node in _nodes(self.tree) if node.type not in _PYTHONS_OWN}
 
     def difference(self, other: Structure) -> str:
         """In words, the first thing in which `other` differs from this one; "" where they are equal."""
@@ -489,6 +494,13 @@ def leaves(tree: Tree, path: str = "") -> Iterable[tuple[str, Slot | Constant]]:
             yield from leaves(child, path + step)
     else:
         yield _pretty(path), tree
+
+
+def _nodes(tree: Tree) -> Iterable[Node]:
+    if isinstance(tree, Node):
+        yield tree
+        for child in tree.children:
+            yield from _nodes(child)
 
 
 def _describe(tree: Tree) -> str:

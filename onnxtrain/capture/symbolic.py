@@ -26,6 +26,24 @@ def size_of(value: int | torch.SymInt) -> Size:
     return known if known is not None else sizes.from_sympy(_translate(value.node.expr))
 
 
+def fixed_number(value: torch.SymInt | torch.SymFloat) -> int | float:
+    """The number that the example sizes give, which are fixed by that.
+
+    Raises:
+        UnsupportedOperatorError: it follows from elements of a tensor.
+    """
+    env, symbols = value.node.shape_env, value.node.expr.free_symbols
+    if any(symbol.name.startswith(("u", "zuf")) for symbol in symbols):
+        raise UnsupportedOperatorError(
+            "forward passes an element of a tensor to an operator that takes a number",
+            got=str(value),
+            todo="compute it with tensor operations, or pass it in as a Python number",
+        )
+    for symbol in symbols:
+        env.evaluate_expr(symbol)
+    return int(value) if isinstance(value, torch.SymInt) else float(value)
+
+
 def sizes_of(tensor: torch.Tensor) -> Sizes:
     return tuple(size_of(s) for s in tensor.shape)
 

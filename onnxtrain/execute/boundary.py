@@ -223,7 +223,8 @@ def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
-def _random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.device, torch.Tensor]]]:
+def random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.device, torch.Tensor]]]:
+    """The states of the generators that forward draws from."""
     devices = {t.device for t in tensors if t.device.type == "cuda"}
     return torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in sorted(devices, key=str)]
 
@@ -284,7 +285,7 @@ def keep_and_run(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
     """Runs forward of any unit, and keeps in `ctx` what its backward needs; returns the results."""
     ctx.set_materialize_grads(False)
     if unit.random:
-        ctx.random_state = _random_state(tensors)
+        ctx.random_state = random_state(tensors)
     found, sizes = unit.run(tensors)
     kept = found[unit.first_kept :]
     if unit.contexts:

@@ -14,6 +14,7 @@ from onnxtrain.capture.export import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
+from onnxtrain.execute.independent_backwards import IndependentBoundary
 from onnxtrain.execute.kernel_annotations import may_compile_in_background
 from onnxtrain.execute.kernel_choice.tuned import make_program
 from onnxtrain.execute.one_call import program as one_call
@@ -27,6 +28,7 @@ from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, s
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Cut, Part, cut, single_part
 from onnxtrain.plan.differentiation import Differentiation
+from onnxtrain.plan.independent_results import independent_results
 from onnxtrain.plan.mutated_inputs import check_backward_reads
 from onnxtrain.plan.output_views import lone_views
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
@@ -105,7 +107,13 @@ class UnitBuilder:
             if source.kind == "input" and wrt[i] and gradient is None
         ]
         backward = BackwardPrograms(self, joint, full, differentiable, choice, groups)
-        return self._unit(forward, differentiable, backward, full, groups, unreached)
+        boundary = StagedBoundary(groups, len(wrt)) if groups else self._independent(joint, full)
+        return self._unit(forward, differentiable, backward, full, boundary, unreached)
+
+    def _independent(self, joint: Joint, full: Cut) -> IndependentBoundary | None:
+        """What gives results that share nothing a backward each; None where all share something."""
+        results, reached = independent_results(joint, full)
+        return IndependentBoundary(results, reached, self.differentiation.wrt) if results else None
 
     def _refuse_written_gradients(self, joint: Joint) -> None:
         for mutation in self.captured.mutations:
@@ -143,10 +151,10 @@ class UnitBuilder:
         differentiable: Flags,
         backward: BackwardPrograms | None = None,
         full: Cut | None = None,
-        groups: Groups = (),
+        boundary: StagedBoundary | IndependentBoundary | None = None,
         unreached: Sequence[int] = (),
     ) -> Unit:
-        forward, wrt = self.differentiation.forward, self.differentiation.wrt
+        forward = self.differentiation.forward
         return Unit(
             forward=program,
             results=self.captured.results,
@@ -159,7 +167,7 @@ class UnitBuilder:
             rerun=self.rerun,
             unsaved=full.unsaved() if full is not None else (),
             contexts=[i for i, value in enumerate(full.kept) if is_object(value)] if full is not None else (),
-            differentiably=StagedBoundary(groups, len(wrt)) if groups else None,
+            differentiably=boundary,
             lone_views=lone_views(forward, self.captured.results),
             unreached=unreached,
         )

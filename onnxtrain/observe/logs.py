@@ -9,7 +9,8 @@
 
 By default no handler is added and no level is set: the program's handlers and levels apply; without any, Python writes
 warnings to stderr. A `log_level` other than the default sets the logger's level. Messages then go to stderr while
-the program has no handlers (`logging.basicConfig`). Streams are never redirected: a debugger works in forward.
+the program has no handlers (`logging.basicConfig`). Modules with different levels are each captured and compiled at
+their own. Streams are never redirected: a debugger works in forward.
 """
 
 from __future__ import annotations
@@ -58,19 +59,44 @@ class _Console(logging.StreamHandler[TextIO]):
 _CONSOLE = _Console()
 
 
+class _Levels:
+    """The logger's level that this module has set last, and the program's own before."""
+
+    ours: int | None = None
+    programs = logging.NOTSET
+
+
 def set_up(options: Options) -> None:
     """Set the logger's level and handler; the default level changes neither.
 
     Args:
-        options: provides `log_level`. The last ORTModule made with a level other than the default decides.
+        options: provides `log_level`. Between captures, that of the last ORTModule with another than the default.
     """
     level = options.log_level
     is_default = level == Options().log_level
     if rank() and level >= LogLevel.INFO and not (is_default and _LOG.level):
         _LOG.setLevel(_SILENT)
     elif not is_default:
-        _LOG.setLevel(_LOGGING_LEVEL[level])
+        if _LOG.level != _Levels.ours:
+            _Levels.programs = _LOG.level
+        _Levels.ours = _LOGGING_LEVEL[level]
+        _LOG.setLevel(_Levels.ours)
         _LOG.addHandler(_CONSOLE)  # adding it again has no effect
+
+
+@contextmanager
+def level_of(options: Options) -> Iterator[None]:
+    """Logs at a module's own level while it is captured and compiled; the capture lock is held."""
+    before = _LOG.level
+    level = before
+    if before == _Levels.ours:  # and nobody has set another since
+        is_default = options.log_level == Options().log_level
+        level = _Levels.programs if is_default else _LOGGING_LEVEL[options.log_level]
+    _LOG.setLevel(level)
+    try:
+        yield
+    finally:
+        _LOG.setLevel(before)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
-from onnxtrain.ops.spatial import as_list, product, symmetric_pads, window_count
+from onnxtrain.ops.spatial import as_list, product, sizes_per_axis, symmetric_pads, window_count
 
 aten = torch.ops.aten
 _WINDOW: dict[str, Any] = {
@@ -152,7 +152,7 @@ def _capture_col2im(
 ) -> Any:
     if rank_of(x) != 3:
         return NotImplemented  # a single sample: left to PyTorch
-    size = op.sizes(as_list(output_size, 2))
+    size = op.sizes(sizes_per_axis(output_size, 2))
     return op.own.Col2Im(x, size, **_attributes(kernel_size, dilation, padding, stride))
 
 

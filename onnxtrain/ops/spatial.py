@@ -20,10 +20,22 @@ from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.fused import axes_constant
 
 
+def sizes_per_axis(argument: Any, count: int) -> list[Any]:
+    """An argument of an ATen call with one size per axis, where one size may stand for all."""
+    found = list(argument) if isinstance(argument, (list, tuple)) else [argument]
+    return found * count if len(found) == 1 else found
+
+
 def as_list(argument: Any, count: int) -> list[Any]:
-    """An argument of an ATen call with one number per axis, where one number may stand for all."""
-    numbers = list(argument) if isinstance(argument, (list, tuple)) else [argument]
-    return numbers * count if len(numbers) == 1 else numbers
+    """An argument of an ATen call with one number per axis, where one number may stand for all.
+
+    Raises:
+        TypeError: one is no number but an expression of sizes, which an attribute cannot hold.
+    """
+    numbers = sizes_per_axis(argument, count)
+    if any(isinstance(number, str) for number in numbers):
+        raise TypeError(f"expected numbers, got {numbers}")
+    return numbers
 
 
 def per_axis(n: NodeView, name: str, count: int, default: int) -> list[int]:

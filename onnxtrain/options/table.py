@@ -39,6 +39,20 @@ T = TypeVar("T")
 
 JSON_VARIABLE = "ORTMODULE_JSON_CONFIG_PATH"
 
+# Defaults that were replaced for the whole process, by the names of options.
+_REPLACED_DEFAULTS: dict[str, Any] = {}
+
+
+def replace_default(name: str, value: object) -> None:
+    """Replace an option's default for the modules that are made from now on; code and environment override it.
+
+    Raises:
+        OptionError: an invalid value.
+    """
+    given: dict[str, Any] = {name: value}
+    _REPLACED_DEFAULTS[name] = getattr(Options(**given), name)
+
+
 # Variables of the whole process, as opposed to options of a module.
 PROCESS_VARIABLES: Mapping[str, str] = {
     JSON_VARIABLE: "a JSON file of options",
@@ -194,7 +208,7 @@ class Options:
     onnx_opset: int | None = _knob(
         None,
         optional(OPSET),
-        "the opset of written files; None: the opset used internally",
+        "the opset of written files, or the next one that has a form of the graph; None: the one used internally",
         "ORTMODULE_ONNX_OPSET_VERSION",
     )
     log_level: LogLevel = _knob(LogLevel.WARNING, LOG_LEVEL, "the lowest level that is logged", "ORTMODULE_LOG_LEVEL")
@@ -321,7 +335,7 @@ class Options:
         if unknown := sorted(code.keys() - {knob.name for knob in knobs()}):
             names = ", ".join(knob.name for knob in knobs())
             raise OptionError("Unknown option.", "the arguments", names, ", ".join(unknown), "Correct the name.")
-        options = cls(**code)  # invalid arguments raise even if another source overrides them
+        options = cls(**{**_REPLACED_DEFAULTS, **code})  # invalid arguments raise even if another source overrides them
         return replace(options, **{row.knob.name: row.value for row in resolved(options)})
 
     def over_file(self, path: str | os.PathLike[str]) -> Options:

@@ -91,7 +91,7 @@ def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_no_graph_says_so() -> None:
     class Decides(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2 if x.sum() > 0 else x
+            return x * 2 if x.sum().item() > 0 else x
 
     with pytest.raises(ORTModuleFallbackException):
         onnxtrain.verify(Decides(), torch.randn(3))

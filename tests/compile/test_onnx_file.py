@@ -83,13 +83,18 @@ def test_the_opset_can_be_chosen_for_graph_and_functions(tmp_path, opset):
         assert {i.domain: i.version for i in function.opset_import}[""] == opset
 
 
-def test_an_opset_that_cannot_be_leaves_no_file(tmp_path):
+def test_an_opset_without_a_form_of_the_graph_is_replaced_by_the_next_that_has_one(tmp_path, caplog):
     op, (x,) = graph_of(x=("b", 4))
     bits = op.Cast(x, to=ir.DataType.INT64)
     op.graph.outputs.append(op.BitwiseAnd(bits, bits))
-    with pytest.raises(OptionError, match="BitwiseAnd"):
-        onnx_file.write(ir.Model(op.graph, ir_version=10), tmp_path / "model.onnx", 17)
-    assert not list(tmp_path.iterdir())
+    written = ir.Model(op.graph, ir_version=10)
+    onnx_file.write(written, tmp_path / "model.onnx", 15)
+    assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == 18
+    assert "in opset 18, not 15" in caplog.text
+    assert "BitwiseAnd" in caplog.text
+    with pytest.raises(OptionError, match="unknown ONNX opset"):
+        onnx_file.write(written, tmp_path / "other.onnx", 99)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

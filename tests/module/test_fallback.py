@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import logging
 import re
@@ -380,21 +381,44 @@ def test_custom_autograd_can_be_switched_off() -> None:
         ORTModule(module, custom_autograd=False, fallback_policy="FALLBACK_DISABLE")(x)
 
 
-@pytest.mark.parametrize("policy", ["FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_TORCH_MODEL", None])
-def test_data_parallel_is_refused_at_once(policy: str | None) -> None:
-    options = {} if policy is None else {"fallback_policy": policy}
+@pytest.mark.parametrize("policy", ["FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_DATA", "FALLBACK_UNSUPPORTED_DEVICE"])
+def test_data_parallel_is_refused_at_once(policy: str) -> None:
     with pytest.raises(ORTModuleFallbackException, match="DataParallel"):
-        ORTModule(nn.DataParallel(nn.Linear(2, 2)), **options)
+        ORTModule(nn.DataParallel(nn.Linear(2, 2)), fallback_policy=policy)
 
 
-def test_bad_initialisation_may_run_in_pytorch() -> None:
-    parallel = nn.DataParallel(nn.Linear(2, 2))
-    module = ORTModule(parallel, fallback_policy="FALLBACK_BAD_INITIALIZATION")
-    x = torch.randn(3, 2)
+@pytest.mark.parametrize("policy", ["FALLBACK_UNSUPPORTED_TORCH_MODEL", "FALLBACK_BAD_INITIALIZATION", None])
+def test_data_parallel_runs_in_pytorch_where_the_policy_covers_it(policy: str | None) -> None:
+    parallel, x = nn.DataParallel(nn.Linear(2, 2)), torch.randn(3, 2)
+    module = ORTModule(parallel, **({} if policy is None else {"fallback_policy": policy}))
     with pytest.warns(UserWarning, match="DataParallel runs in PyTorch"):
-        torch.testing.assert_close(module(x), parallel(x))
-    with pytest.raises(ORTModuleFallbackException, match="DataParallel"):
-        ORTModule(parallel, fallback_policy="FALLBACK_BAD_INITIALIZATION|FALLBACK_DISABLE")
+        assert torch.equal(module(x), parallel(x))
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int
+
+
+class Multiplies(nn.Module):
+    def forward(self, point: Point) -> int:
+        return point.x * point.y
+
+
+class Points(nn.Module):
+    def forward(self, x: int, y: int) -> Point:
+        return Point(x, y)
+
+
+@pytest.mark.parametrize(("make", "args"), [(Multiplies, (Point(2, 3),)), (Points, (2, 3))])
+def test_a_call_without_tensors_is_no_graph(make: Callable[[], nn.Module], args: tuple[Any, ...]) -> None:
+    for policy in ("FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_DEVICE"):
+        with pytest.raises(ORTModuleFallbackException, match="no tensor"):
+            ORTModule(make(), fallback_policy=policy)(*args)
+    module = ORTModule(make(), fallback_policy="FALLBACK_UNSUPPORTED_DATA")
+    with pytest.warns(UserWarning, match="runs in PyTorch"):
+        assert module(*args) == make()(*args)
 
 
 @pytest.mark.parametrize("policy", ["FALLBACK_FORCE_TORCH_FORWARD", "FALLBACK_FORCE_TORCH_BACKWARD"])

@@ -17,7 +17,7 @@ class Decides(nn.Module):
     """No graph, and has no parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum() > 0 else x
+        return x * 2 if x.sum().item() > 0 else x
 
 
 class Block(nn.Module):

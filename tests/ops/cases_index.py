@@ -485,6 +485,7 @@ CASES = [
         )
         for k in (1, 3, 5)
     ),
+    OpCase(OWN, "Cross", (Spec("b 3 h"), Spec("b 3 h")), lambda a, b: torch.linalg.cross(a, b, dim=1), {"axis": 1}),
     OpCase("", "OneHot", (places("b s", 5), number(5), ints(0, 1)), lambda i, *_: F.one_hot(i, 5)),
     *NEGATIVE,
     *REDUCTIONS,

@@ -108,7 +108,7 @@ def shown(line: str) -> list[str]:
 def test_no_density_is_printed_of_what_runs_in_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if x.sum() > 0 else -x
+            return x if x.sum().item() > 0 else -x
 
     with pytest.warns(UserWarning, match="runs in PyTorch"):
         ORTModule(Asks(), print_input_density=True, pieces=False)(torch.ones(3, requires_grad=True))

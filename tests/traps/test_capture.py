@@ -390,7 +390,7 @@ def test_the_module_is_left_as_it_was_where_capture_fails() -> None:
     class Fails(Counts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return self.inner(x) if x.sum() > 0 else x  # type: ignore[no-any-return]
+            return self.inner(x) if x.sum().item() > 0 else x  # type: ignore[no-any-return]
 
     with compared(model(Fails, falls_back="Fails")) as compare:
         compare.train(*SIZES)

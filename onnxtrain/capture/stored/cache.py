@@ -130,6 +130,8 @@ class CaptureCache:
     # Writing
 
     def _add(self, key: str, captured: Captured, code: Executed) -> Captured:
+        if captured.guards.elements:
+            raise NotStorableError("forward decides by elements of its arguments")
         paths = {id(module): path for path, module in submodules(self._module)}
         names = tuple(source.name for source in captured.sources if source.kind != "input")
         conditions = entry.Conditions(

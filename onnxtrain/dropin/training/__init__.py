@@ -5,7 +5,7 @@ Names are imported on first use: `onnxruntime.training.api` needs no torch.
 
 import importlib
 
-from onnxruntime.capi._pybind_state import has_collective_ops, set_seed
+from onnxruntime.capi._pybind_state import has_collective_ops
 
 _HOME = {
     "ORTModule": "onnxtrain",
@@ -15,10 +15,11 @@ _HOME = {
     "is_ortmodule_available": "onnxtrain.dropin.legacy",
     "is_torch_interop_default_on": "onnxtrain.dropin.legacy",
     "is_triton_enabled": "onnxtrain.dropin.legacy",
+    "set_seed": "onnxtrain.dropin.legacy",
 }
 _MODULES = ("amp", "api", "artifacts", "experimental", "onnxblock", "optim", "ortmodule", "torchdynamo", "utils")
 
-__all__ = ["has_collective_ops", "set_seed"]
+__all__ = ["has_collective_ops"]
 __all__ += list(_HOME)
 __all__ += list(_MODULES)
 

@@ -47,19 +47,6 @@ def _trace(op: Builder, x: ir.Value) -> Any:
     return total(op, cast(op, op.own.Diagonal(x, offset=0, row_axis=0, column_axis=1), dtype), (0,), keepdims=False)
 
 
-def _cross(op: Builder, a: ir.Value, b: ir.Value, *, dim: int = -1) -> Any:
-    """a[i + 1] b[i + 2] - a[i + 2] b[i + 1], the three places taken around."""
-    shape = op.out[0].shape
-    a, b = (expanded(op, cast(op, v, op.out[0].dtype), shape) for v in (a, b))
-    axis = in_rank(dim, len(shape), "the axis of cross")
-
-    def shifted(x: ir.Value, steps: int) -> ir.Value:
-        result: ir.Value = op.own.Roll(x, shifts=[-steps], along=[axis])
-        return result
-
-    return op.Sub(op.Mul(shifted(a, 1), shifted(b, 2)), op.Mul(shifted(a, 2), shifted(b, 1)))
-
-
 def _diagonal_scatter(op: Builder, x: ir.Value, source: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     rank = rank_of(x)
     how = {
@@ -94,7 +81,6 @@ compose(
         "aten.take.default": _take,
         "aten.index_reduce.default": _index_reduce,
         "aten.trace.default": _trace,
-        "aten.linalg_cross.default": _cross,
         "aten.max_unpool2d.default": _max_unpool(2),
         "aten.max_unpool3d.default": _max_unpool(3),
     }

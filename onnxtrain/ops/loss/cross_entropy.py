@@ -20,6 +20,7 @@ import torch
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
@@ -241,7 +242,7 @@ def _capture(
     target: ir.Value,
     weight: Any = None,
     reduction: int = 1,
-    ignore_index: int = -100,
+    ignore_index: Size = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
     single = rank_of(scores) == 1
@@ -267,8 +268,8 @@ def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
     return result
 
 
-def _index(op: Builder, ignore_index: int) -> ir.Value:
-    return op.scalar(ignore_index, ir.DataType.INT64)
+def _index(op: Builder, ignore_index: Size) -> ir.Value:
+    return op.size(ignore_index)
 
 
 def _over_classes(op: Builder, weight: ir.Value, scores: ir.Value) -> ir.Value:
@@ -286,7 +287,7 @@ def _of_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.DataType
 
 
 def _smoothed(
-    op: Builder, scores: ir.Value, target: ir.Value, weight: Any, reduction: int, ignore_index: int, smoothing: float
+    op: Builder, scores: ir.Value, target: ir.Value, weight: Any, reduction: int, ignore_index: Size, smoothing: float
 ) -> ir.Value:
     """(1 - smoothing) * loss + smoothing / c * (the loss summed over all classes), as PyTorch composes it."""
     log_prob, labels = op.LogSoftmax(scores, axis=1), cast(op, target, ir.DataType.INT64)
@@ -422,7 +423,7 @@ def _nll_axes(n: NodeView) -> str:
 
 
 def _capture_nll(
-    op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+    op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1, ignore_index: Size = -100
 ) -> Any:
     single = rank_of(x) == 1
     if single:

@@ -25,7 +25,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
 from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched
-from onnxtrain.ops.spatial import as_list, names, product, spatial
+from onnxtrain.ops.spatial import names, product, sizes_per_axis, spatial
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
@@ -109,7 +109,7 @@ def _lower_average(n: NodeView, x: Any, size: Any) -> Call:
 def _captured_average(count: int) -> Any:
     def capture(op: Builder, x: ir.Value, output_size: Any) -> Any:
         x, single = batched(op, x, count)
-        parts = as_list(output_size, count)
+        parts = sizes_per_axis(output_size, count)
         if all(p == 1 for p in parts):
             return unbatched(op, single, op.GlobalAveragePool(x))[0]
         return unbatched(op, single, op.own.AdaptiveAveragePool(x, op.sizes(parts)))[0]
@@ -213,7 +213,7 @@ def _lower_max(n: NodeView, x: Any, size: Any) -> Call:
 def _captured_max(count: int) -> Any:
     def capture(op: Builder, x: ir.Value, output_size: Any) -> Any:
         x, single = batched(op, x, count)
-        return unbatched(op, single, *op.own.AdaptiveMaxPool(x, op.sizes(as_list(output_size, count))))
+        return unbatched(op, single, *op.own.AdaptiveMaxPool(x, op.sizes(sizes_per_axis(output_size, count))))
 
     return capture
 

@@ -3,6 +3,8 @@
 Seeds need no patches here: onnxtrain draws from PyTorch's own generators.
 """
 
+import sys
+
 from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
 
 from onnxtrain import DebugOptions, LogLevel, ORTModule
@@ -13,6 +15,7 @@ from onnxtrain.dropin.legacy import (
     ORTMODULE_FALLBACK_RETRY,
     ORTMODULE_IS_DETERMINISTIC,
     ORTMODULE_TORCH_CPP_DIR,
+    Settings,
 )
 from onnxtrain.passes.user_graph_optimizers import register_graph_optimizer
 
@@ -22,6 +25,7 @@ __all__ = [
     "ORTMODULE_FALLBACK_POLICY",
     "ORTMODULE_FALLBACK_RETRY",
     "ORTMODULE_IS_DETERMINISTIC",
+    "ORTMODULE_ONNX_OPSET_VERSION",
     "ORTMODULE_TORCH_CPP_DIR",
     "DebugOptions",
     "LogLevel",
@@ -29,3 +33,6 @@ __all__ = [
     "_FallbackPolicy",
     "register_graph_optimizer",
 ]
+
+ORTMODULE_ONNX_OPSET_VERSION = ONNX_OPSET_VERSION
+sys.modules[__name__].__class__ = Settings  # assigning to a setting takes effect

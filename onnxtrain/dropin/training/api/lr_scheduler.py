@@ -1,0 +1,5 @@
+"""`onnxruntime.training.api.lr_scheduler`."""
+
+from onnxtrain.api import LinearLRScheduler
+
+__all__ = ["LinearLRScheduler"]

@@ -1,0 +1,5 @@
+"""`onnxruntime.training.api.module`."""
+
+from onnxtrain.api import Module
+
+__all__ = ["Module"]

@@ -1,0 +1,5 @@
+"""`onnxruntime.training.onnxblock.onnxblock`."""
+
+from onnxtrain.onnxblock import ForwardBlock, TrainingBlock
+
+__all__ = ["ForwardBlock", "TrainingBlock"]

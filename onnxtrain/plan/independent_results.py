@@ -1,0 +1,46 @@
+"""Groups results whose gradients read nothing in common: each group has a backward of its own, as in eager.
+
+a, b = model(x); a.sum().backward(); b.sum().backward()     allowed where a and b share no node that keeps tensors
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff import Joint
+from onnxtrain.plan.backward_stages import Groups, is_object
+from onnxtrain.plan.cut import Cut
+
+
+def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
+    """The groups of results, and for each the inputs that its gradients reach; empty where there are not two groups.
+
+    A node belongs to the results whose cotangents it follows from. One that reads a kept tensor and follows from
+    several joins their groups: its tensor is kept once. A sum of cotangents reads none.
+    """
+    if any(map(is_object, full.kept)):
+        return (), ()
+    follows = {c: frozenset({i}) for i, c in enumerate(joint.cotangents) if c is not None}
+    groups = [{i} for i in sorted(frozenset().union(*follows.values()))]
+    for node in full.backward.nodes:
+        read = [value for value in node.inputs if value is not None]
+        results = frozenset().union(*(follows.get(value, frozenset()) for value in read))
+        if len(results) > 1 and any(_is_kept(value, follows, full) for value in read):
+            joined = [group for group in groups if group & results]
+            groups = [group for group in groups if not group & results] + [set().union(*joined)]
+        follows.update(dict.fromkeys(node.outputs, results))
+    if len(groups) < 2:
+        return (), ()
+    ordered = sorted(tuple(sorted(group)) for group in groups)
+    reached = tuple(
+        tuple(
+            i for i, g in enumerate(full.backward.outputs) if g is not None and follows.get(g, frozenset()) & {*group}
+        )
+        for group in ordered
+    )
+    return tuple(ordered), reached
+
+
+def _is_kept(value: ir.Value, follows: dict[ir.Value, frozenset[int]], full: Cut) -> bool:
+    """Whether a value is a tensor of forward's, or computed from such alone."""
+    return not follows.get(value) and value.const_value is None and value not in full.backward.host

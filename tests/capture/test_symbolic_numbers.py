@@ -1,0 +1,43 @@
+"""Operators that are given a size of an input where they take a number."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onnxtrain import ORTModule
+
+CALLS: dict[str, tuple[int, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
+    # name: captures for two sizes, function of a tensor and its size
+    "ignored label": (1, lambda x, n: F.cross_entropy(x, torch.arange(n) % 3, ignore_index=n - 5)),
+    "ignored label of log probabilities": (1, lambda x, n: F.nll_loss(x, torch.arange(n) % 3, ignore_index=n - 5)),
+    "scalar of an attribute": (2, F.leaky_relu),
+    "keyword": (2, lambda x, n: torch.add(x, x, alpha=n)),
+    "operator without a definition": (2, lambda x, n: torch.special.zeta(x.abs() + 2, n)),
+    "list": (2, lambda x, n: F.conv1d(x.T[None], torch.ones(1, 4, 1), padding=n)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_size_for_a_number(name: str) -> None:
+    captures, function = CALLS[name]
+
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x, x.size(0))
+
+    ours = ORTModule(Module(), fallback_policy="FALLBACK_DISABLE")
+    for size in (5, 7):
+        x = torch.randn(size, 4, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        expected, got = function(x, size), ours(y)
+        torch.testing.assert_close(got, expected)
+        if name == "operator without a definition":
+            continue  # zeta has no gradient for its first argument
+        expected.sum().backward()
+        got.sum().backward()
+        torch.testing.assert_close(y.grad, x.grad)
+    assert ours._engine.captures == captures

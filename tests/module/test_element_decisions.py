@@ -1,0 +1,103 @@
+"""Forwards that decide in Python by elements of their arguments: one graph for each answer."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.errors import CaptureError
+
+DISABLED = {"fallback_policy": "FALLBACK_DISABLE"}
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, *args: torch.Tensor, flag: Any = None, **kwargs: torch.Tensor) -> torch.Tensor:
+        total = x + sum(args) * len(args)
+        if flag:
+            total = total + flag
+        if (x > 1).all():
+            total = total * 2
+        return total + sum(kwargs.values()) + self.bias
+
+
+def test_each_answer_has_its_graph() -> None:
+    eager = Sums()
+    ours = ORTModule(copy.deepcopy(eager), **DISABLED)
+    one, zero = torch.ones(1), torch.zeros(1)
+    calls: list[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]] = [
+        ((one,), {}),
+        ((one, one), {}),
+        ((one, one, one), {"flag": one}),
+        ((one, one, one), {"flag": zero}),
+        ((one * 2, one, one), {"flag": one}),
+        ((one,), {"more": one}),
+    ]
+    for _ in range(4):
+        for args, kwargs in calls:
+            torch.testing.assert_close(ours(*args, **kwargs), eager(*args, **kwargs))
+            ours(*args, **kwargs).backward()
+    assert ours._engine.captures == len(calls)
+
+
+def test_one_answer_serves_other_sizes() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            filled = torch.zeros_like(mask, dtype=x.dtype).masked_fill_(mask, -1.0)
+            return x if bool((filled == 0).all()) else x + filled
+
+    ours = ORTModule(Masked(), **DISABLED)
+    for length in (3, 4, 7):
+        for mask in (torch.zeros(length, dtype=torch.bool), torch.ones(length, dtype=torch.bool)):
+            x = torch.randn(2, length)
+            assert torch.equal(ours(x, mask), Masked()(x, mask))
+    assert ours._engine.captures == 2
+
+
+def test_a_transformer_with_a_mask() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
+    eager = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    ours = ORTModule(copy.deepcopy(eager), **DISABLED)
+    x = torch.randn(2, 5, 8).transpose(0, 1)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    for mask in (causal, torch.zeros(5, 5)):
+        torch.testing.assert_close(ours(x, mask), eager(x, mask))
+
+
+class AsksItsLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x)
+        if hidden.sum() > 0:
+            hidden = hidden * 2
+        return hidden
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand(()) > 0.5 else -x
+
+
+class Writes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.add_(1).sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("module", "got"), [(AsksItsLayer(), "parameters or buffers"), (Draws(), "more"), (Writes(), "more")]
+)
+def test_what_does_not_follow_from_the_arguments_is_refused(module: nn.Module, got: str) -> None:
+    with pytest.raises(CaptureError, match="decides in Python by the elements of a tensor") as refused:
+        ORTModule(module, **DISABLED)(torch.ones(1, 2))
+    assert refused.value.where is not None
+    assert __file__ in refused.value.where
+    assert got in str(refused.value.got)

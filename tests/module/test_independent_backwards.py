@@ -1,0 +1,107 @@
+"""Several backwards of one forward: where eager allows it, because the results share nothing that is kept."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.execute.independent_backwards import IndependentBoundary
+from onnxtrain.hierarchical import HierarchicalORTModule
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.norm, self.dropout = nn.BatchNorm1d(3), nn.Dropout(0.5)
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x + self.bias  # keeps nothing
+        return self.first(x), self.norm(self.dropout(self.second(x).relu())), x.detach() * 2
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(x).relu()
+        return self.first(hidden), self.second(hidden)
+
+
+def in_two(a: torch.Tensor, b: torch.Tensor) -> None:
+    a.square().sum().backward()
+    b.square().sum().backward()
+
+
+def the_other_way(a: torch.Tensor, b: torch.Tensor) -> None:
+    b.square().sum().backward()
+    a.square().sum().backward()
+
+
+def at_once(a: torch.Tensor, b: torch.Tensor) -> None:
+    (a.square().sum() + b.square().sum()).backward()
+
+
+def one_of_them(a: torch.Tensor, b: torch.Tensor) -> None:
+    b.square().sum().backward()
+
+
+def gradients(module: nn.Module, backward: Callable[..., None]) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, requires_grad=True)
+    backward(*module(x)[:2])
+    found = [x.grad, *(p.grad for p in module.parameters())]
+    module.zero_grad()
+    return found
+
+
+def test_towers() -> None:
+    eager = Towers()
+    ours = ORTModule(copy.deepcopy(eager), rng="torch", fallback_policy="FALLBACK_DISABLE")
+    for backward in (in_two, the_other_way, at_once, one_of_them, in_two):
+        for got, expected in zip(gradients(ours, backward), gradients(eager, backward), strict=True):
+            assert (got is None) == (expected is None)
+            torch.testing.assert_close(got, expected)
+    assert isinstance(ours._engine.newest().unit.differentiably, IndependentBoundary)
+
+
+def test_parts_of_several_results() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers, self.head = Towers(), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b, _ = self.towers(x)
+            return (self.head(a), b) if a.sum() > 100 else (a, self.head(b))
+
+    eager = Branches()
+    eager.towers.dropout.p = 0.0
+    ours = HierarchicalORTModule(copy.deepcopy(eager))
+    for got, expected in zip(gradients(ours, in_two), gradients(eager, in_two), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_gradients_of_gradients() -> None:
+    eager = Towers().eval()
+    ours = ORTModule(copy.deepcopy(eager))
+    found = []
+    for module in (eager, ours):
+        x = torch.ones(5, 4, requires_grad=True)
+        a, b, _ = module(x)
+        (gradient,) = torch.autograd.grad(b.square().sum(), x, create_graph=True)
+        (gradient.square().sum() + a.sum()).backward()
+        found.append([p.grad for p in module.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("wrap", [copy.deepcopy, ORTModule])
+def test_what_is_shared_has_one_backward(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        gradients(wrap(Trunk()), in_two)

@@ -1,0 +1,105 @@
+"""What scripts see of an ORTModule besides its numbers: forward's signature, methods, names, string arguments."""
+
+import copy
+import inspect
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import ORTModule
+from onnxtrain.hierarchical import HierarchicalORTModule
+
+WRAPPERS = (ORTModule, HierarchicalORTModule)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, *args: torch.Tensor, scale: float = 1.0, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * scale
+        return result
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self(x) + self(x)
+        return result
+
+    def described(self) -> str:
+        return super().extra_repr() + "a net"
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_forward_has_the_modules_signature(wrap: Callable[[nn.Module], ORTModule]) -> None:
+    ours = wrap(Net())
+    assert inspect.signature(ours.forward) == inspect.signature(Net().forward)
+    copied = copy.deepcopy(ours)
+    assert copied.forward.__self__ is copied  # type: ignore[attr-defined]
+    torch.testing.assert_close(copied.forward(torch.ones(1, 3)), ours(torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_methods_run_on_the_wrapper(wrap: Callable[[nn.Module], ORTModule]) -> None:
+    ours, x = wrap(Net()), torch.ones(1, 3)
+    assert ours.twice.__func__ is Net.twice
+    assert ours.twice.__self__ is ours
+    torch.testing.assert_close(ours.twice(x), ours.module.twice(x))
+    assert ours._engine.captures == 1
+    assert ours.described() == "a net"  # super() needs the module itself
+    assert ours.described.__self__ is ours.module
+
+
+def test_a_method_put_on_the_wrapper_stays_there() -> None:
+    def thrice(self: ORTModule, x: torch.Tensor) -> torch.Tensor:
+        return 3 * self(x)
+
+    ours, x = ORTModule(Net()), torch.ones(1, 3)
+    ours.twice = types.MethodType(thrice, ours)
+    torch.testing.assert_close(ours.twice(x), 3 * ours(x))
+    torch.testing.assert_close(ours.module.twice(x), 2 * ours(x))
+    copied = copy.deepcopy(ours)
+    assert copied.twice.__self__ is copied
+    del ours.twice
+    assert ours.twice.__func__ is Net.twice
+
+
+def test_colliding_names_are_told() -> None:
+    class Collides(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self._torch_module = True
+
+        def load_state_dict(self) -> None:  # type: ignore[override]
+            pass
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return super().state_dict(*args, **kwargs)
+
+    with pytest.warns(UserWarning, match="collides") as told:
+        ORTModule(Collides())
+    texts = [str(one.message) for one in told]
+    assert [text.split(" collides")[0] for text in texts] == [
+        "Collides's attribute name _torch_module", "Collides's attribute name load_state_dict"
+    ]  # fmt: skip
+    assert {one.filename for one in told} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ORTModule(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_string_is_a_constant_and_told_once() -> None:
+    class Greets(nn.Module):
+        def forward(self, x: torch.Tensor, text: str) -> torch.Tensor:
+            return x + 1 if text.lower() == "hello" else x
+
+    ours, x = ORTModule(Greets()), torch.ones(2)
+    with pytest.warns(UserWarning, match=r"Received input of type <class 'str'> which may be treated as a constant"):
+        assert torch.equal(ours(x, "Hello"), x + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(ours(x, "bye"), x)
