@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,17 @@ def train_torch(
         optimizer.step()
         found.append(float(value.detach()))
     return found
+
+
+def losses_in_torch(
+    make_module: Callable[[], torch.nn.Module],
+    batches: list[tuple[torch.Tensor, ...]],
+    make_optimizer: Any,
+    clip: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of a training in eager PyTorch, in float32 and in float64."""
+    wide = [tuple(t.double() if t.is_floating_point() else t for t in batch) for batch in batches]
+    loss = torch.nn.functional.cross_entropy
+    eager = train_torch(make_module(), loss, batches, make_optimizer, clip)
+    exact = train_torch(make_module().double(), loss, wide, make_optimizer, clip)
+    return torch.tensor(eager), torch.tensor(exact, dtype=torch.float64)

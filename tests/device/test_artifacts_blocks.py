@@ -26,6 +26,7 @@ from onnxtrain.device.stock import KNOWN_TO_ONNXRUNTIME
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT
 from onnxtrain.ops import OPS
+from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.models import NAMES, batches, make
 from tests.device.stock import Stock, session
 from tests.device.test_artifacts_imports import by_hand, node, weight
@@ -116,12 +117,15 @@ def test_losses(name: str, portable: bool, tmp_path: Path) -> None:
     x = weight(5, 3)
     target = np.array([0, 3, 1, 2, 2]) if labels else np.abs(weight(5, 4))
     loss = run.step(x, target)[0]
-    w = in_torch(model)["w"]
-    expected = reference(torch.from_numpy(x) @ w, torch.from_numpy(target))
-    expected.sum().backward()
-    np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=2e-6, atol=1e-7)
     found = run.values["w_grad.accumulation.buffer"].numpy()
-    np.testing.assert_allclose(found, w.grad.numpy(), rtol=1e-5, atol=1e-6)  # type: ignore[union-attr]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        w = in_torch(model)["w"].detach().to(dtype).requires_grad_()
+        given = torch.from_numpy(target)
+        expected = reference(torch.from_numpy(x).to(dtype) @ w, given if labels else given.to(dtype))
+        results.append((expected.detach(), *torch.autograd.grad(expected.sum(), w)))
+    for what, got, eager, exact in zip(("loss", "gradient"), (loss, found), *results, strict=True):
+        assert_no_worse_than_eager(what, torch.from_numpy(np.asarray(got)), eager, exact)
 
 
 class OnlyLoss(onnxblock.TrainingBlock):

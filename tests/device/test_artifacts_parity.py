@@ -17,8 +17,9 @@ from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, generate_artifacts
 from onnxtrain.device.checkpoint import load
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
+from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.models import MODELS, NAMES, Batch, batches, export, make
-from tests.device.stock import Stock, facts, train_torch
+from tests.device.stock import Stock, facts, losses_in_torch, train_torch
 
 LR = 1e-3
 DECAY = 0.01
@@ -54,6 +55,20 @@ def train(folder: Path, data: list[Batch]) -> tuple[Stock, list[float]]:
     return run, losses
 
 
+def assert_accumulated(run: Stock, module: torch.nn.Module, data: list[Batch]) -> None:
+    """Compares the accumulated gradients with those of eager PyTorch over the same batches."""
+    double = copy.deepcopy(module).double()
+    for x, y in data:
+        F.cross_entropy(module(x), y).backward()
+        F.cross_entropy(double(x.double()), y).backward()
+    for name, p in module.named_parameters():
+        exact = double.get_parameter(name).grad
+        assert p.grad is not None
+        assert exact is not None
+        found = torch.from_numpy(run.values[f"{name}_grad.accumulation.buffer"].numpy())
+        assert_no_worse_than_eager(name, found, p.grad, exact)
+
+
 def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
     """Elements whose true gradient is so near zero at some step that float32's sums leave it a digit or two.
 
@@ -86,9 +101,9 @@ def exported(name: str, exporter: str) -> bytes:
 
 
 @functools.cache
-def losses_in_torch(name: str) -> list[float]:
-    """Those of 20 steps."""
-    return train_torch(make(name), F.cross_entropy, batches(name, 20), torch_adamw)
+def losses_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of 20 steps in eager PyTorch, in float32 and in float64."""
+    return losses_in_torch(lambda: make(name), batches(name, 20), torch_adamw)
 
 
 EXPORTERS = ("torch", "torchscript", "dynamo")
@@ -107,7 +122,7 @@ def test_losses_over_20_steps(name: str, exporter: str, portable: bool, tmp_path
     module, data = make(name), batches(name, 20)
     artifacts(name, module, data[0], exporter, tmp_path, portable=portable)
     _, losses = train(tmp_path, data)
-    np.testing.assert_allclose(losses, losses_in_torch(name), rtol=1e-6, atol=0)
+    assert_no_worse_than_eager("losses", torch.tensor(losses), *losses_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,9 +196,8 @@ def test_optimizers(
     data = batches("mlp", 20)
     artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block, portable=portable)
     _, losses = train(tmp_path, data)
-    module = make("mlp")
-    expected = train_torch(module, F.cross_entropy, data, make_optimizer, clip)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=0)
+    expected = losses_in_torch(lambda: make("mlp"), data, make_optimizer, clip)
+    assert_no_worse_than_eager("losses", torch.tensor(losses), *expected)
 
 
 def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
@@ -228,11 +242,7 @@ def test_gradients_accumulate_until_reset(tmp_path: Path) -> None:
     run = Stock(tmp_path)
     for number, (x, y) in enumerate(data):
         run.step(x.numpy(), y.numpy(), reset=number == 0)
-        F.cross_entropy(module(x), y).backward()
-    for name, p in module.named_parameters():
-        assert p.grad is not None
-        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
-        np.testing.assert_allclose(found, p.grad.numpy(), rtol=1e-5, atol=1e-7)
+    assert_accumulated(run, module, data)
 
 
 def test_batches_of_other_sizes(tmp_path: Path) -> None:
@@ -286,12 +296,11 @@ def test_large_parameters_are_updated_in_chunks(
         losses.append(float(module(x.numpy(), y.numpy())))
         optimizer.step()
         module.lazy_reset_grad()
-    other = make_module()
-    expected = train_torch(other, F.cross_entropy, data, make_optimizer, clip)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=0)
+    expected = losses_in_torch(make_module, data, make_optimizer, clip)
+    assert_no_worse_than_eager("losses", torch.tensor(losses), *expected)
     CheckpointState.save_checkpoint(state, tmp_path / "saved", include_optimizer_state=True)
     for moments in load(tmp_path / "saved").optimizer.values():
-        assert moments[name].shape == other.get_parameter(name).shape, "the checkpoint knows nothing of chunks"
+        assert moments[name].shape == make_module().get_parameter(name).shape, "the checkpoint knows nothing of chunks"
 
 
 def test_large_gradients_are_computed_into_their_buffers(tmp_path: Path) -> None:
@@ -306,8 +315,4 @@ def test_large_gradients_are_computed_into_their_buffers(tmp_path: Path) -> None
     run = Stock(tmp_path)
     for number, (x, y) in enumerate(data):
         run.step(x.numpy(), y.numpy(), reset=number == 0)
-        F.cross_entropy(module(x), y).backward()
-    for name, p in module.named_parameters():
-        assert p.grad is not None
-        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
-        np.testing.assert_allclose(found, p.grad.numpy(), rtol=1e-5, atol=1e-6)
+    assert_accumulated(run, module, data)

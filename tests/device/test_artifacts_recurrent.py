@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from onnxtrain.artifacts import LossType, generate_artifacts
 from onnxtrain.errors import ArtifactError
 from onnxtrain.onnxblock.optim import SGD
+from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.models import Recurrent
 from tests.device.stock import Stock
 
@@ -44,17 +46,22 @@ def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, t
     )
     operators = {node.op_type for node in onnx.load(tmp_path / "training_model.onnx").graph.node}
     assert (kind.__name__ if portable else f"{kind.__name__}LayerGrad") in operators
-    run, optimizer = Stock(tmp_path, lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)
+    run, double = Stock(tmp_path, lr=0.1), copy.deepcopy(module).double()
+    sides = [(side, torch.optim.SGD(side.parameters(), lr=0.1)) for side in (module, double)]
     for batch in (ids(3, 5), ids(2, 9), ids(4, 1), ids(1, 1)):
-        got = float(run.step(*(t.numpy() for t in batch))[0])
+        got = torch.tensor(float(run.step(*(t.numpy() for t in batch))[0]))
         run.update()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(module(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        assert got == pytest.approx(loss.item(), rel=2e-6)
+        losses = []
+        for side, optimizer in sides:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(side(batch[0]), batch[1])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert_no_worse_than_eager("loss", got, *losses)
     for name, parameter in module.named_parameters():
-        np.testing.assert_allclose(run.parameter(name), parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
+        got, exact = torch.from_numpy(run.parameter(name)), double.get_parameter(name)
+        assert_no_worse_than_eager(name, got, parameter.detach(), exact.detach())
 
 
 class LastStep(nn.Module):

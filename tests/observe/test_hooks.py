@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from onnxtrain.observe.hooks import (
     inspect_activation,
 )
 from onnxtrain.observe.hooks.merge_activation_summary import main, merge
+from onnxtrain.testing import assert_no_worse_than_eager
 
 
 class Net(torch.nn.Module):
@@ -107,10 +109,14 @@ def test_the_gradients_are_those_without_subscribers(tmp_path: Path) -> None:
     SubscriberManager().subscribe(watched, [StatisticsSubscriber(tmp_path / "s")])
     graph = ORTModule(watched, fallback_policy="FALLBACK_DISABLE")
     x = torch.randn(3, 4)
-    for model in (plain, graph):
-        model(x)["loss"].backward()
-    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    double = copy.deepcopy(plain).double()
+    for model, batch in ((plain, x), (graph, x), (double, x.double())):
+        model(batch)["loss"].backward()
+    for got, eager, exact in zip(watched.parameters(), plain.parameters(), double.parameters(), strict=True):
+        assert got.grad is not None
+        assert eager.grad is not None
+        assert exact.grad is not None
+        assert_no_worse_than_eager("gradient", got.grad, eager.grad, exact.grad)
 
 
 def test_what_a_file_says(tmp_path: Path) -> None:

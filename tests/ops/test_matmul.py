@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain.ops.matmul import is_exact_attribute, linear, rows_times_matrix
-from onnxtrain.testing import CaseCheck, Spec, run_model
+from onnxtrain.testing import CaseCheck, Spec, assert_no_worse_than_eager, run_model
 from tests.ops.captures import check_capture
 from tests.ops.cases_matmul import CASES, FULL
 
@@ -118,4 +118,5 @@ def test_stock_onnxruntime_has_the_same_fused_matmul(case):
     for known in FULL if case.sizes else case.size_sets():
         tensors = check.tensors(known)
         (got,) = run_model(check.model, tensors)
-        torch.testing.assert_close(got, case.reference(*tensors))
+        exact = case.reference(*(t.double() for t in tensors))
+        assert_no_worse_than_eager(str(known), got, case.reference(*tensors), exact)
