@@ -237,22 +237,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
     return x if p == 0 or not train else None
 
 
-def _grouped(*args: Any, groups: Any = 1, **kwargs: Any) -> None:
-    """A convolution's groups are an attribute: `groups=x.shape[1]` makes a number of that size, and no result."""
-    int(args[_GROUPS] if len(args) > _GROUPS else groups)
-
-
-_GROUPS = 6  # the place of a convolution's groups among its arguments
-_CONVOLUTIONS = (
-    *(getattr(torch.ops.aten, f"conv{count}d").default for count in (1, 2, 3)),
-    *(getattr(torch.ops.aten, f"conv{count}d").padding for count in (1, 2, 3)),
-    torch.ops.aten.conv_transpose1d.default,
-    torch.ops.aten.conv_transpose2d.input,
-    torch.ops.aten.conv_transpose3d.input,
-)
-
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_CONVOLUTIONS, _grouped),
     torch.ops.aten.dropout.default: _dropout,
     torch.ops.aten.scaled_dot_product_attention.default: _attended,
     torch.ops.aten.linear.default: _of_shape(_linear),

@@ -87,10 +87,12 @@ def _convolve(
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
-    groups: int = 1,
+    groups: Size = 1,
     more: Any = None,
 ) -> Any:
     """A Conv, or with `more` (output_padding) a ConvTranspose; x may be a single sample."""
+    if isinstance(groups, str):
+        raise TypeError(f"groups is {groups}, and an attribute is a number")
     if 0 in sizes.dims_of(weight)[:2]:  # of no channels PyTorch gives another shape than ONNX
         return NotImplemented
     count = rank_of(weight) - 2
