@@ -180,6 +180,14 @@ def test_casts_stay_where_the_wide_value_is_read_or_computed_with() -> None:
         assert sum(node.op_type == "Cast" for node in graph) == 2
 
 
+def test_casts_by_way_of_a_wide_type_to_another_narrow_one_stay() -> None:
+    op, x = graph_of(("b", 4), ir.DataType.BFLOAT16)
+    turned = op.Transpose(op.Cast(x, to=ir.DataType.FLOAT), perm=[1, 0])
+    graph = closed(op, op.Cast(turned, to=ir.DataType.FLOAT16))
+    cancel_casts(graph, Changes("cancel_casts"))
+    assert sum(node.op_type == "Cast" for node in graph) == 2
+
+
 def moved_in_parts(op: Any, wide: ir.Value) -> ir.Value:
     """What models do to queries, keys and values: cut, turn, join."""
     first, second = split(op, wide, [1, 3], 1)
