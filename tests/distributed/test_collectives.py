@@ -71,15 +71,6 @@ def test_a_collective_is_a_node(name: str, alone: None) -> None:
     check(name, 0)
 
 
-def test_a_collective_runs_in_backward_though_nobody_asks_for_its_gradient(alone: None) -> None:
-    """Other processes may: they would wait for this one."""
-    ours = ORTModule(Layer("all_gather"), fallback_policy="FALLBACK_DISABLE")
-    y = ours(torch.randn(4, 6))
-    torch.autograd.grad(y.sum(), ours.after.weight)
-    (backward,) = ours.__dict__["_engine"].newest().unit._backwards.values()
-    assert any(node.op_type.startswith("ATen") for node in backward.program.part.nodes)
-
-
 def _work(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for name in COLLECTIVES:
