@@ -21,13 +21,17 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test test-all matrix faults docs fuzz bench lint format clean
+.PHONY: demo test run-tests test-all matrix faults docs fuzz bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
-test: lint $(VENV)/.browser $(VENV)/.cpp
+# mypy takes a minute of one core: beside the tests it takes half of that.
+test: $(VENV)/.dev $(VENV)/.browser $(VENV)/.cpp
+	$(MAKE) --no-print-directory --jobs=2 lint run-tests
+
+run-tests:
 	$(PYTEST) $(ARGS)
 
 test-all: lint docs $(VENV)/.browser $(VENV)/.cpp
