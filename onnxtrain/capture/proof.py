@@ -37,13 +37,20 @@ class Proof:
     """A captured graph, kept for what `reason` has to try out and `same_graph` to compare.
 
     `traced` is the program before its operators were decomposed: the decompositions are right at other sizes only where
-    its operators have the shapes there that they had when they were decomposed.
+    its operators have the shapes there that they had when they were decomposed. It runs in the caller's autocast, as it
+    was traced, for its casts are not written out.
     """
 
     def __init__(
-        self, program: ExportedProgram, symbols: dict[Any, Place], traced: ExportedProgram | None = None
+        self,
+        program: ExportedProgram,
+        symbols: dict[Any, Place],
+        traced: ExportedProgram | None = None,
+        *,
+        casts_written: bool = True,
     ) -> None:
-        self._traced = None if traced is None else Proof(traced, symbols)
+        self._traced = None if traced is None else Proof(traced, symbols, casts_written=False)
+        self._casts_written = casts_written
         self.graph_module = program.graph_module
         self.symbols = symbols
         signature = program.graph_signature
@@ -61,7 +68,7 @@ class Proof:
 
     def _own_reason(self, binding: dict[Any, Any]) -> str:
         try:
-            with _plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+            with self._plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
                 reason = self._run(mode, dict(binding)) or _assumption(mode.shape_env)
         except Exception as error:  # noqa: BLE001  # an operator refuses these sizes: it may raise anything
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -72,10 +79,20 @@ class Proof:
         if not self.unknown:
             return ""
         try:
-            with _plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+            with self._plain_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
                 return self._run(mode, {**binding, **dict.fromkeys(self.unknown, sympy.Integer(size))})
         except Exception:  # noqa: BLE001  # anything
             return ""  # an operator that refuses that size refuses it when the graph runs, as it does in eager
+
+    @contextmanager
+    def _plain_state(self) -> Iterator[None]:
+        """No autocast where the graph has its casts written out; and no gradient is needed."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device in ("cpu", "cuda"):
+                if self._casts_written and torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
 
     def _run(self, mode: FakeTensorMode, binding: dict[Any, Any]) -> str:
         known = self.unknown <= binding.keys()
@@ -134,17 +151,6 @@ def _assumption(env: ShapeEnv | None) -> str:
 
 def _range(env: ShapeEnv, symbol: Any) -> Any:
     return ValueRanges(0, int_oo) if symbol_is_type(symbol, SymT.UNBACKED_INT) else env.var_to_range[symbol]
-
-
-@contextmanager
-def _plain_state() -> Iterator[None]:
-    """The graph has its casts written out: no autocast; and no gradient is needed."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def _size(size: Any, binding: dict[Any, Any]) -> int | sympy.Expr:

@@ -14,6 +14,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.node_storage import layout_of, storages_of
+from onnxtrain.ops.aten import is_composite
 
 aten = torch.ops.aten
 
@@ -46,14 +47,14 @@ def _calls(program: ExportedProgram) -> Iterator[tuple[Node, torch._ops.OpOverlo
 
 
 def is_unmarked_view(node: Node) -> bool:
-    """Whether an operator gives views that its schema does not mark.
+    """Whether a composite operator gives views that its schema does not mark.
 
     Kept as one node, what forward writes to the view would not be written to its argument.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    if any(result.alias_info for result in target._schema.returns):
+    if any(result.alias_info for result in target._schema.returns) or not is_composite(target):
         return False
     return any(not storages_of(node).isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
 

@@ -36,7 +36,7 @@ aten = torch.ops.aten
 DOCUMENTED = (
     (
         "changes a tensor in place where autograd does not see it, and a gradient flows through it",
-        r"no_grad|detach|\.data\.",
+        r"no_grad|detach|\.data\b",
         "in place where autograd does not see it",
     ),
     ("GuardOnDataDependentSymNode", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),

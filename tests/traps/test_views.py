@@ -174,6 +174,14 @@ def test_a_decomposition_that_goes_by_the_size_serves_such_sizes_only(lengths: t
         assert run(torch.ones(length, WIDTH)).shape == (-(-length // 2), WIDTH)
 
 
+def test_a_batch_of_one_under_autocast_needs_no_capture_of_its_own() -> None:
+    run = ours(Calls(written("v = F.linear(x, torch.eye(4)); x.mul_(2.0)")))
+    with torch.autocast("cpu", torch.bfloat16):
+        for length in (3, 1, 5):
+            run(torch.randn(length, WIDTH))
+    assert run.__dict__["_engine"].captures == 1
+
+
 def test_groups_of_a_convolution_that_are_a_size() -> None:
     assert_as_eager(written("v = F.conv1d(x[None], torch.ones(x.shape[0], 1, 1), groups=x.shape[0])[0]"))
 
