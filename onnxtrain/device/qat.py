@@ -1,12 +1,12 @@
-"""Training with quantization: a quantized model becomes one that trains, and goes back to integers afterwards.
+"""Quantization-aware training: make a quantized model trainable, and convert trained values back to integers.
 
-    fake_quantize(model) -> FakeQuantized        weights in floating point, each Q/DQ pair a FakeQuant
-    quantize_trained(model, state)               the same Q/DQ model with the trained values as integers
+    fake_quantize(model) -> FakeQuantized        floating-point weights, each Q/DQ pair a FakeQuant
+    quantize_trained(model, state)               the original Q/DQ model with trained values as integers
 
-Rounding has the gradient 1 where nothing is clipped, and 0 elsewhere (Bengio et al. 2013,
+Rounding has the straight-through gradient: 1 inside the range, 0 where it clips (Bengio et al. 2013,
 https://arxiv.org/abs/1308.3432). A learned scale is `scale · exp(<scale>.log_factor)`, after Jain et al. 2019
-(https://arxiv.org/abs/1903.08066): it stays positive, one learning rate fits scales of all sizes, and weight decay
-pulls it to where it began.
+(https://arxiv.org/abs/1903.08066): it stays positive, one learning rate suits scales of all magnitudes, and weight
+decay pulls it towards its initial value.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from onnxtrain.device.qat_pairs import LIMITS, Products, Rounding, array, bias_p
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT, ONNX
 
-_SUFFIX = "_quantized"  # what onnxruntime.quantization appends to a weight's name
-_ROUND_ONLY = 2**30  # a level that nothing reaches
+_SUFFIX = "_quantized"  # appended to weight names by onnxruntime.quantization
+_UNREACHED_LEVEL = 2**30  # rounding without clipping
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class FakeQuantized:
     """A model for `generate_artifacts`.
 
     Attributes:
-        model: with FakeQuant in place of each Q/DQ pair, and weights in floating point.
-        parameters: the names of its weights and biases: all floating initializers of at least one dimension but scales
-            and the statistics of BatchNormalization.
-        scales: the names of the factors that learn the scales; none where they are frozen.
+        model: with a FakeQuant for each Q/DQ pair, and floating-point weights.
+        parameters: the names of its weights and biases: all floating-point initializers of at least one dimension,
+            except scales and the statistics of BatchNormalization.
+        scales: the names of the learned factors of scales; none if scales are frozen.
     """
 
     model: onnx.ModelProto
@@ -48,18 +48,18 @@ class FakeQuantized:
 
 
 def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scales: bool = False) -> FakeQuantized:
-    """Makes a quantized model trainable.
+    """Make a quantized model trainable.
 
     Args:
-        model: a model with QuantizeLinear and DequantizeLinear, as onnxruntime.quantization.quantize_static writes it
-            in QDQ format, or its path: 4, 8 or 16 bits, weights per tensor or per channel, float32 scales.
-        learn_scales: whether scales get factors that can be trained. Zero points stay as they are.
+        model: a model in QDQ format, as onnxruntime.quantization.quantize_static writes it, or its path: 4, 8 or 16
+            bits, weights per tensor or per channel, float32 scales.
+        learn_scales: whether scales get trainable factors. Zero points are fixed.
 
     Returns:
-        The model and what can be trained of it. Integer weights `<p>_quantized` become float32 parameters `<p>`.
+        The model with the names of its parameters. Integer weights `<p>_quantized` become float32 parameters `<p>`.
 
     Raises:
-        ArtifactError: the model is quantized in another way (dynamically, on integers, by blocks), or not at all.
+        ArtifactError: the model is not quantized, or not in this format (dynamic, QOperator or blockwise).
     """
     source = read(model)
     found = roundings(source)
@@ -75,21 +75,20 @@ def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scal
 def quantize_trained(
     model: onnx.ModelProto | str | os.PathLike[str], state: CheckpointState | str | os.PathLike[str]
 ) -> onnx.ModelProto:
-    """Puts trained values into the quantized model that `fake_quantize` was given: weights as integers.
+    """Write trained values to the quantized model that was passed to `fake_quantize`, as integers.
 
-    Weights are rounded as the training graph rounds them. Where scales were learned, an int32 bias whose scale was the
-    product of input and weight scale gets the new product.
+    Weights are rounded as in the training graph. If scales were learned, an int32 bias whose scale was the product of
+    input and weight scale gets the new product.
 
     Args:
         model: that quantized model, or its path.
-        state: the trained state, or the path of its checkpoint. What it does not hold stays as it is in the model.
+        state: the trained state, or the path of its checkpoint. Values that it lacks are kept from the model.
 
     Returns:
-        The quantized model, with QuantizeLinear only where activations are quantized.
+        The quantized model, with QuantizeLinear for activations only.
 
     Raises:
-        ArtifactError: the state belongs to another model, holds a number that is not finite, or a bias does not fit
-            into 32 bits.
+        ArtifactError: the state belongs to another model or has a non-finite value, or a bias exceeds 32 bits.
         CheckpointError: the checkpoint cannot be read.
     """
     target = read(model)
@@ -115,7 +114,7 @@ def _parameters(graph: ir.Graph, scales: set[ir.Value]) -> tuple[str, ...]:
 
 
 def _parameter_names(found: Sequence[Rounding], graph: ir.Graph) -> dict[ir.Value, str]:
-    """The names of the floating parameters that integers become. Both ways must find the same."""
+    """The names of the floating-point parameters of integer weights: the same in both directions."""
     taken: dict[str | None, ir.Node | None] = {value.name: None for value in graph.inputs}
     taken |= dict.fromkeys(graph.initializers)
     taken |= {value.name: node for node in graph for value in node.outputs}
@@ -140,12 +139,12 @@ def _real(rounding: Rounding, integers: npt.NDArray[Any], scale: npt.NDArray[Any
 
 
 class _Writer:
-    """Replaces Q/DQ pairs in a graph."""
+    """Replace Q/DQ pairs in a graph."""
 
     def __init__(
         self, graph: ir.Graph, names: Mapping[ir.Value, str], products: Products, *, learn_scales: bool
     ) -> None:
-        self.scales: set[ir.Value] = set()  # and what is beside them: no parameters
+        self.scales: set[ir.Value] = set()  # with constants beside them: not parameters
         self.factors: list[str] = []
         self._graph = graph
         self._names = names
@@ -155,7 +154,7 @@ class _Writer:
         self._floats: dict[ir.Value, ir.Value] = {}
 
     def replace(self, rounding: Rounding) -> None:
-        """Puts the training form of a pair in its place; its output keeps its name."""
+        """Replace a pair by its trainable form; the output keeps its name."""
         old = rounding.dequantize.outputs[0]
         self.scales.add(rounding.scale)
         x = self._float(rounding) if rounding.quantize is None else rounding.source
@@ -167,7 +166,7 @@ class _Writer:
         new.type, new.shape = ir.TensorType(ir.DataType.FLOAT), old.shape
 
     def _float(self, rounding: Rounding) -> ir.Value:
-        """The integers as a floating parameter."""
+        """Make a floating-point parameter of integers."""
         integers = rounding.source
         if integers not in self._floats:
             real = _real(rounding, array(integers), array(rounding.scale))
@@ -181,7 +180,7 @@ class _Writer:
         if not self._learn and zero.size == 1:
             held = self._constant(f"{stem}/zero_point", zero.reshape(()))
             return self._fake_quant(rounding, x, rounding.scale, held, low, high)
-        # The gradient of x · (1/s), rounded, · s is PyTorch's in x, and in s that of a learned scale.
+        # round(x · (1/s)) · s has PyTorch's gradient of x, and the gradient of a learned scale s.
         scale = self._beside(rounding)
         levels = self._node(rounding, ONNX, "Mul", x, self._node(rounding, ONNX, "Reciprocal", scale))
         one = self._constant(f"{stem}/one", np.float32(1))
@@ -195,10 +194,10 @@ class _Writer:
     def _between(
         self, rounding: Rounding, x: ir.Value, one: ir.Value, low: npt.NDArray[Any], high: npt.NDArray[Any]
     ) -> ir.Value:
-        """Rounded and clipped to limits of each channel; no gradient where it is clipped."""
+        """Round and clip to limits per channel, with gradient 0 where it clips."""
         stem = str(rounding.dequantize.outputs[0].name)
         zero = self._constant(f"{stem}/zero", np.float32(0))
-        rounded = self._fake_quant(rounding, x, one, zero, -_ROUND_ONLY, _ROUND_ONLY)
+        rounded = self._fake_quant(rounding, x, one, zero, -_UNREACHED_LEVEL, _UNREACHED_LEVEL)
         lowest = self._constant(f"{stem}/lowest", low)
         highest = self._constant(f"{stem}/highest", high)
         under, over = (
@@ -211,7 +210,7 @@ class _Writer:
         return self._node(rounding, ONNX, "Where", condition, then, other)
 
     def _beside(self, rounding: Rounding) -> ir.Value:
-        """The scale, learned or not, in a shape that broadcasts over what is rounded."""
+        """The scale, learned or fixed, reshaped to broadcast over the rounded value."""
         scale = self._learned_scale(rounding, rounding.scale) if self._learn else rounding.scale
         values = array(rounding.scale)
         shape = rounding.beside(values).shape
@@ -222,7 +221,7 @@ class _Writer:
         return self._node(rounding, ONNX, "Reshape", scale, target)
 
     def _learned_scale(self, rounding: Rounding, scale: ir.Value) -> ir.Value:
-        """The scale with its factor; that of a bias follows those of what it is added to."""
+        """The scale times its learned factor. That of a bias follows from its input's and weight's."""
         if scale in self._products:
             factors = (self._learned_scale(rounding, factor) for factor in self._products[scale])
             return self._node(rounding, ONNX, "Mul", *factors)
@@ -259,7 +258,7 @@ class _Writer:
 
 
 class _Integers:
-    """Puts trained values into a quantized graph."""
+    """Write trained values to a quantized graph."""
 
     def __init__(self, graph: ir.Graph, names: Mapping[ir.Value, str], values: Mapping[str, npt.NDArray[Any]]) -> None:
         self._graph = graph
@@ -269,7 +268,7 @@ class _Integers:
         self._done: set[ir.Value] = set()
 
     def set_scales(self, found: Sequence[Rounding], products: Products) -> None:
-        """Multiplies scales by their learned factors, and renews the products."""
+        """Multiply scales by their learned factors, and update the products."""
         changed = set()
         for scale in {id(r.scale): r.scale for r in found}.values():
             factor = self._take(_factor_name(scale), array(scale).shape)
@@ -287,7 +286,7 @@ class _Integers:
                 self._set(scale, product.reshape(array(scale).shape))
 
     def round(self, rounding: Rounding) -> None:
-        """Makes the integers of a weight or bias from its trained value."""
+        """Round a trained weight or bias to integers."""
         if not rounding.is_parameter:
             return
         source = rounding.source
@@ -307,15 +306,15 @@ class _Integers:
         self._graph.register_initializer(held)
 
     def set_floats(self) -> None:
-        """Puts in the parameters that were not quantized, and refuses what the model has no place for."""
+        """Write parameters that are not quantized; raise ArtifactError for names that the model lacks."""
         for name in list(self._values):
             if name in self._graph.initializers and name not in self._used:
                 initializer = self._graph.initializers[name]
                 value = self._take(name, array(initializer).shape)
                 self._set(initializer, value)
         if unknown := sorted(set(self._values) - self._used):
-            todo = "give the quantized model that fake_quantize was given"
-            raise ArtifactError("The state holds parameters of another model.", got=", ".join(unknown), todo=todo)
+            todo = "pass the quantized model that was passed to fake_quantize"
+            raise ArtifactError("The state has parameters of another model.", got=", ".join(unknown), todo=todo)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
         value = self._values.get(name)

@@ -1,4 +1,4 @@
-"""What a quantized model rounds: each DequantizeLinear with what it reads, or why the model cannot be trained."""
+"""Find the Q/DQ pairs of a quantized model, or the reason why it cannot be trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import MICROSOFT, ONNX
 
-# The smallest and the largest level of each type.
+# The minimum and maximum level of each dtype.
 LIMITS: Mapping[ir.DataType, tuple[int, int]] = {
     ir.DataType.INT4: (-8, 7),
     ir.DataType.UINT4: (0, 15),
@@ -38,16 +38,16 @@ _STATIC = "quantize it anew with onnxruntime.quantization.quantize_static(..., q
 
 @dataclass(frozen=True)
 class Rounding:
-    """A DequantizeLinear and what it reads.
+    """A DequantizeLinear and its inputs.
 
     Attributes:
         dequantize: the node.
-        quantize: the QuantizeLinear in front of it; None where the integers are an initializer.
-        source: what is rounded, or the integers of that initializer.
-        scale: an initializer, of one element, or of one for each slice of `source` along `axis`.
-        zero_point: its values in the shape of `scale`.
+        quantize: the QuantizeLinear before it; None if the integers are an initializer.
+        source: the value that is rounded, or the initializer with the integers.
+        scale: an initializer of one element, or of one per slice of `source` along `axis`.
+        zero_point: its values, in the shape of `scale`.
         dtype: of the integers.
-        axis: not negative; 0 where there is one scale.
+        axis: not negative; 0 with a single scale.
     """
 
     dequantize: ir.Node
@@ -60,26 +60,26 @@ class Rounding:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether a weight or bias is rounded, and not what is computed."""
+        """Whether it rounds a weight or bias rather than an activation."""
         return self.source.is_initializer()
 
     @property
     def is_bias(self) -> bool:
-        """Whether it has 32 bits."""
+        """Whether it is an int32 bias."""
         return self.dtype == ir.DataType.INT32
 
     def beside(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Scales or zero points in a shape that broadcasts over `source`."""
+        """Reshape scales or zero points to broadcast over `source`."""
         if values.size == 1:
             return values.reshape(())
         return values.reshape([-1 if i == self.axis else 1 for i in range(rank(self.source))])
 
 
 def read(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
-    """The model in memory, apart from the given one.
+    """Load or copy the model into memory.
 
     Raises:
-        ArtifactError: there is no such file, or it is no ONNX model.
+        ArtifactError: the file does not exist or is not an ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
         copy = onnx.ModelProto()
@@ -87,37 +87,37 @@ def read(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
         return ir.from_proto(copy)
     path = Path(model)
     if not path.is_file():
-        raise ArtifactError("The model is not there.", str(path), todo="give the path of an .onnx file")
+        raise ArtifactError("The model is not there.", str(path), todo="pass the path of an .onnx file")
     try:
         loaded = ir.load(path)
-    except Exception as error:  # protobuf raises its own, which differ between its versions
+    except Exception as error:  # protobuf's exceptions differ between its versions
         raise ArtifactError("The file is no ONNX model.", str(path), got=str(error)) from error
     return ir.external_data.load_to_model(loaded)
 
 
 def roundings(model: ir.Model) -> Sequence[Rounding]:
-    """All roundings of the model, in the graph's order. Scales that are Constant nodes become initializers.
+    """Find all roundings of the model, in graph order. Scales in Constant nodes become initializers.
 
     Raises:
-        ArtifactError: the model is quantized in another way, or not at all.
+        ArtifactError: the model is not quantized, or not in QDQ format.
     """
     for node in _all_nodes(model):
         _refuse_other_formats(node, in_main_graph=node.graph is model.graph)
-    found = [_rounding(node, model.graph) for node in list(model.graph) if _is(node, "DequantizeLinear")]
+    all_roundings = [_rounding(node, model.graph) for node in list(model.graph) if _is(node, "DequantizeLinear")]
     for node in model.graph:
         if _is(node, "QuantizeLinear"):
             _check_readers(node)
-    if not found:
+    if not all_roundings:
         raise ArtifactError("The model is not quantized.", expected="QuantizeLinear and DequantizeLinear", todo=_STATIC)
-    _check_one_scale(found)
-    return found
+    _check_one_scale(all_roundings)
+    return all_roundings
 
 
-def bias_products(found: Sequence[Rounding]) -> Products:
-    """The scales of int32 biases that are the product of two others, as integer kernels take them."""
-    by_output = {rounding.dequantize.outputs[0]: rounding for rounding in found}
+def bias_products(all_roundings: Sequence[Rounding]) -> Products:
+    """The scales of int32 biases that are products of two other scales, as integer kernels expect."""
+    by_output = {rounding.dequantize.outputs[0]: rounding for rounding in all_roundings}
     products: Products = {}
-    for rounding in found:
+    for rounding in all_roundings:
         for node, index in rounding.dequantize.outputs[0].uses():
             if not rounding.is_bias or index != 2:
                 continue
@@ -137,7 +137,7 @@ def rank(value: ir.Value) -> int:
 
 
 def array(value: ir.Value) -> npt.NDArray[Any]:
-    """The elements of an initializer."""
+    """The values of an initializer."""
     assert value.const_value is not None
     return value.const_value.numpy()
 
@@ -170,7 +170,7 @@ def _refuse_other_formats(node: ir.Node, *, in_main_graph: bool) -> None:
 
 def _rounding(node: ir.Node, graph: ir.Graph) -> Rounding:
     integers = node.inputs[0]
-    assert integers is not None  # ONNX requires it
+    assert integers is not None  # required by ONNX
     quantize = integers.producer()
     if not integers.is_initializer() and not _is(quantize, "QuantizeLinear"):
         kind = "an input of the model" if quantize is None else traversal.describe(quantize)
@@ -186,13 +186,13 @@ def _rounding(node: ir.Node, graph: ir.Graph) -> Rounding:
 
 
 def _parameters(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, npt.NDArray[np.int64], ir.DataType]:
-    """Scale, zero point in its shape, and the type of the integers, which is that of the zero point.
+    """(scale, zero point in its shape, dtype of the integers). The dtype is that of the zero point.
 
-    Without a zero point it is the type that ONNX says: uint8, or `output_dtype`.
+    Without a zero point it is ONNX's default: uint8, or `output_dtype`.
     """
     if (block := node.attributes.get("block_size")) is not None and block.as_int():
         _refuse(node, "has scales for blocks.", "quantize per tensor or per channel", f"block_size={block.as_int()}")
-    scale = _held(node, 1, graph)
+    scale = _as_initializer(node, 1, graph)
     values = array(scale)
     if values.dtype != np.float32:
         _refuse(node, "has a scale of another type than float32.", "quantize the float32 model", str(values.dtype))
@@ -203,7 +203,7 @@ def _parameters(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, npt.NDArray[n
     dtype = None if integers is None else integers.dtype
     zero_point = np.zeros(values.shape, np.int64)
     if len(node.inputs) > 2 and node.inputs[2] is not None:
-        held = _held(node, 2, graph)
+        held = _as_initializer(node, 2, graph)
         assert held.const_value is not None
         dtype, zero_point = held.const_value.dtype, array(held).astype(np.int64).reshape(values.shape)
     elif integers is not None and integers.is_initializer():
@@ -220,8 +220,8 @@ def _parameters(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, npt.NDArray[n
     return scale, zero_point, dtype
 
 
-def _held(node: ir.Node, index: int, graph: ir.Graph) -> ir.Value:
-    """The input as an initializer."""
+def _as_initializer(node: ir.Node, index: int, graph: ir.Graph) -> ir.Value:
+    """An input as an initializer; one in a Constant node is converted."""
     value = node.inputs[index]
     assert value is not None
     if value.is_initializer() and value.const_value is not None:
@@ -265,7 +265,7 @@ def _check_same(quantize: ir.Node, node: ir.Node, graph: ir.Graph) -> None:
 
 
 def _check_readers(node: ir.Node) -> None:
-    """All must be a DequantizeLinear: the gradient passes the pair, and nothing between."""
+    """Check that all readers are DequantizeLinear: gradients pass only whole pairs."""
     value = node.outputs[0]
     others = [traversal.describe(reader) for reader, _ in value.uses() if not _is(reader, "DequantizeLinear")]
     if value.is_graph_output():
@@ -275,16 +275,16 @@ def _check_readers(node: ir.Node) -> None:
         _refuse(node, why, _STATIC, ", ".join(others) or "nobody")
 
 
-def _check_one_scale(found: Sequence[Rounding]) -> None:
-    """Integers of one initializer mean one tensor: read with two scales they are no single parameter."""
+def _check_one_scale(all_roundings: Sequence[Rounding]) -> None:
+    """Check that the integers of an initializer are read with one scale: only then they are one parameter."""
     first: dict[ir.Value, Rounding] = {}
-    for rounding in found:
+    for rounding in all_roundings:
         if rounding.quantize is not None:
             continue
-        known = first.setdefault(rounding.source, rounding)
-        same = np.array_equal(array(known.scale), array(rounding.scale)) and known.axis == rounding.axis
-        if not same or not np.array_equal(known.zero_point, rounding.zero_point):
-            why = f"reads the integers {rounding.source.name!r} with another scale than {known.dequantize.name!r} does."
+        other = first.setdefault(rounding.source, rounding)
+        same = np.array_equal(array(other.scale), array(rounding.scale)) and other.axis == rounding.axis
+        if not same or not np.array_equal(other.zero_point, rounding.zero_point):
+            why = f"reads the integers {rounding.source.name!r} with another scale than {other.dequantize.name!r} does."
             _refuse(rounding.dequantize, why, "give each its own initializer")
         for reader, _ in rounding.source.uses():
             if not _is(reader, "DequantizeLinear"):

@@ -1,7 +1,7 @@
-"""From an ONNX model of any exporter and opset to a graph of ours, ready to be differentiated.
+"""Import an ONNX model of any exporter and opset as a graph that can be differentiated.
 
-prepare     functions inlined, types inferred, ai.onnx at the opset that is used inside
-convert     node by node, each typed by its op's definition
+prepare     inline functions, infer types, convert ai.onnx to the internal opset
+convert     convert node by node, each typed by its op's definition
 """
 
 from onnxtrain.device.from_onnx.convert import convert

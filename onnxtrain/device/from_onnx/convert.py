@@ -1,7 +1,7 @@
-"""The walk over an imported model: each node becomes nodes of ours.
+"""Convert an imported model node by node.
 
-An op that `converters` knows is written in PyTorch's terms; one that has a definition under its own name is taken as it
-is; any other stays what it is (`ops/foreign.py`), which is refused later where a gradient would have to pass it.
+Ops in `converters` are rewritten with PyTorch's semantics; ops with a definition of the same name are kept. Any other
+op becomes a foreign node (`ops/foreign.py`), which is refused later if a gradient must pass it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,27 @@ from onnxtrain.ops.definition import OPSET, OpDef
 from onnxtrain.ops.symbolic import held_sizes
 from onnxtrain.passes.fold_constants import evaluate
 
-_FEW = 4096  # elements of a constant that is computed at once
-_RESERVED = frozenset({"max", "min", "abs"})  # functions of size expressions
+_MAX_FOLDED = 4096  # elements of a constant that is folded
+_RESERVED = frozenset({"max", "min", "abs"})  # functions in dimension expressions
 
 
 def convert(
     model: ir.Model, outputs: Sequence[str], parameters: Collection[str], updates: Mapping[str, str], *, training: bool
 ) -> ir.Model:
-    """Converts a prepared model.
+    """Convert a prepared model.
 
     Args:
-        model: see `prepare`. It stays as it is.
+        model: see `prepare`; not modified.
         outputs: the names of the values that become outputs.
         parameters: the initializers that become inputs of the graph, after those of the model.
-        updates: for buffers among them the names of the values that training gives them. Those of BatchNormalization
-            are known.
-        training: whether Dropout drops and BatchNormalization uses its batch, where the model has them so; else both
-            are as in inference.
+        updates: for each buffer among them, the name of its new value; not needed for BatchNormalization.
+        training: whether Dropout and BatchNormalization keep their training mode; otherwise both are in inference mode.
 
     Returns:
         A typed graph. In training its outputs are `outputs`, then `<b>.out` for each updated buffer b.
 
     Raises:
-        ArtifactError: an op, a type or a shape that a training graph cannot hold.
+        ArtifactError: an op, a dtype or a shape is not supported in training graphs.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={ONNX: OPSET}, name=model.graph.name or "model")
     walk = _Walk(builder(graph), training, str(model.producer_name or ""))
@@ -75,7 +73,7 @@ class _Walk:
         self._unnamed = 0
 
     def inputs(self, graph: ir.Graph, parameters: Collection[str]) -> None:
-        """Declares inputs, parameters and constants."""
+        """Declare inputs, parameters and constants."""
         for value in graph.inputs:
             if value.name not in graph.initializers:
                 self._declare(value, self._type(value, "the input"))
@@ -84,7 +82,7 @@ class _Walk:
             raise ArtifactError("The model has no such parameters.", expected=_some(graph.initializers), got=missing)
         for name, value in graph.initializers.items():
             if name in parameters:
-                self._declare(value, _held_type(value))
+                self._declare(value, _initializer_type(value))
             else:
                 self._constant(value)
 
@@ -95,19 +93,19 @@ class _Walk:
         self._values[value] = declared
 
     def _constant(self, value: ir.Value) -> None:
-        kept = ir.Value(name=value.name, const_value=value.const_value)
-        set_type(kept, _held_type(value))
-        self._op.graph.register_initializer(kept)
-        self._values[value] = kept
+        constant = ir.Value(name=value.name, const_value=value.const_value)
+        set_type(constant, _initializer_type(value))
+        self._op.graph.register_initializer(constant)
+        self._values[value] = constant
 
     def value(self, old: ir.Value) -> ir.Value:
-        """What became of a value of the imported graph."""
+        """The converted value of a value of the imported graph."""
         if old not in self._values:
-            raise ArtifactError(f"The model reads {old.name!r}, which nothing in it makes.")
+            raise ArtifactError(f"The model reads {old.name!r}, which no node or input provides.")
         return self._values[old]
 
     def named(self, name: str) -> ir.Value:
-        """What became of the value of this name."""
+        """The converted value of the value with this name."""
         for old, new in self._values.items():
             if old.name == name:
                 return new
@@ -118,9 +116,9 @@ class _Walk:
     def _type(self, value: ir.Value, role: str) -> TensorType:
         if value.dtype is None or value.shape is None or not isinstance(value.type, ir.TensorType):
             raise ArtifactError(
-                f"The type or rank of {role} {value.name!r} is not known, or it is no tensor.",
+                f"The type or rank of {role} {value.name!r} is not known, or it is not a tensor.",
                 got=str(value.type),
-                todo="export the model with shapes (a batch size may stay open), or declare them by onnx's tools",
+                todo="export the model with shapes (dimensions may be dynamic), or declare them by onnx's tools",
             )
         return TensorType(value.dtype, tuple(self._size(dim, value, i) for i, dim in enumerate(value.shape)))
 
@@ -129,11 +127,11 @@ class _Walk:
             return dim
         name = str(dim.value) if dim.value is not None else f"{value.name}_size_{axis}"
         if name not in self._symbols:
-            plain = re.sub(r"\W", "_", name, flags=re.ASCII)
-            plain = plain if plain[:1].isalpha() and plain not in _RESERVED else f"d_{plain}"
-            while plain in self._symbols.values():
-                plain += "_"
-            self._symbols[name] = plain
+            symbol = re.sub(r"\W", "_", name, flags=re.ASCII)
+            symbol = symbol if symbol[:1].isalpha() and symbol not in _RESERVED else f"d_{symbol}"
+            while symbol in self._symbols.values():
+                symbol += "_"
+            self._symbols[name] = symbol
         return self._symbols[name]
 
     # Nodes
@@ -147,7 +145,7 @@ class _Walk:
         before = len(self._op.graph)
         try:
             with self._op.at(_origin(node)):
-                results = [self._known(value) for value in self._convert(source)]
+                results = [self._propagate_constants(value) for value in self._convert(source)]
         except ArtifactError:
             raise
         except (OnnxTrainError, ValueError, TypeError, AttributeError) as error:
@@ -160,10 +158,10 @@ class _Walk:
             ) from error
         self._name(node, results, before)
 
-    def _known(self, value: ir.Value | None) -> ir.Value | None:
-        """A value that follows from constants as a constant, and one that holds sizes with what it holds noted.
+    def _propagate_constants(self, value: ir.Value | None) -> ir.Value | None:
+        """Fold a value computed from constants, and note the dimensions that a shape vector holds.
 
-        Shapes must be known from the sizes of the inputs, and exporters compute them in many steps.
+        Shapes must follow from the inputs' dimensions, and exporters compute them in many steps.
         """
         producer = None if value is None else value.producer()
         if value is None or producer is None:
@@ -172,17 +170,17 @@ class _Walk:
             return self._folded(value, producer)
         if value.dtype != ir.DataType.INT64 or rank_of(value) > 1:
             return value
-        held = held_sizes(value)
-        if held is not None and all(isinstance(size, int) for size in held):
-            return self._op.constant(held if rank_of(value) else held[0], ir.DataType.INT64)
-        if held is not None and rank_of(value):
-            value.meta["sizes"] = held
+        dims = held_sizes(value)
+        if dims is not None and all(isinstance(dim, int) for dim in dims):
+            return self._op.constant(dims if rank_of(value) else dims[0], ir.DataType.INT64)
+        if dims is not None and rank_of(value):
+            value.meta["sizes"] = dims
         return value
 
     def _folded(self, value: ir.Value, producer: ir.Node) -> ir.Value:
         definition = definition_of(producer)
         count = sizes.multiply(1, *sizes.dims_of(value))
-        if definition.effects or isinstance(count, str) or count > _FEW or not producer.inputs:
+        if definition.effects or isinstance(count, str) or count > _MAX_FOLDED or not producer.inputs:
             return value
         (result,) = evaluate(producer, definition)
         array = result.float().numpy() if value.dtype == ir.DataType.BFLOAT16 else result.numpy()
@@ -197,8 +195,8 @@ class _Walk:
             if new.producer() in added:
                 _declare_sizes(new, old)
                 new.name = old.name or new.name
-        for number, made in enumerate(added):
-            made.name = str(node.name) if len(added) == 1 else f"{node.name}/{made.op_type}_{number}"
+        for index, new_node in enumerate(added):
+            new_node.name = str(node.name) if len(added) == 1 else f"{node.name}/{new_node.op_type}_{index}"
 
     def _convert(self, source: Source) -> Sequence[ir.Value | None]:
         node = source.node
@@ -207,8 +205,8 @@ class _Walk:
             return convert(source)
         definition = OPS.get((node.domain, node.op_type))
         attributes = None if definition is None else _attributes(node, definition)
-        loops = any(traversal.subgraphs(node))
-        if definition is None or attributes is None or loops or _too_many(node, definition):
+        has_subgraphs = any(traversal.subgraphs(node))
+        if definition is None or attributes is None or has_subgraphs or _has_undeclared_values(node, definition):
             return self._foreign(source)
         return self._op.node(node.domain, node.op_type, source.inputs, attributes).outputs
 
@@ -216,19 +214,19 @@ class _Walk:
         node = source.node
         if any(traversal.subgraphs(node)):
             raise ArtifactError(
-                f"{traversal.describe(node)} holds graphs of its own, and no gradient passes loops and branches.",
+                f"{traversal.describe(node)} has subgraphs, and gradients cannot pass loops and branches.",
                 where=traversal.origin(node),
-                todo="export the model without them: with fixed sizes, loops unrolled, in training mode",
+                todo="export the model without them: with a static shape, unrolled loops, in training mode",
             )
         types = [self._type(value, "the output") for value in node.outputs]
         return foreign.wrap(self._op, node, source.inputs, types).outputs
 
     def _branch(self, node: ir.Node) -> None:
-        """An If whose condition is known: its branch takes its place."""
+        """Replace an If with constant condition by its branch."""
         condition = None if node.inputs[0] is None else constant_number(self.value(node.inputs[0]))
         if condition is None:
             raise ArtifactError(
-                f"{traversal.describe(node)} chooses a branch by what the data are; no gradient passes it.",
+                f"{traversal.describe(node)} chooses a branch by data, and gradients cannot pass it.",
                 where=traversal.origin(node),
                 todo="export the model without the condition, or write it as Where",
             )
@@ -242,22 +240,22 @@ class _Walk:
 
 
 def _declare_sizes(value: ir.Value, imported: ir.Value) -> None:
-    """Takes the numbers that the model declares where only an expression follows: x[-1] has one row if it has any.
+    """Use static dimensions that the model declares in place of inferred expressions: x[-1:] has one row if it has any.
 
-    The expression must give the number for large sizes. Else the number is that of an example, such as its batch.
+    The expression must have this value for large dimensions; otherwise the number is that of an example.
     """
     if value.shape is None or imported.shape is None or len(value.shape) != len(imported.shape):
         return
     pairs = zip(sizes.dims_of(value), imported.shape, strict=True)
-    set_type(value, TensorType(dtype_of(value), tuple(_number(size, told) for size, told in pairs)))
+    set_type(value, TensorType(dtype_of(value), tuple(_static_dim(dim, declared) for dim, declared in pairs)))
 
 
-def _number(size: Size, declared: int | ir.SymbolicDim) -> Size:
+def _static_dim(size: Size, declared: int | ir.SymbolicDim) -> Size:
     large = {name: 10_007 + 101 * number for number, name in enumerate(sorted(sizes.symbols(size)))}
     return declared if isinstance(declared, int) and sizes.evaluate(size, large) == declared else size
 
 
-def _held_type(value: ir.Value) -> TensorType:
+def _initializer_type(value: ir.Value) -> TensorType:
     tensor = value.const_value
     if tensor is None:
         raise ArtifactError(f"The initializer {value.name!r} has no elements.")
@@ -274,24 +272,24 @@ def _some(names: Collection[str]) -> str:
 
 
 def _attributes(node: ir.Node, definition: OpDef) -> dict[str, Any] | None:
-    """The attributes for the definition; None where the node has one that it lacks, with another value than ONNX's."""
-    known = {name: a.value for name, a in node.attributes.items() if name in definition.attributes}
+    """The attributes for the definition; None if the node sets one that the definition lacks to a non-default value."""
+    attributes = {name: a.value for name, a in node.attributes.items() if name in definition.attributes}
     if node.domain != ONNX:
-        return known if len(known) == len(node.attributes) else None
+        return attributes if len(attributes) == len(node.attributes) else None
     schema = onnx.defs.get_schema(node.op_type, OPSET, ONNX)
     for name, attribute in node.attributes.items():
-        if name in known:
+        if name in attributes:
             continue
         declared = schema.attributes.get(name)
         default = None if declared is None else onnx.helper.get_attribute_value(declared.default_value)
         given = attribute.value.encode() if isinstance(attribute.value, str) else attribute.value
         if given != default:
             return None
-    return known
+    return attributes
 
 
-def _too_many(node: ir.Node, definition: OpDef) -> bool:
-    """Whether the node has inputs, or used outputs, that the definition does not have."""
+def _has_undeclared_values(node: ir.Node, definition: OpDef) -> bool:
+    """Whether the node has inputs or used outputs that the definition lacks."""
     variadic = (names and names[-1].endswith("...") for names in (definition.inputs, definition.outputs))
     more_inputs, more_outputs = (bool(v) for v in variadic)
     used = [i for i, v in enumerate(node.outputs) if traversal.is_used(v)]

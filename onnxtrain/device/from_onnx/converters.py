@@ -1,6 +1,6 @@
-"""ONNX ops that a training graph writes in other words: what differs between ONNX's forms and PyTorch's stands here.
+"""Converters of ONNX ops whose semantics differ from those of training graphs.
 
-Constants; ops with a training mode; windows that are padded by name ("SAME_UPPER") or more at one end; sizes as ops.
+Constants; ops with a training mode; windows padded by name ("SAME_UPPER") or asymmetrically; shape arithmetic.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Source:
     Attributes:
         op: builds the training graph.
         node: the node as it was.
-        inputs: its inputs in the training graph.
-        training: whether the graph is one for training.
-        producer: what exported the model.
-        updates: gathers the running statistics that training changes: name to new value.
+        inputs: its converted inputs.
+        training: whether the graph is a training graph.
+        producer: the name of the exporter.
+        updates: collects updated running statistics: name → new value.
     """
 
     op: Builder
@@ -114,7 +114,7 @@ def _eye_like(s: Source) -> Results:
 
 @_converts("Expand")
 def _expand(s: Source) -> Results:
-    """Sizes that are repeated stay sizes."""
+    """An expanded shape vector remains a shape vector."""
     x, target = s.needs(0), held_sizes(s.needs(1))
     held = held_sizes(x) if dtype_of(x) == INT64 and rank_of(x) <= 1 else None
     if held is not None and len(held) == 1 and target is not None and len(target) == 1 and isinstance(target[0], int):
@@ -123,19 +123,19 @@ def _expand(s: Source) -> Results:
 
 
 def _held(value: ir.Value) -> sizes.Sizes | None:
-    """The integers that a short vector holds."""
+    """The dimensions in a shape vector."""
     return held_sizes(value) if dtype_of(value) == INT64 and rank_of(value) == 1 else None
 
 
 def _aligned(*vectors: sizes.Sizes) -> list[sizes.Sizes]:
-    """Vectors of one length; one of length 1 is repeated."""
+    """Repeat vectors of length 1 to the common length."""
     length = max(map(len, vectors))
     return [v * length if len(v) == 1 else v for v in vectors]
 
 
 @_converts("Equal")
 def _equal(s: Source) -> Results:
-    """Exporters ask whether a size is -1: a symbolic one never is."""
+    """Exporters compare dimensions with -1: a symbolic dimension never equals it."""
     a, b = s.needs(0), s.needs(1)
     left, right = (_held(v) for v in (a, b))
     if left is not None and right is not None:
@@ -146,7 +146,7 @@ def _equal(s: Source) -> Results:
 
 
 def _is_decided(a: Size, b: Size) -> bool:
-    """Whether it is known if two sizes are equal; sizes are not negative."""
+    """Whether the equality of two dimensions is known; dimensions are not negative."""
     if a == b or (isinstance(a, int) and isinstance(b, int)):
         return True
     return any(isinstance(size, int) and size < 0 for size in (a, b))
@@ -193,7 +193,7 @@ def _batch_norm(s: Source) -> Results:
 
 
 def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value, momentum: float) -> ir.Value:
-    """The running variance by ONNX's own rule: its sum is divided by the count, and not, as PyTorch's, by 1 less."""
+    """The running variance as ONNX defines it: divided by the count, not by count - 1 as in PyTorch."""
     rank = rank_of(x)
     centred = op.Sub(x, reshaped(op, mean, [1, sizes.dims_of(x)[1], *[1] * (rank - 2)]))
     variance = average(op, op.Mul(centred, centred), [axis for axis in range(rank) if axis != 1])

@@ -1,4 +1,4 @@
-"""An imported model in one form, whatever wrote it: no functions, typed values, ai.onnx at the opset used inside."""
+"""Normalize an imported model: no functions, typed values, ai.onnx at the internal opset."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _AI_ONNX = "ai.onnx"  # the domain's other name
 
 
 def prepare(model: ir.Model) -> ir.Model:
-    """A copy of the model in this form. Large tensors are shared, not copied.
+    """Copy and normalize a model. Large tensors are shared, not copied.
 
     Raises:
-        ArtifactError: the model holds an op that has no form in this opset, or ONNX cannot make sense of it.
+        ArtifactError: the model has an op that the opset conversion does not support, or is invalid.
     """
     order = list(model.graph.initializers)
     model = traversal.with_graph(model, traversal.clone(model.graph)[0])
@@ -37,39 +37,39 @@ def prepare(model: ir.Model) -> ir.Model:
         model = common.ShapeInferencePass(data_prop=True)(model).model
         convert_opset(model.graph, OPSET)
     except OptionError as error:
-        todo = "export the model with a newer opset, 18 to 23 are best, or without this op"
+        todo = "export the model with a newer opset, preferably 18 to 23, or without this op"
         raise ArtifactError(f"The model has opset {opset}. {error.problem}", error.where, todo=todo) from error
     except (RuntimeError, onnx.shape_inference.InferenceError) as error:
         raise ArtifactError("ONNX finds a fault in the model.", model.graph.name, got=str(error)) from error
     traversal.name_uniquely(model.graph)
-    held = model.graph.initializers
-    for name in [n for n in order if n in held] + [n for n in held if n not in order]:
-        held.add(held.pop(name))  # ONNX's tools bring them out of order, which is that of the parameters
+    initializers = model.graph.initializers
+    for name in [n for n in order if n in initializers] + [n for n in initializers if n not in order]:
+        initializers.add(initializers.pop(name))  # ONNX's tools reorder them; their order is that of the parameters
     return model
 
 
 def trains(node: ir.Node) -> bool:
-    """Whether a BatchNormalization uses and updates the statistics of its batch."""
+    """Whether a BatchNormalization is in training mode: it uses batch statistics and updates the running ones."""
     flag = node.attributes.get("training_mode")
     if flag is not None and flag.as_int():
         return True
-    # PyTorch's exporter (2.11 to 2.13) writes inference mode for a module in training mode; the call that the node
-    # comes from, which it writes beside it, tells.
+    # PyTorch's exporter (2.11 to 2.13) writes inference mode even for a module in training mode. The original call, in
+    # the node's metadata, has the mode.
     return bool(_TRAINING_CALL.search(node.metadata_props.get("pkg.torch.onnx.fx_node", "")))
 
 
 def statistics(model: ir.Model) -> list[str]:
-    """The initializers that training updates besides parameters: the running statistics of BatchNormalization."""
-    found: dict[str, None] = {}
+    """The running statistics of BatchNormalization, which training updates: the names of their initializers."""
+    names: dict[str, None] = {}
     for node in model.graph:
         if (node.domain, node.op_type) == (ONNX, "BatchNormalization") and trains(node):
             for value in node.inputs[3:5]:
                 if value is not None and value.name in model.graph.initializers:
-                    found[str(value.name)] = None
-    return list(found)
+                    names[str(value.name)] = None
+    return list(names)
 
 
 def constant_number(value: ir.Value | None) -> float | int | bool | None:
-    """The single number that a value holds; None where it is computed or absent."""
+    """The number in a constant of one element; None if the value is computed or absent."""
     array = constant_of(value)
     return None if array is None or array.size != 1 else array.reshape(()).item()
