@@ -108,11 +108,12 @@ def losses_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 EXPORTERS = ("torch", "torchscript", "dynamo")
 LONG = {("lstm", "torchscript"), ("lstm", "dynamo"), *(("gru", exporter) for exporter in EXPORTERS)}
-CASES = [
-    pytest.param(name, exporter, portable, marks=[pytest.mark.slow] if (name, exporter) in LONG else [])
+CASES = [  # what makes a graph portable does not know who exported it
+    pytest.param(name, exporter, portable, marks=[pytest.mark.slow] if is_slow else [])
     for name in MODELS
     for exporter in EXPORTERS
     for portable in (False, True)
+    for is_slow in [(name, exporter) in LONG or (portable and exporter != "torch")]
 ]
 
 
