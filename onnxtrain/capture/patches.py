@@ -60,7 +60,7 @@ def capturing() -> Iterator[None]:
         stack.enter_context(preserve_node_meta())  # else nothing is noted
         regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
         stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
-        if hasattr(functional, "_infer_size"):  # torch 2.11: how a loss's weight is broadcast, of numbers alone
+        if hasattr(functional, "_infer_size"):  # before 2.13: how a loss's weight is broadcast, of numbers alone
             stack.enter_context(replaced_in_thread(functional, "_infer_size", torch.broadcast_shapes))
         stack.enter_context(replaced_in_thread(PythonKeyTracer, "create_arg", _create_arg))
         stack.enter_context(data_is_detached())

@@ -69,7 +69,7 @@ def run_case(case: OpCase, dtype: torch.dtype) -> None:
     if found is None or not check.differentiable:
         return
     cotangents = [None if t is None or not (t.is_floating_point() or t.is_complex()) else t for t in found[0]]
-    joint = check._joint([c is not None for c in cotangents])
+    joint = check._joint(tuple(c is not None for c in cotangents))
     parts = cut(joint)
     results, sizes = run(parts.forward, tensors)
     passed = [c for c, v in zip(cotangents, joint.cotangents, strict=True) if v is not None]
