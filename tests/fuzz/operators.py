@@ -691,7 +691,7 @@ _IN_PLACE = """
 !F.dropout({x:f}, 0.4, False).mul_({num(0.5, 2)})
 !{x:f}.type_as({x}).add_(1.0)
 !torch.broadcast_tensors({x:f}, {x})[0].mul_({num(0.5, 2)})
-!{x:f@1+}.unsafe_chunk(2)[0].neg_()
+!{x:f@1+}.chunk(2)[0].neg_()
 !F.relu({x:f}, inplace=True)
 !F.leaky_relu_({x:f}, 0.1)
 !F.dropout({x:f}, 0.3, self.training, inplace=True)
