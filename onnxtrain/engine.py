@@ -23,6 +23,7 @@ from onnxtrain.capture.export import Captured, Run, capture
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
+from onnxtrain.capture.recaptures import ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_numbers
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.stored.cache import CaptureCache
@@ -83,7 +84,7 @@ class _Entry:
             return False
         if not captured.reads <= self.reads:  # forward read more at these sizes: that must stay as it is, too
             self.reads |= captured.reads
-            self.state = ModuleState.take(module, self.state.names, self.reads)
+            self.state = ModuleState.take(module, self.state.names, self.reads, self.compiled.captured.constants)
             self.usual = None
         return True
 
@@ -165,6 +166,8 @@ class Engine:
             if options.cache_dir is None or self._entry_point.is_piece
             else CaptureCache(options.cache_dir, options.cache_limit_mb, module)
         )
+        self._recaptures = Recaptures(module)
+        self._calls = 0
         self.captures = 0
 
     def newest(self) -> Compiled:
@@ -174,6 +177,7 @@ class Engine:
         return self._newest
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._calls += 1
         output = self._usual(args, kwargs)
         return self._on_the_long_way(args, kwargs) if output is Missed else output
 
@@ -236,6 +240,9 @@ class Engine:
         start, captures = time.perf_counter(), self.captures
         self._refuse(tensors)
         refuse_numbers(structure, tensors)
+        last = next((entry for entry in self._entries.get(key, ()) if entry.compiled is not None), None)
+        if last is not None:
+            self._recaptures.count(last.state, self._calls)
         watch = SideEffects(self._module)
         try:
             try:
@@ -276,7 +283,8 @@ class Engine:
         for entry in same:
             if entry.adopts(captured, module):
                 return entry
-        state = ModuleState.take(module, [s.name for s in captured.sources if s.kind != "input"], captured.reads)
+        names = [s.name for s in captured.sources if s.kind != "input"]
+        state = ModuleState.take(module, names, captured.reads, captured.constants)
         inputs = [*self._read(state), *tensors]
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
         twins = self._entry_point.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
@@ -299,7 +307,7 @@ class Engine:
         run, fixed = self._entry_point.in_torch, self._entry_point.fixed_sizes
 
         def make(run: Run | None) -> Captured:
-            return capture(self._module, structure, tensors, watch, suggested, run, fixed)
+            return capture(self._module, structure, tensors, watch, suggested, run, fixed, outside_is_input=True)
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 
@@ -354,7 +362,7 @@ class Engine:
         if self._options.fallback_retry:
             return instead
         entry = _Entry(ModuleState.take(self._module), None, pieces)
-        if isinstance(error, SideEffectError):
+        if isinstance(error, SideEffectError | ChangingStateError):
             entry.state.check = _any_state  # its state changes on every call
         return replace(instead, key=key, entry=entry)
 
@@ -449,11 +457,11 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
 
     def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         # Buffers were updated by the forward that is run again: their updates go to copies. What a parameter holds
-        # comes with it.
+        # comes with it, and what lies outside of the module forward finds itself.
         state = {
             prefix + s.name: t if s.kind == "parameter" else t.clone()
             for s, t in zip(own, tensors[: len(own)], strict=True)
-            if s.kind != "part"
+            if s.kind not in ("part", "outside")
         }
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
         leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))

@@ -169,22 +169,25 @@ class _Forward:
         module: the module that it belongs to.
         options: as given to `prepare`.
         reason: why this module is a region.
+        previous_forward: what stood in the module itself before; None: the forward of its class.
         __signature__, __func__, __self__: what `inspect` and other wrappers of forward look for.
     """
 
     # No dict: a capture compares what is in the dicts of a module's attributes.
-    __slots__ = ("__func__", "__signature__", "_engine", "_previous", "_run", "_twins", "module", "options", "reason")
+    __slots__ = (
+        *("__func__", "__signature__", "_engine", "_run", "_twins", "module", "options", "previous_forward", "reason"),
+    )
     __name__ = "forward"
 
     def __init__(self, module: torch.nn.Module, options: Options, twins: Twins, reason: str) -> None:
         self._set_up((module, options, twins, reason, module.__dict__.get("forward")))
 
     def _set_up(self, state: tuple[torch.nn.Module, Options, Twins, str, Call | None]) -> None:
-        self.module, self.options, self._twins, self.reason, self._previous = state
+        self.module, self.options, self._twins, self.reason, self.previous_forward = state
         entry_point = EntryPoint(in_torch=self.in_torch, pieces=pieces(self.options), twins=self._twins)
         self._engine = Engine(self.module, self.options, entry_point)
         self._run = set_up(self._engine, type(self.module).__name__, self.options)
-        self.__signature__ = inspect.signature(self._previous or type(self.module).forward.__get__(self.module))
+        self.__signature__ = inspect.signature(self.previous_forward or type(self.module).forward.__get__(self.module))
         self.__func__ = _function(self.__signature__)
 
     def install(self) -> None:
@@ -198,8 +201,8 @@ class _Forward:
             own[_KEY] = self.in_torch
             return
         del own[_KEY], own["forward"]
-        if self._previous is not None:
-            own["forward"] = self._previous
+        if self.previous_forward is not None:
+            own["forward"] = self.previous_forward
 
     @property
     def __self__(self) -> torch.nn.Module:
@@ -215,8 +218,8 @@ class _Forward:
 
     def in_torch(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        if self._previous is not None:
-            return self._previous(*args, **kwargs)
+        if self.previous_forward is not None:
+            return self.previous_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def region(self, name: str) -> Region:
@@ -239,7 +242,7 @@ class _Forward:
         return _Forward.__new__, (_Forward,), self.__getstate__()
 
     def __getstate__(self) -> Any:
-        return (self.module, self.options, self._twins, self.reason, self._previous)
+        return (self.module, self.options, self._twins, self.reason, self.previous_forward)
 
     __setstate__ = _set_up
 

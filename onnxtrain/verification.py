@@ -256,7 +256,7 @@ def _first_operator(
 ) -> FirstOperator | None:
     """The first node of the joint graph whose result is off, among the values that the exported graph has too."""
     exported = captured.guards.exported
-    if exported is None or any(source.kind == "part" for source in captured.sources):
+    if exported is None or any(source.kind in ("part", "outside") for source in captured.sources):
         return None
     own = _own_tensors(captured, module)
     inputs = [own[s.name] if s.kind != "input" else tensors[s.index] for s in captured.sources]

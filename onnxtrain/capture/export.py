@@ -55,6 +55,7 @@ from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
+from onnxtrain.capture.surroundings import Surroundings, memory_of
 from onnxtrain.capture.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.views import mark_views
 from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError, ORTModuleIOError
@@ -69,7 +70,8 @@ Run: TypeAlias = Callable[..., Any]
 class Source:
     """Where a graph input comes from: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`.
 
-    A "part" is a tensor that a parameter holds: `name` goes on from the parameter's.
+    A "part" is a tensor that a parameter holds: `name` goes on from the parameter's. One from "outside" is in a
+    container, in another object or among the globals: `name` is that of its `Place`.
     """
 
     kind: str
@@ -98,6 +100,7 @@ class Captured:
         output: how the user's output is rebuilt from tensors and sizes.
         guards: the conditions on input sizes under which the graph is right.
         reads: the attributes of modules that forward read.
+        constants: tensors from outside the graph whose elements it holds.
         took_ms: how long the capture took.
         kept: which of forward's tensors are results; None: all of them.
         stored: the name of the capture on disk that this is; "" where it is on none.
@@ -111,6 +114,7 @@ class Captured:
     output: OutputStructure
     guards: Guards
     reads: frozenset[tuple[int, str]] = frozenset()
+    constants: tuple[torch.Tensor, ...] = ()
     took_ms: float = 0.0
     kept: tuple[int, ...] | None = None
     stored: str = ""
@@ -188,6 +192,7 @@ def capture(
     suggested: Sequence[Example] = (),
     run: Run | None = None,
     fixed_sizes: Collection[int] = (),
+    outside_is_input: bool = False,
 ) -> Captured:
     """Captures `module` for inputs of this structure.
 
@@ -199,13 +204,14 @@ def capture(
         suggested: example sizes that earlier captures suggest (`Guards.suggestion`).
         run: runs `module`, if its call is to be left out.
         fixed_sizes: the numbers of the tensors whose sizes are not open.
+        outside_is_input: whether tensors that forward finds outside of the module are inputs; if not, constants.
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
     """
     start = time.perf_counter()
-    wrapper = partial(_Wrapper, module, structure, watch, run)
-    captured = _nearest(wrapper, tensors, suggested, fixed_sizes)
+    wrap = partial(_Wrapper, module, structure, watch, run)
+    captured = _nearest(wrap, tensors, suggested, fixed_sizes, outside_is_input)
     return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
 
 
@@ -214,22 +220,24 @@ def _nearest(
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
+    outside_is_input: bool,
 ) -> Captured:
     """The first capture that is right for the call, of those with example sizes that keep more sizes open."""
     *guesses, real = attempts(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            captured = _capture(wrap(ElementDecisions(tensors)), Decisions(tensors, example, fixed_sizes))
+            decisions = Decisions(tensors, example, fixed_sizes)
+            captured = _capture(wrap(ElementDecisions(tensors)), decisions, outside_is_input)
         except SideEffectError:
             raise
         except CaptureError:
             continue  # forward does not take this example: the next one is nearer to the call
         if captured.guards(tensors):
             return captured
-    return _capture(wrap(ElementDecisions(tensors)), Decisions(tensors, real, fixed_sizes))
+    return _capture(wrap(ElementDecisions(tensors)), Decisions(tensors, real, fixed_sizes), outside_is_input)
 
 
-def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
+def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
     with capturing(), left_alone(module), four_bit_weights(module) as parts:
         with attribute_reads() as reads:
@@ -249,7 +257,8 @@ def _capture(wrapper: _Wrapper, decisions: Decisions) -> Captured:
         converted = convert(program, type(module).__name__)
         names = _names(module, structure)
         guards = compile_guards(program, names, decisions, traced, wrapper.elements.made)
-        sources = _sources(program, module, len(names), parts)
+        outside = _outside(module, reads, decisions.examples) if outside_is_input else _no_name
+        sources = _sources(program, module, len(names), parts, outside)
         captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
     return replace(captured, reads=frozenset(reads))
 
@@ -366,7 +375,8 @@ def _assemble(
     graph = model.graph
     sources, constants, numbers = found
     kept_inputs = [v for v, s in zip(graph.inputs, sources, strict=True) if s is not None]
-    for value, tensor in constants(list(graph.inputs)):
+    lifted = constants(list(graph.inputs))
+    for value, tensor in lifted:
         _make_constant(graph, value, tensor)
     graph.inputs.clear()
     graph.inputs.extend(kept_inputs)
@@ -395,7 +405,8 @@ def _assemble(
     graph.outputs.clear()
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
     _name_inputs(graph, kept_sources, names)
-    return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards)
+    held = tuple(tensor for _, tensor in lifted)
+    return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards, constants=held)
 
 
 def _key(source: Source, numbers: dict[str, int]) -> str:
@@ -412,8 +423,22 @@ _Sources: TypeAlias = tuple[
 ]
 
 
-def _sources(program: ExportedProgram, module: torch.nn.Module, user_inputs: int, parts: Mapping[str, str]) -> _Sources:
-    """Where the placeholders come from. `parts` names what parameters hold, by its names in the export."""
+def _sources(
+    program: ExportedProgram,
+    module: torch.nn.Module,
+    user_inputs: int,
+    parts: Mapping[str, str],
+    outside: Callable[[torch.Tensor], str],
+) -> _Sources:
+    """Where the placeholders come from.
+
+    Args:
+        program: the export.
+        module: the user's module.
+        user_inputs: how many tensors the call has.
+        parts: names what parameters hold, by its names in the export.
+        outside: names a tensor from outside the module that can be an input; "" for others.
+    """
     found: list[Source | None] = []
     lifted: list[tuple[int, torch.Tensor]] = []
     numbers: dict[str, int] = {}
@@ -430,14 +455,36 @@ def _sources(program: ExportedProgram, module: torch.nn.Module, user_inputs: int
         elif spec.kind == InputKind.CONSTANT_TENSOR and _is_attribute(module, target):
             found.append(Source("attribute", target.removeprefix(_PREFIX)))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            refuse_outside_tensor(program.constants[target])
-            lifted.append((position, program.constants[target]))
-            found.append(None)
+            tensor = program.constants[target]
+            refuse_outside_tensor(tensor)
+            if name := outside(tensor):
+                found.append(Source("outside", name))
+            else:
+                lifted.append((position, tensor))
+                found.append(None)
         else:
             raise CaptureError(f"forward uses {spec.arg} of kind {spec.kind.name}, which the graph cannot hold")
     if len(numbers) != user_inputs:
         raise CaptureError(f"the export has {len(numbers)} inputs, the call {user_inputs}")
     return found, lambda inputs: [(inputs[p], t) for p, t in lifted], numbers
+
+
+def _outside(
+    module: torch.nn.Module, reads: Collection[tuple[int, str]], examples: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], str]:
+    """Names tensors that forward can find outside of the module. One of another device can only be a constant."""
+    names = Surroundings(module, reads).tensor_names()
+    devices = {tensor.device for tensor in examples}
+
+    def name(tensor: torch.Tensor) -> str:
+        fits = tensor.device in devices or not tensor.dim()
+        return names.get(memory_of(tensor), "") if fits else ""
+
+    return name
+
+
+def _no_name(tensor: torch.Tensor) -> str:
+    return ""
 
 
 def _is_attribute(module: torch.nn.Module, target: str) -> bool:

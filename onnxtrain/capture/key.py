@@ -1,7 +1,8 @@
 """What besides the structure of a call decides which capture serves it.
 
 Three parts, each read on every call: `environment()` (autocast, grad mode and other switches of PyTorch),
-`tensor_facts()` of each input, and the state of the module: `ModuleState`, a snapshot of what forward can read.
+`tensor_facts()` of each input, and the state of the module and its surroundings: `ModuleState`, a snapshot of what
+forward can read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from onnxtrain.capture.self_check import notices_each_change
 from onnxtrain.capture.snapshot import PLAIN_TENSORS, Reads, Snapshot, attribute_reads
+from onnxtrain.capture.surroundings import Surroundings
 
 __all__ = [
     "ModuleState",
@@ -153,26 +155,46 @@ class ModuleState:
     changed, a second snapshot decides whether a value changed; if none did, it takes the place of the first.
 
     Attributes:
-        names: see `take`.
+        names, reads: see `take`.
         snapshot: the state, and the module's tensors as they were.
         check: what `read` does, but False where only `look_again` can tell.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.names = snapshot.names
-        self.snapshot = snapshot
+    def __init__(
+        self, module: torch.nn.Module, names: Sequence[str], reads: Reads | None, constants: Sequence[torch.Tensor]
+    ) -> None:
+        self.names = tuple(names)
+        self.reads = reads
+        self._constants = constants
+        self.snapshot = self._look(module)
         self.check: Check = self._first_check
 
     @classmethod
-    def take(cls, module: torch.nn.Module, names: Sequence[str] = (), reads: Reads | None = None) -> ModuleState:
+    def take(
+        cls,
+        module: torch.nn.Module,
+        names: Sequence[str] = (),
+        reads: Reads | None = None,
+        constants: Sequence[torch.Tensor] = (),
+    ) -> ModuleState:
         """The state of `module` now.
 
         Args:
             module: any module but a TorchScript one.
-            names: which parameters, buffers and tensor attributes `read` gives, by their qualified names.
-            reads: the attributes that forward reads, as found by `attribute_reads`; None for all.
+            names: which tensors `read` gives: parameters, buffers and tensor attributes by their qualified names, those
+                from outside as `Surroundings` names them.
+            reads: the attributes that forward reads, as found by `attribute_reads`; None for all. Then what lies
+                outside of the module is not looked at.
+            constants: tensors whose elements the graph holds.
         """
-        return cls(Snapshot(module, names, reads))
+        return cls(module, names, reads, constants)
+
+    def _look(self, module: torch.nn.Module) -> Snapshot:
+        found = Snapshot(module, self.names, self.reads)
+        if self.reads is not None:
+            Surroundings(module, self.reads).watch(found)
+        found.constants(self._constants)
+        return found
 
     def read(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
         """The tensors of `names` as they are now; None if the module is not in this state.
@@ -185,18 +207,22 @@ class ModuleState:
 
     def now(self, module: torch.nn.Module) -> Snapshot | None:
         """The module as it is now; None if it is not in this state."""
-        found = Snapshot(module, self.names, self.snapshot.reads)
+        found = self._look(module)
         return None if self.snapshot.changed(found) is not None else found
 
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether the module is in this state."""
         return self.read(module) is not None
 
+    def change(self, module: torch.nn.Module) -> tuple[str, str] | None:
+        """What and where is the first thing that is not as it was; None where all is."""
+        return self.snapshot.changed(self._look(module))
+
     def difference(self, module: torch.nn.Module) -> str:
         """In words, the first thing that is not as it was; "" where all is."""
         if module is not self.snapshot.module:
             return "the module is another object"
-        now = Snapshot(module, self.names, self.snapshot.reads)
+        now = self._look(module)
         place = self.snapshot.changed(now)
         if place is None:
             return ""
@@ -239,7 +265,9 @@ def sees_each_change() -> bool:
     """Whether a generated check notices each kind of change on this Python and PyTorch. If not, facts decide alone."""
 
     def watch(module: torch.nn.Module) -> Callable[[], bool]:
-        check = _compile(Snapshot(module, ["weight", "mean"], None))
+        snapshot = Snapshot(module, ["weight", "mean"], None)
+        Surroundings(module, {(id(module), "reader")}).watch(snapshot)
+        check = _compile(snapshot)
         return lambda: isinstance(check(module), list)
 
     return notices_each_change(watch)

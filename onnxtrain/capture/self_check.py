@@ -36,6 +36,22 @@ class _Config:
         self.rate = 0.5
 
 
+# Text, for forwards are not followed into this package.
+_READER = """
+def make(cell):
+    def read(x, default=1.0):
+        return x * FACTOR + cell + default
+    return read
+"""
+
+
+def _reader() -> Any:
+    """A function that reads a global, a closure and a default argument."""
+    scope: dict[str, Any] = {"__name__": "reader", "FACTOR": 2.0}
+    exec(compile(_READER, "<reader>", "exec"), scope)
+    return scope["make"](2.0)
+
+
 def _module() -> Any:
     class Module(torch.nn.Module):
         scale = 2.0
@@ -49,6 +65,7 @@ def _module() -> Any:
             self.items = [1, 2]
             self.table = {"a": 1}
             self.config = _Config()
+            self.reader = _reader()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -71,7 +88,7 @@ def _changes(module: Any) -> Iterator[AbstractContextManager[None]]:
     yield replaced(module.config, "rate", 0.25)
     yield replaced(module.config, "fresh", 0.25)
     yield replaced(kind, "forward", torch.relu)
-    yield _other_class(module.inner)
+    yield _attribute(module.inner, "__class__", torch.nn.Flatten)
     yield _item(module.items, 0, 3)
     yield _item(module.table, "a", 3)
     yield _item(module.table, "b", 3)
@@ -81,6 +98,9 @@ def _changes(module: Any) -> Iterator[AbstractContextManager[None]]:
     yield _item(module._parameters, "weight", None)
     yield _item(module._parameters, "fresh", None)
     yield _item(module._buffers, "mean", _tensor().double())
+    yield _item(module.reader.__globals__, "FACTOR", 3.0)
+    yield _attribute(module.reader.__closure__[0], "cell_contents", 3.0)
+    yield _attribute(module.reader, "__defaults__", (3.0,))
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         yield _item(getattr(module.inner, hooks), 0, torch.relu)
     yield _without_gradient(module.weight)
@@ -101,13 +121,13 @@ def _item(holder: Any, key: Any, value: object) -> Iterator[None]:
 
 
 @contextmanager
-def _other_class(module: Any) -> Iterator[None]:
-    before = module.__class__
-    module.__class__ = torch.nn.Flatten
+def _attribute(holder: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, value)
     try:
         yield
     finally:
-        module.__class__ = before
+        setattr(holder, name, before)
 
 
 @contextmanager

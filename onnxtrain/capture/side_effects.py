@@ -4,17 +4,19 @@ torch.export undoes what forward does to a module's attributes, so they are comp
 forwards change one once and then leave it (`if self.config.problem_type is None: …`): after a first capture the change
 is kept, as the user's call would have made it, and the module is captured again. A forward that goes on changing
 attributes (`self.calls += 1`) is not captured, and all changes are undone: the call then runs in PyTorch and makes them
-itself.
+itself. So it is with globals that forward assigns to.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from onnxtrain.capture.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
 # PyTorch's own bookkeeping, which the capture exchanges for the time of the export.
@@ -43,8 +45,34 @@ class _Change:
     words: str
 
 
+class _Names(MutableMapping[str, Any]):
+    """Some names of a module's globals."""
+
+    def __init__(self, scope: dict[str, Any], names: Collection[str]) -> None:
+        self._scope = scope
+        self._names = sorted(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self._scope)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._scope[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._scope[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._scope[name]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+
 class SideEffects:
-    """Watches the attributes of a module's submodules, and the containers and plain objects in them.
+    """Watches the attributes of a module's submodules, the containers and plain objects in them, and globals.
 
     `begin` and `check` stand around forward, inside the export: what the export itself exchanges (an LSTM's list of
     weights) is none of forward's doing. `undo` goes back to the moment when the watch was made.
@@ -52,6 +80,7 @@ class SideEffects:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self._globals = [(name, _Names(scope, names)) for scope, name, names in Surroundings(module, None).writes]
         self._changes: list[_Change] = []
         self._first = self._now()
         self._before = self._first
@@ -65,6 +94,7 @@ class SideEffects:
         seen: set[int] = set()
         for name, submodule in self._module.named_modules():
             self._copy(submodule.__dict__, name, found, seen, _DEPTH)
+        found += [(f"global {name}", names, names.copy()) for name, names in self._globals]
         return found
 
     def _copy(self, holder: Any, path: str, found: list[_Copy], seen: set[int], depth: int) -> None:
@@ -88,14 +118,14 @@ class SideEffects:
         self._changes = [change for path, holder, before in self._before for change in _changes(path, holder, before)]
         if self._changes:
             raise SideEffectError(
-                f"forward changes the module's Python state, which a graph would not repeat: {self._changes[0].words}",
+                f"forward changes Python state, which a graph would not repeat: {self._changes[0].words}",
                 where=type(self._module).__name__,
                 todo="keep what changes in a registered buffer, and change it in place",
             )
 
     def settle(self) -> None:
         """Makes the changes that were found, where they are plain values in attributes; else undoes all of them."""
-        plain = all(isinstance(c.after, _PLAIN) and isinstance(c.holder, dict) for c in self._changes)
+        plain = all(isinstance(c.after, _PLAIN) and isinstance(c.holder, dict | _Names) for c in self._changes)
         self.undo()
         if plain:
             for change in self._changes:
@@ -119,7 +149,7 @@ class SideEffects:
 
 def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
     """What is not the object that it was, nor an equal plain value."""
-    if isinstance(holder, dict):
+    if isinstance(holder, dict | _Names):
         keys = [k for k in (*before, *(k for k in holder if k not in before)) if k not in _OWN and k not in _DERIVED]
         found = [(k, before.get(k), holder.get(k)) for k in keys]
         return [

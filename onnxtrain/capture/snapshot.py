@@ -35,8 +35,8 @@ try:  # private to PyTorch, and the fastest check there is
 except ImportError:
     _TensorGuards = None
 
-# What `Snapshot.statements` raise where the module has something of another kind. PyTorch's check takes no None.
-CHANGED_KIND = "(LookupError, AttributeError, TypeError)"
+# What `Snapshot.statements` raise where something is of another kind or gone. PyTorch's check takes no None.
+CHANGED_KIND = "(LookupError, AttributeError, TypeError, ValueError)"
 _DIFFERS, _MAY_DIFFER, _RUNS = "differs", "may differ", "runs"
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -44,16 +44,16 @@ _TABLES = (*_HOOKS, "_modules", "_parameters", "_buffers")
 _ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)  # forward goes through their submodules
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"}
 _OF_EVERY_MODULE = frozenset(dir(torch.nn.Module)) - {"forward"}
-_SINGLETONS = (NoneType, bool, EllipsisType)
-_VALUES = (
-    *(*_SINGLETONS, int, float, complex, str, bytes, range, slice, type, enum.Enum),
+SINGLETONS = (NoneType, bool, EllipsisType)
+VALUES = (
+    *(*SINGLETONS, int, float, complex, str, bytes, range, slice, type, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_OPAQUE = (torch.Tensor, torch.nn.Module, torch.Generator, ModuleType, logging.Logger, threading.Thread)
-_CONTAINERS = (list, dict, set, frozenset, tuple)
-_DEEPEST_OBJECT = 2  # a config, and the configs in it
-_DEEPEST = 6
-_LARGEST = 1000  # larger containers (vocabularies) are compared by identity and length
+OPAQUE = (torch.Tensor, torch.nn.Module, torch.Generator, ModuleType, logging.Logger, threading.Thread)
+CONTAINERS = (list, dict, set, frozenset, tuple)
+DEEPEST_OBJECT = 2  # a config, and the configs in it
+DEEPEST = 6
+LARGEST = 1000  # larger containers (vocabularies) are compared by identity and length
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Same:
+class Same:
     """Equal only for the same object, which stays alive."""
 
     value: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -210,19 +210,27 @@ class Snapshot:
     def is_named(self, module: torch.nn.Module, name: str) -> bool:
         return (id(module), name) in self._wanted
 
+    def is_wanted(self, name: str) -> bool:
+        """Whether `name` is one of `names`."""
+        return name in self.names
+
     # Tensors
 
-    def tensor(self, owner: torch.nn.Module, name: str, place: str, value: torch.Tensor, where: str) -> str:
-        """A parameter, buffer or attribute: what is known of it but its elements. Gives its name in the source."""
+    def outside_tensor(self, name: str, place: str, value: torch.Tensor) -> None:
+        """One that no module holds itself, and where the source finds it."""
+        self.tensor(_place(self.module, name), place, value, name)
+
+    def tensor(self, at: tuple[int, str], place: str, value: torch.Tensor, where: str) -> str:
+        """A tensor of a module, by id and name: what is known of it but its elements. Gives its name in the source."""
         variable = f"t{len(self.tensors)}"
-        self._variables[id(owner), name] = variable
-        self.tensors[id(owner), name] = value
+        self._variables[at] = variable
+        self.tensors[at] = value
         self.emit(f"{variable} = {place}")
         for what, fact in zip(_TENSOR_FACTS, _tensor_facts(value), strict=True):
-            self._fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
+            self.fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
         first = self._first_of_tensor.setdefault(id(value), (variable, where))
         if first[0] != variable:
-            self._fact(_TIED, where, first[1])
+            self.fact(_TIED, where, first[1])
             self.differs(f"{variable} is not {first[0]}")
         return variable
 
@@ -235,19 +243,32 @@ class Snapshot:
         self.may_differ(f"{variable}.quant_state is not {self.bind(state)}")
         for way, tensor in parts(value).items():
             if self.is_named(owner, f"{name}.{way}"):
-                self.tensor(owner, f"{name}.{way}", f"{variable}.{way}", tensor, f"{where}.{way}")
+                self.tensor((id(owner), f"{name}.{way}"), f"{variable}.{way}", tensor, f"{where}.{way}")
 
-    def _fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
+    def fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
         self.facts[what, where] = Fact(key, str(key) if text is None else text)
+
+    def constants(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors whose elements a graph holds. Without a gradient each change in place counts up their versions."""
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        for number, tensor in enumerate(counted):
+            self.fact("changes", f"constant {number}", tensor._version)
+        if counted:
+            versions = self.bind(operator.attrgetter("_version"))
+            saved = self.bind([tensor._version for tensor in counted])
+            self.differs(f"[*map({versions}, {self.bind(counted)})] != {saved}")
 
     # Values of attributes
 
     def attribute(self, container: str, name: str, value: object, where: str) -> None:
         """An entry of a module's `__dict__`."""
         self.value(name, where, value, 0, 0)
-        place = f"{container}[{name!r}]"
-        bound = repr(value) if isinstance(value, _SINGLETONS) else self.bind(value)
-        if isinstance(value, _SINGLETONS):
+        self.compare(f"{container}[{name!r}]", value)
+
+    def compare(self, place: str, value: object) -> None:
+        """Checks that an expression gives this value: the same object, or the same number or string."""
+        bound = repr(value) if isinstance(value, SINGLETONS) else self.bind(value)
+        if isinstance(value, SINGLETONS):
             self.differs(f"{place} is not {bound}")
         elif type(value) in (int, float, str) and value == value and value != 0:
             kind = type(value).__name__
@@ -267,38 +288,41 @@ class Snapshot:
 
     def value(self, name: str, where: str, value: object, depth: int, objects: int) -> None:
         """Facts of a value and of what is in it, and checks of what can be changed in place."""
-        if isinstance(value, _VALUES):
-            self._fact(name, where, constant_key(value), repr(value))
+        if isinstance(value, VALUES):
+            self.fact(name, where, constant_key(value), repr(value))
             return
-        children = _children(value, objects) if depth < _DEEPEST else None
-        if children is None or len(children) > _LARGEST:
-            length = len(value) if isinstance(value, _CONTAINERS) else None
-            self._fact(name, where, (_Same(value), length), f"{type(value).__name__} at {id(value):#x}")
+        if isinstance(value, torch.Tensor) and self.is_wanted(f"{where}.{name}".removeprefix("the module.")):
+            return
+        parts = children(value, objects) if depth < DEEPEST else None
+        if parts is None or len(parts) > LARGEST:
+            length = len(value) if isinstance(value, CONTAINERS) else None
+            self.fact(name, where, (Same(value), length), f"{type(value).__name__} at {id(value):#x}")
             if length is not None and not isinstance(value, tuple):
                 self.differs(f"len({self.bind(value)}) != {length}")
             return
         here = f"{name} of {where}"
         first = self._first_of_object.setdefault(id(value), here)
         if first != here and not isinstance(value, tuple):
-            self._fact(name, where, ("the same as", first), f"the {first}")
+            self.fact(name, where, ("the same as", first), f"the {first}")
             return
         kind = type(value)
-        self._fact(name, where, (kind, len(children)), f"{kind.__name__} of {len(children)}")
-        self._watch(value, children)
-        if isinstance(value, _CONTAINERS) and getattr(value, "__dict__", None):  # a subclass with attributes of its own
+        self.fact(name, where, (kind, len(parts)), f"{kind.__name__} of {len(parts)}")
+        self.watch(value, parts)
+        if isinstance(value, CONTAINERS) and getattr(value, "__dict__", None):  # a subclass with attributes of its own
             self.value(f"{name}.__dict__", where, vars(value), depth + 1, objects + 1)
-        for step, child in children.items():
-            self.value(name + step, where, child, depth + 1, objects + (not isinstance(value, _CONTAINERS)))
+        for step, child in parts.items():
+            self.value(name + step, where, child, depth + 1, objects + (not isinstance(value, CONTAINERS)))
 
-    def _watch(self, value: object, children: Mapping[str, object]) -> None:
+    def watch(self, value: object, parts: Mapping[str, object]) -> None:
+        """Checks that the same objects are in a container, or in an object."""
         if isinstance(value, (tuple, frozenset)):
             return
         bound = self.bind(value)
         if isinstance(value, set):
             self.may_differ(f"{bound} != {self.bind(set(value))}")
         elif isinstance(value, list):
-            saved = self.bind(tuple(children.values()))
-            self.may_differ(f"len({bound}) != {len(children)}", f"not all(map(is_, {bound}, {saved}))")
+            saved = self.bind(tuple(parts.values()))
+            self.may_differ(f"len({bound}) != {len(parts)}", f"not all(map(is_, {bound}, {saved}))")
         elif isinstance(value, dict):
             self._watch_dict(bound, value)
         else:
@@ -307,7 +331,7 @@ class Snapshot:
             absent = self.bind(_ABSENT)
             self.may_differ(*(
                 f"getattr({bound}, {name!r}, {absent}) is not {self.bind(getattr(value, name, _ABSENT))}"
-                for name in _slots(value)
+                for name in slots(value)
             ))  # fmt: skip
 
     def _watch_dict(self, place: str, value: Mapping[Any, object]) -> None:
@@ -331,7 +355,7 @@ class Snapshot:
     def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object]) -> None:
         """A table of hooks that is not empty, and where the source finds it."""
         words = name.strip("_").replace("_", " ")
-        self._fact(words, where, tuple((i, _Same(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
+        self.fact(words, where, tuple((i, Same(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
         self.differs(f"{source} != {self.bind(dict(hooks))}")
 
 
@@ -350,13 +374,13 @@ class _Visit:
         own = module.__dict__
         kind = type(module)
         bound = snapshot.bind(module)
-        snapshot._fact("class", path, _Same(kind), kind.__qualname__)
+        snapshot.fact("class", path, Same(kind), kind.__qualname__)
         bound_class = snapshot.bind(kind)
         snapshot.differs(f"{bound}.__class__ is not {bound_class}")
         if kind not in snapshot._classes:
             snapshot._classes.add(kind)
-            snapshot._fact("forward", f"class {kind.__qualname__}", _Same(kind.forward), "a function")
-            snapshot._fact("__call__", f"class {kind.__qualname__}", _Same(kind.__call__), "a function")
+            snapshot.fact("forward", f"class {kind.__qualname__}", Same(kind.forward), "a function")
+            snapshot.fact("__call__", f"class {kind.__qualname__}", Same(kind.__call__), "a function")
             snapshot.differs(
                 f"{bound_class}.forward is not {snapshot.bind(kind.forward)}",
                 f"{bound_class}.__call__ is not {snapshot.bind(kind.__call__)}",
@@ -376,9 +400,9 @@ class _Visit:
         if not children:
             return
         names = list(children)
-        snapshot._fact("names of submodules", self._path, tuple(names), ", ".join(names))
+        snapshot.fact("names of submodules", self._path, tuple(names), ", ".join(names))
         for name, child in children.items():
-            snapshot._fact(f"submodule {name}", self._path, _Same(child), type(child).__name__)
+            snapshot.fact(f"submodule {name}", self._path, Same(child), type(child).__name__)
         snapshot.emit('m = d["_modules"]')
         snapshot.differs(
             f"len(m) != {len(names)}",
@@ -397,10 +421,10 @@ class _Visit:
             value = tensors[name]
             where = name if self._path == "the module" else f"{self._path}.{name}"
             if value is None:
-                snapshot._fact("tensor", where, None)
+                snapshot.fact("tensor", where, None)
                 snapshot.differs(f"p[{name!r}] is not None")
             else:
-                variable = snapshot.tensor(self._module, name, f"p[{name!r}]", value, where)
+                variable = snapshot.tensor((id(self._module), name), f"p[{name!r}]", value, where)
                 snapshot.quantized(self._module, name, variable, value, where)
 
     def _attributes(self, own: Mapping[str, object]) -> None:
@@ -412,7 +436,8 @@ class _Visit:
             if name in _BOOKKEEPING or not (read is None or name in read):
                 continue
             if isinstance(value, torch.Tensor) and snapshot.is_named(module, name):
-                snapshot.tensor(module, name, f"d[{name!r}]", value, name if path == "the module" else f"{path}.{name}")
+                where = name if path == "the module" else f"{path}.{name}"
+                snapshot.tensor((id(module), name), f"d[{name!r}]", value, where)
             else:
                 snapshot.attribute("d", name, value, path)
         for name in snapshot.missed(module):
@@ -485,7 +510,7 @@ class _ExactTensors:
         return [*map(_tensor_facts, tensors)] == self._facts
 
 
-def _children(value: object, objects: int) -> dict[str, object] | None:
+def children(value: object, objects: int) -> dict[str, object] | None:
     """What is in a container or a plain object, by the step to it. None for what is compared by identity."""
     if isinstance(value, (list, tuple)):
         return {f"[{i}]": child for i, child in enumerate(value)}
@@ -494,16 +519,16 @@ def _children(value: object, objects: int) -> dict[str, object] | None:
         return {f"[{text}]": child for text, child in zip(texts, value.values(), strict=True)}
     if isinstance(value, (set, frozenset)):
         return {f"[{i}: {text}]": None for i, text in enumerate(sorted(map(repr, value)))}
-    if callable(value) or isinstance(value, _OPAQUE) or objects >= _DEEPEST_OBJECT:
+    if callable(value) or isinstance(value, OPAQUE) or objects >= DEEPEST_OBJECT:
         return None
-    slots = _slots(value)
-    if not slots and not hasattr(value, "__dict__"):
+    in_slots = slots(value)
+    if not in_slots and not hasattr(value, "__dict__"):
         return None
-    attributes = {**getattr(value, "__dict__", {}), **{n: getattr(value, n) for n in slots if hasattr(value, n)}}
+    attributes = {**getattr(value, "__dict__", {}), **{n: getattr(value, n) for n in in_slots if hasattr(value, n)}}
     return {f".{name}": child for name, child in attributes.items()}
 
 
-def _slots(value: object) -> tuple[str, ...]:
+def slots(value: object) -> tuple[str, ...]:
     """The attributes that an object keeps outside of a `__dict__`."""
     return tuple(
         name

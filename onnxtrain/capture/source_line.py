@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -42,6 +42,11 @@ def in_text(trace: str | None) -> str | None:
     """The line in a traceback that was written down as text."""
     frames = [f for f in _WRITTEN_FRAME.findall(trace or "") if is_user_file(f[0])]
     return _show(*frames[-1]) if frames else None
+
+
+def in_code(code: CodeType, line: int) -> str:
+    """A line of some code."""
+    return _show(code.co_filename, line, code.co_name)
 
 
 def in_error(error: BaseException) -> str | None:

@@ -141,6 +141,9 @@ class CaptureCache:
             files=code.files(),
             values=global_values(code.names(), self._fingerprints),
         )
+        outside = next((source.name for source in captured.sources if source.kind == "outside"), None)
+        if outside is not None:
+            raise NotStorableError(f"the graph takes the Tensor {outside}, which only this process has")
         file = self._folder.add(key, entry.to_bytes(captured, conditions))
         if file is None:
             return captured

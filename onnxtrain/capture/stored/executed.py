@@ -47,7 +47,7 @@ class Executed:
         self._found[id(code)] = (code, frame.f_globals)
         caller = frame.f_back
         if code.co_name == "<module>" and caller is not None and is_known_by_version(caller.f_code.co_filename):
-            self._generated.update(map(id, _with_nested(code)))  # PyTorch runs a text that it made
+            self._generated.update(map(id, with_nested(code)))  # PyTorch runs a text that it made
 
     def _is_beside_forward(self, frame: FrameType) -> bool:
         """Whether code runs because forward imports a module or because Python collects garbage.
@@ -139,11 +139,11 @@ def _paths(path: str, value: object, names: Collection[str], seen: frozenset[int
                 yield from _paths(f"{path}.{name}", vars(value)[name], names, seen | {id(value)})
 
 
-def _with_nested(code: CodeType) -> Iterator[CodeType]:
+def with_nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_nested(constant)
+            yield from with_nested(constant)
 
 
 def global_values(names: Mapping[str, list[str]], fingerprints: Callable[[], Fingerprints]) -> Globals:

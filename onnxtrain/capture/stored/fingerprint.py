@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import onnxtrain
-from onnxtrain.capture.snapshot import _Same
+from onnxtrain.capture.snapshot import Same
 
 # Packages that PyTorch and onnxtrain compute with: no forward is written in them.
 BENEATH = ("sympy", "mpmath", "numpy", "networkx", "onnx", "onnx_ir", "ml_dtypes", "typing_extensions")
@@ -35,7 +35,7 @@ _BUILT_IN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
     *(types.MemberDescriptorType, types.ClassMethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
-_NOT_OF_A_CLASS = frozenset({
+NOT_OF_A_CLASS = frozenset({
     "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl",
     "__firstlineno__", "__static_attributes__", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
     "__parameters__", "__orig_bases__", "__slotnames__",
@@ -114,7 +114,7 @@ class Fingerprints:
             return type(value).__name__, repr(value)
         if isinstance(value, _NAMED):
             return "torch", str(value)
-        if isinstance(value, _Same):
+        if isinstance(value, Same):
             return self.of(value.value, depth)
         if id(value) in self._modules:
             return "module", self._modules[id(value)]
@@ -148,9 +148,9 @@ class Fingerprints:
         self._classes.add(kind)
         found: list[Hashable] = []
         for name, value in sorted(vars(kind).items()):
-            if name in _NOT_OF_A_CLASS:
+            if name in NOT_OF_A_CLASS:
                 continue
-            found.append((name, self._part(value, depth, is_installed=_is_installed(_file_of(kind)))))
+            found.append((name, self._part(value, depth, is_installed=is_in_package(file_of(kind)))))
         return found
 
     def _part(self, value: object, depth: int, *, is_installed: bool) -> Hashable:
@@ -176,7 +176,7 @@ class Fingerprints:
     def _cells(self, function: types.FunctionType, depth: int) -> Hashable:
         """A wrapper of a library holds the function that it wraps in its closure."""
         found: list[Hashable] = []
-        is_installed = _is_installed(function.__code__.co_filename)
+        is_installed = is_in_package(function.__code__.co_filename)
         for cell in function.__closure__ or ():
             try:
                 found.append(self._part(cell.cell_contents, depth, is_installed=is_installed))
@@ -240,16 +240,16 @@ def _feed(code: types.CodeType, update: Callable[[bytes], object]) -> None:
 
 
 def _is_known(kind: type) -> bool:
-    file = _file_of(kind)
+    file = file_of(kind)
     return is_known_by_version(file) if file else kind.__module__ in sys.builtin_module_names
 
 
-def _file_of(kind: type) -> str:
+def file_of(kind: type) -> str:
     """The file of a class's module; "" where it has none."""
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
-def _is_installed(file: str) -> bool:
+def is_in_package(file: str) -> bool:
     """Whether a file is part of an installed package, or of one that is known by its version."""
     return file.startswith(_PACKAGES) or is_known_by_version(file)
 
