@@ -240,8 +240,9 @@ class Engine:
         start, captures = time.perf_counter(), self.captures
         self._refuse(tensors)
         refuse_numbers(structure, tensors)
-        last = next((entry for entry in self._entries.get(key, ()) if entry.compiled is not None), None)
-        if last is not None:
+        entries = [entry for entry in self._entries.get(key, ()) if entry.compiled is not None]
+        if entries:
+            last = self._recent if self._recent in entries else entries[-1]
             self._recaptures.count(last.state, self._calls)
         watch = SideEffects(self._module)
         try:

@@ -11,7 +11,7 @@ import dis
 import functools
 import operator
 import sys
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -127,9 +127,9 @@ class Surroundings:
                 together.setdefault(id(place.holder), []).append(place)
             else:
                 snapshot.compare(_source(snapshot, place), place.value)
-        for places in together.values():
-            _compare_items(snapshot, places)
-        for holder, names in self.absent:
+        if together:
+            _compare_items(snapshot, [*together.values()])
+        for holder, names in filter(operator.itemgetter(1), self.absent):
             bound = snapshot.bind(holder)
             if len(names) < 4:
                 snapshot.may_differ(*(f"{name!r} in {bound}" for name in sorted(names)))
@@ -175,14 +175,17 @@ def _fact(snapshot: Snapshot, place: Place) -> None:
         snapshot.fact(place.what, place.where, Same(value), f"{type(value).__name__} at {id(value):#x}")
 
 
-def _compare_items(snapshot: Snapshot, places: list[Place]) -> None:
-    """One check of the items of one dict: by identity, in C."""
-    if len(places) == 1:
-        snapshot.compare(_source(snapshot, places[0]), places[0].value)
-        return
-    getter = snapshot.bind(operator.itemgetter(*(place.key for place in places)))
-    saved = snapshot.bind(tuple(place.value for place in places))
-    snapshot.may_differ(f"not all(map(is_, {getter}({snapshot.bind(places[0].holder)}), {saved}))")
+def _compare_items(snapshot: Snapshot, together: Sequence[Sequence[Place]]) -> None:
+    """One check of the items of several dicts: by identity, in C."""
+    items: list[str] = []
+    for places in together:
+        if len(places) == 1:
+            items.append(_source(snapshot, places[0]))
+            continue
+        getter = snapshot.bind(operator.itemgetter(*(place.key for place in places)))
+        items.append(f"*{getter}({snapshot.bind(places[0].holder)})")
+    saved = snapshot.bind(tuple(place.value for places in together for place in places))
+    snapshot.may_differ(f"not all(map(is_, ({', '.join(items)},), {saved}))")
 
 
 # The walk
@@ -206,11 +209,13 @@ class _Walk:
             self._reads.setdefault(owner, set()).add(name)
         self._seen: dict[int, object] = {}  # the objects stay alive, so that no id is given again
         self._placed: set[tuple[int, Any]] = set()
+        self._builtins: dict[int, tuple[_Scope, set[str]]] = {}  # by scope, names that are not in it
         self._extended: set[type] = set()  # classes that are looked at for new attributes
         own = list(submodules(module))
         self._seen.update((id(submodule), submodule) for _, submodule in own)
         for path, submodule in own:
             self._module(submodule, path)
+        self.absent += [(scope, frozenset(names)) for scope, names in self._builtins.values()]
 
     # Places
 
@@ -288,9 +293,10 @@ class _Walk:
             self._python_module(value)
         elif isinstance(value, torch.nn.Module):
             self._other_module(value, path)
-        elif (parts := _parts(value)) is not None:
-            for part in parts:
-                self._value(part, path)
+        elif parts := _parts(value):
+            for name in parts:
+                found, at = getattr(value, name), f"{path}.{name}"
+                self._place(Place(name, path, at, _ATTRIBUTE, value, name, found, is_watched=True))  # none can be set
         elif _is_container(value):
             self._container(value, path, covered)
         elif _is_followed(value):
@@ -382,6 +388,7 @@ class _Walk:
             if named.written:
                 _, _, names = self.writes.setdefault(id(scope), (scope, str(scope.get("__name__")), set()))
                 names |= named.written
+            self._builtins.setdefault(id(scope), (scope, set()))[1].update(named.globals - scope.keys())
         for name in sorted(named.globals & scope.keys()):
             self._global(scope, name, is_whole=is_whole)
         package = str(scope.get("__package__") or "")
@@ -407,26 +414,23 @@ def _content(cell: CellType) -> object:
         return _EMPTY
 
 
-def _parts(value: Any) -> tuple[Any, ...] | None:
-    """What a function, method or descriptor that is no plain function holds; None for all else."""
-    if isinstance(value, MethodType):
-        return (value.__func__, value.__self__)
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, property):
-        return (value.fget,)
-    if isinstance(value, staticmethod | classmethod):
-        return (value.__func__,)
-    if isinstance(value, functools.cached_property):
-        return (value.func,)
-    if isinstance(value, _CACHED):
-        return (value.__wrapped__,)
-    if hasattr(type(value), "previous_forward"):  # what `prepare` puts in the place of a forward
-        return (value.previous_forward,)
-    return None
+def _parts(value: Any) -> Sequence[str]:
+    """The attributes of a function, method or descriptor, that is no plain function, by which it leads further."""
+    for kind, names in _PARTS.items():
+        if isinstance(value, kind):
+            return names
+    # What `prepare` puts in the place of a forward.
+    return ("previous_forward",) if hasattr(type(value), "previous_forward") else ()
 
 
-_CACHED = type(functools.lru_cache(lambda: None))
+_PARTS: Mapping[Any, Sequence[str]] = {
+    MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    (staticmethod, classmethod): ("__func__",),
+    functools.cached_property: ("func",),
+    type(functools.lru_cache(lambda: None)): ("__wrapped__",),
+}
 
 
 def _is_container(value: object) -> bool:
@@ -436,7 +440,7 @@ def _is_container(value: object) -> bool:
 def _is_followed(value: object) -> bool:
     """Whether an object's attributes are watched."""
     kind = type(value)
-    if isinstance(value, (*OPAQUE, *CONTAINERS, type, FunctionType, CodeType)) or _parts(value) is not None:
+    if isinstance(value, (*OPAQUE, *CONTAINERS, type, FunctionType, CodeType)) or _parts(value):
         return False
     if kind.__module__.partition(".")[0] in ("torch", "onnxtrain"):
         return False

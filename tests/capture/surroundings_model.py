@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,7 @@ def closure(by: float) -> Callable[..., Any]:
 
 
 from_closure = closure(1.25)
+partial = functools.partial(torch.mul, other=torch.full((3,), 2.0, dtype=torch.float64))
 
 
 def with_defaults(x: torch.Tensor, plus: float = 0.5, *, times: float = 1.0) -> torch.Tensor:
@@ -118,7 +120,7 @@ class Functions(Model):
         from tests.capture.surroundings_other import WITHIN
 
         x = TABLE["function"](helper(self.first(x)))  # type: ignore[operator]
-        x = from_closure(x) + self.function(x)
+        x = from_closure(x) + self.function(x) + partial(x) * min(SIZES)
         return x * other.FACTOR + other.Settings.shift + other.function(x) + WITHIN
 
 

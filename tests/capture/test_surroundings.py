@@ -96,6 +96,8 @@ FUNCTIONS: dict[str, Change] = {
     "code of a function": own("__code__", negated.__code__, outside.with_defaults),
     "closure": own("from_closure", outside.closure(3.0)),
     "cell of a closure": own("cell_contents", 3.0, INNER[0]),
+    "argument of a partial": item(outside.partial.keywords, "other", ones()),
+    "a builtin": own("min", max),
     "default": own("__defaults__", (3.0,), outside.with_defaults),
     "default by name": item(outside.with_defaults.__kwdefaults__, "times", 3.0),
     "defaults by name": own("__kwdefaults__", {"times": 4.0}, outside.with_defaults),
