@@ -11,7 +11,7 @@ import dis
 import functools
 import operator
 import sys
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -210,6 +210,7 @@ class _Walk:
         self._seen: dict[int, object] = {}  # the objects stay alive, so that no id is given again
         self._placed: set[tuple[int, Any]] = set()
         self._builtins: dict[int, tuple[_Scope, set[str]]] = {}  # by scope, names that are not in it
+        self._methods: dict[type, set[str]] = {}  # names that were looked for in classes of modules
         self._extended: set[type] = set()  # classes that are looked at for new attributes
         own = list(submodules(module))
         self._seen.update((id(submodule), submodule) for _, submodule in own)
@@ -240,13 +241,12 @@ class _Walk:
         """One of the module's own, whose attributes the snapshot watches."""
         own = module.__dict__
         read = self._read(module)
-        for name in sorted(read):
-            value = own.get(name)
-            if not isinstance(value, (*VALUES, torch.Tensor, torch.nn.Module)):
-                self._value(value, f"{path}.{name}" if path else name, DEEPEST_OBJECT)
+        for name in sorted(own.keys() & read - _TABLES):
+            if not isinstance(own[name], _HELD):
+                self._value(own[name], f"{path}.{name}" if path else name, DEEPEST_OBJECT)
         self._own_code(module, read)
 
-    def _read(self, module: torch.nn.Module) -> Collection[str]:
+    def _read(self, module: torch.nn.Module) -> Set[str]:
         own = {name for name in module.__dict__ if name not in _TABLES}
         if self._reads is None:
             return own & self._by | {"forward"}
@@ -257,12 +257,14 @@ class _Walk:
         """What the module runs: its class, and of an installed package's class the methods that were read."""
         kind = type(module)
         self._value(kind, _name(kind))
-        for base in kind.__mro__:
-            for name in read:
+        followed = self._methods.setdefault(kind, set())
+        for name in set(read) - followed:
+            for base in kind.__mro__:
                 found = vars(base).get(name)
                 while isinstance(found, FunctionType) and _origin(found.__code__.co_filename) == _INSTALLED:
                     self._globals(found.__code__, found.__globals__, is_whole=False)
                     found = getattr(found, "__wrapped__", None)  # of a decorator
+        followed.update(read)
 
     def _other_module(self, module: torch.nn.Module, path: str) -> None:
         """A module that forward calls, and that is no submodule: a teacher in a list."""
@@ -404,6 +406,11 @@ class _Walk:
 
 
 _TABLES = frozenset(torch.nn.Module().__dict__) - {"training"}
+_HELD = (
+    *(k for k in VALUES if k is not type),
+    torch.Tensor,
+    torch.nn.Module,
+)  # as attributes of modules they lead no further
 _EMPTY = object()
 
 
