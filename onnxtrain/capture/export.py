@@ -49,13 +49,13 @@ from onnxtrain.capture.key import attribute_reads
 from onnxtrain.capture.layouts import Layouts
 from onnxtrain.capture.left_behind import FakesMade
 from onnxtrain.capture.no_grad import grad_mode_noted, keep_gradients_out
+from onnxtrain.capture.outside_tensors import OutsideTensors
 from onnxtrain.capture.patches import capturing
 from onnxtrain.capture.plain_writes import make_convertible
 from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.shape_shortcuts import shape_shortcuts
 from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
-from onnxtrain.capture.surroundings import Surroundings, memory_of
 from onnxtrain.capture.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.views import mark_views
 from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError, ORTModuleIOError
@@ -239,8 +239,9 @@ def _nearest(
 
 def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
+    outside = OutsideTensors()
     with capturing(), left_alone(module), four_bit_weights(module) as parts:
-        with attribute_reads() as reads:
+        with attribute_reads() as reads, outside.noted():
             program = _export(wrapper, decisions)
             while wrapper.elements.is_open:
                 wrapper.elements.settle(program)
@@ -257,10 +258,11 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
         converted = convert(program, type(module).__name__)
         names = _names(module, structure)
         guards = compile_guards(program, names, decisions, traced, wrapper.elements.made)
-        outside = _outside(module, reads, decisions.examples) if outside_is_input else _no_name
+        if outside_is_input:
+            outside.find(module, reads, decisions.examples, (t for made in wrapper.elements.made for t in made.lifted))
         sources = _sources(program, module, len(names), parts, outside)
         captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
-    return replace(captured, reads=frozenset(reads))
+    return replace(captured, reads=frozenset(reads), constants=(*captured.constants, *outside.read))
 
 
 @contextmanager
@@ -428,7 +430,7 @@ def _sources(
     module: torch.nn.Module,
     user_inputs: int,
     parts: Mapping[str, str],
-    outside: Callable[[torch.Tensor], str],
+    outside: OutsideTensors,
 ) -> _Sources:
     """Where the placeholders come from.
 
@@ -437,7 +439,7 @@ def _sources(
         module: the user's module.
         user_inputs: how many tensors the call has.
         parts: names what parameters hold, by its names in the export.
-        outside: names a tensor from outside the module that can be an input; "" for others.
+        outside: the tensors that are none of the module's parameters and buffers.
     """
     found: list[Source | None] = []
     lifted: list[tuple[int, torch.Tensor]] = []
@@ -452,16 +454,10 @@ def _sources(
         elif spec.kind == InputKind.USER_INPUT:
             numbers[spec.arg.name] = len(numbers)
             found.append(Source("input", index=len(numbers) - 1))
-        elif spec.kind == InputKind.CONSTANT_TENSOR and _is_attribute(module, target):
-            found.append(Source("attribute", target.removeprefix(_PREFIX)))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            tensor = program.constants[target]
-            refuse_outside_tensor(tensor)
-            if name := outside(tensor):
-                found.append(Source("outside", name))
-            else:
-                lifted.append((position, tensor))
-                found.append(None)
+            found.append(_of_constant(module, target, program.constants[target], outside))
+            if found[-1] is None:
+                lifted.append((position, program.constants[target]))
         else:
             raise CaptureError(f"forward uses {spec.arg} of kind {spec.kind.name}, which the graph cannot hold")
     if len(numbers) != user_inputs:
@@ -469,22 +465,13 @@ def _sources(
     return found, lambda inputs: [(inputs[p], t) for p, t in lifted], numbers
 
 
-def _outside(
-    module: torch.nn.Module, reads: Collection[tuple[int, str]], examples: Sequence[torch.Tensor]
-) -> Callable[[torch.Tensor], str]:
-    """Names tensors that forward can find outside of the module. One of another device can only be a constant."""
-    names = Surroundings(module, reads).tensor_names()
-    devices = {tensor.device for tensor in examples}
-
-    def name(tensor: torch.Tensor) -> str:
-        fits = tensor.device in devices or not tensor.dim()
-        return names.get(memory_of(tensor), "") if fits else ""
-
-    return name
-
-
-def _no_name(tensor: torch.Tensor) -> str:
-    return ""
+def _of_constant(module: torch.nn.Module, target: str, tensor: torch.Tensor, outside: OutsideTensors) -> Source | None:
+    """Where a constant of the export comes from; None for one that it can only be."""
+    if _is_attribute(module, target) and not outside.is_held(tensor):
+        return Source("attribute", target.removeprefix(_PREFIX))
+    refuse_outside_tensor(tensor)
+    name = outside.name(tensor)
+    return Source("outside", name) if name else None
 
 
 def _is_attribute(module: torch.nn.Module, target: str) -> bool:

@@ -207,6 +207,36 @@ def test_the_same_graph_serves(kind: type[outside.Model]) -> None:
     assert captures(ours) == before
 
 
+NUMBER = torch.tensor(2.0, dtype=torch.float64)
+SIZES = torch.tensor([2, 3])
+
+
+class ReadsElements(outside.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = torch.tensor([2, 3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * NUMBER.item() + float(NUMBER) + NUMBER
+        return x.sum(1) * SIZES.tolist()[0] + self.sizes.tolist()[0]
+
+
+def test_elements_that_forward_reads_as_numbers() -> None:
+    model = ReadsElements().double()
+    ours = ORTModule(model, pieces=False)
+    changes = (in_place(NUMBER), in_place(SIZES), in_place(model.sizes))
+    replaced = [
+        own(name, value, sys.modules[__name__]) for name, value in (("NUMBER", NUMBER + 3), ("SIZES", SIZES + 3))
+    ]
+    for change in (*changes, *replaced, own("sizes", SIZES + 3, model)):
+        for _ in range(3):
+            check(model, ours)
+        with ExitStack() as undo:
+            change(undo)
+            check(model, ours)
+    assert captures(ours) > 6
+
+
 STEP = 0
 WEIGHT = 0.0
 
