@@ -66,7 +66,7 @@ def measure(
             steppers[contender] = Stepper(workload, contender, model)
             steppers[contender].step(batches[0])
         if warm:
-            _warm_up(steppers, batches, tell)
+            warm_up(steppers, batches, tell)
     steps = _steps_of_a_turn(steppers, batches)
     others = OtherPrograms()
     times = _timed(workload, contenders, model, steppers, batches, rounds, steps, products, tell)
@@ -168,7 +168,7 @@ def _steps_of_a_turn(steppers: dict[str, Stepper], batches: Sequence[Batch]) -> 
     return math.ceil(_LEAST_TURN_S / fastest)
 
 
-def _warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) -> None:
+def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) -> None:
     """Steps until onnxtrain has chosen its kernels and whatever it compiles behind them is there."""
     tell("warming up")
     started = time.monotonic()
