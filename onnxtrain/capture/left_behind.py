@@ -64,18 +64,22 @@ class FakesMade:
             return
         gc.collect()  # graphs hold their nodes in cycles
         left = [(ref(), line) for ref, line in self._held]
-        for tensor, line in left:
-            holders = [] if tensor is None else _holders(tensor, frozenset({id(left)}))
-            if tensor is None or not holders:
-                continue
-            kind = type(holders[0]).__name__
-            _take_away(tensor, frozenset({id(left), id(holders)}))
-            raise CaptureError(
-                f"forward keeps a tensor after its call, in a {kind} outside the module, which a graph would not do",
-                where=line or type(module).__name__,
-                got=f"shape {tuple(map(str, tensor.shape))}",
-                todo="the module runs in PyTorch; let forward return the tensor, and keep it there",
-            )
+        if all(tensor is None for tensor, _ in left):
+            return
+        with _frozen_objects_too():
+            for tensor, line in left:
+                holders = [] if tensor is None else _holders(tensor, frozenset({id(left)}))
+                if tensor is None or not holders:
+                    continue
+                kind = type(holders[0]).__name__
+                _take_away(tensor, frozenset({id(left), id(holders)}))
+                raise CaptureError(
+                    f"forward keeps a tensor after its call, in a {kind} outside the module, "
+                    "which a graph would not do",
+                    where=line or type(module).__name__,
+                    got=f"shape {tuple(map(str, tensor.shape))}",
+                    todo="the module runs in PyTorch; let forward return the tensor, and keep it there",
+                )
 
     def _left(self, results: Sequence[Any]) -> list[FakeTensor]:
         """Those that are alive and are neither results nor the capture's own."""
@@ -89,6 +93,19 @@ class FakesMade:
         tensor = None  # no name here holds the last one
         mine = next(_references(value) for value in [object()])
         return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > mine]
+
+
+@contextmanager
+def _frozen_objects_too() -> Iterator[None]:
+    """Let gc.get_referrers see what the program froze (gc.freeze); all that is alive is frozen afterwards."""
+    if not gc.get_freeze_count():
+        yield
+        return
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
 
 
 def _references(value: Any) -> int:

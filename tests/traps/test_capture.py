@@ -5,6 +5,7 @@ Traps of sizes, of memory, of randomness and of changes between steps have files
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -367,6 +368,14 @@ def test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(keep: Call
     kept = [tensor for item in STORE for tensor in tensors_in(item)]
     STORE.clear()
     assert [type(tensor) for tensor in kept] == [torch.Tensor] * 6  # of ours, eager and float64, two steps each
+
+
+def test_what_a_program_froze_may_keep_a_tensor_too() -> None:
+    """gc.get_referrers does not see a frozen list."""
+    gc.collect()
+    gc.freeze()
+    test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(lambda store, h: store.append(h))
+    assert gc.get_freeze_count()
 
 
 def tensors_in(item: Any) -> list[Any]:
