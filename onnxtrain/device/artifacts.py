@@ -6,7 +6,7 @@ import contextlib
 import enum
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,19 @@ from onnxtrain.device.block import custom_op_library as in_library
 from onnxtrain.device.blocks import PassThrough
 from onnxtrain.device.checkpoint_data import Checkpoint
 from onnxtrain.device.light_model import hold_out
+from onnxtrain.device.qat import with_fake_quant
 from onnxtrain.device.training_block import Choice, Extended, TrainingBlock
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import TensorType
 
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 2**31  # of a protobuf message
+_FLOATING = (
+    onnx.TensorProto.FLOAT,
+    onnx.TensorProto.DOUBLE,
+    onnx.TensorProto.FLOAT16,
+    onnx.TensorProto.BFLOAT16,
+)
 
 
 class LossType(enum.IntEnum):
@@ -78,7 +85,8 @@ def generate_artifacts(
     """Write the files that train a model on any stock onnxruntime; docs/how-to/on-device-training.md describes them.
 
     Args:
-        model: an ONNX model of any exporter, its path (required above 2 GB), or a torch module.
+        model: an ONNX model of any exporter, its path (required above 2 GB), or a torch module. Pairs of QuantizeLinear
+            and DequantizeLinear become FakeQuant nodes (`fake_quantize`).
         requires_grad: the names of the parameters to train. None with a torch module: those with requires_grad.
         frozen_params: the names of parameters that are not trained but are part of the checkpoint. All others are
             constants of the graphs. None with a torch module: those without requires_grad.
@@ -111,6 +119,7 @@ def generate_artifacts(
             for base in (sources.training, sources.evaluation)
         )
     graphs = _graphs(training, evaluation, choice, step, portable=portable)
+    _warn_of_bfloat16(graphs.values())
     folder = Path.cwd() if artifact_directory is None else Path(artifact_directory)
     _write(graphs, folder, prefix)
     for name in ("checkpoint", "nominal_checkpoint")[: 1 + nominal_checkpoint]:
@@ -121,6 +130,9 @@ def _graphs(
     training: Extended, evaluation: Extended, choice: Choice, step: optimizers.Optimizer | None, *, portable: bool
 ) -> dict[str, ir.Model]:
     """Build the graphs, by file name."""
+    if not choice.trainable:
+        _LOG.warning("the model has nothing to train: only the evaluation model is written")
+        return {"eval_model": evaluation.evaluation(choice, portable=portable)}
     graphs = {
         "training_model": training.training(choice, portable=portable),
         "eval_model": evaluation.evaluation(choice, portable=portable),
@@ -130,6 +142,18 @@ def _graphs(
         types = [(name, _type(tensors[name])) for name in training.ordered(choice)[0]]
         graphs["optimizer_model"] = step.model(types, portable=portable)
     return graphs
+
+
+def _warn_of_bfloat16(graphs: Iterable[ir.Model]) -> None:
+    """Name the ops that compute in bfloat16, of which onnxruntime has hardly any on a CPU."""
+    nodes = [node for model in graphs for node in model.graph]
+    names = {node.op_type for node in nodes if any(v.dtype == ir.DataType.BFLOAT16 for v in node.outputs)}
+    if names - {"Cast", "Identity", "Constant"}:
+        _LOG.warning(
+            "the graphs compute in bfloat16, which onnxruntime's CPU provider lacks for most ops (%s): train them on a "
+            "GPU, or export the model in float32",
+            ", ".join(sorted(names)),
+        )
 
 
 def _type(tensor: ir.TensorProtocol) -> TensorType:
@@ -206,6 +230,7 @@ class _Sources:
         if isinstance(model, onnx.ModelProto):
             _refuse_large(model)
         if isinstance(model, onnx.ModelProto | ir.Model | str | os.PathLike):
+            model = with_fake_quant(model)
             self.training = Base(*hold_out(model))
             self.evaluation = Base(onnx.ModelProto(), self.training.tensors)
             self.evaluation.model.CopyFrom(self.training.model)
@@ -231,20 +256,27 @@ class _Sources:
         self._trainable, self._frozen = captured.trainable, captured.frozen
 
     def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> Choice:
-        """The parameters to train and to freeze."""
+        """The parameters to train and to freeze; none to train if the model has none besides the frozen ones."""
+        given = requires_grad is not None
         if requires_grad is None:
             requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
         if frozen is None:
             parameters = [*(self._trainable or ()), *(self._frozen or ())]
             frozen = [name for name in parameters if name not in requires_grad]
-        if not requires_grad:
-            floating = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
-            names = [t.name for t in self.training.model.graph.initializer if t.data_type in floating and t.dims]
+        if not requires_grad and (given or self._candidates(frozen)):
+            names = self._candidates(())
             shown = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
             raise ArtifactError(
                 "No parameter is chosen for training.", expected=f"requires_grad=[...] with some of {shown}", got="none"
             )
         return Choice(list(requires_grad), list(frozen))
+
+    def _candidates(self, frozen: Sequence[str]) -> list[str]:
+        """The floating-point initializers, besides those and running statistics."""
+        graph = self.training.model.graph
+        statistics = {name for n in graph.node if n.op_type == "BatchNormalization" for name in n.input[3:5]}
+        names = [t.name for t in graph.initializer if t.data_type in _FLOATING and t.dims]
+        return [name for name in names if name not in frozen and name not in statistics]
 
 
 def _refuse_large(model: onnx.ModelProto) -> None:

@@ -29,9 +29,10 @@ import onnx_ir as ir
 from onnxtrain.device.custom_ops import declare_types
 from onnxtrain.device.from_onnx import convert, prepare
 from onnxtrain.device.light_model import Tensors, hold_out, put_back, whole, without_stubs
+from onnxtrain.device.stock import for_stock
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import sizes
-from onnxtrain.graph.values import dtype_of
+from onnxtrain.graph.values import OWN, dtype_of
 
 OPSET = 21  # of new graphs
 
@@ -99,6 +100,12 @@ class Base:
             if tensor.name == name:
                 return tensor.data_type, list(tensor.dims)
         return self._converted(name)
+
+    def is_sequence(self, name: str) -> bool:
+        """Whether a value is declared to be a sequence of tensors."""
+        graph = self.model.graph
+        values = (*graph.input, *graph.output, *graph.value_info)
+        return any(value.name == name and value.type.HasField("sequence_type") for value in values)
 
     def whole(self) -> ir.Model:
         """The model with all tensor data, and with the types of custom ops if a library is set."""
@@ -258,20 +265,28 @@ class ForwardBlock(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self._model: onnx.ModelProto | None = None
+        self._extended: Base | None = None
 
     def __call__(self, *names: Any, **options: Any) -> Any:
         """Like `Block.__call__`; the values that `build` returns become the graph's outputs."""
         result = super().__call__(*names, **options)
         set_outputs(self.base, names_of(result))
-        self._model = self.base
+        self._extended = current_base()
         return result
 
     def to_model_proto(self) -> onnx.ModelProto:
-        """Return the model. Raises ArtifactError before the first call of the block."""
-        if self._model is None:
+        """Return the model, with the functions of onnxtrain's ops in it: it runs on any stock onnxruntime.
+
+        Raises:
+            ArtifactError: the block was not called yet.
+        """
+        if self._extended is None:
             raise ArtifactError("The block was not called yet, and has no model.", todo="call the block first")
-        return self._model
+        whole = self._extended.whole()
+        if any(node.domain == OWN for node in whole.graph) and not whole.functions:
+            outputs = [str(value.name) for value in whole.graph.outputs]
+            whole = for_stock(convert(prepare(whole), outputs, (), {}, training=False), portable=False)
+        return ir.to_proto(whole)
 
 
 def names_of(result: Any) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -55,7 +56,7 @@ class OnnxModule(torch.nn.Module):
             if name in held:
                 constant = held[name].const_value
                 assert constant is not None  # an initializer has a value
-                tensor = torch.from_numpy(constant.numpy().copy())
+                tensor = _tensor(constant)
                 names.append(name.replace(".", "_"))
                 if name in buffers:
                     self.register_buffer(names[-1], tensor)
@@ -117,3 +118,9 @@ def _with_gradients(model: ir.Model) -> tuple[ir.Model, frozenset[str]]:
     model = ir.from_proto(quantized.model)
     floating = {n for n, v in model.graph.initializers.items() if v.dtype is not None and v.dtype.is_floating_point()}
     return model, frozenset(floating - {*quantized.parameters, *quantized.scales})
+
+
+def _tensor(constant: ir.TensorProtocol) -> torch.Tensor:
+    if constant.dtype == ir.DataType.BFLOAT16:  # NumPy has it as an extension, which PyTorch does not read
+        return torch.from_numpy(constant.numpy().view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(constant.numpy().copy())

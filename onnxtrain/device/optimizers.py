@@ -22,7 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.device.accumulation import GRADIENT
-from onnxtrain.device.block import Block, ForwardBlock, current_base
+from onnxtrain.device.block import Base, Block, ForwardBlock, current_base
 from onnxtrain.device.in_place import verify_updates
 from onnxtrain.device.stock import for_stock
 from onnxtrain.device.training_graph import UPDATED, annotate
@@ -65,14 +65,31 @@ class ClipGradNorm(Block):
         self.max_norm = max_norm
 
     def build(self, *gradients: str) -> list[str]:
-        """Append the nodes for float32 gradients of these names; return the names of the clipped gradients."""
+        """Append nodes for float32 gradients of these names; return the names of the clipped gradients.
+
+        One name may be that of a sequence of gradients.
+        """
         base = current_base()
+        if len(gradients) == 1 and base.is_sequence(gradients[0]):
+            return [self._of_sequence(base, gradients[0])]
         squares = [base.append("ReduceSum", [base.append("Mul", [g, g])], keepdims=0) for g in gradients]
-        norm = base.append("Sqrt", [base.append("Sum", squares)], "norm")
-        above = base.append("Add", [norm, base.constant(_scalar(_EPSILON))])
-        factor = base.append("Div", [base.constant(_scalar(self.max_norm)), above])
-        factor = base.append("Min", [factor, base.constant(_scalar(1.0))], "clip_factor")
+        factor = self._factor(base, base.append("Sum", squares))
         return [base.append("Mul", [g, factor], f"{g}_clipped") for g in gradients]
+
+    def _factor(self, base: Base, squares: str) -> str:
+        above = base.append("Add", [base.append("Sqrt", [squares], "norm"), base.constant(_scalar(_EPSILON))])
+        factor = base.append("Div", [base.constant(_scalar(self.max_norm)), above])
+        return base.append("Min", [factor, base.constant(_scalar(1.0))], "clip_factor")
+
+    def _of_sequence(self, base: Base, gradients: str) -> str:
+        square = _body("square", ["gradient"], [("ReduceSumSquare", ["gradient"], {"keepdims": 0})])
+        squares = base.append("SequenceMap", [gradients], "squares", body=square)
+        total = base.append("ReduceSum", [base.append("ConcatFromSequence", [squares], axis=0, new_axis=1)], keepdims=0)
+        scale = _body("scale", ["gradient", "factor"], [("Mul", ["gradient", "factor"], {})])
+        clipped = base.append("SequenceMap", [gradients, self._factor(base, total)], f"{gradients}_clipped", body=scale)
+        info = onnx.helper.make_tensor_sequence_value_info(clipped, onnx.TensorProto.FLOAT, None)
+        base.model.graph.value_info.append(info)
+        return clipped
 
     def wrap(self, rule: Rule, op: Builder, gradients: Sequence[ir.Value]) -> Rule:
         """Wrap an optimizer's rule with clipping, in a typed graph, for gradients of any floating-point dtype."""
@@ -86,6 +103,14 @@ class ClipGradNorm(Block):
             return rule(op, weight, op.Mul(wide, cast(op, factor, dtype_of(wide))), *states)
 
         return clipped
+
+
+def _body(name: str, inputs: Sequence[str], nodes: Sequence[tuple[str, list[str], dict[str, Any]]]) -> onnx.GraphProto:
+    """The graph that a SequenceMap runs on each element: each node reads what is named, the last gives the output."""
+    made = [onnx.helper.make_node(op, given, [f"{name}_{i}"], **how) for i, (op, given, how) in enumerate(nodes)]
+    infos = [onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, None) for value in inputs]
+    output = onnx.helper.make_tensor_value_info(made[-1].output[0], onnx.TensorProto.FLOAT, None)
+    return onnx.helper.make_graph(made, name, infos, [output])
 
 
 def _widened(op: Builder, x: ir.Value) -> ir.Value:
@@ -121,8 +146,15 @@ class Optimizer(ForwardBlock):
     def _rule(self, op: Builder, learning_rate: ir.Value, step: ir.Value) -> Rule:
         """Append the nodes that all parameters share; return the update rule of one. `learning_rate` is a scalar."""
 
-    def build(self, parameters: Sequence[onnx.TensorProto]) -> list[str]:
-        types = [(t.name, TensorType(ir.DataType(t.data_type), tuple(t.dims))) for t in parameters]
+    def build(self, parameters: Sequence[onnx.TensorProto] | tuple[list[onnx.TensorProto], ...]) -> list[str]:
+        """Make the graph that updates these parameters.
+
+        Args:
+            parameters: the trainable ones, or all as `TrainingBlock.parameters` returns them.
+        """
+        is_pair = isinstance(parameters, tuple) and bool(parameters) and isinstance(parameters[0], list)
+        trainable: Any = parameters[0] if is_pair else parameters
+        types = [(t.name, TensorType(ir.DataType(t.data_type), tuple(t.dims))) for t in trainable]
         model = ir.to_proto(self.model(types))
         base = current_base()
         if base.model.graph.node:

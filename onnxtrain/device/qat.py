@@ -72,6 +72,20 @@ def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scal
     return FakeQuantized(ir.to_proto(source), _parameters(source.graph, writer.scales), tuple(writer.factors))
 
 
+def with_fake_quant(
+    model: onnx.ModelProto | ir.Model | str | os.PathLike[str],
+) -> onnx.ModelProto | ir.Model | str | os.PathLike[str]:
+    """A model with FakeQuant in place of each Q/DQ pair, where it has any; else the model itself."""
+    light = (
+        onnx.load(model, load_external_data=False).graph.node
+        if isinstance(model, str | os.PathLike)
+        else (model.graph.node if isinstance(model, onnx.ModelProto) else model.graph)
+    )
+    if not {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in light}:
+        return model
+    return fake_quantize(ir.to_proto(model) if isinstance(model, ir.Model) else model).model
+
+
 def quantize_trained(
     model: onnx.ModelProto | str | os.PathLike[str], state: CheckpointState | str | os.PathLike[str]
 ) -> onnx.ModelProto:

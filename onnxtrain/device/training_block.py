@@ -65,7 +65,7 @@ class Extended:
 
     def _forward(self, choice: Choice, outputs: Sequence[str], *, training: bool) -> tuple[ir.Model, Roles]:
         trainable, frozen, buffers = self.ordered(choice)
-        missing = {*choice.trainable, *choice.frozen} - {*trainable, *frozen, *buffers}
+        missing = {*choice.trainable, *choice.frozen} - {*trainable, *frozen, *buffers, *self._inputs()}
         if missing:
             available = [name for name, tensor in self.parameters().items() if tensor.dtype.is_floating_point()]
             raise ArtifactError(
@@ -76,8 +76,14 @@ class Extended:
         names = {*trainable, *frozen, *buffers}
         updates = self._updates if training else {}
         model = convert(self._model, outputs, names, updates, training=training)
-        inputs = [str(v.name) for v in self._model.graph.inputs if v.name not in self._model.graph.initializers]
-        return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs)
+        inputs = self._inputs()
+        wanted = [name for name in inputs if name in choice.trainable]
+        return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs, wanted)
+
+    def _inputs(self) -> list[str]:
+        """What a call is fed."""
+        held = self._model.graph.initializers
+        return [str(value.name) for value in self._model.graph.inputs if value.name not in held]
 
 
 class TrainingBlock(Block):
@@ -90,7 +96,10 @@ class TrainingBlock(Block):
         self._extended: Extended | None = None
 
     def requires_grad(self, name: str, value: bool = True) -> None:
-        """Choose a parameter for training; with False, make it a frozen input of the graphs."""
+        """Choose a parameter for training; with False, make it a frozen input of the graphs.
+
+        Of an input of the graph, the gradient is accumulated as that of a parameter is.
+        """
         self._requires_grad[name] = value
 
     def __call__(self, *names: Any, **options: Any) -> Any:

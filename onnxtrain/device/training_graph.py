@@ -54,6 +54,7 @@ class Roles:
         forward_outputs: the model's own outputs, which an evaluation graph returns too.
         trainable, frozen: parameters.
         buffers: running statistics, whose new values are the outputs `<b>.out` of training graphs.
+        input_gradients: inputs whose gradients are accumulated too.
     """
 
     inputs: Sequence[str]
@@ -62,6 +63,12 @@ class Roles:
     frozen: Sequence[str]
     buffers: Sequence[str]
     forward_outputs: Sequence[str] = field(default=())
+    input_gradients: Sequence[str] = field(default=())
+
+    @property
+    def differentiated(self) -> Sequence[str]:
+        """The inputs whose gradients are accumulated."""
+        return [*self.trainable, *self.input_gradients]
 
 
 def annotate(model: ir.Model, kind: str, **metadata: Any) -> None:
@@ -82,7 +89,7 @@ def training_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Mod
             the loss does not depend on a parameter.
     """
     result, draws = gradient_model(forward, roles, portable=portable)
-    updates = accumulate(result.graph, roles.trainable, portable=portable)
+    updates = accumulate(result.graph, roles.differentiated, portable=portable)
     updates |= {f"{name}{UPDATED}": name for name in roles.buffers}
     annotate(
         result,
@@ -103,7 +110,7 @@ def training_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Mod
 def gradient_model(forward: ir.Model, roles: Roles, *, portable: bool) -> tuple[ir.Model, bool]:
     """Build the joint graph for stock onnxruntime; also return whether it has an input `random_seed`.
 
-    Its outputs are `roles.outputs`, `<p>_grad` for each trainable p, and `<b>.out` for each buffer. `forward` is not
+    Its outputs are `roles.outputs`, `<p>_grad` for each differentiated p, `<b>.out` for each buffer. `forward` is not
     modified.
 
     Raises:
@@ -163,12 +170,12 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
     of = [index == 0 for index in range(len(names))]
     num_outputs = len(roles.outputs)
     try:
-        joint = differentiate(model, [v.name in roles.trainable for v in graph.inputs], of)
+        joint = differentiate(model, [v.name in roles.differentiated for v in graph.inputs], of)
     except OnnxTrainError as error:
         raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     graph = joint.model.graph
     gradients = {str(v.name): g for v, g in zip(graph.inputs, joint.gradients, strict=False) if g is not None}
-    lacking = [name for name in roles.trainable if name not in gradients]
+    lacking = [name for name in roles.differentiated if name not in gradients]
     if lacking:
         rounds = any(node.op_type == "QuantizeLinear" for node in graph)
         raise ArtifactError(
@@ -190,8 +197,8 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
     traversal.sort(graph)
     close(
         graph,
-        [*forward[:num_outputs], *(gradients[name] for name in roles.trainable), *forward[num_outputs:]],
-        [*names[:num_outputs], *(f"{name}{GRADIENT}" for name in roles.trainable), *names[num_outputs:]],
+        [*forward[:num_outputs], *(gradients[name] for name in roles.differentiated), *forward[num_outputs:]],
+        [*names[:num_outputs], *(f"{name}{GRADIENT}" for name in roles.differentiated), *names[num_outputs:]],
     )
     traversal.name_uniquely(graph)
     return joint.model
@@ -200,7 +207,7 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
 def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
     """Raise ArtifactError for unknown ops that a gradient must pass: it would be lost silently."""
     needed = _reaching(graph, graph.outputs[0])
-    active = {v for v in graph.inputs if v.name in roles.trainable}
+    active = {v for v in graph.inputs if v.name in roles.differentiated}
     for node in graph:
         reads = [v for v in node.inputs if v in active]
         if not reads:

@@ -59,10 +59,13 @@ class _Console(logging.StreamHandler[TextIO]):
 _CONSOLE = _Console()
 
 
-class _Levels:
-    """The logger's level that this module has set last, and the program's own before."""
+class _OwnLevel(int):
+    """A level that was set here, as opposed to by the program.
 
-    ours: int | None = None
+    Attributes:
+        programs: the program's own level before.
+    """
+
     programs = logging.NOTSET
 
 
@@ -77,10 +80,9 @@ def set_up(options: Options) -> None:
     if rank() and level >= LogLevel.INFO and not (is_default and _LOG.level):
         _LOG.setLevel(_SILENT)
     elif not is_default:
-        if _LOG.level != _Levels.ours:
-            _Levels.programs = _LOG.level
-        _Levels.ours = _LOGGING_LEVEL[level]
-        _LOG.setLevel(_Levels.ours)
+        own = _OwnLevel(_LOGGING_LEVEL[level])
+        own.programs = _LOG.level.programs if isinstance(_LOG.level, _OwnLevel) else _LOG.level
+        _LOG.setLevel(own)
         _LOG.addHandler(_CONSOLE)  # adding it again has no effect
 
 
@@ -89,9 +91,9 @@ def level_of(options: Options) -> Iterator[None]:
     """Logs at a module's own level while it is captured and compiled; the capture lock is held."""
     before = _LOG.level
     level = before
-    if before == _Levels.ours:  # and nobody has set another since
+    if isinstance(before, _OwnLevel):
         is_default = options.log_level == Options().log_level
-        level = _Levels.programs if is_default else _LOGGING_LEVEL[options.log_level]
+        level = before.programs if is_default else _LOGGING_LEVEL[options.log_level]
     _LOG.setLevel(level)
     try:
         yield

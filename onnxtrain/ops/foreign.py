@@ -1,6 +1,6 @@
 """A node of an imported ONNX model that this package does not know: it goes through as it is.
 
-    Foreign(inputs...) -> outputs...        node: the node as bytes of a NodeProto
+    Foreign(inputs...) -> outputs...        node: the node as bytes of a NodeProto; version: of its domain's opset
 
 Custom ops, and standard ops without a definition, may stand wherever no gradient is asked for: in front of the trained
 part, or behind it. `device/from_onnx` makes these nodes, and `unwrap` puts the originals back before a file is written.
@@ -24,11 +24,13 @@ from onnxtrain.ops.registry import define
 NAME = "Foreign"
 
 
-def wrap(op: Builder, node: ir.Node, inputs: Sequence[ir.Value | None], types: Sequence[TensorType]) -> ir.Node:
-    """Appends a Foreign node for `node`, whose outputs have these types."""
+def wrap(
+    op: Builder, node: ir.Node, inputs: Sequence[ir.Value | None], types: Sequence[TensorType], version: int
+) -> ir.Node:
+    """Appends a Foreign node for `node`, whose outputs have these types, of this opset version of its domain."""
     proto = ir.to_proto(node)
     content = np.frombuffer(proto.SerializeToString(), np.uint8)
-    return op.node(OWN, NAME, inputs, {"node": ir.Tensor(content)}, types=types)
+    return op.node(OWN, NAME, inputs, {"node": ir.Tensor(content), "version": version}, types=types)
 
 
 def original(node: ir.Node) -> ir.Node:
@@ -58,7 +60,7 @@ def unwrap(graph: ir.Graph) -> None:
             old.replace_all_uses_with(new, replace_graph_outputs=True)
         graph.insert_before(node, kept)
         graph.remove(node, safe=True)
-        graph.opset_imports.setdefault(kept.domain, 1)
+        graph.opset_imports.setdefault(kept.domain, node.attributes["version"].as_int())
 
 
 def _no_kernel(n: NodeView, *inputs: object) -> Call:
@@ -75,7 +77,7 @@ define(
         name=NAME,
         inputs=("inputs...",),
         outputs=("outputs...",),
-        attributes={"node": REQUIRED},
+        attributes={"node": REQUIRED, "version": 1},
         since=1,
         from_torch={},
         shapes=_outputs,

@@ -360,9 +360,12 @@ def test_a_quantized_file_trains_as_a_module(case: str, tmp_path: Path) -> None:
     assert not model.report().refused
 
 
-def test_artifacts_of_a_quantized_model_say_how_it_trains(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="fake_quantize first"):
-        generate_artifacts(small(*CASES["tensor"]), requires_grad=["w"], loss=LossType.MSELoss)
+@pytest.mark.parametrize("case", CASES)
+def test_pairs_become_fake_quant_in_artifacts(case: str, tmp_path: Path) -> None:
+    generate_artifacts(small(*CASES[case]), requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    written = onnx.load(tmp_path / "training_model.onnx")
+    assert "w_grad.accumulation.out" in {value.name for value in written.graph.output}
+    assert not {"QuantizeLinear", "DequantizeLinear"} & {each.op_type for each in written.graph.node}
 
 
 def refused(model: onnx.ModelProto | Path, says: str) -> None:

@@ -49,7 +49,7 @@ def convert(
         ArtifactError: an op, a dtype or a shape is not supported in training graphs.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={ONNX: OPSET}, name=model.graph.name or "model")
-    walk = _Walk(builder(graph), training, str(model.producer_name or ""))
+    walk = _Walk(builder(graph), training, str(model.producer_name or ""), model.graph.opset_imports)
     walk.inputs(model.graph, parameters)
     for node in model.graph:
         walk.visit(node)
@@ -63,7 +63,8 @@ def convert(
 
 
 class _Walk:
-    def __init__(self, op: Builder, training: bool, producer: str) -> None:
+    def __init__(self, op: Builder, training: bool, producer: str, versions: Mapping[str, int]) -> None:
+        self._versions = versions
         self.updates: dict[str, ir.Value] = {}
         self._op = op
         self._training = training
@@ -219,7 +220,8 @@ class _Walk:
                 todo="export the model without them: with a static shape, unrolled loops, in training mode",
             )
         types = [self._type(value, "the output") for value in node.outputs]
-        return foreign.wrap(self._op, node, source.inputs, types).outputs
+        version = self._versions.get(node.domain, 1)
+        return foreign.wrap(self._op, node, source.inputs, types, version).outputs
 
     def _branch(self, node: ir.Node) -> None:
         """Replace an If with constant condition by its branch."""

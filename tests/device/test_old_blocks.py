@@ -1,0 +1,187 @@
+"""Blocks and artifacts as scripts of ONNX Runtime Training use them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxtrain import onnxblock
+from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
+from onnxtrain.device.onnx_module import OnnxModule
+from tests.device.test_artifacts_imports import by_hand, node
+
+X, W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), np.linspace(0, 1, 8, dtype=np.float32).reshape(4, 2)
+
+
+def linear() -> onnx.ModelProto:
+    return by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": W}, ["n", 4])
+
+
+class Forward(onnxblock.ForwardBlock):
+    def __init__(self, *blocks: onnxblock.Block) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def build(self, name: Any) -> Any:
+        for block in self.blocks:
+            name = block(name)
+        return name
+
+
+class Training(onnxblock.TrainingBlock):
+    def __init__(self, loss: onnxblock.Block) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def build(self, name: str) -> str:
+        return str(self.loss(name))
+
+
+TARGET, LABELS = np.array([[0, 1], [1, 1], [0, 0]], np.float32), np.array([0, 1, 0])
+LOSSES = {
+    "MSELoss": (torch.nn.MSELoss(), TARGET),
+    "L1Loss": (torch.nn.L1Loss(), TARGET),
+    "BCEWithLogitsLoss": (torch.nn.BCEWithLogitsLoss(), TARGET),
+    "CrossEntropyLoss": (torch.nn.CrossEntropyLoss(), LABELS),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_blocks_model_is_whole(name: str, tmp_path: Path) -> None:
+    reference, target = LOSSES[name]
+    large = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": np.tile(W, (1, 400))[:, :2] + 0}, ["n", 4])
+    with onnxblock.base(large):
+        block = Forward(getattr(onnxblock.loss, name)())
+        block("y")
+        onnx.save(block.to_model_proto(), tmp_path / "model.onnx")
+    session = ort.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {"x": X, session.get_inputs()[1].name: target})
+    expected = reference(torch.from_numpy(X @ W), torch.from_numpy(target))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+
+
+def test_large_weights_are_in_a_blocks_model(tmp_path: Path) -> None:
+    wide = np.ones((4, 4096), np.float32)
+    with onnxblock.base(by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": wide}, ["n", 4])):
+        block = Forward(onnxblock.loss.CrossEntropyLoss())
+        block("y")
+        onnx.save(block.to_model_proto(), tmp_path / "model.onnx")
+    (found,) = ort.InferenceSession(tmp_path / "model.onnx").run(None, {"x": X, "labels": LABELS})
+    np.testing.assert_allclose(found, np.log(4096), rtol=1e-5)
+
+
+def test_an_optimizer_takes_what_parameters_gives() -> None:
+    block = Training(onnxblock.loss.MSELoss())
+    block.requires_grad("w")
+    with pytest.raises(RuntimeError, match="not called yet"):
+        block.parameters()
+    with onnxblock.base(linear()):
+        block("y")
+        parameters = block.parameters()
+    graphs = []
+    for given in (parameters, parameters[0]):
+        with onnxblock.empty_base():
+            optimizer = Forward(onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0)))
+            optimizer(given)
+            graphs.append(optimizer.to_model_proto().SerializeToString())
+    assert graphs[0] == graphs[1]
+    ort.InferenceSession(graphs[0])
+
+
+def test_clipping_a_sequence_of_gradients() -> None:
+    with onnxblock.empty_base() as model:
+        model.graph.input.append(helper.make_tensor_sequence_value_info("gradients", TensorProto.FLOAT, None))
+        block = Forward(onnxblock.optim.ClipGradNorm(1.0))
+        block("gradients")
+        session = ort.InferenceSession(block.to_model_proto().SerializeToString())
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2, 2))]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    given = [p.grad.numpy().copy() for p in parameters]  # type: ignore[union-attr]  # just set
+    (found,) = session.run(None, {"gradients": given})
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    for clipped, parameter in zip(found, parameters, strict=True):
+        np.testing.assert_allclose(clipped, parameter.grad, rtol=1e-5)
+
+
+def test_the_gradient_of_an_input() -> None:
+    block = Training(onnxblock.loss.MSELoss())
+    for name in ("w", "x"):
+        block.requires_grad(name)
+    with onnxblock.base(linear()):
+        block("y")
+        training, _ = block.to_model_proto()
+    assert [tensor.name for tensor in block.parameters()[0]] == ["w"]
+    assert "x_grad.accumulation.buffer" in [value.name for value in training.graph.input]
+    assert "x_grad.accumulation.out" in [value.name for value in training.graph.output]
+    zeros = {"w_grad.accumulation.buffer": np.zeros_like(W), "x_grad.accumulation.buffer": np.zeros_like(X)}
+    feeds = {"x": X, "w": W, "target": TARGET, "lazy_reset_grad": np.array([True]), **zeros}
+    (found,) = ort.InferenceSession(training.SerializeToString()).run(["x_grad.accumulation.out"], feeds)
+    x = torch.from_numpy(X).requires_grad_()
+    torch.nn.functional.mse_loss(x @ torch.from_numpy(W), torch.from_numpy(TARGET)).backward()
+    np.testing.assert_allclose(found, x.grad, rtol=1e-5)
+
+
+def test_a_model_with_nothing_to_train_is_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drops = by_hand(
+        [node("Dropout", ["x", "ratio", "training"], ["y"])],
+        {"ratio": np.array(0.5, np.float32), "training": np.array(True)},
+        ["n", 4],
+    )
+    ones = {name: np.ones(4, np.float32) for name in ("scale", "bias", "mean", "var")}
+    norm = by_hand(
+        [node("BatchNormalization", ["x", *ones], ["y", "new_mean", "new_var"], training_mode=1)], ones, ["n", 4]
+    )
+    frozen: dict[str, Any] = {"frozen_params": ["scale", "bias"]}
+    for model, options in ((drops, {}), (norm, frozen)):
+        generate_artifacts(model, artifact_directory=tmp_path, optimizer=OptimType.AdamW, **options)
+        written = onnx.load(tmp_path / "eval_model.onnx")
+        assert all(len(each.input) < 3 or not each.input[2] for each in written.graph.node if each.op_type == "Dropout")
+        assert all(a.name != "training_mode" or not a.i for each in written.graph.node for a in each.attribute)
+        assert not (tmp_path / "training_model.onnx").exists()
+    assert "nothing to train" in caplog.text
+    with pytest.raises(RuntimeError, match="No parameter is chosen"):
+        generate_artifacts(linear(), artifact_directory=tmp_path)
+
+
+def test_versions_of_other_domains_are_kept() -> None:
+    class Encoded(onnxblock.TrainingBlock):
+        def build(self, name: str) -> str:
+            self.base.graph.input.append(helper.make_tensor_value_info("raw", TensorProto.INT64, ["n"]))
+            encode = onnxblock.blocks.LabelEncoder(keys_int64s=[7, 9], values_int64s=[0, 1], default_int64=0)
+            return str(onnxblock.loss.CrossEntropyLoss()(name, labels_name=encode("raw")))
+
+    block = Encoded()
+    block.requires_grad("w")
+    with onnxblock.base(linear()):
+        block("y")
+        training, evaluation = block.to_model_proto()
+    assert {o.domain: o.version for o in training.opset_import}["ai.onnx.ml"] == 2
+    loss = ort.InferenceSession(evaluation.SerializeToString()).run(["loss"], {"x": X, "w": W, "raw": [7, 9, 7]})[0]
+    expected = torch.nn.functional.cross_entropy(torch.from_numpy(X @ W), torch.tensor([0, 1, 0]))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_bfloat16_is_verified_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    value = numpy_helper.from_array(W.astype(ml_dtypes.bfloat16), "w")
+    infos = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [3, n]) for name, n in (("x", 4), ("y", 2))]
+    graph = helper.make_graph([node("MatMul", ["x", "w"], ["y"])], "g", infos[:1], infos[1:], [value])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "b.onnx")
+    caplog.set_level(logging.WARNING)
+    generate_artifacts(
+        tmp_path / "b.onnx", requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path / "artifacts"
+    )
+    assert "CPU provider lacks" in caplog.text
+    assert "MatMul" in caplog.text
+    module = OnnxModule.load(tmp_path / "b.onnx")
+    x = torch.from_numpy(X).bfloat16()
+    torch.testing.assert_close(module(x), x @ torch.from_numpy(W).bfloat16())
