@@ -21,6 +21,7 @@ from onnxtrain.capture.torch_reports import logged_as_info
 from onnxtrain.engine import Call, Engine, EntryPoint
 from onnxtrain.errors import OptionError
 from onnxtrain.options import Options
+from onnxtrain.options.without_effect import DORT_OPTIONS, warn_ineffective
 from onnxtrain.report import CompileReport
 
 # By the graph and the options; as long as torch.compile keeps one of the graphs.
@@ -39,7 +40,7 @@ def backend(
     Args:
         graph: calls of PyTorch's functions, as torch.compile traced them.
         example_inputs: not used: the first call's inputs are the example.
-        options: any of `onnxtrain.Options`, by name.
+        options: any of `onnxtrain.Options`, by name. Of those of PyTorch's former backend "onnxrt", a warning is logged.
         mode: of other backends; this one has none.
 
     Raises:
@@ -49,7 +50,13 @@ def backend(
         raise OptionError("This backend has no modes.", "torch.compile(mode=)", "options={...}", mode)
     if options is not None and not isinstance(options, Mapping):
         raise OptionError("The options are no dict.", "torch.compile(options=)", "a dict", type(options).__name__)
-    return _compiled(graph, Options.resolve(**(options or {})))
+    given = {}
+    for name, value in (options or {}).items():
+        if name in DORT_OPTIONS:
+            warn_ineffective(f"The option {name}", DORT_OPTIONS[name], value)
+        else:
+            given[name] = value
+    return _compiled(graph, Options.resolve(**given))
 
 
 def _compiled(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool = False) -> Call:

@@ -67,6 +67,23 @@ JSON_KEYS: Mapping[str, WithoutEffect] = {
 }
 
 
+_WHERE_TENSORS_ARE = WithoutEffect("a graph runs where its tensors are.")
+
+# Of PyTorch's former backend "onnxrt" of torch.compile.
+DORT_OPTIONS: Mapping[str, WithoutEffect] = {
+    "preferred_execution_providers": _WHERE_TENSORS_ARE,
+    "infer_execution_providers": _WHERE_TENSORS_ARE,
+    "default_execution_providers": _WHERE_TENSORS_ARE,
+    "preallocate_output": WithoutEffect("all memory comes from PyTorch's allocator."),
+    "use_aot_autograd": WithoutEffect("graphs are differentiated here, for training and inference alike."),
+    "export_options": WithoutEffect("no exporter of PyTorch runs, and sizes are open."),
+    "ort_session_options": WithoutEffect("graphs run on PyTorch's kernels and not in a session of onnxruntime."),
+    "pre_ort_model_transforms": WithoutEffect(
+        "a function that rewrites graphs is registered with onnxtrain.passes.user_graph_optimizers."
+    ),
+}
+
+
 def warn_ineffective(subject: str, row: WithoutEffect, value: object) -> None:
     """Log once that `subject` has no effect, and why.
 

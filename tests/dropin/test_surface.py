@@ -274,6 +274,37 @@ def test_what_a_backend_of_torch_compile_cannot_choose_is_said(caplog: pytest.Lo
     assert "preallocate_output=True) has no effect" in caplog.text
 
 
+def test_a_backend_compares_with_pytorch() -> None:
+    import torch
+
+    class Wrong(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    torch.compiler.reset()
+    backend = found("torchdynamo.ort_backend.OrtBackend")()
+    assert not backend.assert_allclose_to_baseline
+    backend.assert_allclose_to_baseline = True
+    model, x = torch.nn.BatchNorm1d(3), torch.randn(4, 3)
+    compiled = torch.compile(model, backend=backend)
+    torch.testing.assert_close(compiled(x), torch.nn.BatchNorm1d(3)(x))
+    assert model.num_batches_tracked == 1
+    dynamo_backend = importlib.import_module("onnxtrain.dropin.dynamo_backend")
+    with pytest.raises(RuntimeError, match="differ from PyTorch's"):
+        dynamo_backend._compare(Wrong()(x), x)
+
+
+def test_options_of_the_former_backend_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    import torch
+
+    options = {"preferred_execution_providers": ["CPUExecutionProvider"], "use_aot_autograd": True, "rng": "torch"}
+    torch.compiler.reset()
+    compiled = torch.compile(torch.nn.Linear(3, 2), backend="onnxtrain", options=options)
+    compiled(torch.randn(4, 3)).sum().backward()
+    for name in ("preferred_execution_providers", "use_aot_autograd"):
+        assert f"The option {name} has no effect" in caplog.text
+
+
 def test_a_traced_graph_becomes_a_model_of_onnx() -> None:
     import torch
 
