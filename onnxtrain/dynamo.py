@@ -40,7 +40,7 @@ def backend(
     Args:
         graph: calls of PyTorch's functions, as torch.compile traced them.
         example_inputs: not used: the first call's inputs are the example.
-        options: any of `onnxtrain.Options`, by name. Of those of PyTorch's former backend "onnxrt", a warning is logged.
+        options: any of `onnxtrain.Options`, by name. A warning answers those of PyTorch's former backend "onnxrt".
         mode: of other backends; this one has none.
 
     Raises:

@@ -119,7 +119,6 @@ def generate_artifacts(
             for base in (sources.training, sources.evaluation)
         )
     graphs = _graphs(training, evaluation, choice, step, portable=portable)
-    _warn_of_bfloat16(graphs.values())
     folder = Path.cwd() if artifact_directory is None else Path(artifact_directory)
     _write(graphs, folder, prefix)
     for name in ("checkpoint", "nominal_checkpoint")[: 1 + nominal_checkpoint]:
@@ -161,6 +160,7 @@ def _type(tensor: ir.TensorProtocol) -> TensorType:
 
 
 def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
+    _warn_of_bfloat16(graphs.values())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,0 +1,144 @@
+"""The public names of ONNX Runtime Training and what became of each; `python -m tests.dropin.names` writes the table.
+
+A name that is in neither mapping works as it did. `CALLS` uses what can be called in a moment; the other tests of this
+folder, and of optim, device, observe and distributed, run the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.dropin.test_surface import NAMES, TRAINING, found
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "migration.md"
+BEGIN, END = "<!-- names: written by python -m tests.dropin.names -->\n", "<!-- names: end -->\n"
+
+DIFFERS = {
+    "PropagateCastOpsStrategy": "names only: casts stay where autocast puts them; the JSON key is answered in the log",
+    "TrainingParameters": "values only: the trainer that read them went before the last release",
+    "has_collective_ops": "always False: collectives are PyTorch's",
+    "is_triton_enabled": "whether the installed torch has Triton; kernels come from Inductor",
+    "set_seed": "seeds PyTorch as well, from whose generators ORTModule draws",
+    "ortmodule.ORTMODULE_IS_DETERMINISTIC": "assigning it warns: `torch.use_deterministic_algorithms` decides",
+    "ortmodule.ORTMODULE_TORCH_CPP_DIR": "assigning it warns: there are no extensions to build",
+    "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR": "assigning it warns; the versions that run are in the README",
+    "ortmodule.options._SkipCheck": "every call is checked, and skipping is answered in the log",
+    "ortmodule.torch_cpp_extensions.install": "says that there is nothing to build",
+    "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list what is not shown",
+    "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
+    "torchdynamo.ort_backend.OrtBackend": "`ep` and `preallocate_output` choose nothing, and that is logged",
+    "torchdynamo.register_backend.make_aot_ort": "`dynamic` chooses nothing: sizes are open",
+    "onnxblock.optim.AdamW": "one input and output for each tensor, where there were sequences",
+    "onnxblock.optim.SGD": "one input and output for each tensor, where there were sequences",
+    "onnxblock.optim.ClipGradNorm": "gives new gradients and leaves those that it is given",
+    "artifacts.generate_artifacts": "`ort_format` is refused: the device's own onnxruntime converts",
+}
+GONE = {
+    "ort_triton.register_triton_kernel": "make an operator with `torch.library.triton_op`, and call it in forward",
+    "utils.hooks.configure_ort_compatible_zero_stage3": "ZeRO stage 3 runs in PyTorch; stages 1 and 2 on graphs",
+    "utils.hooks.ZeROOffloadSubscriber": "as `configure_ort_compatible_zero_stage3`",
+}
+
+
+def _a_module(wrap: Callable[..., torch.nn.Module]) -> None:
+    wrap(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
+
+
+def _an_optimizer(make: Callable[..., Any]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    make([parameter]).step()
+    assert (parameter < 1).all()
+
+
+def _a_schedule(make: Callable[..., Any]) -> None:
+    step_info = found("TrainStepInfo")(found("optim").AdamConfig(lr=1.0), optimization_step=50)
+    assert 0 < make(total_steps=100).get_lr(step_info)[0] <= 1
+
+
+def _blocks(make: Callable[..., Any]) -> None:
+    onnxblock = found("onnxblock")
+    with onnxblock.empty_base() as model:
+        make()(
+            *[onnxblock.blocks.Constant(2.0)() for _ in range(2)][: 1 + (make.__name__ in ("Add", "Sub", "Mul", "Div"))]
+        )
+        assert model.graph.node or model.graph.initializer
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "is_ortmodule_available": lambda f: f() or sys.exit(),
+    "has_collective_ops": lambda f: f(),
+    "is_triton_enabled": lambda f: f(),
+    "is_torch_interop_default_on": lambda f: f(),
+    "set_seed": lambda f: f(0),
+    "ORTModule": _a_module,
+    "ortmodule.ORTModule": _a_module,
+    "ortmodule.ortmodule.ORTModule": _a_module,
+    "ortmodule.experimental.hierarchical_ortmodule.HierarchicalORTModule": _a_module,
+    "ortmodule.DebugOptions": lambda f: f().onnxruntime_log_filter[0],
+    "ortmodule.register_graph_optimizer": lambda f: f(target_modules="none of this name")(lambda graph: None),
+    "optim.FusedAdam": _an_optimizer,
+    "optim.fused_adam.FusedAdam": _an_optimizer,
+    "optim.lr_scheduler.ConstantWarmupLRScheduler": _a_schedule,
+    "optim.lr_scheduler.CosineWarmupLRScheduler": _a_schedule,
+    "optim.lr_scheduler.LinearWarmupLRScheduler": _a_schedule,
+    "optim.lr_scheduler.PolyWarmupLRScheduler": _a_schedule,
+    "amp.LossScaler": lambda f: f(8.0).loss_scale,
+    "amp.DynamicLossScaler": lambda f: f().reset(),
+    "utils.extract_data_and_schema": lambda f: f({"a": [torch.ones(1), None]}),
+    "utils.torch_nvtx_range_push": lambda f: f("range"),
+    "utils.torch_nvtx_range_pop": lambda f: f(),
+    "utils.nvtx_function_decorator": lambda f: f(lambda: 1)(),
+    "utils.log_memory_usage": lambda f: f("phase"),
+    "utils.pytorch_type_to_onnx_dtype": lambda f: f(torch.float32),
+    "utils.pytorch_scalar_type_to_pytorch_dtype": lambda f: f("Float"),
+    "utils.PTable": lambda f: f().get_string(),
+    "utils.hooks.StatisticsSubscriber": lambda f: f(tempfile.mkdtemp(), override_output_dir=True),
+    "utils.data.LoadBalancingDistributedSampler": lambda f: list(f(["a", "bb"], len, world_size=1, rank=0)),
+    "onnxblock.blocks.Add": _blocks,
+    "onnxblock.blocks.Sub": _blocks,
+    "onnxblock.blocks.Mul": _blocks,
+    "onnxblock.blocks.Div": _blocks,
+    "onnxblock.blocks.Sigmoid": _blocks,
+    "onnxblock.blocks.Log": _blocks,
+    "onnxblock.blocks.Neg": _blocks,
+    "onnxblock.blocks.Abs": _blocks,
+    "onnxblock.blocks.ReduceMean": _blocks,
+    "onnxblock.blocks.ReduceSum": _blocks,
+    "onnxblock.blocks.PassThrough": _blocks,
+}
+
+
+def paths() -> list[str]:
+    """Every public name, as a path below onnxruntime.training."""
+    return [".".join(filter(None, (module, name))) for module, names in NAMES.items() for name in names.split() or [""]]
+
+
+def table() -> str:
+    """The table in Markdown: a row for each module, and one for each name that differs or is gone."""
+    rows = [f"Names stand below `{TRAINING}`.", "", "| module | names that work as they did |", "|---|---|"]
+    for module, names in NAMES.items():
+        same = [name for name in names.split() if ".".join(filter(None, (module, name))) not in {**DIFFERS, **GONE}]
+        if same:
+            rows.append(f"| `{module or TRAINING}` | {', '.join(f'`{name}`' for name in same)} |")
+    rows += ["", "| name | differs |", "|---|---|", *(f"| `{name}` | {how} |" for name, how in DIFFERS.items())]
+    rows += ["", "| name | gone; instead |", "|---|---|", *(f"| `{name}` | {how} |" for name, how in GONE.items())]
+    return "\n".join([*rows, ""])
+
+
+def written() -> tuple[str, str, str]:
+    """The page before, in and after the table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    return before, inside, after
+
+
+if __name__ == "__main__":
+    before, _, after = written()
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{after}")
