@@ -8,6 +8,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
+from onnxtrain.graph.values import dtype_of, is_differentiable_type
+from onnxtrain.ops import NOT_DIFFERENTIABLE, definition_of
 from onnxtrain.plan.backward_stages import Groups, is_object
 from onnxtrain.plan.cut import Cut
 
@@ -32,13 +34,26 @@ def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
     if len(groups) < 2:
         return (), ()
     ordered = sorted(tuple(sorted(group)) for group in groups)
-    reached = tuple(
-        tuple(
-            i for i, g in enumerate(full.backward.outputs) if g is not None and follows.get(g, frozenset()) & {*group}
-        )
-        for group in ordered
-    )
-    return tuple(ordered), reached
+    reached = _reached(joint)
+    return tuple(ordered), tuple(tuple(sorted(frozenset().union(*(reached[i] for i in group)))) for group in ordered)
+
+
+def _reached(joint: Joint) -> list[frozenset[int]]:
+    """For each result, the inputs that its gradient reaches.
+
+    Forward tells: the zeros that are the gradient of `round` follow from no cotangent.
+    """
+    graph = joint.model.graph
+    found = {v: frozenset({i}) for i, (v, g) in enumerate(zip(graph.inputs, joint.gradients, strict=False)) if g}
+    for node in graph:
+        definition = definition_of(node)
+        if node not in joint.forward_nodes or definition.gradient is NOT_DIFFERENTIABLE:
+            continue
+        read = [v for i, v in enumerate(node.inputs) if v and definition.input_name(i) not in definition.stops]
+        inputs = frozenset().union(*(found.get(v, frozenset()) for v in read))
+        made = [v for i, v in enumerate(node.outputs) if definition.output_name(i) not in definition.detached]
+        found.update((v, inputs) for v in made if inputs and is_differentiable_type(dtype_of(v)))
+    return [found.get(value, frozenset()) for value in graph.outputs[: joint.outputs]]
 
 
 def _is_kept(value: ir.Value, follows: dict[ir.Value, frozenset[int]], full: Cut) -> bool:

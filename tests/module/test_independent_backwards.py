@@ -105,3 +105,24 @@ def test_gradients_of_gradients() -> None:
 def test_what_is_shared_has_one_backward(wrap: Callable[[nn.Module], nn.Module]) -> None:
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         gradients(wrap(Trunk()), in_two)
+
+
+def test_a_result_whose_gradient_is_zero_needs_one() -> None:
+    """Eager's requires a gradient, which is zeros."""
+
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.round(x), x * self.scale
+
+    module = Rounds()
+    x = torch.randn(3, 4, requires_grad=True)
+    rounded, scaled = ORTModule(module)(x)
+    assert rounded.requires_grad
+    assert scaled.requires_grad
+    rounded.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3, 4))
+    assert module.scale.grad is None
