@@ -70,6 +70,7 @@ NEGATE = entry(
 )
 
 
+@pytest.mark.slow  # PyTorch is imported for each run
 def test_what_tests_notice_and_what_they_overlook(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lists(repository, ADD, NEGATE)
     assert faults.main(["--jobs", "1"], repository) == 1
@@ -81,6 +82,7 @@ def test_what_tests_notice_and_what_they_overlook(repository: Path, capsys: pyte
     assert faults.main(["--only", "minus"], repository) == 0
 
 
+@pytest.mark.slow  # PyTorch is imported for each run
 def test_another_commit(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / "package.py").write_text(SOURCE.replace("a + b", "b + a"))
     lists(repository, entry("minus", "b + a", "b - a", "test_package.py::test_add"))
