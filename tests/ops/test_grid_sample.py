@@ -9,8 +9,17 @@ from tests.ops.captures import check_capture
 SIZES = [{"n": 2, "h": 5, "w": 4, "p": 3}, {"n": 1, "h": 7, "w": 6, "p": 5}]
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
-@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+MODES = ("bilinear", "nearest", "bicubic")
+PADDINGS = ("zeros", "border", "reflection")
+# Each mode and each padding once; all of both are cases of the op: cases_grid_sample.py.
+WAYS = [
+    pytest.param(mode, padding, marks=[] if MODES.index(mode) == PADDINGS.index(padding) else [pytest.mark.slow])
+    for mode in MODES
+    for padding in PADDINGS
+]
+
+
+@pytest.mark.parametrize(("mode", "padding"), WAYS)
 def test_grid_sample(mode: str, padding: str) -> None:
     def sample(x, grid):
         return F.grid_sample(x, grid, mode, padding, align_corners=False)
