@@ -534,3 +534,33 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     for device in (CPU, torch.device("cuda", 0)):
         with pytest.raises(BuildError, match="when it was loaded"):
             calling.load(tmp_path / "library.so", device)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x * x
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return 4 * x * dys[0]
+
+
+def test_backward_of_a_custom_function_is_fused_too(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context is no tensor, and crosses to backward with them."""
+
+    class Gated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(Doubled.apply(x) * 0.5) * x
+
+    programs = fused_programs(monkeypatch)
+    module = ORTModule(Gated(), native=True, rng="fast", regions="on")
+    for _ in range(5):
+        x = torch.randn(3, 4, requires_grad=True)
+        module(x).sum().backward()
+        (expected,) = torch.autograd.grad((torch.tanh(x * x) * x).sum(), x)
+        torch.testing.assert_close(x.grad, expected)
+        wait_for(programs)
+    assert made_up

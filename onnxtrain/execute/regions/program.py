@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,9 +81,11 @@ class FusedProgram:
 
     def _counting(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
         tensors = list(tensors)
-        self._seen += any(t.numel() >= LEAST for t in tensors)
+        # A custom autograd function hands its context to backward among the tensors.
+        shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else () for t in tensors]
+        self._seen += any(math.prod(shape) >= LEAST for shape in shapes)
         if self._seen >= _CALLS:
-            self._start([tuple(t.shape) for t in tensors], tuple(given))
+            self._start(shapes, tuple(given))
         return self._ordinary(drained(tensors), given)
 
     # 2
