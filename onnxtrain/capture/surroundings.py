@@ -11,6 +11,7 @@ import dis
 import functools
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -33,9 +34,10 @@ from onnxtrain.capture.snapshot import (
     slots,
     submodules,
 )
-from onnxtrain.capture.source_line import in_code
+from onnxtrain.capture.source_line import in_code, in_error
 from onnxtrain.capture.stored.executed import with_nested
 from onnxtrain.capture.stored.fingerprint import NOT_OF_A_CLASS, file_of, is_in_package, is_known_by_version
+from onnxtrain.errors import CaptureError
 
 _MOST_PLACES = 5000  # where more can be reached, the rest is not watched
 _KNOWN, _INSTALLED, _USER = "known", "installed", "user"
@@ -83,13 +85,20 @@ class Surroundings:
     """
 
     def __init__(self, module: torch.nn.Module, reads: Collection[tuple[int, str]] | None) -> None:
-        """`reads`: the attributes of modules that forward reads; None where that is not known."""
-        names = {"forward"}
-        while True:  # code that is reached has further names, by which more is reached
-            walk = _Walk(module, reads, frozenset(names))
-            if walk.names == names:
-                break
-            names = walk.names
+        """Args: see `ModuleState.take`; `reads` is None where it is not known.
+
+        Raises:
+            CaptureError: an object of the user's cannot be looked at.
+        """
+        try:
+            walk = _walk(module, reads)
+        except Exception as error:  # objects of users may raise anything
+            raise CaptureError(
+                f"what forward reads from outside of {type(module).__name__} cannot be found: "
+                f"{type(error).__name__}: {error}",
+                where=in_error(error),
+                todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it with the module",
+            ) from error
         self.places, self.absent, self.codes = walk.places, walk.absent, walk.codes
         self.writes = [*walk.writes.values()]
 
@@ -169,7 +178,7 @@ def _fact(snapshot: Snapshot, place: Place) -> None:
         snapshot.fact(place.what, place.where, Same(type(value)), type(value).__qualname__)
     elif isinstance(value, VALUES):
         snapshot.value(place.what, place.where, value, 0, 0)
-    elif place.is_whole and isinstance(value, CONTAINERS):  # a large one: by its length
+    elif place.is_whole and isinstance(value, CONTAINERS) and len(value) > LARGEST:
         snapshot.value(place.what, place.where, value, DEEPEST, 0)
     else:
         snapshot.fact(place.what, place.where, Same(value), f"{type(value).__name__} at {id(value):#x}")
@@ -191,6 +200,15 @@ def _compare_items(snapshot: Snapshot, together: Sequence[Sequence[Place]]) -> N
 # The walk
 
 _Scope: TypeAlias = dict[str, Any]
+
+
+def _walk(module: torch.nn.Module, reads: Collection[tuple[int, str]] | None) -> _Walk:
+    names = {"forward"}
+    while True:  # code that is reached has further names, by which more is reached
+        walk = _Walk(module, reads, frozenset(names))
+        if walk.names == names:
+            return walk
+        names = walk.names
 
 
 class _Walk:
@@ -441,6 +459,9 @@ _PARTS: Mapping[Any, Sequence[str]] = {
 
 
 def _is_container(value: object) -> bool:
+    """Whether it is watched what is in a value. A dict that makes its values when it is asked is an object."""
+    if isinstance(value, dict) and type(value).values not in (dict.values, OrderedDict.values):
+        return False
     return isinstance(value, CONTAINERS) and len(value) <= LARGEST
 
 
