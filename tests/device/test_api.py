@@ -522,7 +522,7 @@ WRONG_CALLS: dict[str, tuple[tuple, str]] = {
     "three inputs": ((X, TARGET, X), "wrong number of inputs"),
     "float64": ((X.astype(float), TARGET), r"(?s)'x' has the wrong dtype.*float32 \(n, 4\).*float64 \(5, 4\)"),
     "another width": ((X[:, :3], TARGET), r"(?s)'x' has the wrong dtype.*float32 \(n, 4\).*float32 \(5, 3\)"),
-    "another rank": ((X, TARGET[0]), "'target' has the wrong type"),
+    "another rank": ((X, TARGET[0]), "'target' has the wrong dtype or shape"),
     "an OrtValue of int64": ((OrtValue.ortvalue_from_numpy(X.astype(int)), TARGET), "'x' has the wrong dtype"),
     "rows that differ": (
         (X, TARGET[:2]),

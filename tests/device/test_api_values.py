@@ -78,7 +78,7 @@ def test_texts_go_in_and_come_out(tmp_path: Path) -> None:
     module.lazy_reset_grad()
     module(np.array(["one"], dtype=object))
     assert state.parameters["w"].grad == 1
-    with pytest.raises(TrainingError, match=r"(?s)'words' has the wrong type.*object \(n\).*int64 \(1,\)"):
+    with pytest.raises(TrainingError, match=r"(?s)'words' has the wrong dtype or shape.*object \(n\).*int64 \(1,\)"):
         module(np.array([1]))
 
 
