@@ -158,14 +158,20 @@ def evaluate(size: Size, symbol_values: Mapping[str, int]) -> int:
 
 def dims_of(value: ir.Value) -> Sizes:
     """Return the sizes of a value's dimensions. Raises ValueError if the shape is unknown."""
-    if value.shape is None:
+    shape = value.shape
+    if shape is None:
         raise ValueError(f"the shape of {value.name} is unknown")
-    return tuple([dim if isinstance(dim, int) else str(dim.value) for dim in value.shape.dims])
+    return tuple([dim if isinstance(dim, int) else str(dim.value) for dim in shape])
 
 
 def shape(sizes: Iterable[Size]) -> ir.Shape:
-    """Return the ir.Shape of these sizes."""
-    return ir.Shape(list(sizes))
+    """Return the ir.Shape of these sizes: one object for all values that have it, which therefore is frozen."""
+    return _shared_shape(tuple(sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared_shape(sizes: Sizes) -> ir.Shape:
+    return ir.Shape(sizes, frozen=True)
 
 
 def broadcast(*shapes: Sequence[Size]) -> Sizes:

@@ -41,8 +41,9 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def _has_subgraphs(node: ir.Node) -> bool:
-    for attribute in node.attributes.data.values():  # noqa: SIM110  # twice as fast as `any` without `data`
-        if attribute.type in _GRAPHS:
+    for attribute in node.attributes.data.values():  # `data`, `is` and no `any`: four times as fast
+        kind = attribute.type
+        if kind is ir.AttributeType.GRAPH or kind is ir.AttributeType.GRAPHS:
             return True
     return False
 
@@ -110,15 +111,25 @@ def remove_unused(graph: ir.Graph, keeps: Callable[[ir.Node], bool]) -> int:
 
     Unused initializers are removed too. Graph inputs remain: they are part of the caller's contract.
     """
-    removed = 0
-    for node in reversed(list(graph)):
+    removed = []
+    for node in reversed(graph):
         if not keeps(node) and not any(map(is_used, node.outputs)):
-            graph.remove(node, safe=True)
-            removed += 1
+            detach(node)
+            removed.append(node)
+    graph.remove(removed)
     for name, value in list(graph.initializers.items()):
         if not is_used(value) and not value.is_graph_input():
             del graph.initializers[name]
-    return removed
+    return len(removed)
+
+
+def detach(node: ir.Node) -> None:
+    """Take the inputs from a node that is to be removed, so that it is no longer a user of other nodes.
+
+    `graph.remove(node, safe=True)` does so too, but looks through all outputs of the graph for each node.
+    """
+    for index in range(len(node.inputs)):
+        node.replace_input_with(index, None)
 
 
 def replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
@@ -190,11 +201,14 @@ def clone_value(value: ir.Value) -> ir.Value:
 def _copy_properties(source: ir.Value, target: ir.Value) -> None:
     target.name = source.name
     target.type = source.type
-    target.shape = None if source.shape is None else source.shape.copy()
+    shape = source.shape
+    target.shape = shape if shape is None or shape.frozen else shape.copy()
     target.const_value = source.const_value
     target.doc_string = source.doc_string
-    target.metadata_props.update(source.metadata_props)
-    target.meta.update(source.meta)
+    if source.metadata_props:
+        target.metadata_props.update(source.metadata_props)
+    if source.meta:
+        target.meta.update(source.meta)
 
 
 def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
@@ -214,7 +228,8 @@ def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
         doc_string=node.doc_string,
         metadata_props=dict(node.metadata_props),
     )
-    copy.meta.update(node.meta)
+    if node.meta:
+        copy.meta.update(node.meta)
     for old, new in zip(node.outputs, copy.outputs, strict=True):
         _copy_properties(old, new)
         values[old] = new

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._library.simple_registry import singleton
+
+from onnxtrain.torch_compat import dispatch
 
 Tensor = torch.Tensor
 
@@ -53,10 +54,12 @@ def lstsq_on_fakes(
     )
 
 
+_LIBRARY = torch.library.Library("aten", "FRAGMENT")
+
 for _name, _function in (
     ("aten::_ctc_loss", ctc_loss_on_fakes),
     ("aten::_ctc_loss.Tensor", ctc_loss_on_fakes),
     ("aten::linalg_lstsq", lstsq_on_fakes),
 ):
-    if singleton.find(_name).fake_impl.kernel is None:  # a kernel for meta tensors may be there, which fakes refuse
-        torch.library.register_fake(_name, _function, allow_override=True)
+    if not dispatch.has_fake(_name):  # a kernel for meta tensors may be there, which fakes refuse
+        dispatch.register_fake(_LIBRARY, _name, _function)

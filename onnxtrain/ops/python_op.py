@@ -43,6 +43,7 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.python_call import Learned, PythonCall
 from onnxtrain.ops.python_template import Slot, parts, slots
 from onnxtrain.ops.registry import define
+from onnxtrain.torch_compat import dispatch
 
 _NO_BODY = NoBody("it runs the user's Python")
 
@@ -68,7 +69,7 @@ def _on_fakes(tensors: list[torch.Tensor], sizes: list[Any], key: str) -> list[t
     return _CALLS[key].on_fakes(tensors, sizes)
 
 
-torch.library.register_fake("onnxtrain::python_op", _on_fakes, lib=_LIBRARY)
+dispatch.register_fake(_LIBRARY, "onnxtrain::python_op", _on_fakes)
 
 
 # PythonOp

@@ -135,13 +135,15 @@ def by_channel_on_fakes(
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
+_LIBRARY = torch.library.Library("aten", "FRAGMENT")
+
 for _name, _function in (
     ("aten::fake_quantize_per_channel_affine_cachemask", by_channel_on_fakes),
     ("aten::fake_quantize_per_tensor_affine_cachemask", fake_quantize_on_fakes),
     ("aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", switched_on_fakes),
 ):
     if not dispatch.has_kernel_for_key(_name, "Meta"):
-        torch.library.register_fake(_name, _function)
+        dispatch.register_fake(_LIBRARY, _name, _function)
 
 
 fused(

@@ -41,7 +41,7 @@ def lookup(domain: str, name: str) -> OpDef:
 
 
 def definition_of(node: ir.Node) -> OpDef:
-    return lookup(node.domain, node.op_type)
+    return OPS.get((node.domain, node.op_type)) or lookup(node.domain, node.op_type)
 
 
 def view(node: ir.Node) -> NodeView:

@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxtrain.graph.alias import AliasSets
-from onnxtrain.graph.traversal import replace
+from onnxtrain.graph.traversal import detach, replace
 from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import definition_of
 from onnxtrain.passes.changes import Changes, counted
@@ -30,7 +30,7 @@ def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
     """Merge equal nodes of `graph`."""
     first: dict[Any, ir.Node] = {}
     differentiated = any("gradient_of" in node.metadata_props for node in graph)
-    merged = 0
+    merged: list[ir.Node] = []
     sets = AliasSets(graph, definition_of)
     visible = {sets.root(output) for output in graph.outputs}  # memory that the caller receives
     for node in list(graph):
@@ -46,10 +46,11 @@ def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
             visible |= shared
         for old, new in zip(node.outputs, equal.outputs, strict=True):
             replace(graph, old, new)
-        graph.remove(node, safe=True)
-        merged += 1
+        detach(node)
+        merged.append(node)
+    graph.remove(merged)
     if merged:
-        changes.applied.append(f"merged {counted(merged, 'duplicate node')}")
+        changes.applied.append(f"merged {counted(len(merged), 'duplicate node')}")
 
 
 def _narrows(node: ir.Node) -> bool:

@@ -236,6 +236,7 @@ class _Finder:
     readers: list[Reader] = field(default_factory=list)
     ends: dict[ir.Node, str] = field(default_factory=dict)
     refused: bool = False
+    full_users: dict[ir.Value, str] = field(default_factory=dict)  # what `_user_of_all_rows` returned
 
     def walk(self) -> None:
         for node in reversed(self.graph):
@@ -288,13 +289,17 @@ class _Finder:
 
     def why_padding_is_used(self, value: ir.Value) -> str:
         """Return a sentence that names the user of all rows of a value, directly or through other nodes."""
-        return f"padding is used: {self._user_of_all_rows(value)}"
+        if value not in self.full_users:
+            self.full_users[value] = self._user_of_all_rows(value)
+        return f"padding is used: {self.full_users[value]}"
 
     def _user_of_all_rows(self, value: ir.Value) -> str:
         worklist, seen = [value], {value}
         reason = f"{value.name} has no users"
         while worklist:
             value = worklist.pop(0)
+            if value in self.full_users:  # of a later node: each layer is searched once
+                return self.full_users[value]
             if value.is_graph_output():
                 return f"{value.name} is an output of the module: keep_outputs can name those that are used"
             for node, index in value.uses():

@@ -83,6 +83,57 @@ has_kernel_for_key = Internal[Callable[[str, str], bool]](
     ),
 ).get()
 
+
+def _register_publicly(library: torch.library.Library, operator: str, function: Callable[..., Any]) -> None:
+    torch.library.register_fake(operator, function, lib=library)
+
+
+def _find_register_fake() -> Callable[[torch.library.Library, str, Callable[..., Any]], None]:
+    find = torch._library.simple_registry.singleton.find
+
+    def register(library: torch.library.Library, operator: str, function: Callable[..., Any]) -> None:
+        source = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+        registered = find(operator).fake_impl.register(function, source, lib=library, allow_override=True)
+        library._registration_handles.append(registered)
+
+    return register
+
+
+def _registers_fake(register: Callable[[torch.library.Library, str, Callable[..., Any]], None]) -> bool:
+    library = torch.library.Library("onnxtrain_check", "DEF")
+    try:
+        library.define("half(Tensor x) -> Tensor")
+        register(library, "onnxtrain_check::half", lambda x: x.new_empty(x.shape[0] // 2))
+        half: torch.Tensor = torch.ops.onnxtrain_check.half(torch.empty(6, device="meta"))
+        return half.shape == (3,)
+    finally:
+        library._destroy()
+
+
+register_fake = Internal[Callable[[torch.library.Library, str, Callable[..., Any]], None]](
+    "register_fake",
+    _find_register_fake,
+    why="the public function asks Python's inspect for the caller, which looks through all files of all modules",
+    without=_register_publicly,
+    cost="importing onnxtrain takes up to 40 ms longer",
+    check=callable,
+    agrees=_registers_fake,
+).get()
+
+
+def _has_no_fake(operator: str) -> bool:
+    return False
+
+
+has_fake = Internal[Callable[[str], bool]](
+    "has_fake",
+    lambda: lambda operator: torch._library.simple_registry.singleton.find(operator).fake_impl.kernel is not None,
+    why="tells operators that PyTorch has shapes for by now; there is no public question",
+    without=_has_no_fake,
+    cost="our shapes of three operators take precedence over PyTorch's",
+    check=lambda found: not found("aten::add.Tensor"),
+).get()
+
 below_autograd = Internal[Callable[[], AbstractContextManager[Any]]](
     "below_autograd",
     lambda: torch._C._AutoDispatchBelowAutograd,
