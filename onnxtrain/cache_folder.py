@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import getpass
-import logging
 import os
 import tempfile
 from pathlib import Path
 
+from onnxtrain.log import warn
+
 VARIABLE = "ONNXTRAIN_CACHE_DIR"
-_LOG = logging.getLogger("onnxtrain")
 
 
 def cache_folder(kind: str) -> Path:
@@ -37,12 +37,8 @@ def _usable(parent: str) -> Path:
         instead = _temporary()
     except OSError:  # no folder can be written at all: who writes logs it
         return folder
-    _LOG.warning(
-        "The cache folder %s cannot be used (%s), so %s is. Set %s to a folder that lasts.",
-        folder,
-        reason,
-        instead,
-        VARIABLE,
+    warn(
+        f"the cache folder {folder} cannot be used ({reason}), so {instead} is. Set {VARIABLE} to a folder that lasts."
     )
     return instead
 

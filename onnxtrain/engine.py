@@ -7,7 +7,6 @@ Shared by every entry point: `ORTModule`, `prepare` and the backend of torch.com
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,14 +34,13 @@ from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.garbage import collector_paused
 from onnxtrain.graph.values import ATEN
+from onnxtrain.log import LOG
 from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options, warn_ineffective_variables
-
-_LOG = logging.getLogger("onnxtrain")
 
 
 class _Entry:
@@ -316,7 +314,7 @@ class Engine:
         """Says once per new capture why the earlier ones do not serve."""
         name = type(self._module).__name__
         if not self._entries:
-            _LOG.info("%s: first capture", name)
+            LOG.info("%s: first capture", name)
             return
         reason = "the structure, types or environment of the call is new"
         for entry in self._entries.get(key, ()):
@@ -325,7 +323,7 @@ class Engine:
                 reason = changed
             elif entry.compiled is not None:
                 reason = entry.compiled.captured.guards.explain(tensors)
-        _LOG.info("%s: captured again, because %s", name, reason)
+        LOG.info("%s: captured again, because %s", name, reason)
 
     def _warn_of_strings(self, structure: Structure) -> None:
         """Warns, once per module, that another string makes another capture."""
@@ -409,7 +407,7 @@ class Engine:
             return
         self._warned.add(text)
         if self._entry_point.is_piece:
-            _LOG.info(text)
+            LOG.info(text)
         else:
             warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.engine import Engine
 from onnxtrain.errors import ORTModuleFallbackException
+from onnxtrain.log import LOG
 from onnxtrain.module import ORTModule, OwnForward
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.report import CompileReport
 
-_LOG = logging.getLogger("onnxtrain")
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # they are not called
 
 
@@ -53,7 +52,7 @@ class HierarchicalORTModule(ORTModule):
 
     def _divide(self, error: ORTModuleFallbackException) -> None:
         self.__dict__["_divided"] = True
-        _LOG.info("%s is no graph as a whole, and runs part by part: %s", type(self.module).__name__, error)
+        LOG.info("%s is no graph as a whole, and runs part by part: %s", type(self.module).__name__, error)
         made: dict[torch.nn.Module, HierarchicalORTModule] = {}
         _wrap_children(self.module, self.__dict__["_debug_options"], made)
         self.__dict__["_parts"] = list(made.values())

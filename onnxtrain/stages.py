@@ -11,7 +11,6 @@ A file is written when its stage is done, so that it is there when a later stage
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -23,11 +22,10 @@ import onnx_ir as ir
 
 from onnxtrain import onnx_file
 from onnxtrain.graph.verify import verify
+from onnxtrain.log import LOG
 from onnxtrain.ops.registry import lookup
 from onnxtrain.options import Options
 from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, SubgraphReport, Work
-
-_LOG = logging.getLogger(__name__)
 
 Mode = Literal["training", "inference"]
 
@@ -119,7 +117,7 @@ class Stages:
                 done, applied=tuple(changes.applied), refused=tuple(changes.refused), passes=tuple(changes.passes)
             )
         self._stages.append(done)
-        _LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
+        LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
         if self._options.verify:
             verify(model, lookup, self._right)
         self._write(name, model)
@@ -175,7 +173,7 @@ class Stages:
         if paths:
             onnx_file.write(model, paths, options.onnx_opset)
         for path in paths:
-            _LOG.info("%s: wrote %s", self._title, path)
+            LOG.info("%s: wrote %s", self._title, path)
 
     def _dump_to(self, folder: Path) -> Path:
         """The folder for this compilation: `folder` for the first of the process, `folder/2` for the second, ..."""

@@ -12,7 +12,6 @@ would be drawn again, and where fake tensors do not suffice.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ from onnxtrain.capture.patches import CAPTURE_LOCK
 from onnxtrain.capture.torch_reports import reports_dropped
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import Builder
+from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.aten import AtenCall, aten_call, is_composite
 
-_LOG = logging.getLogger("onnxtrain")
 Flags = tuple[bool, ...]
 # (builder, traced module, what its nodes are that are known already) -> the module's outputs
 Inline = Callable[[Builder, GraphModule, Mapping[Node, Any]], list[Any]]
@@ -106,7 +105,7 @@ class TracedGradient:
             for made in list(op.graph)[before:]:
                 definition_of(made).output_types(made)  # raises where the graph would not be whole
         except (OnnxTrainError, ValueError) as error:
-            _LOG.debug("%s: the traced gradient has no form in the graph: %s", node.name, error)
+            LOG.debug("%s: the traced gradient has no form in the graph: %s", node.name, error)
             op.graph.remove(list(op.graph)[before:][::-1], safe=True)
             self._traces[key] = None
             return None
@@ -149,7 +148,7 @@ class TracedGradient:
             try:
                 return self._trace(call, active, given, python_formulas)
             except Exception as error:  # noqa: BLE001  # PyTorch's tracing raises anything
-                _LOG.debug("%s: gradient at run time, because it cannot be traced: %s", call.__name__, error)
+                LOG.debug("%s: gradient at run time, because it cannot be traced: %s", call.__name__, error)
         return None
 
     def _trace(self, call: AtenCall, active: Flags, given: Flags, python_formulas: bool) -> _Trace:

@@ -15,8 +15,8 @@ from typing import Any
 from torch.export import _trace
 
 from onnxtrain.capture.replacement import in_thread, replaced
+from onnxtrain.log import LOG
 
-_LOG = logging.getLogger("onnxtrain")
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
 _REPORTERS = ("torch._dynamo.convert_frame", _FAKE_TENSORS, "torch.fx.experimental.symbolic_shapes")
 _NEEDLESS_WARNINGS = (
@@ -28,7 +28,7 @@ _NEEDLESS_WARNINGS = (
 @contextmanager
 def logged_as_info() -> Iterator[None]:
     """Pass PyTorch's reports on to the log of onnxtrain, at INFO."""
-    with _filtered(_REPORTERS, lambda record: _LOG.info("torch: %s", record.getMessage())):
+    with _filtered(_REPORTERS, lambda record: LOG.info("torch: %s", record.getMessage())):
         yield
 
 
@@ -84,7 +84,7 @@ def printed_as_info() -> Iterator[None]:
     """
 
     def printed(*values: object, **_: Any) -> None:
-        _LOG.info("torch: %s", " ".join(map(str, values)))
+        LOG.info("torch: %s", " ".join(map(str, values)))
 
     with replaced(_trace, "print", in_thread(printed, print)):
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from onnxtrain.device.qat import with_fake_quant
 from onnxtrain.device.training_block import Choice, Extended, TrainingBlock
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import TensorType
+from onnxtrain.log import LOG
 
-_LOG = logging.getLogger(__name__)
 _MAX_BYTES = 2**31  # of a protobuf message
 _FLOATING = (
     onnx.TensorProto.FLOAT,
@@ -171,7 +170,7 @@ def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
     for name, graph in graphs.items():
         path = folder / f"{prefix}{name}.onnx"
         onnx_file.place(graph, path)
-        _LOG.info("wrote %s", path)
+        LOG.info("wrote %s", path)
 
 
 def _write_checkpoint(training: Extended, choice: Choice, path: Path, *, nominal: bool) -> None:
@@ -186,7 +185,7 @@ def _write_checkpoint(training: Extended, choice: Choice, path: Path, *, nominal
 
 def _loss_block(loss: object) -> Block:
     if loss is None:
-        _LOG.info("no loss is given: the model's first output is used as the loss")
+        LOG.info("no loss is given: the model's first output is used as the loss")
         return PassThrough()
     if isinstance(loss, Block):
         return loss

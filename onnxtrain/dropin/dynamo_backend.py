@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from onnxtrain import dynamo
-from onnxtrain.options.notices import warn_once
+from onnxtrain.log import warn_once
 
 
 class OrtBackend:

@@ -16,8 +16,8 @@ import torch
 
 from onnxtrain.capture.export import Captured
 from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Recordings, Results
+from onnxtrain.log import warn_once
 from onnxtrain.options import Options
-from onnxtrain.options.notices import warn_once
 
 _WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
 _CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process

@@ -9,7 +9,6 @@ the choice of dropout masks. Where programs are recorded (`cuda_graphs`), the nu
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.log import LOG
 from onnxtrain.ops import view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.constructors import TORCH_DTYPES
@@ -37,8 +37,6 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import single_part
 from onnxtrain.report import CompileReport, PassReport, StageReport
-
-_LOG = logging.getLogger(__name__)
 
 _OF_TOKENS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
@@ -157,7 +155,7 @@ class PackedVariants:
             unit = units.get(kept.causal)
             if unit is None:
                 unit = self._compile(tensors, kept, rerun, compile_packed)
-                _LOG.info("%s: batches with padding run without it from now on", module_name)
+                LOG.info("%s: batches with padding run without it from now on", module_name)
             return unit.run(*tensors, *kept.tensors())
 
         return run

@@ -30,9 +30,9 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program, Run, drained
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.traversal import origin
+from onnxtrain.log import warn_once
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.ops.definition import NoBody
-from onnxtrain.options.notices import warn_once
 from onnxtrain.plan.cut import Part
 from onnxtrain.report import Refusal
 from onnxtrain.torch_compat import dispatch

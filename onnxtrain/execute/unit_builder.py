@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from onnxtrain.execute.program import Joined, Program
 from onnxtrain.execute.recorded import Recordings
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.reused_memory import reuse_memory
+from onnxtrain.log import LOG
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options
 from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, split_backward, why_not_staged
@@ -33,8 +33,6 @@ from onnxtrain.plan.mutated_inputs import check_backward_reads
 from onnxtrain.plan.output_views import lone_views
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
 from onnxtrain.report import Refusal
-
-_LOG = logging.getLogger(__name__)
 
 Rerun = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -129,7 +127,7 @@ class UnitBuilder:
         if not early:
             return ()
         if why := why_not_staged(full, self.views):
-            _LOG.info("%s: its gradients are released at the end of backward: %s", self._name, why)
+            LOG.info("%s: its gradients are released at the end of backward: %s", self._name, why)
             return ()
         groups = group_gradients(full)
         return groups if len(groups) > 1 else ()

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onnxtrain.cache_folder import cache_folder
+from onnxtrain.log import warn_once
 from onnxtrain.machine import current_machine
 from onnxtrain.native import background, compiler
-from onnxtrain.options.notices import warn_once
 
 _DIGEST_BYTES = 32
 _LIMIT_S = 300  # for a compile at low priority on a busy machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 
+from onnxtrain.log import LOG, warn
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, build
 
-_LOG = logging.getLogger(__name__)
 # The step that asks for a kernel is a first step, which people wait for: a compiler beside it cost a Llama-like model's
 # 0.2 of 1.7 s.
 _AFTER_S = 1.0
@@ -95,13 +94,11 @@ class Library:
             self.functions = self._load(build(self.name, source, turn, torch_headers=self._torch_headers))
         except BuildError as error:
             self.why_not = str(error)
-            refused = " ended with " in self.why_not
-            _LOG.log(
-                logging.WARNING if refused else logging.INFO,
-                "The compiled kernel %s is not there, the way without it serves instead: %s",
-                self.name,
-                error,
-            )
+            said = f"the compiled kernel {self.name} cannot be built, and PyTorch's kernels run instead: {error}"
+            if " ended with " in self.why_not:  # the compiler, with an error; a machine without one is said once
+                warn(said)
+            else:
+                LOG.info("%s", said)
         finally:
             turn.leave()
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from onnxtrain.log import LOG
 from onnxtrain.observe.logs import DEVINFO
 from onnxtrain.report import CompileReport
-
-_LOG = logging.getLogger("onnxtrain")
 
 
 def log_initialisation(name: str, seconds: float, report: CompileReport, *, first: bool) -> None:
@@ -20,13 +19,13 @@ def log_initialisation(name: str, seconds: float, report: CompileReport, *, firs
         report: the times of the stages.
         first: whether it is the module's first graph.
     """
-    if not _LOG.isEnabledFor(logging.INFO):
+    if not LOG.isEnabledFor(logging.INFO):
         return
     capture = sum(stage.took_ms for stage in report.stages if stage.name == "capture") / 1e3
     task = "initialisation" if first else "a further graph"
-    _LOG.info("%s: %s took %.2f s, of which capture %.2f s", name, task, seconds, capture)
-    if _LOG.isEnabledFor(DEVINFO):
-        _LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
+    LOG.info("%s: %s took %.2f s, of which capture %.2f s", name, task, seconds, capture)
+    if LOG.isEnabledFor(DEVINFO):
+        LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
 
 
 def _lines(report: CompileReport, seconds: float) -> Iterator[str]:

@@ -24,6 +24,7 @@ from typing import TextIO
 
 import torch
 
+from onnxtrain.log import LOG, PREFIX
 from onnxtrain.options import LogLevel, Options
 
 DEVINFO = 15  # between logging.DEBUG and logging.INFO
@@ -36,7 +37,6 @@ _LOGGING_LEVEL = {
     LogLevel.ERROR: logging.ERROR,
     LogLevel.FATAL: logging.CRITICAL,
 }
-_LOG = logging.getLogger("onnxtrain")
 
 
 class _Console(logging.StreamHandler[TextIO]):
@@ -53,7 +53,7 @@ class _Console(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         ranks = f"[rank {rank()}] " if world_size() > 1 else ""
         level = "DEVINFO" if record.levelno == DEVINFO else record.levelname
-        return f"{ranks}{level} {record.name}: {super().format(record)}"
+        return f"{ranks}{level} {record.name}: {super().format(record).removeprefix(PREFIX)}"
 
 
 _CONSOLE = _Console()
@@ -77,39 +77,39 @@ def set_up(options: Options) -> None:
     """
     level = options.log_level
     is_default = level == Options().log_level
-    if rank() and level >= LogLevel.INFO and not (is_default and _LOG.level):
-        _LOG.setLevel(_SILENT)
+    if rank() and level >= LogLevel.INFO and not (is_default and LOG.level):
+        LOG.setLevel(_SILENT)
     elif not is_default:
         own = _OwnLevel(_LOGGING_LEVEL[level])
-        own.programs = _LOG.level.programs if isinstance(_LOG.level, _OwnLevel) else _LOG.level
-        _LOG.setLevel(own)
-        _LOG.addHandler(_CONSOLE)  # adding it again has no effect
+        own.programs = LOG.level.programs if isinstance(LOG.level, _OwnLevel) else LOG.level
+        LOG.setLevel(own)
+        LOG.addHandler(_CONSOLE)  # adding it again has no effect
 
 
 @contextmanager
 def level_of(options: Options) -> Iterator[None]:
     """Logs at a module's own level while it is captured and compiled; the capture lock is held."""
-    before = _LOG.level
+    before = LOG.level
     level = before
     if isinstance(before, _OwnLevel):
         is_default = options.log_level == Options().log_level
         level = before.programs if is_default else _LOGGING_LEVEL[options.log_level]
-    _LOG.setLevel(level)
+    LOG.setLevel(level)
     try:
         yield
     finally:
-        _LOG.setLevel(before)
+        LOG.setLevel(before)
 
 
 @contextmanager
 def only_errors() -> Iterator[None]:
     """Suppress warnings in the body, for commands that print this information themselves."""
-    before = _LOG.level
-    _LOG.setLevel(logging.ERROR)
+    before = LOG.level
+    LOG.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        _LOG.setLevel(before)
+        LOG.setLevel(before)
 
 
 def rank() -> int:

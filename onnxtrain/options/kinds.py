@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from onnxtrain.errors import OptionError
-from onnxtrain.options.notices import warn_once
+from onnxtrain.log import warn_once
 from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SkipCheck, SubgraphConfig
 
 T = TypeVar("T")

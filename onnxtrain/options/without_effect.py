@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxtrain.errors import OptionError
+from onnxtrain.log import warn_once
 from onnxtrain.options.kinds import SKIP_CHECK, Kind
-from onnxtrain.options.notices import warn_once
 
 
 @dataclass(frozen=True)

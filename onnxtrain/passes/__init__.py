@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onnxtrain.errors import OptionError
 from onnxtrain.graph import traversal
+from onnxtrain.log import warn_once
 from onnxtrain.options import Options
-from onnxtrain.options.notices import warn_once
 from onnxtrain.passes.cancel_axis_merges import cancel_axis_merges
 from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes

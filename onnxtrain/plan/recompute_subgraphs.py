@@ -10,13 +10,13 @@ first three. Definitions say which nodes are cheap.
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from onnxtrain.log import LOG, warn
 from onnxtrain.ops import definition_of
 from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
 from onnxtrain.plan.budget import node_seconds
@@ -26,7 +26,6 @@ from onnxtrain.plan.recompute import RecomputeChoice, predict_cut, recomputable_
 from onnxtrain.plan.storage import Storages
 from onnxtrain.report import SubgraphReport
 
-_LOG = logging.getLogger(__name__)
 _CHEAP_FLOPS = 64  # per element written: covers elementwise ops, norms and softmax; no GEMM
 _MAX_NODES = 50  # of a subgraph, as in ONNX Runtime Training
 
@@ -150,7 +149,7 @@ def choose_by_options(
         if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
             recomputed.update(v for s in subgraphs for c in s.candidates if _is_outside_layers(c) for v in c.recomputed)
     rows = subgraph_reports(subgraphs, recomputed)
-    _LOG.info("%s", _summary(options, rows))
+    LOG.info("%s", _summary(options, rows))
     planned, own = predict_cut(parts, recomputed), set(parts.forward.nodes)
     seconds = sum(node_seconds(n, storages) for n in planned.backward.nodes if n in own)
     return RecomputeChoice(frozenset(str(v.name) for v in recomputed), seconds, timeline(planned, storages).peak), rows
@@ -178,7 +177,7 @@ def _by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig]
         if subgraph is None:
             near = difflib.get_close_matches(entry.pattern, by_pattern, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            _LOG.warning("memory_opt_config: no kept activation matches the pattern %s%s", entry.pattern, hint)
+            warn(f"memory_opt_config: no kept activation matches the pattern {entry.pattern}{hint}")
             continue
         fitting = [c for c in subgraph.candidates if entry.kind == 2 or not c.compromise] if entry.kind else []
         for candidate in fitting if entry.count < 0 else fitting[: entry.count]:
@@ -199,7 +198,7 @@ def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
             if inside and value not in results and value not in replay_inputs(node):
                 recomputed.add(value)
     if not recomputed:
-        _LOG.warning("memory_opt_level has no effect: no recomputable submodule has a number in its name (a layer)")
+        warn("memory_opt_level has no effect: no recomputable submodule has a number in its name (a layer)")
     return recomputed
 
 

@@ -8,14 +8,12 @@ no more: the tests run so.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from onnxtrain.errors import CaptureError
-
-_LOG = logging.getLogger(__name__)
+from onnxtrain.log import LOG
 
 T = TypeVar("T")
 
@@ -79,7 +77,7 @@ class Internal(Generic[T]):
             self.fault = "it does not behave as expected"
         except Exception as error:  # noqa: BLE001  a private part may fail in any way
             self.fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        _LOG.info("PyTorch's %s is not used (%s): %s", self.name, self.fault, self.cost)
+        LOG.info("PyTorch's %s is not used (%s): %s", self.name, self.fault, self.cost)
         return self.without
 
 

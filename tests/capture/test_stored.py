@@ -31,11 +31,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import onnxtrain
 import onnxtrain.engine
-from onnxtrain import ORTModule
+from onnxtrain import ORTModule, log
 from onnxtrain.capture.stored import cache, executed, fingerprint, folder
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 from onnxtrain.capture.structure import flatten_output
-from onnxtrain.options import notices
 from onnxtrain.testing import assert_no_worse_than_eager
 
 SCALE = 1.1
@@ -88,7 +87,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def notices_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_logged", set())
+    monkeypatch.setattr(log, "_logged", set())
 
 
 def model(tmp_path: Path, make: Callable[[], nn.Module] = Net, **options: Any) -> ORTModule:

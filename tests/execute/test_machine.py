@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onnxtrain import log
 from onnxtrain import machine as facts
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.machine import Machine, current_machine
@@ -24,7 +25,6 @@ from onnxtrain.ops.attention import flash
 from onnxtrain.ops.cost_model import moving_seconds, widening_seconds
 from onnxtrain.ops.recurrent import kernels as recurrent
 from onnxtrain.ops.recurrent.cells import GRU, LSTM
-from onnxtrain.options import notices
 from onnxtrain.testing import CaseCheck, OpCase, Spec
 from tests.machines import MACHINES, REAL, Describe, limited
 from tests.ops.cases_convolution import conv, geometry
@@ -180,7 +180,7 @@ def test_compiler(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     machine = described_machine(name)
-    monkeypatch.setattr(notices, "_logged", set())
+    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="a compiler"))
     with caplog.at_level(logging.WARNING, "onnxtrain"):
         if machine.compiles:

@@ -125,7 +125,7 @@ def everything() -> Iterator[Recorders]:
 @pytest.fixture
 def log(everything: Recorders, monkeypatch: pytest.MonkeyPatch) -> Recorders:
     """As if nothing had been called and said yet."""
-    monkeypatch.setattr("onnxtrain.options.notices._logged", set())
+    monkeypatch.setattr("onnxtrain.log._logged", set())
     for program in everything.programs:
         program.known.clear()
     everything.busy, everything.error, everything.settled = False, None, 0
@@ -572,7 +572,7 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
 
 def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("onnxtrain.execute.cuda_recorder.recorder_for", recorder_for)
-    monkeypatch.setattr("onnxtrain.options.notices._logged", set())
+    monkeypatch.setattr("onnxtrain.log._logged", set())
     ORTModule(nn.Linear(2, 2), cuda_graphs=True)(torch.ones(1, 2))
     assert "cuda_graphs has no effect on the device cpu" in caplog.text
 

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onnxtrain import log
 from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, background, build, compiler
-from onnxtrain.options import notices
 from tests.machines import Describe
 
 pytestmark = pytest.mark.compiler
@@ -117,7 +117,7 @@ def test_what_does_not_compile_is_said_once(cache: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(60)
         assert not library.wait(60)
-    (record,) = [r for r in caplog.records if r.name.startswith("onnxtrain.native")]
+    (record,) = [r for r in caplog.records if "the compiled kernel" in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert "error" in record.getMessage()
     assert library.functions is None
@@ -136,7 +136,7 @@ def test_without_a_compiler_one_warning_says_what_to_install(
     described_machine: Describe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     described_machine("no-compiler")
-    monkeypatch.setattr(notices, "_logged", set())
+    monkeypatch.setattr(log, "_logged", set())
     libraries = counter(), counter()
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not any(library.wait(60) for library in libraries)
@@ -211,7 +211,7 @@ def test_missing_headers_are_said(
     library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(60)
-    assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain.native")] == [logging.INFO]
+    assert [r.levelno for r in caplog.records if "the compiled kernel" in r.getMessage()] == [logging.INFO]
     assert "python3-dev" in (library.why_not or "")
 
 

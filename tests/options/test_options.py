@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from onnxtrain import ORTModule, cli, errors
+from onnxtrain import ORTModule, cli, errors, log
 from onnxtrain.debug_options import DebugOptions
 from onnxtrain.options import (
     JSON_VARIABLE,
@@ -22,7 +22,6 @@ from onnxtrain.options import (
     LogLevel,
     Options,
     knobs,
-    notices,
     resolved,
     warn_ineffective_variables,
 )
@@ -40,7 +39,7 @@ VARIABLES = [knob.variable for knob in knobs() if knob.variable]
 def empty_environment(monkeypatch):
     for variable in (*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(notices, "_logged", set())
+    monkeypatch.setattr(log, "_logged", set())
 
 
 def test_every_knob_is_described_once():

@@ -10,7 +10,6 @@ processes keeps a capture from the disk: a wrong graph would give wrong numbers 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -27,10 +26,9 @@ from onnxtrain.capture.stored.executed import Executed, file_hash, global_values
 from onnxtrain.capture.stored.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
+from onnxtrain.log import LOG, warn_once
 from onnxtrain.machine import current_machine
-from onnxtrain.options.notices import warn_once
 
-_LOG = logging.getLogger("onnxtrain")
 _MIB = 2**20
 
 
@@ -90,7 +88,7 @@ class CaptureCache:
     def _refuse(self, error: NotStorableError) -> None:
         if str(error) not in self._refused:
             self._refused.add(str(error))
-            _LOG.info("%s: the capture is not kept on disk: %s", type(self._module).__name__, error)
+            LOG.info("%s: the capture is not kept on disk: %s", type(self._module).__name__, error)
 
     # Reading
 
@@ -108,7 +106,7 @@ class CaptureCache:
                 warn_once(f"the capture {file} is damaged, and is made anew ({type(error).__name__}: {error})")
                 continue
             self._folder.used(file)
-            _LOG.info("%s: the capture is read from %s", type(self._module).__name__, file)
+            LOG.info("%s: the capture is read from %s", type(self._module).__name__, file)
             return captured
         return None
 
@@ -147,7 +145,7 @@ class CaptureCache:
         file = self._folder.add(key, entry.to_bytes(captured, conditions))
         if file is None:
             return captured
-        _LOG.info("%s: the capture is kept in %s", type(self._module).__name__, file)
+        LOG.info("%s: the capture is kept in %s", type(self._module).__name__, file)
         return replace(captured, stored=file.name)
 
     # What a capture depends on

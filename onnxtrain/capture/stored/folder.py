@@ -6,7 +6,6 @@ A file gets its name when it is whole, and is never written again; the least rec
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from onnxtrain.atomic_file import replacing
-from onnxtrain.options.notices import warn_once
+from onnxtrain.log import LOG, warn_once
 
-_LOG = logging.getLogger("onnxtrain")
 _ABANDONED_S = 3600.0  # a partial file so old belongs to a process that was killed
 _MOST_OF_A_KEY = 32  # files that differ in sizes or in the module's attributes
 
@@ -85,7 +83,7 @@ class CaptureFolder:
             with suppress(OSError):
                 file.unlink()
             total -= size
-            _LOG.info("removed the capture %s, the least recently used: there is room for %d", file, self._most_bytes)
+            LOG.info("removed the capture %s, the least recently used: there is room for %d", file, self._most_bytes)
 
 
 def _is_ours(file: Path) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -23,9 +22,9 @@ import torch
 from onnxtrain.atomic_file import replacing
 from onnxtrain.cache_folder import cache_folder
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Answers, Samples, merged
+from onnxtrain.log import LOG
 from onnxtrain.machine import current_machine
 
-_LOG = logging.getLogger("onnxtrain")
 _VERSION = 3  # of the file's form, and of what candidates there are
 _LOCK_SECONDS = 0.2  # a training step does not wait longer: what was measured is written next time
 
@@ -94,7 +93,7 @@ def save(file: Path, answers: Answers) -> None:
             with replacing(file) as target:
                 target.write(json.dumps(content, indent=1).encode())
     except (OSError, filelock.Timeout) as error:
-        _LOG.info("the measured times of kernels are not kept in %s: %s", file, error)
+        LOG.info("the measured times of kernels are not kept in %s: %s", file, error)
 
 
 def _fields(answer: Answer) -> dict[str, Any]:

@@ -10,7 +10,6 @@ The function stays only where it wins on the user's own steps: its loops know th
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -26,11 +25,11 @@ from onnxtrain.execute.one_call.source import LARGEST, NAME, write
 from onnxtrain.execute.one_call.static_graph import static_graph
 from onnxtrain.execute.program import Program, Run, drained
 from onnxtrain.graph.alias import view_source
+from onnxtrain.log import LOG
 from onnxtrain.native import Library
 from onnxtrain.ops import definition_of
 from onnxtrain.plan.cut import Part
 
-_LOG = logging.getLogger(__name__)
 _CALLS = 8  # of the same shapes, before it is worth to compile
 _TRIALS = 20  # timed calls of each of the two
 _MOST_NODES = 256  # more are no small program
@@ -113,7 +112,7 @@ class OneCall:
             static = static_graph(self._program.part, shapes, given)
             function = write(static.graph, static.given)
         except (UnsupportedError, GraphError) as reason:
-            _LOG.debug("%s does not become one call: %s", self._program.filename, reason)
+            LOG.debug("%s does not become one call: %s", self._program.filename, reason)
             return
         library = Library("one-call", function.source, {NAME: "p"}, short=True)
         ENTRY.request()
@@ -135,7 +134,7 @@ class OneCall:
         if len(ordinary) >= _TRIALS:
             self._program.run = self.call if _is_faster(call, ordinary) else self._ordinary
             self.settled = True
-            _LOG.debug(
+            LOG.debug(
                 "%s as one call: %.1f against %.1f us", self._program.filename, min(call) * 1e6, min(ordinary) * 1e6
             )
         return result

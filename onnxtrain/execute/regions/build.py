@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -15,10 +14,10 @@ from filelock import FileLock
 from onnxtrain.cache_folder import cache_folder
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
+from onnxtrain.log import warn
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, is_whole, usable_compiler
 
-_LOG = logging.getLogger(__name__)
 _LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
 _process = Process()
 _refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
@@ -47,7 +46,7 @@ def refuse(request: Request, reason: str) -> None:
         is_new = reason not in _refused.values()
         _refused[request.key] = reason
     if is_new:
-        _LOG.warning("A fused region is not there, its operators run one by one instead: %s", reason)
+        warn(f"a fused kernel cannot be built, and its operators run one by one instead: {reason}")
 
 
 def _built(request: Request, dump: Path | None) -> Path | BuildError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +15,13 @@ from onnxtrain.execute.program import Program
 from onnxtrain.execute.regions.request import LEAST_SIZE
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.log import warn
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
 from onnxtrain.tolerance import error_and_bound
 
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-_LOG = logging.getLogger(__name__)
 _TRIALS = 10  # timed calls of each way
 _CHECKED_SIZE = 3  # of open sizes, in the check of a new kernel: odd, so that loops have a rest
 # Triton's kernels count elements in 32 bits, and read so many bytes at once as an allocator's new memory allows.
@@ -125,7 +124,7 @@ class RegionCall:
             return self.kernel(tensors)
         except RuntimeError as error:  # it has written nothing but its own results
             self.chosen = "nodes"
-            _LOG.warning("A fused region ended with an error, its operators run one by one instead: %s", error)
+            warn(f"a fused kernel failed, and its operators run one by one from now on: {error}")
             return self._nodes(tensors, ())[0]
 
     def _timed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -20,6 +19,7 @@ from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.execute.regions.request import Request
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.log import LOG
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops import definition_of
@@ -29,7 +29,6 @@ from onnxtrain.plan.regions import Region, find_regions
 from onnxtrain.plan.storage import Storages
 from onnxtrain.report import PassReport, Refusal
 
-_LOG = logging.getLogger(__name__)
 _CALLS = 20  # before it is worth to compile: a region takes some 6 s of a processor
 LEAST = 16384  # elements of a region's tensors: below it, a call costs more than is gained
 
@@ -106,7 +105,7 @@ class FusedProgram:
             with background.piece():
                 self._part, regions, _ = find_regions(part, storages)
         except (GraphError, NameError) as reason:
-            _LOG.debug("%s has no regions: %s", self._program.filename, reason)
+            LOG.debug("%s has no regions: %s", self._program.filename, reason)
             return
         requests, equal = self._requests(regions, storages)
         requests.sort(key=lambda request: _worth(equal[request.key], storages), reverse=True)
@@ -119,7 +118,7 @@ class FusedProgram:
                     fused = self._fused(self.calls)
                     self._run = fused.run
         if fused is None:
-            _LOG.debug("%s has no compiled regions, of %d", self._program.filename, len(regions))
+            LOG.debug("%s has no compiled regions, of %d", self._program.filename, len(regions))
         elif self._options.regions == "auto":
             for call in self.calls:
                 call.try_both()
@@ -138,7 +137,7 @@ class FusedProgram:
                 with background.piece():
                     request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
             except GraphError as reason:
-                _LOG.info("The region %s stays as it is: %s", region, reason)
+                LOG.info("The region %s stays as it is: %s", region, reason)
                 continue
             if request.key not in equal:
                 requests.append(request)
@@ -163,7 +162,7 @@ class FusedProgram:
             return calls
         except BuildError as reason:
             refuse(request, str(reason))
-            _LOG.info("The region %s stays as it is: %s", regions[0], reason)
+            LOG.info("The region %s stays as it is: %s", regions[0], reason)
             return []
 
     def _fused(self, calls: Sequence[RegionCall]) -> Program:
@@ -181,7 +180,7 @@ class FusedProgram:
     def _settle(self) -> None:
         won = [call for call in self.calls if call.chosen == "kernel"]
         gained = sum(call.gain() for call in won)
-        _LOG.info(
+        LOG.info(
             "%s: %d of %d regions run by compiled kernels, which saves %.2f ms a call",
             self._program.filename,
             len(won),
