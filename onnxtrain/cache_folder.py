@@ -7,10 +7,14 @@ The latter two give way to a folder of this user's among the temporary files whe
 
 from __future__ import annotations
 
+import atexit
 import functools
 import getpass
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from onnxtrain.log import warn
@@ -70,3 +74,19 @@ def _temporary() -> Path:
 
 def _user() -> str:
     return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target`, removed at the end of the block, or of a program that ends before it.
+
+    `tempfile.TemporaryDirectory` gives a ResourceWarning then, although a daemon thread cannot do better.
+    """
+    folder = tempfile.mkdtemp(prefix=".building-", dir=target.parent)
+    remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(remove)
+    try:
+        yield Path(folder)
+    finally:
+        atexit.unregister(remove)
+        remove()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnxtrain.cache_folder import cache_folder
+from onnxtrain.cache_folder import cache_folder, scratch_folder
 from onnxtrain.log import warn_once
 from onnxtrain.machine import current_machine
 from onnxtrain.native import background, compiler
@@ -92,8 +91,8 @@ def is_whole(path: Path) -> bool:
 
 
 def _compile(found: compiler.Compiler, flags: Sequence[str], source: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
-        text, library = Path(scratch, "source.cpp"), Path(scratch, "library.so")
+    with scratch_folder(target) as scratch:
+        text, library = scratch / "source.cpp", scratch / "library.so"
         text.write_text(source, encoding="utf-8")
         code, said = background.run(found.call(flags, text, library), _LIMIT_S)
         if code:

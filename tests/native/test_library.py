@@ -324,7 +324,7 @@ sleep 100
     while not (notes.exists() and notes.read_text()):
         time.sleep(0.01)
     """
-    output, _ = (process := in_process(code, CXX=str(slow))).communicate(timeout=60)
+    output, _ = (process := in_process(code, CXX=str(slow), PYTHONWARNINGS="always")).communicate(timeout=60)
     assert process.returncode == 0, output
     assert output == "", "what was ended is no failure"
     pid, niceness, session = map(int, notes.read_text().split())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
-from onnxtrain.cache_folder import cache_folder
+from onnxtrain.cache_folder import cache_folder, scratch_folder
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
 from onnxtrain.log import warn
@@ -80,10 +79,10 @@ def _kept(request: Request) -> Path:
 
 def _compile(request: Request, target: Path) -> None:
     usable_compiler("compiled regions")
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
-        request.write(Path(scratch))
-        _process.compile(Path(scratch), target.parent / "inductor", _LIMIT_S)
-        library = Path(scratch, LIBRARY)
+    with scratch_folder(target) as scratch:
+        request.write(scratch)
+        _process.compile(scratch, target.parent / "inductor", _LIMIT_S)
+        library = scratch / LIBRARY
         if not is_whole(library):
             raise BuildError("the compiler of regions left no whole library")
         os.replace(library, target)
