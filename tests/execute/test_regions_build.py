@@ -23,6 +23,7 @@ from onnxtrain.execute.regions import build as building
 from onnxtrain.execute.regions import child, request
 from onnxtrain.execute.regions import process as processes
 from onnxtrain.execute.regions.process import Process
+from onnxtrain.log import LOG
 from onnxtrain.native import build
 from onnxtrain.native.build import BuildError, is_whole, seal
 from onnxtrain.options import Options
@@ -203,13 +204,13 @@ def test_two_threads_say_a_reason_once(caplog: pytest.LogCaptureFixture) -> None
         both.wait()
         building.refuse(a_request(), "it broke")
 
-    building._LOG.addFilter(slowly)
+    LOG.addFilter(slowly)
     threads = [threading.Thread(target=refuse) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    building._LOG.removeFilter(slowly)
+    LOG.removeFilter(slowly)
     assert [r.getMessage() for r in caplog.records].count(caplog.records[0].getMessage()) == 1
 
 
