@@ -23,7 +23,7 @@ from onnxtrain.device.qat import with_fake_quant
 from onnxtrain.device.training_block import Choice, Extended, TrainingBlock
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import TensorType
-from onnxtrain.log import LOG
+from onnxtrain.log import LOG, warn
 
 _MAX_BYTES = 2**31  # of a protobuf message
 _FLOATING = (
@@ -129,7 +129,7 @@ def _graphs(
 ) -> dict[str, ir.Model]:
     """Build the graphs, by file name."""
     if not choice.trainable:
-        _LOG.warning("the model has nothing to train: only the evaluation model is written")
+        warn("the model has nothing to train: only the evaluation model is written")
         return {"eval_model": evaluation.evaluation(choice, portable=portable)}
     graphs = {
         "training_model": training.training(choice, portable=portable),
@@ -147,10 +147,10 @@ def _warn_of_bfloat16(graphs: Iterable[ir.Model]) -> None:
     nodes = [node for model in graphs for node in model.graph]
     names = {node.op_type for node in nodes if any(v.dtype == ir.DataType.BFLOAT16 for v in node.outputs)}
     if names - {"Cast", "Identity", "Constant"}:
-        _LOG.warning(
-            "the graphs compute in bfloat16, which onnxruntime's CPU provider lacks for most ops (%s): train them on a "
-            "GPU, or export the model in float32",
-            ", ".join(sorted(names)),
+        ops = ", ".join(sorted(names))
+        warn(
+            f"the graphs compute in bfloat16, which onnxruntime's CPU provider lacks for most ops ({ops}): train them "
+            "on a GPU, or export the model in float32"
         )
 
 
