@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 def storages_of(node: Node) -> set[int]:
     """The memory of a node's tensors, as it was when forward was traced: views share it."""
     values = pytree.tree_leaves(node.meta.get("val"))
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided}
+    return {s for v in values if isinstance(v, torch.Tensor) and (s := _storage(v)) is not None}
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
@@ -24,3 +24,13 @@ def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
 
 def _expression(size: Any) -> Any:
     return size.node._expr if isinstance(size, torch.SymInt) else size
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """The identity of a tensor's storage; None for a sparse tensor and inside a transform of torch.func."""
+    if tensor.layout != torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # wrapped by vmap or jvp
+        return None
