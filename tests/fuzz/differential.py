@@ -39,7 +39,8 @@ DOCUMENTED = (
         r"no_grad|detach|\.data\b",
         "in place where autograd does not see it",
     ),
-    ("GuardOnDataDependentSymNode", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),
+    ("changes a parameter", r"\.data\b|no_grad|detach", "a parameter is changed"),
+    ("decides in Python by the elements", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),
     ("PendingUnbackedSymbolNotFound", "torch.combinations", "torch.combinations"),
     (
         "changes the shape or strides of its argument",
