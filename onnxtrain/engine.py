@@ -7,6 +7,7 @@ Shared by every entry point: `ORTModule`, `prepare` and the backend of torch.com
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from onnxtrain.garbage import collector_paused
 from onnxtrain.graph.values import ATEN
 from onnxtrain.log import LOG
 from onnxtrain.observe import logs
-from onnxtrain.observe.density import DensityWatch
+from onnxtrain.observe.density import DensityWatch, densities
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.ops import Effects, definition_of
@@ -257,6 +258,9 @@ class Engine:
             took, report = time.perf_counter() - start, self.newest().report
             first = not captures and not self._entry_point.is_part
             log_initialisation(type(self._module).__name__, took, report, first=first)
+            if first and LOG.isEnabledFor(logging.INFO):
+                for text in densities(self.newest().captured, tensors):
+                    LOG.info("%s: %s", type(self._module).__name__, text)
             self._warn_of_strings(structure)
             self._warn_of_operators(self.newest().captured)
         return entry, [*self._read(entry.state), *tensors]

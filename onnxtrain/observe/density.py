@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,20 @@ class DensityWatch:
         except RuntimeError:  # it runs in PyTorch: the roles of its inputs are unknown
             return output
         tensors, _ = flatten_call(args, kwargs)
-        densities = [self._density(measure, tensors[measure.index]) for measure in _measures(captured)]
-        if densities and not rank():
-            print(f"{self._name} step {step}: {', '.join(densities)}", flush=True)  # noqa: T201  the variable asks for it
+        found = densities(captured, tensors)
+        if found and not rank():
+            print(f"{self._name} step {step}: {', '.join(found)}", flush=True)  # noqa: T201  the variable asks for it
         return output
 
-    @staticmethod
-    def _density(measure: _Measure, tensor: torch.Tensor) -> str:
-        share = (tensor != measure.empty).float().mean().item() if tensor.numel() else 0.0
-        return f"{share:.1%} of {tensor.numel()} {measure.claim} in {measure.name}"
+
+def densities(captured: Captured, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """The density of each tensor of a call that may have elements that do not count, in words."""
+    return [_density(measure, tensors[measure.index]) for measure in _measures(captured)]
+
+
+def _density(measure: _Measure, tensor: torch.Tensor) -> str:
+    share = (tensor != measure.empty).float().mean().item() if tensor.numel() else 0.0
+    return f"{share:.1%} of {tensor.numel()} {measure.claim} in {measure.name}"
 
 
 def _measures(captured: Captured) -> Iterator[_Measure]:

@@ -24,8 +24,29 @@ def log_initialisation(name: str, seconds: float, report: CompileReport, *, firs
     capture = sum(stage.took_ms for stage in report.stages if stage.name == "capture") / 1e3
     task = "initialisation" if first else "a further graph"
     LOG.info("%s: %s took %.2f s, of which capture %.2f s", name, task, seconds, capture)
+    for line in _decisions(report):
+        LOG.info("%s: %s", name, line)
     if LOG.isEnabledFor(DEVINFO):
         LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
+
+
+# What skips rows of padding and of ignored labels.
+_SPARSITY = frozenset({"skip_ignored_labels", "pack_tokens"})
+
+
+def _decisions(report: CompileReport) -> Iterator[str]:
+    """What the passes of data sparsity did or refused, and what backward recomputes with the bytes that it saves."""
+    for stage in report.stages:
+        done = [p for p in stage.passes if p.name in _SPARSITY]
+        for p in done:
+            yield from (f"{p.name}: {text}" for text in p.applied)
+        for refusal in stage.refused:
+            if refusal.pass_name in _SPARSITY:
+                yield f"{refusal.pass_name} left {refusal.node} as it is: {refusal.reason}"
+        for chain in stage.subgraphs:
+            if chain.recomputed:
+                each = f"{chain.recomputed} of {chain.frequency} x {chain.pattern}"
+                yield f"backward recomputes {each}, which saves {chain.saved_bytes:,} bytes"
 
 
 def _lines(report: CompileReport, seconds: float) -> Iterator[str]:

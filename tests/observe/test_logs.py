@@ -43,6 +43,23 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 
 
+def test_info_tells_what_the_first_batch_let_be_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    class Classifies(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(9, 4, padding_idx=0), torch.nn.Linear(4, 9)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+    caplog.set_level(logging.INFO, "onnxtrain")
+    ids = torch.tensor([[1, 2, 0, 0]])
+    ORTModule(Classifies())(ids, torch.tensor([[3, -100, -100, -100]])).backward()
+    assert "Classifies: 50.0% of 4 tokens are real in ids" in caplog.text
+    assert "Classifies: 25.0% of 4 labels count in labels" in caplog.text
+    assert caplog.text.count("Classifies: pack_tokens left embedding as it is: padding is used") == 1
+
+
 # Levels and ranks
 
 
