@@ -112,7 +112,7 @@ class Proof:
                 if known and next(_symbolic_sizes(results[node]), None) is not None:
                     results[node] = _fake(expected, binding)
                 _bind_unknown(results[node], expected, binding)
-                if not _agrees(results[node], expected, binding):
+                if not _agrees(results[node], expected, binding, dtypes=self._casts_written):
                     return f"{node.target} has another shape there ({in_text(node.stack_trace) or node.name})"
         return ""
 
@@ -187,12 +187,14 @@ def _bind_unknown(found: Any, expected: Any, binding: dict[Any, Any]) -> None:
             binding.setdefault(symbol, _expr(f, {}))
 
 
-def _agrees(found: Any, expected: Any, binding: dict[Any, Any]) -> bool:
+def _agrees(found: Any, expected: Any, binding: dict[Any, Any], dtypes: bool) -> bool:
+    """Compare shapes, and dtypes if asked: autocast casts an LSTM's operands again, below the level of the trace."""
     if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(map(lambda f, e: _agrees(f, e, binding), found, expected))
+        return len(found) == len(expected) and all(map(lambda f, e: _agrees(f, e, binding, dtypes), found, expected))
     if isinstance(expected, torch.Tensor):
         shape = [_size(size, binding) for size in expected.shape]
-        return [_size(size, {}) for size in found.shape] == shape and found.dtype == expected.dtype
+        is_same_dtype = found.dtype == expected.dtype or not dtypes
+        return is_same_dtype and [_size(size, {}) for size in found.shape] == shape
     if isinstance(expected, torch.SymInt):
         return _size(found, {}) == _size(expected, binding)
     return True
