@@ -36,7 +36,7 @@ aten = torch.ops.aten
 DOCUMENTED = (
     (
         "changes a tensor in place where autograd does not see it, and a gradient flows through it",
-        r"no_grad|detach|\.data\b",
+        r"no_grad|detach|\.data\b|dropout",  # in a call without gradients, dropout gives its argument itself
         "in place where autograd does not see it",
     ),
     ("changes a parameter", r"\.data\b|no_grad|detach", "a parameter is changed"),
