@@ -24,11 +24,17 @@ def _ramp(*shape: int) -> Tensor:
     return torch.linspace(-1.0, 1.5, count, dtype=torch.float32).reshape(shape)
 
 
-def _takes(overload: str, arguments: str, results: int = 1) -> Callable[[Any], bool]:
-    """Checks that an ATen operator's first arguments have these names, that others may be left out, and its results."""
+def takes(overload: str, arguments: str, results: int = 1) -> Callable[[Any], bool]:
+    """Make a check of an operator's schema: the names of its first arguments, defaults for all others, its results.
+
+    `overload` is "name" for the default overload, or "name.overload".
+    """
 
     def check(found: Any) -> bool:
-        schema = getattr(_ATEN if hasattr(_ATEN, overload) else torch.ops.mkldnn, overload).default._schema
+        packet, _, name = overload.partition(".")
+        schema = getattr(
+            getattr(_ATEN if hasattr(_ATEN, packet) else torch.ops.mkldnn, packet), name or "default"
+        )._schema
         names = arguments.split()
         return (
             [a.name for a in schema.arguments[: len(names)]] == names
@@ -69,7 +75,7 @@ softmax_grad = Internal[Callable[..., Tensor]](
     why="softmax's gradient from its result, in one kernel",
     without=_softmax_grad,
     cost="softmax's gradient takes three kernels for one",
-    check=_takes("_softmax_backward_data", "grad_output output dim input_dtype"),
+    check=takes("_softmax_backward_data", "grad_output output dim input_dtype"),
     agrees=lambda found: _agree(found, _softmax_grad, _ramp(2, 3), _probabilities(), 1, torch.float32),
 ).get()
 
@@ -79,7 +85,7 @@ log_softmax_grad = Internal[Callable[..., Tensor]](
     why="log_softmax's gradient from its result, in one kernel",
     without=_log_softmax_grad,
     cost="log_softmax's gradient takes three kernels for one",
-    check=_takes("_log_softmax_backward_data", "grad_output output dim input_dtype"),
+    check=takes("_log_softmax_backward_data", "grad_output output dim input_dtype"),
     agrees=lambda found: _agree(found, _log_softmax_grad, _ramp(2, 3), _probabilities().log(), 1, torch.float32),
 ).get()
 
@@ -95,7 +101,7 @@ safe_softmax = Internal[Callable[..., Tensor]](
     why="softmax that gives 0 for a row of -inf, as attention's own",
     without=_safe_softmax,
     cost="two more kernels",
-    check=_takes("_safe_softmax", "self dim"),
+    check=takes("_safe_softmax", "self dim"),
     agrees=lambda found: _agree(found, _safe_softmax, torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), 1),
 ).get()
 
@@ -116,7 +122,7 @@ prelu = Internal[Callable[..., Tensor]](
     why="torch.prelu takes slopes by channel only, ONNX's broadcast",
     without=_prelu,
     cost="PReLU takes three kernels for one",
-    check=_takes("_prelu_kernel", "self weight"),
+    check=takes("_prelu_kernel", "self weight"),
     agrees=lambda found: _agree(found, _prelu, _ramp(2, 3), _ramp(2, 3)),
 ).get()
 
@@ -126,7 +132,7 @@ prelu_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
     why="as prelu",
     without=_prelu_grad,
     cost="PReLU's gradient takes six kernels for one",
-    check=_takes("_prelu_kernel_backward", "grad_output self weight", 2),
+    check=takes("_prelu_kernel_backward", "grad_output self weight", 2),
     agrees=lambda found: _agree(found, _prelu_grad, _ramp(2, 3), _ramp(2, 3), _ramp(2, 3)),
 ).get()
 
@@ -207,7 +213,7 @@ CPU_FLASH = Internal[Callable[..., Any]](
     why="flash attention with its logsumexp, which the public function keeps to itself",
     without=missing("cpu_flash"),
     cost="attention on CPUs holds all scores in memory",
-    check=_takes("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal", 2),
+    check=takes("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal", 2),
     agrees=_cpu_flash_is_attention,
 )
 CPU_FLASH_GRAD = Internal[Callable[..., Any]](
@@ -216,7 +222,7 @@ CPU_FLASH_GRAD = Internal[Callable[..., Any]](
     why="the gradient of cpu_flash",
     without=missing("cpu_flash_grad"),
     cost="see cpu_flash",
-    check=_takes(
+    check=takes(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "grad_out query key value out logsumexp dropout_p is_causal",
         3,
@@ -229,7 +235,7 @@ SDP_CHOICE = Internal[Callable[..., int]](
     why="which kernel eager takes for an attention: it asks sizes, strides and the enabled backends",
     without=missing("sdp_choice"),
     cost="see cpu_flash",
-    check=_takes("_fused_sdp_choice", "query key value attn_mask dropout_p is_causal"),
+    check=takes("_fused_sdp_choice", "query key value attn_mask dropout_p is_causal"),
     agrees=lambda found: isinstance(found(*_qkv(), None, 0.0, False, scale=None, enable_gqa=False), int),
 )
 
@@ -245,7 +251,7 @@ varlen_flash = Internal[Callable[..., Any]](
     why="flash attention over packed sequences on a GPU, with its logsumexp and the state of its dropout",
     without=missing("varlen_flash"),
     cost="models whose batches are packed run in PyTorch on a GPU",
-    check=_takes(
+    check=takes(
         "_flash_attention_forward",
         "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
         5,
@@ -257,7 +263,7 @@ varlen_flash_grad = Internal[Callable[..., Any]](
     why="the gradient of varlen_flash",
     without=missing("varlen_flash_grad"),
     cost="see varlen_flash",
-    check=_takes(
+    check=takes(
         "_flash_attention_backward",
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
         3,
@@ -292,7 +298,7 @@ fused_rms_norm = Internal[Callable[..., Any]](
     why="RMSNorm and the inverse of its root in one kernel on a GPU",
     without=_rms_norm,
     cost="RMSNorm on a GPU takes six kernels for one",
-    check=_takes("_fused_rms_norm", "input normalized_shape weight eps", 2),
+    check=takes("_fused_rms_norm", "input normalized_shape weight eps", 2),
     agrees=lambda found: _agree(found, _rms_norm, _ramp(2, 4), (4,), _ramp(4), 1e-5),
 ).get()
 fused_rms_norm_grad = Internal[Callable[..., Any]](
@@ -301,7 +307,7 @@ fused_rms_norm_grad = Internal[Callable[..., Any]](
     why="the gradient of fused_rms_norm",
     without=_rms_norm_grad,
     cost="the gradient of RMSNorm on a GPU takes ten kernels for one",
-    check=_takes("_fused_rms_norm_backward", "grad_out input normalized_shape rstd weight output_mask", 2),
+    check=takes("_fused_rms_norm_backward", "grad_out input normalized_shape rstd weight output_mask", 2),
     agrees=lambda found: _agree(
         found, _rms_norm_grad, _ramp(2, 4), _ramp(2, 4), (4,), torch.ones(2, 1), _ramp(4), (True, True)
     ),
@@ -325,7 +331,7 @@ weight_norm = Internal[Callable[..., tuple[Tensor, Tensor]]](
     why="weight_norm with the norm that its gradient needs",
     without=_weight_norm,
     cost="weight_norm takes three kernels for one",
-    check=_takes("_weight_norm_interface", "v g dim", 2),
+    check=takes("_weight_norm_interface", "v g dim", 2),
     agrees=lambda found: _agree(found, _weight_norm, _ramp(2, 3), _ramp(2, 1) + 3, 0),
 ).get()
 weight_norm_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
@@ -334,7 +340,7 @@ weight_norm_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
     why="the gradient of weight_norm",
     without=_weight_norm_grad,
     cost="the gradient of weight_norm takes eight kernels for one",
-    check=_takes("_weight_norm_interface_backward", "grad_w saved_v saved_g saved_norms dim", 2),
+    check=takes("_weight_norm_interface_backward", "grad_w saved_v saved_g saved_norms dim", 2),
     agrees=lambda found: _agree(
         found,
         _weight_norm_grad,
@@ -359,7 +365,7 @@ index_put = Internal[Callable[..., Tensor]](
     why="index_put_ that does not check its indices again: that waits for a GPU",
     without=_index_put,
     cost="gradients of indexing wait for the GPU",
-    check=_takes("_index_put_impl_", "self indices values accumulate unsafe"),
+    check=takes("_index_put_impl_", "self indices values accumulate unsafe"),
     agrees=lambda found: _agree(
         lambda i: found(torch.zeros(3), [i], torch.ones(2), True, True),
         lambda i: torch.tensor([0.0, 2.0, 0.0]),
@@ -381,7 +387,7 @@ adaptive_avg_pool2d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
     why="the pool's gradient without running the pool",
     without=_adaptive_average_grad,
     cost="the pool runs again in backward",
-    check=_takes("_adaptive_avg_pool2d_backward", "grad_output self"),
+    check=takes("_adaptive_avg_pool2d_backward", "grad_output self"),
     agrees=lambda found: _agree(found, _adaptive_average_grad, _ramp(1, 1, 2, 2), _ramp(1, 1, 3, 4)),
 ).get()
 adaptive_avg_pool3d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
@@ -390,7 +396,7 @@ adaptive_avg_pool3d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
     why="the pool's gradient without running the pool",
     without=_adaptive_average_grad,
     cost="the pool runs again in backward",
-    check=_takes("_adaptive_avg_pool3d_backward", "grad_output self"),
+    check=takes("_adaptive_avg_pool3d_backward", "grad_output self"),
     agrees=lambda found: _agree(found, _adaptive_average_grad, _ramp(1, 1, 2, 2, 1), _ramp(1, 1, 3, 4, 2)),
 ).get()
 
@@ -407,7 +413,7 @@ onednn_linear = Internal[Callable[..., Tensor]](
     why="oneDNN's GEMM, also where PyTorch takes another library's",
     without=_linear,
     cost="GEMMs for which oneDNN is faster run in the library that PyTorch takes",
-    check=_takes("_linear_pointwise", "X W B attr scalars algorithm"),
+    check=takes("_linear_pointwise", "X W B attr scalars algorithm"),
     agrees=lambda found: (
         not torch.backends.mkldnn.is_available()
         or _agree(found, _linear, _ramp(2, 4), _ramp(3, 4), None, "none", [], "")

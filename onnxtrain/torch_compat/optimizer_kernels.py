@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from onnxtrain.torch_compat.aten_kernels import takes
 from onnxtrain.torch_compat.internal import Internal
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
@@ -14,17 +15,6 @@ Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
 def _tensors(*rows: float) -> list[torch.Tensor]:
     return [torch.tensor([row, -2 * row]) for row in rows]
-
-
-def _has_arguments(operator: str, arguments: str) -> Callable[[Any], bool]:
-    """Make a check that an operator of ATen takes these arguments."""
-    packet, _, overload = operator.partition(".")
-
-    def check(_: Any) -> bool:
-        schema = getattr(getattr(torch.ops.aten, packet), overload or "default")._schema
-        return [argument.name for argument in schema.arguments] == arguments.split()
-
-    return check
 
 
 # Fused optimizers
@@ -96,7 +86,7 @@ def _fused(name: str, find: Callable[[], Any], is_decoupled: bool) -> Callable[.
         why="one kernel for all parameters; the public functions decay differently and count steps per parameter",
         without=formula,
         cost="an optimizer step takes about ten kernels per parameter",
-        check=_has_arguments(f"_{name}_", _ADAM_ARGUMENTS),
+        check=takes(f"_{name}_", _ADAM_ARGUMENTS, results=0),
         agrees=_adam_agrees(formula),
     ).get()
 
@@ -124,7 +114,7 @@ foreach_zero = Internal[Callable[[Tensors], None]](
     why="one kernel for all tensors",
     without=_zero,
     cost="one kernel per tensor",
-    check=_has_arguments("_foreach_zero_", "self"),
+    check=takes("_foreach_zero_", "self", results=0),
     agrees=lambda kernel: _elements_after(kernel, 1.0, 2.0) == [[0.0, 0.0], [0.0, 0.0]],
 ).get()
 
@@ -144,7 +134,7 @@ foreach_multiply = Internal[Callable[[Tensors, float], None]](
     why="one kernel for all tensors",
     without=_multiply,
     cost="one kernel per tensor",
-    check=_has_arguments("_foreach_mul_.Scalar", "self scalar"),
+    check=takes("_foreach_mul_.Scalar", "self scalar", results=0),
     agrees=lambda kernel: _elements_after(lambda tensors: kernel(tensors, 3.0), 1.0) == [[3.0, -6.0]],
 ).get()
 
@@ -163,7 +153,7 @@ foreach_norm = Internal[Callable[[Tensors, torch.dtype], Sequence[torch.Tensor]]
     why="the 2-norms of all tensors in one kernel",
     without=_norms,
     cost="one kernel per tensor",
-    check=_has_arguments("_foreach_norm.Scalar", "self ord dtype"),
+    check=takes("_foreach_norm.Scalar", "self ord dtype"),
     agrees=lambda norms: torch.allclose(
         torch.stack([*norms(_tensors(1.0, 3.0), torch.float64)]), torch.stack(_norms(_tensors(1.0, 3.0), torch.float64))
     ),
@@ -191,6 +181,6 @@ check_and_unscale = Internal[Callable[[Tensors, torch.Tensor, torch.Tensor], Non
     why="GradScaler's kernel: unscales and checks all gradients in one pass",
     without=_check_and_unscale,
     cost="several kernels per gradient",
-    check=_has_arguments("_amp_foreach_non_finite_check_and_unscale_", "self found_inf inv_scale"),
+    check=takes("_amp_foreach_non_finite_check_and_unscale_", "self found_inf inv_scale", results=0),
     agrees=_unscale_agrees,
 ).get()
