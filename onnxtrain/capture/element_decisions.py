@@ -133,15 +133,30 @@ def _guard(program: ExportedProgram, where: str, made: int) -> tuple[torch.fx.Gr
         elif spec.kind != InputKind.USER_INPUT:
             lifted.append(None)
             own = own or bool(node.users)
-    if own or len(calls) > _MOST_NODES or made == _MOST_DECISIONS or not all(map(_is_pure, calls)):
+    if got := _obstacle(calls, made, reads_parameters=own):
         raise CaptureError(
             "forward decides in Python by the elements of a tensor (data-dependent control flow)",
             where=where,
-            expected="a decision that follows from the arguments of the call in a few operations",
-            got="one that follows from the module's parameters or buffers" if own else "more than that",
+            expected=f"at most {_MOST_DECISIONS} decisions, from arguments, each in at most {_MOST_NODES} operations",
+            got=got,
             todo="the module runs in PyTorch; decide by a Python argument, or compute both with torch.where",
         )
     return graph, tuple(lifted)
+
+
+def _obstacle(calls: Sequence[torch.fx.Node], made: int, *, reads_parameters: bool) -> str:
+    """Why a decision cannot be a guard; "" if it can."""
+    if reads_parameters:
+        return "a decision that follows from the module's parameters or buffers"
+    if made == _MOST_DECISIONS:
+        return f"more than {_MOST_DECISIONS} decisions"
+    if len(calls) > _MOST_NODES:
+        return f"a decision that takes {len(calls)} operations"
+    impure = next((node.target for node in calls if not _is_pure(node)), None)
+    if impure is None:
+        return ""
+    is_random = isinstance(impure, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in impure.tags
+    return f"a decision by {impure}, which {'samples random numbers' if is_random else 'changes a tensor in place'}"
 
 
 def _is_pure(node: torch.fx.Node) -> bool:
