@@ -19,7 +19,7 @@ from benchmarks.workloads import WORKLOADS
 
 
 def measure(workload: str, contender: str) -> dict[str, float]:
-    """The seconds of a contender's first two steps; of the first also the processor's, of all threads."""
+    """The seconds of an implementation's first two steps; of the first also the processor time of all threads."""
     work = WORKLOADS[workload]
     first, *more = make_batches(work)
     second = more[0] if more else first

@@ -1,4 +1,4 @@
-"""Which nodes of a trace share memory, and how their tensors lie in it."""
+"""Which nodes of a trace share memory, and the layout of their tensors."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _source(snapshot: Snapshot, place: Place) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether another object may be the same value, as `1.5` computed again."""
+    """Whether another object may have the same value: `1.5` read twice may be two objects."""
     return isinstance(value, SINGLETONS) or type(value) in (int, float, str)
 
 
