@@ -153,15 +153,15 @@ def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
-@pytest.mark.parametrize(("learn_scales", "reached"), [(False, 0.85), (True, 0.9)])
+@pytest.mark.parametrize(("learn_scales", "reached"), [(False, 0.9), (True, 0.93)])
 def test_training_brings_accuracy_back(trained: Path, tmp_path: Path, learn_scales: bool, reached: float) -> None:
     """From 43 % with weights of 4 bits and one scale for all channels to 95 % and 96 %, where float32 has 97 %.
 
-    Rounding decides on the weights that training reaches. With other seeds: from 19 to 49 % to 92 to 95 % and 95 to
+    Rounding decides on the weights that training reaches. With other seeds: from 19 to 49 % to 92 to 95 % and 94 to
     98 %, where float32 has 96 to 98 %.
     """
     model = quantized(trained, tmp_path, "QInt4")
-    assert accuracy(logits(trained)) > 0.94
+    assert accuracy(logits(trained)) > 0.95
     assert accuracy(logits(model)) < 0.6
     training = Training(model, tmp_path, learn_scales=learn_scales)
     training.optimizer.set_learning_rate(3e-3)
@@ -448,7 +448,7 @@ def test_the_commands_go_there_and_back(trained: Path, tmp_path: Path, capsys: p
     assert {t.name: t.data_type for t in found.graph.initializer} == {
         t.name: t.data_type for t in onnx.load(small).graph.initializer
     }
-    assert accuracy(logits(out / "quantized.onnx")) > 0.8  # 93 to 96 % with other seeds, 89 % under AVX2
+    assert accuracy(logits(out / "quantized.onnx")) > 0.87  # 89 to 96 % over seeds and instruction sets
 
 
 def test_the_commands_refuse_what_is_not_quantized(
