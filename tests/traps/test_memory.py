@@ -158,8 +158,10 @@ def test_two_outputs_that_share_memory() -> None:
 
 LONE_VIEWS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "the only output": lambda m, x: [(x @ m.weight)[:, 1:]],
-    "one of several": lambda m, x: [(x @ m.weight).view(-1), (x @ m.weight.t())[:, 2:], x + m.bias],
-    "beside what draws": lambda m, x: [F.dropout(x @ m.weight).t(), m.bias * 2],
+    "the only output, random": lambda m, x: [F.dropout(x @ m.weight).t()],
+    "outputs of one backward": lambda m, x: [((h := torch.tanh(x @ m.weight)) @ m.weight)[:, 2:], h + m.bias],
+    "outputs of a backward each": lambda m, x: [(x @ m.weight).view(-1), (x @ m.weight.t())[:, 2:], x + m.bias],
+    "outputs of a backward each, random": lambda m, x: [F.dropout(x @ m.weight).t(), m.bias * 2],
 }
 
 
