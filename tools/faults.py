@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -48,6 +49,7 @@ SKIPPED = "tests skipped"
 DID_NOT_RUN = "tests did not run"
 DOES_NOT_APPLY = "does not apply"
 NO_TEST = "no such test"
+BROKEN = "tests fail without the fault"
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,10 @@ def try_fault(fault: Fault, copy: Copy, whole_suite: bool) -> Trial:
     with copy.with_fault(fault):
         run = copy.run(tests)
     verdict, by = _verdict(run)
+    if run.code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        # The function is there, as _test_at saw: it has other parameters at this commit, or was deselected.
+        failing = any(forked_pytest.matches(node_id, test) for node_id in copy.broken for test in tests)
+        verdict, by = (BROKEN if failing else NO_TEST), ""
     return Trial(fault, verdict, by, run.seconds, run.output)
 
 

@@ -61,10 +61,11 @@ class _Chosen:
         self._tests = tests
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if any(_matches(item.nodeid, test) for test in self._tests)]
+        items[:] = [item for item in items if any(matches(item.nodeid, test) for test in self._tests)]
 
 
-def _matches(node_id: str, test: str) -> bool:
+def matches(node_id: str, test: str) -> bool:
+    """Return whether a node id is one that a test of `run` names."""
     if test.endswith("*"):
         return node_id.startswith(test[:-1])
     return node_id == test or node_id.startswith((f"{test}::", f"{test}[", f"{test}/"))
@@ -83,5 +84,5 @@ def _run(
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
         del sys.modules[name]
-    places = dict.fromkeys(test.partition("[")[0] if test.endswith("*") else test for test in tests)
+    places = dict.fromkeys(test.partition("[")[0] for test in tests)  # pytest refuses parameters that are not there
     sys.exit(pytest.main([*options, *places], plugins=[_Chosen(tests)] if tests else []))

@@ -85,11 +85,27 @@ def test_what_tests_notice_and_what_they_overlook(repository: Path, capsys: pyte
 @pytest.mark.slow  # PyTorch is imported for each run
 def test_another_commit(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / "package.py").write_text(SOURCE.replace("a + b", "b + a"))
-    lists(repository, entry("minus", "b + a", "b - a", "test_package.py::test_add"))
-    assert faults.main(["--ref", "HEAD"], repository) == 0
-    printed = capsys.readouterr().out
-    assert "at HEAD: 1 faults: 1 does not apply" in printed
-    assert "1 faults: 1 noticed" in printed
+    written = (repository / "tests" / "test_package.py").read_text()
+    (repository / "tests" / "test_package.py").write_text(written.replace("[1, 2]", "[1, 2, 3]"))
+    lists(
+        repository,
+        entry("minus", "b + a", "b - a", "test_package.py::test_add"),
+        entry(
+            "sign", "return -a", "return 1 - a", "test_package.py::test_add[3]", "test_package.py::test_negate_of_zero"
+        ),
+        entry("zero", "return -a", "return 0", "test_package.py::test_fails_anyway"),
+        entry("one", "return -a", "return 1", "test_package.py::test_add[3]"),
+    )
+    assert faults.main(["--ref", "HEAD"], repository) == 1
+    at_head, now = capsys.readouterr().out.split("in the working tree")
+    for name, then, later in (
+        ("minus", "does not apply", "noticed tests/test_package.py::test_add[1]"),
+        ("sign", "noticed tests/test_package.py::test_negate_of_zero", "noticed"),
+        ("zero", "tests fail without the fault", "tests fail without the fault"),
+        ("one", "no such test", "UNNOTICED"),
+    ):
+        assert f" {name}: {then} " in at_head
+        assert f" {name}: {later} " in now
 
 
 @pytest.mark.parametrize(
