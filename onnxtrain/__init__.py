@@ -12,11 +12,11 @@ from onnxtrain import errors
 from onnxtrain.errors import OnnxTrainError
 
 if TYPE_CHECKING:
-    from onnxtrain.debug_options import DebugOptions
-    from onnxtrain.module import ORTModule
+    from onnxtrain.frontend.ort_module import ORTModule
+    from onnxtrain.frontend.prepare import prepare, report_of, unprepare
+    from onnxtrain.frontend.verification import verify
     from onnxtrain.options import FallbackPolicy, LogLevel, Options
-    from onnxtrain.prepared import prepare, report_of, unprepare
-    from onnxtrain.verification import verify
+    from onnxtrain.options.debug_options import DebugOptions
 
 __version__ = "0.2.0"
 
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "DebugOptions": "onnxtrain.debug_options",
+    "DebugOptions": "onnxtrain.options.debug_options",
     "FallbackPolicy": "onnxtrain.options",
     "LogLevel": "onnxtrain.options",
-    "ORTModule": "onnxtrain.module",
+    "ORTModule": "onnxtrain.frontend.ort_module",
     "Options": "onnxtrain.options",
-    "prepare": "onnxtrain.prepared",
-    "report_of": "onnxtrain.prepared",
-    "unprepare": "onnxtrain.prepared",
-    "verify": "onnxtrain.verification",
+    "prepare": "onnxtrain.frontend.prepare",
+    "report_of": "onnxtrain.frontend.prepare",
+    "unprepare": "onnxtrain.frontend.prepare",
+    "verify": "onnxtrain.frontend.verification",
 }
 
 

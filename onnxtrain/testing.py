@@ -21,6 +21,7 @@ import torch
 from onnxtrain.autodiff import differentiate
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import KernelOf, Program
+from onnxtrain.execute.tolerance import error_and_bound
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import TensorType, rank_of, set_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, definition_of, lookup
@@ -28,7 +29,6 @@ from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import cut, single_part
-from onnxtrain.tolerance import error_and_bound
 
 CPU = torch.device("cpu")
 

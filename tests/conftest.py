@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from onnxtrain.machine import Machine, current_machine
 from onnxtrain.native import library
+from onnxtrain.system.machine import Machine, current_machine
 from tests.machines import MACHINES, Describe, limited, replace_current
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from onnxtrain import machine
-from onnxtrain.machine import Machine, rates
+from onnxtrain.system import machine
+from onnxtrain.system.machine import Machine, rates
 
 Describe = Callable[..., Machine]  # the fixture `described_machine`
 

@@ -338,7 +338,7 @@ def take_compiled_kernels(cache: Path) -> None:
 
     Asked in another process: a fork of this one has to import the package of its copy.
     """
-    code = "from onnxtrain.cache_folder import cache_folder; print(cache_folder('native'))"
+    code = "from onnxtrain.system.cache_folder import cache_folder; print(cache_folder('native'))"
     asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     folder = Path(asked.stdout.strip())
     if folder.exists():

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnxtrain.cli.model import model_arguments, model_of
-from onnxtrain.engine import Engine
-from onnxtrain.module import ORTModule
+from onnxtrain.frontend.engine import Engine
+from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_timeline import as_bytes
 from onnxtrain.options import FallbackPolicy

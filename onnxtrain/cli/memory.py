@@ -20,9 +20,9 @@ from rich.table import Table
 from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
 from onnxtrain.cli.page import write_page
-from onnxtrain.engine import Engine, EntryPoint
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.compiled import Compiled
+from onnxtrain.frontend.engine import Engine, EntryPoint
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
 from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
 from onnxtrain.observe.step_memory import (

@@ -17,7 +17,8 @@ from onnxtrain.capture.structure import flatten_output
 from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
-from onnxtrain.module import ORTModule
+from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.frontend.verification import verify
 from onnxtrain.observe.allocations import profiled
 from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_page import section
@@ -25,7 +26,6 @@ from onnxtrain.observe.model_report.page import render
 from onnxtrain.observe.model_report.values import ModelReport, Steps, node_times, read_graph
 from onnxtrain.observe.step_memory import largest_tensors, predicted, recomputed_in
 from onnxtrain.options import FallbackPolicy
-from onnxtrain.verification import verify
 
 _PROFILED_STEPS = 3
 _LARGEST = 12  # tensors listed

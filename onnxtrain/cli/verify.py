@@ -6,7 +6,7 @@ import argparse
 
 from onnxtrain.cli import FAILED
 from onnxtrain.cli.model import model_arguments, model_of
-from onnxtrain.verification import verify
+from onnxtrain.frontend.verification import verify
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain.atomic_file import replacing
 from onnxtrain.device.checkpoint_data import corrupt_file_error
 from onnxtrain.device.values import Array, dtype_named
 from onnxtrain.errors import CheckpointError
+from onnxtrain.system.atomic_file import replacing
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKSUM = "onnxtrain.crc32"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from onnxtrain.debug_options import DebugOptions
-from onnxtrain.module import ORTModule
+from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.options.debug_options import DebugOptions
 
 try:
     from deepspeed.pipe import PipelineModule

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain import dynamo
+from onnxtrain.frontend import dynamo
 from onnxtrain.log import warn_once
 
 

@@ -17,7 +17,7 @@ from onnxruntime.capi._pybind_state import set_seed as set_seed_of_onnxruntime
 from rich.console import Console
 
 from onnxtrain.errors import OptionError
-from onnxtrain.module import ORTModule
+from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.options import JSON_VARIABLE, Options
 from onnxtrain.options.table import replace_default
 from onnxtrain.options.without_effect import VARIABLES

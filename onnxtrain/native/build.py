@@ -11,10 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnxtrain.cache_folder import cache_folder, scratch_folder
 from onnxtrain.log import warn_once
-from onnxtrain.machine import current_machine
 from onnxtrain.native import background, compiler
+from onnxtrain.system.cache_folder import cache_folder, scratch_folder
+from onnxtrain.system.machine import current_machine
 
 _DIGEST_BYTES = 32
 _LIMIT_S = 300  # for a compile at low priority on a busy machine

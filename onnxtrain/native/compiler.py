@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from onnxtrain.machine import current_machine
+from onnxtrain.system.machine import current_machine
 
 # No -ffast-math: infinities and NaN keep their meaning. Without errno and traps more loops become vectors.
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pipe", "-w")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onnxtrain.machine import Machine
+from onnxtrain.system.machine import Machine
 
 Shapes = tuple[tuple[int, ...], ...]  # of a node's inputs; () for an absent one
 

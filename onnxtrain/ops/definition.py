@@ -22,8 +22,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, rank_of, type_of
-from onnxtrain.machine import Machine
 from onnxtrain.ops.cost_model import Shapes
+from onnxtrain.system.machine import Machine
 
 OPSET = 23  # ai.onnx inside the pipeline; written files may ask for another
 

@@ -13,7 +13,6 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, type_of
-from onnxtrain.machine import Machine
 from onnxtrain.ops.constructors import always
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
@@ -33,6 +32,7 @@ from onnxtrain.ops.definition import (
     Standard,
 )
 from onnxtrain.ops.registry import FROM_TORCH, define
+from onnxtrain.system.machine import Machine
 
 
 class Facts(TypedDict, total=False):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.machine import current_machine
+from onnxtrain.system.machine import current_machine
 
 LARGE = 32 << 20  # bytes: the most to which glibc raises M_MMAP_THRESHOLD by itself
 _PAGE = 2 << 20

@@ -24,7 +24,6 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import MemoryBudgetError
-from onnxtrain.machine import current_machine
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.cost_model import expected_seconds, moving_seconds
 from onnxtrain.plan.backward_stages import group_gradients
@@ -32,6 +31,7 @@ from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
 from onnxtrain.plan.recompute import RecomputeChoice, predict_cut, recomputable_nodes, recompute_inputs, replay_inputs
 from onnxtrain.plan.storage import Storages
+from onnxtrain.system.machine import current_machine
 
 _PRICES = (1e-10, 3e-10, 1e-9, 3e-9, 1e-8)  # seconds a byte
 _DEEP_PRICE = 1e-8  # keeps only the values at stage borders

@@ -20,7 +20,7 @@ USERS = (
     Path("/home/user/onnxtrain/model.py"),
     Path("/home/user/torch/nn/model.py"),
 )
-OTHERS = (PACKAGE / "module.py", PACKAGE / "capture" / "export.py", PYTORCH / "fx" / "graph.py")
+OTHERS = (PACKAGE / "frontend" / "ort_module.py", PACKAGE / "capture" / "export.py", PYTORCH / "fx" / "graph.py")
 
 
 @pytest.mark.parametrize("file", USERS, ids=str)

@@ -30,7 +30,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import onnxtrain
-import onnxtrain.engine
+import onnxtrain.frontend.engine
 from onnxtrain import ORTModule, log
 from onnxtrain.capture.stored import cache, executed, fingerprint, folder
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
@@ -75,13 +75,13 @@ class Net(nn.Module):
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One element for each capture that is made and not read."""
     made: list[int] = []
-    original = onnxtrain.engine.capture
+    original = onnxtrain.frontend.engine.capture
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(onnxtrain.engine, "capture", counting)
+    monkeypatch.setattr(onnxtrain.frontend.engine, "capture", counting)
     return made
 
 
@@ -491,7 +491,7 @@ def test_structures_come_back(output: Any) -> None:
 
 
 SCRIPT = """
-    import sys, torch, onnxtrain.engine
+    import sys, torch, onnxtrain.frontend.engine
     from onnxtrain import ORTModule
 
     class Net(torch.nn.Module):
@@ -504,8 +504,8 @@ SCRIPT = """
 
     torch.manual_seed(0)
     made = []
-    original = onnxtrain.engine.capture
-    onnxtrain.engine.capture = lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
+    original = onnxtrain.frontend.engine.capture
+    onnxtrain.frontend.engine.capture = lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
     net = Net()
     ort = ORTModule(net, native=False, cache_dir=sys.argv[1])
     x = torch.randn(3, 4)
@@ -536,7 +536,7 @@ def test_processes_share_captures_until_the_source_changes(tmp_path: Path) -> No
 KILL = {
     "while the bytes are written": "os.fsync = kill",
     "before the file has its name": "os.replace = kill",
-    "before the name reaches the disk": "onnxtrain.atomic_file._sync_folder = kill",
+    "before the name reaches the disk": "onnxtrain.system.atomic_file._sync_folder = kill",
 }
 
 
@@ -546,7 +546,7 @@ def test_a_process_that_is_killed_while_it_writes_spoils_nothing(moment: str, tm
     source = textwrap.dedent(SCRIPT).replace("FACTOR", "2")
     script, killed = tmp_path / "script.py", tmp_path / "killed.py"
     script.write_text(source)
-    kill = "import os, signal, onnxtrain.atomic_file\ndef kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+    kill = "import os, signal, onnxtrain.system.atomic_file\ndef kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
     # It writes the entry of the other script: the path of a script is no part of what is kept.
     killed.write_text(f"{kill}{KILL[moment]}\nimport runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\n")
     time.sleep(0.1)

@@ -18,7 +18,7 @@ from transformers.models.bert import modeling_bert
 
 import onnxtrain
 from onnxtrain import ORTModule
-from onnxtrain.hierarchical import HierarchicalORTModule
+from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 from tests.capture import surroundings_model as outside
 from tests.capture import surroundings_other as other
 

@@ -258,8 +258,8 @@ def test_a_module_that_changes_on_every_step_is_learned_ever_more_rarely(monkeyp
         learned_at.append(plain.calls - 1)
         return usual_call(*args)
 
-    monkeypatch.setattr("onnxtrain.engine.usual_call", count)
-    monkeypatch.setattr("onnxtrain.engine._MOST_PATIENCE", 8)
+    monkeypatch.setattr("onnxtrain.frontend.engine.usual_call", count)
+    monkeypatch.setattr("onnxtrain.frontend.engine._MOST_PATIENCE", 8)
     plain = Scaled()
     module = ORTModule(plain)
     for _ in range(40):

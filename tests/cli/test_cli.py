@@ -11,7 +11,7 @@ from onnxtrain import cli
 from onnxtrain.cli import ops
 from onnxtrain.cli.page import write_page
 from onnxtrain.errors import GraphError, OptionError
-from onnxtrain.verification import Difference
+from onnxtrain.frontend.verification import Difference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = pathlib.Path(cli.__file__).parent.parent
@@ -110,8 +110,8 @@ def test_verify_prints_the_verdict(
     command = ["verify", f"{tmp_path / 'users_linear.py'}:f"]
     assert cli.main(command) == 0
     assert capsys.readouterr().out.startswith("right: 3 tensors agree")
-    monkeypatch.setattr("onnxtrain.verification._differences", lambda *sides: [Difference("output", 1.0, 0.1)])
-    monkeypatch.setattr("onnxtrain.verification._first_operator", lambda *facts: None)
+    monkeypatch.setattr("onnxtrain.frontend.verification._differences", lambda *sides: [Difference("output", 1.0, 0.1)])
+    monkeypatch.setattr("onnxtrain.frontend.verification._first_operator", lambda *facts: None)
     assert cli.main(command) == cli.FAILED
     assert "WRONG" in capsys.readouterr().out
 

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from onnxtrain import atomic_file
 from onnxtrain.device import safetensors_file
 from onnxtrain.errors import CheckpointError
+from onnxtrain.system import atomic_file
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [

@@ -22,7 +22,7 @@ def test_layers_are_graphs_and_train(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     from onnxtrain.distributed.pipeline import ORTPipelineModule
-    from onnxtrain.module import ORTModule
+    from onnxtrain.frontend.ort_module import ORTModule
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

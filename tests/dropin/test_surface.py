@@ -258,7 +258,7 @@ def test_error_types() -> None:
 def test_the_backends_of_torch_compile(name: str) -> None:
     import torch
 
-    from onnxtrain import dynamo
+    from onnxtrain.frontend import dynamo
 
     torch.compiler.reset()
     dynamo._ENGINES.clear()

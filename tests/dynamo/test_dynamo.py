@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onnxtrain import ORTModule, dynamo, errors
+from onnxtrain import ORTModule, errors
 from onnxtrain.capture import patches
+from onnxtrain.frontend import dynamo
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import ZooModel
@@ -227,7 +228,7 @@ def test_a_checkpointed_region_that_runs_in_pytorch_keeps_its_random_numbers(mon
     def refuse(*args: Any, **options: Any) -> Any:
         raise errors.CaptureError("not today")
 
-    monkeypatch.setattr("onnxtrain.engine.capture", refuse)
+    monkeypatch.setattr("onnxtrain.frontend.engine.capture", refuse)
     module = Regions()
     run = compiled(copy.deepcopy(module))
     x = torch.randn(64, 4)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from onnxtrain import dynamo
+from onnxtrain.frontend import dynamo
 from tests.dynamo.test_dynamo import Keeps
 
 WIDTH = 8

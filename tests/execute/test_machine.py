@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from onnxtrain import log
-from onnxtrain import machine as facts
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
-from onnxtrain.machine import Machine, current_machine
 from onnxtrain.native import compiler
 from onnxtrain.native.build import BuildError, usable_compiler
 from onnxtrain.ops.attention import compiled as compiled_attention
@@ -25,6 +23,8 @@ from onnxtrain.ops.attention import flash
 from onnxtrain.ops.cost_model import moving_seconds, widening_seconds
 from onnxtrain.ops.recurrent import kernels as recurrent
 from onnxtrain.ops.recurrent.cells import GRU, LSTM
+from onnxtrain.system import machine as facts
+from onnxtrain.system.machine import Machine, current_machine
 from onnxtrain.testing import CaseCheck, OpCase, Spec
 from tests.machines import MACHINES, REAL, Describe, limited
 from tests.ops.cases_convolution import conv, geometry
@@ -227,7 +227,7 @@ def test_levels_of_onednn(level: str, variable: str) -> None:
 
 
 PRINT = """
-from onnxtrain.machine import current_machine
+from onnxtrain.system.machine import current_machine
 machine = current_machine()
 print(machine.vectors, int(machine.onednn_bfloat16), machine.threads, len(machine.compilers), len(machine.instructions))
 print("instructions:", *sorted(machine.onednn_instructions))

@@ -34,8 +34,8 @@ from onnxtrain.execute.recorded import (
     Recordings,
     Results,
 )
+from onnxtrain.frontend.prepare import prepare
 from onnxtrain.plan.cut import single_part
-from onnxtrain.prepared import prepare
 from onnxtrain.report import CompileReport
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onnxtrain import FallbackPolicy, ORTModule, prepare
 from onnxtrain.capture.stored import executed
 from onnxtrain.errors import MemoryBudgetError, ORTModuleFallbackException
-from onnxtrain.tolerance import error_and_bound
+from onnxtrain.execute.tolerance import error_and_bound
 from tests.fuzz.configurations import Configuration
 from tests.fuzz.programs import Program
 from tests.fuzz.regions import made_up_compiler

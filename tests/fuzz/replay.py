@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.tolerance import error_and_bound
+from onnxtrain.execute.tolerance import error_and_bound
 from tests.fuzz.differential import Sides, largest_gradient
 from tests.fuzz.worker import case_of, judged
 

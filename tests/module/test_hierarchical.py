@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain.hierarchical import HierarchicalORTModule
+from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 
 
 class Decides(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.execute.independent_backwards import IndependentBoundary
-from onnxtrain.hierarchical import HierarchicalORTModule
+from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 
 
 class Towers(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.hierarchical import HierarchicalORTModule
+from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 
 WRAPPERS = (ORTModule, HierarchicalORTModule)
 

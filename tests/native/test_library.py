@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from onnxtrain import log
-from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, background, build, compiler
+from onnxtrain.system.machine import current_machine
 from tests.machines import Describe
 
 pytestmark = pytest.mark.compiler

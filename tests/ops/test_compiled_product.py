@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from onnxtrain import testing
-from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.matmul.compiled_product import LIBRARY, product
 from onnxtrain.ops.native import NOTE
+from onnxtrain.system.machine import current_machine
 from onnxtrain.testing import CaseCheck, assert_no_worse_than_eager
 from tests.ops import cases_matmul
 from tests.ops.compiled_candidates import compiled, let_cases_compile

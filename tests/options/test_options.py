@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule, cli, errors, log
-from onnxtrain.debug_options import DebugOptions
 from onnxtrain.options import (
     JSON_VARIABLE,
     PROCESS_VARIABLES,
@@ -25,6 +24,7 @@ from onnxtrain.options import (
     resolved,
     warn_ineffective_variables,
 )
+from onnxtrain.options.debug_options import DebugOptions
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS
 from onnxtrain.options.without_effect import VARIABLES as WITHOUT_EFFECT
@@ -388,7 +388,7 @@ EFFECTS = {
     "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
     "native": ("passes/test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
     "reuse_memory": ("execute/test_reused_memory.py", "test_a_steps_memory_serves_the_next"),
-    "pause_collector": ("package/test_garbage.py", "test_it_rests_during_a_capture_where_it_is_asked_to"),
+    "pause_collector": ("package/test_garbage_collector.py", "test_it_rests_during_a_capture_where_it_is_asked_to"),
     "regions": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
     "regions_dump": ("execute/test_regions_build.py", "test_the_folder_of_debugging_gets_graph_and_library"),
     "cuda_graphs": ("execute/test_recorded.py", "test_training_is_the_same"),

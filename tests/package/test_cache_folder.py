@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from onnxtrain import cache_folder as module
-from onnxtrain.cache_folder import cache_folder
+from onnxtrain.system import cache_folder as module
+from onnxtrain.system.cache_folder import cache_folder
 
 pytestmark = pytest.mark.everywhere
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain.tolerance import error_and_bound, is_noise, noisiest, perturbed
+from onnxtrain.execute.tolerance import error_and_bound, is_noise, noisiest, perturbed
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:

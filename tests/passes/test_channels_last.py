@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.machine import current_machine
 from onnxtrain.ops.norm import channels_last
 from onnxtrain.ops.norm.batch import batch_norm, batch_norm_backward
+from onnxtrain.system.machine import current_machine
 from onnxtrain.testing import assert_no_worse_than_eager
 
 LAST = torch.channels_last

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from onnxtrain import ORTModule, tolerance
+from onnxtrain import ORTModule
+from onnxtrain.execute import tolerance
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.torch_version import most_captures
 from tests.zoo.entry import Call, ZooModel

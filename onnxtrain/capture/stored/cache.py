@@ -27,7 +27,7 @@ from onnxtrain.capture.stored.fingerprint import Fingerprints, NotStorableError,
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
 from onnxtrain.log import LOG, warn_once
-from onnxtrain.machine import current_machine
+from onnxtrain.system.machine import current_machine
 
 _MIB = 2**20
 

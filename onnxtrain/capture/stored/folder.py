@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from onnxtrain.atomic_file import replacing
 from onnxtrain.log import LOG, warn_once
+from onnxtrain.system.atomic_file import replacing
 
 _ABANDONED_S = 3600.0  # a partial file so old belongs to a process that was killed
 _MOST_OF_A_KEY = 32  # files that differ in sizes or in the module's attributes

@@ -11,10 +11,10 @@ from operator import itemgetter
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
-from onnxtrain.machine import current_machine
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import Kernel
+from onnxtrain.system.machine import current_machine
 
 _UNKNOWN = 32  # for batch and length each: a thousand rows
 

@@ -19,11 +19,11 @@ from typing import Any
 import filelock
 import torch
 
-from onnxtrain.atomic_file import replacing
-from onnxtrain.cache_folder import cache_folder
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Answers, Samples, merged
 from onnxtrain.log import LOG
-from onnxtrain.machine import current_machine
+from onnxtrain.system.atomic_file import replacing
+from onnxtrain.system.cache_folder import cache_folder
+from onnxtrain.system.machine import current_machine
 
 _VERSION = 3  # of the file's form, and of what candidates there are
 _LOCK_SECONDS = 0.2  # a training step does not wait longer: what was measured is written next time

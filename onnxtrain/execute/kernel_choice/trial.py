@@ -16,10 +16,10 @@ import torch
 from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.times import FAR_OFF, WORTH_SECONDS, Answer, Answers, rounded
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.machine import current_machine
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import Call, Kernel
+from onnxtrain.system.machine import current_machine
 
 
 class _Case:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from onnxtrain.cache_folder import cache_folder, scratch_folder
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
 from onnxtrain.log import warn
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, is_whole, usable_compiler
+from onnxtrain.system.cache_folder import cache_folder, scratch_folder
 
 _LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
 _process = Process()

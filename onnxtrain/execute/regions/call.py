@@ -13,13 +13,13 @@ import torch
 
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.regions.request import LEAST_SIZE
+from onnxtrain.execute.tolerance import error_and_bound
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.log import warn
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
-from onnxtrain.tolerance import error_and_bound
 
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _TRIALS = 10  # timed calls of each way

@@ -16,10 +16,10 @@ from onnxtrain.capture.stored.graph import from_bytes, to_bytes
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.values import ONNX
-from onnxtrain.machine import current_machine
 from onnxtrain.ops.bodies import IR_VERSION, import_opsets
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import Part
+from onnxtrain.system.machine import current_machine
 
 # The files of a request, in a folder of its own, and that of its result.
 GRAPH, BESIDE, LIBRARY = "region.onnx", "region.json", "library.so"

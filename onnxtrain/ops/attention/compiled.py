@@ -31,12 +31,12 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.machine import current_machine
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.draws import least_kept
+from onnxtrain.system.machine import current_machine
 
 Tensor = torch.Tensor
 

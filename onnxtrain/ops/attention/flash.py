@@ -24,7 +24,6 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.machine import current_machine
 from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.parts import (
     accumulated,
@@ -44,6 +43,7 @@ from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.softmax import safe_softmax
+from onnxtrain.system.machine import current_machine
 from onnxtrain.torch_compat import aten_kernels
 
 Grad = ir.Value | None

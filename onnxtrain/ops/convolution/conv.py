@@ -33,7 +33,6 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.machine import Machine
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
@@ -53,6 +52,7 @@ from onnxtrain.ops.spatial import (
     symmetric_pads,
     window_count,
 )
+from onnxtrain.system.machine import Machine
 
 aten = torch.ops.aten
 

@@ -27,13 +27,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.machine import Machine
 from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.cost_model import Shapes, expected_seconds
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.fused import flags, fused, masked, only_first, total, wanted
 from onnxtrain.ops.loss.reduction import number_of
 from onnxtrain.ops.matmul.candidates import convolves, in_onednn, onednn_product, product_by_convolution
+from onnxtrain.system.machine import Machine
 
 Tensor = torch.Tensor
 

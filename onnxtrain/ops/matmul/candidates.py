@@ -24,13 +24,13 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.machine import Machine, current_machine
 from onnxtrain.ops import large_memory
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
 from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.ops.native import may_compile
+from onnxtrain.system.machine import Machine, current_machine
 from onnxtrain.torch_compat import aten_kernels
 
 _NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})

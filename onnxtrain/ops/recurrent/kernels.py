@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from onnxtrain.machine import current_machine
 from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM, Cell
 from onnxtrain.ops.recurrent.steps import Run, Weights, backward, forward
+from onnxtrain.system.machine import current_machine
 from onnxtrain.torch_compat import dispatch
 
 Tensor = torch.Tensor

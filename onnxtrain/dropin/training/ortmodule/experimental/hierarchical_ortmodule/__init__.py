@@ -1,5 +1,5 @@
 """`onnxruntime.training.ortmodule.experimental.hierarchical_ortmodule`."""
 
-from onnxtrain.hierarchical import HierarchicalORTModule
+from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 
 __all__ = ["HierarchicalORTModule"]

@@ -3,7 +3,7 @@
     verdict = onnxtrain.verify(model, {"input_ids": ids, "labels": labels})
     assert verdict.is_right, verdict
 
-Outputs and gradients are checked by the tolerance of onnxtrain's own tests (`tolerance.py`). If one is off, the
+Outputs and gradients are checked by the tolerance of onnxtrain's own tests (`execute/tolerance.py`). If one is off, the
 exported graph runs in PyTorch with autograd, and the optimized graph runs with onnxtrain's kernels. Of the values that
 both graphs have, the first to differ in execution order names the operator.
 """
@@ -25,17 +25,17 @@ from onnxtrain.capture.export import Captured
 from onnxtrain.capture.proof import Proof
 from onnxtrain.capture.refusals import one_device
 from onnxtrain.capture.structure import flatten_call, flatten_output
-from onnxtrain.engine import Engine, EntryPoint
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.program import Program
+from onnxtrain.execute.tolerance import error_and_bound, is_noise, noisiest, perturbed
+from onnxtrain.frontend.engine import Engine, EntryPoint
+from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.frontend.prepare import unprepare
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import is_float
-from onnxtrain.module import ORTModule
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.passes import JOINT, optimize
 from onnxtrain.plan.cut import single_part
-from onnxtrain.prepared import unprepare
-from onnxtrain.tolerance import error_and_bound, is_noise, noisiest, perturbed
 
 _SEED = 20_251
 

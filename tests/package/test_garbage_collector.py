@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
-from onnxtrain.garbage import collector_paused
+from onnxtrain.system.garbage_collector import collector_paused
 
 
 @pytest.fixture(autouse=True)

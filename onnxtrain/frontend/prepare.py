@@ -19,11 +19,11 @@ import torch
 
 from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_line import hide_own_frames
-from onnxtrain.dynamo import pieces
-from onnxtrain.engine import Call, Engine, EntryPoint, set_up, untraced
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.execute.compiled import Compiled
-from onnxtrain.module import ORTModule
+from onnxtrain.frontend.dynamo import pieces
+from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up, untraced
+from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.observe import logs
 from onnxtrain.options import Options
 from onnxtrain.report import PrepareReport, Region

@@ -33,7 +33,6 @@ from onnxtrain.compile import compile_module
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.unit_builder import Rerun
-from onnxtrain.garbage import collector_paused
 from onnxtrain.graph.values import ATEN
 from onnxtrain.log import LOG
 from onnxtrain.observe import logs
@@ -42,6 +41,7 @@ from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options, warn_ineffective_variables
+from onnxtrain.system.garbage_collector import collector_paused
 
 
 class _Entry:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from onnxtrain.debug_options import DebugOptions
-from onnxtrain.engine import Engine
 from onnxtrain.errors import ORTModuleFallbackException
+from onnxtrain.frontend.engine import Engine
+from onnxtrain.frontend.ort_module import ORTModule, OwnForward
 from onnxtrain.log import LOG
-from onnxtrain.module import ORTModule, OwnForward
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.options import FallbackPolicy
+from onnxtrain.options.debug_options import DebugOptions
 from onnxtrain.report import CompileReport
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # they are not called

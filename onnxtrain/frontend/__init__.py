@@ -1,0 +1,1 @@
+"""The entry points ORTModule, prepare, verify and the torch.compile backend, and the engine that they share."""
