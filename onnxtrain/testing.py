@@ -415,7 +415,9 @@ class CaseCheck:
 
     def check_moves(self) -> None:
         """Gives each element of the inputs that the op moves its own number: no output has another, or one twice."""
-        moved = [i for i in range(len(self._node().inputs)) if self.definition.input_name(i) in self.definition.moves]
+        moved = [
+            i for i in range(len(self._node().inputs)) if self.definition.input_name(i) in self.definition.moved_inputs
+        ]
         if not moved:
             return
         arrays = self._first_arguments()
@@ -430,16 +432,16 @@ class CaseCheck:
     def check_factor(self) -> None:
         """Multiplies each input that may be; the op that multiplies by the number itself gives the same."""
         node, arrays = self._node(), self._first_arguments()
-        factor = self.definition.factor(self.definition.view(node)) if self.definition.factor else None
+        factor = self.definition.scalar_factor(self.definition.view(node)) if self.definition.scalar_factor else None
         if factor is None or self.definition.effects & Effects.RANDOM:
             return
         number = 0.5
         for index in range(len(node.inputs)):
             if self.definition.input_name(index) in factor.inputs:
                 expected = self._call(node, [number * a if i == index else a for i, a in enumerate(arrays)])[0]
-                if factor.of_output:
+                if factor.scales_output:
                     assert torch.equal(number * self._call(node, arrays)[0], expected), f"{self.case}: input {index}"
-                build = factor.scaled or (lambda op, n, number: None)
+                build = factor.absorb or (lambda op, n, number: None)
                 outputs = build(builder(self.model.graph), self.definition.view(node), number)
                 if outputs is not None:
                     scaled = outputs[0].producer()
@@ -460,8 +462,8 @@ class CaseCheck:
         kernel = definition.kernel(node, "cpu")
         declared = definition.inputs
         arguments = [
-            tuple(a.tolist()) if i in kernel.host and isinstance(a, torch.Tensor) and a.ndim else
-            a.item() if i in kernel.host and isinstance(a, torch.Tensor) else a
+            tuple(a.tolist()) if i in kernel.host_inputs and isinstance(a, torch.Tensor) and a.ndim else
+            a.item() if i in kernel.host_inputs and isinstance(a, torch.Tensor) else a
             for i, a in enumerate(arrays)
         ]  # fmt: skip
         if declared[-1].endswith("..."):

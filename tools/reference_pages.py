@@ -169,7 +169,7 @@ def _operator(row: ops_command.Row) -> str:
         ("kernels", row.kernels),
         ("body", row.body),
         ("gradient", row.gradient),
-        ("stops", row.stops),
+        ("non-differentiable inputs", row.nondiff_inputs),
         ("axes", f"`{row.axes}`" if "->" in row.axes else row.axes),
         ("effects", row.effects),
         ("captured from", _aten(row.captured)),

@@ -127,7 +127,7 @@ def _active(nodes: Sequence[ir.Node], wrt_inputs: Sequence[ir.Value]) -> set[ir.
             active.update(
                 v
                 for i, v in enumerate(node.outputs)
-                if is_differentiable_type(dtype_of(v)) and definition.output_name(i) not in definition.detached
+                if is_differentiable_type(dtype_of(v)) and definition.output_name(i) not in definition.nondiff_outputs
             )
     return active
 
@@ -136,7 +136,7 @@ def _active_inputs(node: ir.Node, definition: OpDef, active: set[ir.Value]) -> s
     if definition.gradient is NOT_DIFFERENTIABLE:
         return set()
     indices = [i for i, v in enumerate(node.inputs) if v is not None and v in active]
-    names = {definition.input_name(i) for i in indices} - definition.stops
+    names = {definition.input_name(i) for i in indices} - definition.nondiff_inputs
     if names and definition.inputs[-1].endswith("..."):
         first = len(definition.inputs) - 1
         names.update(f"{definition.input_name(i)}[{i - first}]" for i in indices if i >= first)

@@ -33,7 +33,7 @@ class Row:
     kernels: str
     body: str
     gradient: str
-    stops: str
+    nondiff_inputs: str
     axes: str
     effects: str
     captured: tuple[str, ...]
@@ -47,7 +47,7 @@ def row(definition: OpDef) -> Row:
         kernels=_kernels(definition),
         body=_body(definition),
         gradient=_gradient(definition),
-        stops=", ".join(sorted(definition.stops)),
+        nondiff_inputs=", ".join(sorted(definition.nondiff_inputs)),
         axes=_axes(definition),
         effects=_effects(definition.effects),
         captured=tuple(sorted(definition.from_torch)),

@@ -80,7 +80,7 @@ def _views(memory: Iterable[ir.Value], graph: Iterable[ir.Node]) -> set[ir.Value
     shared = set(memory)
     for node in graph:
         definition = OPS.get((node.domain, node.op_type))
-        views = definition is not None and (definition.same_elements or 0 in definition.aliases)
+        views = definition is not None and (definition.preserves_elements or 0 in definition.aliases)
         if views and node.inputs[0] in shared:
             shared.update(v for v in node.outputs if not v.is_graph_output())
     return shared

@@ -105,7 +105,7 @@ class OnnxModule(torch.nn.Module):
 
 def _differentiable(node: ir.Node, device: str) -> Kernel:
     """PyTorch's own kernel, which autograd supports, without overwriting inputs that autograd saves."""
-    return replace(definition_of(node).candidates(node, device)[0], in_place=None)
+    return replace(definition_of(node).candidates(node, device)[0], in_place_input=None)
 
 
 def _with_gradients(model: ir.Model) -> tuple[ir.Model, frozenset[str]]:

@@ -115,7 +115,7 @@ def _remains_node(node: ir.Node) -> bool:
     if node.domain == ONNX or body_of(node) is None:
         return False
     if node.domain == MICROSOFT and node.op_type in KNOWN_TO_ONNXRUNTIME:
-        return definition.native_ok(definition.view(node))
+        return definition.ort_compatible(definition.view(node))
     return True
 
 

@@ -31,7 +31,7 @@ from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.ops.definition import DEVICE, Call, Infix, Kernel, Method, Overwriting, Property
+from onnxtrain.ops.definition import DEVICE, Call, Infix, InPlaceCapableCall, Kernel, Method, Property
 from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
@@ -270,12 +270,12 @@ class _Writer:
 
     def _host_node(self, node: ir.Node, definition: OpDef) -> None:
         arguments = [
-            ShapeSource(self._name(v)) if v is not None and definition.input_name(i) in definition.shape_only
+            ShapeSource(self._name(v)) if v is not None and definition.input_name(i) in definition.shape_only_inputs
             else self._host_argument(v)
             for i, v in enumerate(node.inputs)
         ]  # fmt: skip
-        assert definition.host is not None
-        result = definition.host(definition.view(node), *arguments)
+        assert definition.host_eval is not None
+        result = definition.host_eval(definition.view(node), *arguments)
         results = result if len(node.outputs) > 1 else (result,)
         for value, computed in zip(node.outputs, results, strict=True):
             if isinstance(computed, tuple):
@@ -311,10 +311,12 @@ class _Writer:
             self._line(text, comment=comment)
 
     def _arguments(self, node: ir.Node, definition: OpDef, kernel: Kernel) -> list[Any]:
-        literal = kernel.scalars and not all(v is None or _is_scalar_constant(v) for v in node.inputs)
-        if_known = kernel.host_if_known(definition.view(node))
+        literal = kernel.accepts_scalars and not all(v is None or _is_scalar_constant(v) for v in node.inputs)
+        if_known = kernel.host_inputs_if_known(definition.view(node))
         found = [
-            self._argument(v, i in kernel.host or (i in if_known and v in self._host), kernel.scalars, literal)
+            self._argument(
+                v, i in kernel.host_inputs or (i in if_known and v in self._host), kernel.accepts_scalars, literal
+            )
             for i, v in enumerate(node.inputs)
         ]
         declared = definition.inputs
@@ -452,8 +454,8 @@ def _in_place(call: Call) -> Call | None:
     """The call that writes the result over its first argument; None where there is none."""
     if not call.args or not isinstance(call.args[0], _Ref):
         return None
-    if isinstance(call, Overwriting):
-        return Call(call.over, *call.args)
+    if isinstance(call, InPlaceCapableCall):
+        return Call(call.in_place, *call.args)
     if isinstance(call, Infix):
         method = _IN_PLACE.get(call.symbol, "")
     else:

@@ -139,12 +139,12 @@ def _reads_on_host(node: ir.Node, part: Part, device: torch.device) -> bool:
     """Whether a node takes the contents of a tensor of the device as Python numbers."""
     definition = definition_of(node)
     if node.outputs and part.host.issuperset(node.outputs):
-        read = [v for i, v in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
+        read = [v for i, v in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only_inputs]
     else:
         kernel = expected_kernel(node, device.type)
-        if device.type != "cpu" and kernel.waits(definition.view(node)):
+        if device.type != "cpu" and kernel.synchronizes(definition.view(node)):
             return True
-        read = [v for i, v in enumerate(node.inputs) if i in kernel.host]
+        read = [v for i, v in enumerate(node.inputs) if i in kernel.host_inputs]
     return any(v is not None and v.const_value is None and v not in part.host for v in read)
 
 

@@ -18,10 +18,10 @@ class HostOp(Protocol):
     """The part of an op's definition that this analysis needs."""
 
     @property
-    def host(self) -> Callable[..., Any] | None: ...
+    def host_eval(self) -> Callable[..., Any] | None: ...
 
     @property
-    def shape_only(self) -> frozenset[str]: ...
+    def shape_only_inputs(self) -> frozenset[str]: ...
 
     def input_name(self, index: int) -> str: ...
 
@@ -36,7 +36,7 @@ def host_values(nodes: Iterable[ir.Node], definition_of: Callable[[ir.Node], Hos
     on_host: set[ir.Value] = set()
     for node in nodes:
         definition = definition_of(node)
-        if definition.host is None or not all(
+        if definition.host_eval is None or not all(
             _is_readable_on_host(node, i, definition, on_host) for i in range(len(node.inputs))
         ):
             continue
@@ -54,11 +54,11 @@ def _has_static_length(value: ir.Value) -> bool:
 
 def _is_readable_on_host(node: ir.Node, index: int, definition: HostOp, on_host: set[ir.Value]) -> bool:
     value = node.inputs[index]
-    if value is None or definition.input_name(index) in definition.shape_only:
+    if value is None or definition.input_name(index) in definition.shape_only_inputs:
         return True
     return value in on_host or is_integer_constant(value)
 
 
 def reads_shape(definition: HostOp) -> bool:
     """Return whether the op reads the shape of a tensor, as size arithmetic starts."""
-    return bool(definition.shape_only)
+    return bool(definition.shape_only_inputs)

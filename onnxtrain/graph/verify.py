@@ -36,7 +36,7 @@ class Definition(Protocol):
         """Attribute name -> default."""
 
     @property
-    def required(self) -> frozenset[str]:
+    def required_attributes(self) -> frozenset[str]:
         """Names of the attributes without a default."""
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
@@ -231,7 +231,7 @@ def _verify_attributes(node: ir.Node, definition: Definition) -> None:
     if unknown:
         known = ", ".join(definition.attributes) or "none"
         raise _fault(node, "has unknown attributes", known, ", ".join(unknown))
-    missing = sorted(definition.required - node.attributes.keys())
+    missing = sorted(definition.required_attributes - node.attributes.keys())
     if missing:
         raise _fault(node, f"lacks the required attributes {', '.join(missing)}")
 

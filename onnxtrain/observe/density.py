@@ -119,7 +119,11 @@ def _sources(value: ir.Value) -> Iterator[ir.Value]:
             continue
         definition = definition_of(node)
         for index, read in enumerate(node.inputs):
-            if read is not None and read not in seen and definition.input_name(index) not in definition.shape_only:
+            if (
+                read is not None
+                and read not in seen
+                and definition.input_name(index) not in definition.shape_only_inputs
+            ):
                 seen.add(read)
                 pending.append(read)
     if not any(is_float(dtype_of(v)) for v in inputs):

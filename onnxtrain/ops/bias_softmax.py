@@ -114,8 +114,8 @@ composite(
     attributes={"axis": 1, "is_inner_broadcast": REQUIRED, "seed": None},
     shapes=_dropped_types,
     axes=_shifted_axes,
-    stops=frozenset({"ratio"}),
-    waits=_has_ratio,
+    nondiff_inputs=frozenset({"ratio"}),
+    synchronizes=_has_ratio,
     effects=Effects.RANDOM,
     flops=_flops,
 )
@@ -151,7 +151,7 @@ fused(
     lower=lambda n, dy, mask, probabilities, ratio: Call(
         softmax_dropout_backward, dy, mask, probabilities, ratio, _axis(n, n.dy)
     ),
-    waits=_has_ratio,
+    synchronizes=_has_ratio,
     axes=_dropout_grad_axes,
     flops=lambda n: sizes.multiply(7, numel(n.dy)),
 )

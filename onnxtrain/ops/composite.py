@@ -48,24 +48,24 @@ def composite(
     domain: str = ONNX,
     outputs: tuple[str, ...] = ("y",),
     attributes: Mapping[str, Any] | None = None,
-    since: int = 1,
+    since_version: int = 1,
     from_torch: Mapping[str, FromTorch] | None = None,
     shapes: Callable[[NodeView], Sequence[TensorType]] | None = None,
     axes: Callable[[NodeView], str] = elementwise_axes,
-    stops: frozenset[str] = frozenset(),
+    nondiff_inputs: frozenset[str] = frozenset(),
     flops: Callable[[NodeView], Size] = elementwise_flops,
-    native_ok: Callable[[NodeView], bool] | None = None,
-    host: frozenset[int] = frozenset(),
-    waits: Callable[[NodeView], bool] = never,
+    ort_compatible: Callable[[NodeView], bool] | None = None,
+    host_inputs: frozenset[int] = frozenset(),
+    synchronizes: Callable[[NodeView], bool] = never,
     differentiable: bool = True,
-    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
     effects: Effects = Effects.NONE,
     aliases: Mapping[int, int] | None = None,
 ) -> OpDef:
     """Defines an op by its body.
 
     Its output has the type of the first input where `shapes` says nothing else. Stock onnxruntime's kernel may run
-    an op of ONNX's own domain; one of com.microsoft is always written out, unless `native_ok` says otherwise.
+    an op of ONNX's own domain; one of com.microsoft is always written out, unless `ort_compatible` says otherwise.
     """
     return define(
         OpDef(
@@ -74,19 +74,19 @@ def composite(
             inputs=inputs,
             outputs=outputs,
             attributes=attributes or {},
-            since=since,
+            since_version=since_version,
             from_torch=from_torch or {},
             shapes=shapes or same_as(inputs[0].removesuffix("...")),
             body=body,
-            native_ok=native_ok or (always if domain == ONNX else never),
+            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=BY_BODY if differentiable else NOT_DIFFERENTIABLE,
-            stops=stops,
-            kernels=(Kernel(lower=lower, host=host, waits=waits),),
+            nondiff_inputs=nondiff_inputs,
+            kernels=(Kernel(lower=lower, host_inputs=host_inputs, synchronizes=synchronizes),),
             axes=axes,
             effects=effects,
             aliases=aliases or {},
             flops=flops,
-            host=None,
-            outputs_of=outputs_of,
+            host_eval=None,
+            count_outputs=count_outputs,
         )
     )

@@ -18,7 +18,7 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
-    Fuses,
+    Fusion,
     Gradient,
     GradientRule,
     Infix,
@@ -31,7 +31,7 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.registry import define
 
 _NO_STOPS: frozenset[str] = frozenset()
-FUSES = Fuses()
+FUSIBLE = Fusion()
 
 
 def always(node: NodeView) -> bool:
@@ -90,15 +90,15 @@ def unary(
     reads: tuple[str, ...] = ("x",),
     domain: str = ONNX,
     attributes: Mapping[str, Any] | None = None,
-    since: int = 1,
+    since_version: int = 1,
     body: Any = STANDARD,
-    native_ok: Callable[[NodeView], bool] | None = None,
+    ort_compatible: Callable[[NodeView], bool] | None = None,
     lower: Callable[..., Call] | None = None,
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
-    host: Callable[..., Any] | None = None,
-    first: tuple[Kernel, ...] = (),
-    fuses: Fuses | None = FUSES,
-    cpp: str = "",
+    host_eval: Callable[..., Any] | None = None,
+    preferred_kernels: tuple[Kernel, ...] = (),
+    fusion: Fusion | None = FUSIBLE,
+    cpp_expression: str = "",
 ) -> OpDef:
     """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
 
@@ -117,22 +117,22 @@ def unary(
             inputs=("x",),
             outputs=("y",),
             attributes=attributes or {},
-            since=since,
+            since_version=since_version,
             from_torch=names if isinstance(names, Mapping) else dict.fromkeys(names, capture),
             shapes=same_as("x"),
             body=body,
-            native_ok=native_ok or (always if domain == ONNX else never),
+            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
-            stops=_NO_STOPS,
-            kernels=(*first, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place=0)),
+            nondiff_inputs=_NO_STOPS,
+            kernels=(*preferred_kernels, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place_input=0)),
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
             aliases={},
             flops=flops,
-            host=host,
+            host_eval=host_eval,
             layout=Layout(frozenset({"x", "y"})),
-            fuses=fuses,
-            cpp=cpp,
+            fusion=fusion,
+            cpp_expression=cpp_expression,
         )
     )
 
@@ -150,28 +150,28 @@ def binary(
     reads: tuple[str, ...] = ("a", "b"),
     symbol: str | None = None,
     domain: str = ONNX,
-    since: int = 1,
+    since_version: int = 1,
     body: Any = STANDARD,
     shapes: Callable[[NodeView], Sequence[TensorType]] = _broadcast_type,
-    stops: frozenset[str] = _NO_STOPS,
-    host: Callable[..., Any] | None = None,
+    nondiff_inputs: frozenset[str] = _NO_STOPS,
+    host_eval: Callable[..., Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
-    native_ok: Callable[[NodeView], bool] | None = None,
-    scalars: bool = False,
+    ort_compatible: Callable[[NodeView], bool] | None = None,
+    accepts_scalars: bool = False,
     lower: Callable[..., Call] | None = None,
     commutative: bool = False,
-    cpp: str = "",
+    cpp_expression: str = "",
 ) -> OpDef:
     """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
     `symbol` is the Python operator that computes it. It takes Python numbers on either side, as does a kernel with
-    `scalars`; `lower` replaces the plain call of `kernel`.
+    `accepts_scalars`; `lower` replaces the plain call of `kernel`.
     """
     if lower is None and symbol:
         infix = symbol  # narrows the type inside the lambda
         lower = lambda n, a, b: Infix(infix, kernel, a, b)
-    elif lower is None:
-        lower = lambda n, a, b: Call(kernel, a, b)
+    lower = lower or (lambda n, a, b: Call(kernel, a, b))
+    scalars, in_place = accepts_scalars or symbol is not None, 0 if symbol else None
     return define(
         OpDef(
             domain=domain,
@@ -179,23 +179,23 @@ def binary(
             inputs=("a", "b"),
             outputs=("y",),
             attributes=attributes or {},
-            since=since,
+            since_version=since_version,
             from_torch=from_torch,
             shapes=shapes,
             body=body,
-            native_ok=native_ok or (always if domain == ONNX else never),
+            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
-            stops=stops,
-            kernels=(Kernel(lower=lower, scalars=scalars or symbol is not None, in_place=0 if symbol else None),),
+            nondiff_inputs=nondiff_inputs,
+            kernels=(Kernel(lower=lower, accepts_scalars=scalars, in_place_input=in_place),),
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
             flops=elementwise_flops,
-            host=_on_host(host) if host else None,
+            host_eval=_on_host(host_eval) if host_eval else None,
             layout=Layout(frozenset({"a", "b", "y"})),
-            fuses=FUSES,
+            fusion=FUSIBLE,
             commutative=commutative,
-            cpp=cpp,
+            cpp_expression=cpp_expression,
         )
     )
 

@@ -95,14 +95,14 @@ class Call:
         return self.function(*map(_value, self.args), **{k: _value(v) for k, v in self.kwargs.items()})
 
 
-class Overwriting(Call):
+class InPlaceCapableCall(Call):
     """A call of a function that another one stands beside, which writes the result over its first argument."""
 
-    __slots__ = ("over",)
+    __slots__ = ("in_place",)
 
-    def __init__(self, function: Callable[..., Any], over: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, function: Callable[..., Any], in_place: Callable[..., Any], *args: Any) -> None:
         super().__init__(function, *args)
-        self.over = over
+        self.in_place = in_place
 
 
 class Infix(Call):
@@ -152,10 +152,10 @@ def _value(argument: Any) -> Any:
     return argument
 
 
-class Place(NamedTuple):
-    """Where a named input or output stands."""
+class Slot(NamedTuple):
+    """The position of a named input or output."""
 
-    at: int
+    position: int
     is_output: bool
     is_variadic: bool
 
@@ -182,13 +182,13 @@ class NodeView:
                     raise GraphError(f"{definition.name} needs the attribute {name}")
                 return default
             return _attribute_value(attribute)
-        place = definition.places.get(name)
-        if place is None:
+        slot = definition.slots.get(name)
+        if slot is None:
             raise AttributeError(f"{definition.name} has no input, output or attribute {name}")
-        values = self.node.outputs if place.is_output else self.node.inputs
-        if place.is_variadic:
-            return tuple(values[place.at :])
-        return values[place.at] if place.at < len(values) else None
+        values = self.node.outputs if slot.is_output else self.node.inputs
+        if slot.is_variadic:
+            return tuple(values[slot.position :])
+        return values[slot.position] if slot.position < len(values) else None
 
     def wants(self, name: str) -> bool:
         """In a gradient rule: whether the gradient of this input is asked for; `xs[2]` is a variadic input's third."""
@@ -216,9 +216,10 @@ class Gradient:
     """One way to differentiate an op.
 
     Attributes:
-        build: the rule. Cotangents come in the outputs' order, the result in the inputs' order; a single-input op may
-            return a bare value. Rules never un-broadcast: the differentiator does.
-        reads: names of the inputs and outputs whose elements the rule reads: what must be kept for backward.
+        build: the rule. It takes cotangents in the order of the outputs and returns gradients in the order of the
+            inputs; for an op with one input it may return the value itself. A rule never un-broadcasts: the
+            differentiator does.
+        reads: names of the inputs and outputs whose elements the rule reads; these are kept for backward.
     """
 
     build: GradientRule
@@ -230,49 +231,51 @@ class Kernel:
     """One way to run an op in torch.
 
     Attributes:
-        lower: from the node and the arguments, one per input, the call. In a program arguments are names of local
-            variables, in tests tensors; lower must not look into them.
-        scalars: whether a 0-dimensional constant may come as a Python number.
-        host: indices of inputs that come as Python ints (0-dimensional) or tuples of ints.
-        waits: whether the call moves elements from or to the host, beside those of `host`: a GPU is waited for.
-        host_if_known: from the node, the indices of inputs that come so where the host knows them, else as tensors.
-        applies: whether this kernel can run the node (dtypes, attributes, device type).
+        lower: (node, *arguments), one argument per input -> the call. In a program the arguments are names of local
+            variables, in tests they are tensors; `lower` must not inspect them.
+        accepts_scalars: whether a 0-dimensional constant may be passed as a Python number.
+        host_inputs: indices of the inputs passed as Python ints (0-dimensional) or tuples of ints (vectors).
+        synchronizes: whether the call copies elements from or to the host, besides `host_inputs`: the host waits for
+            the GPU.
+        host_inputs_if_known: from the node, indices of the inputs passed as Python ints if the host knows their
+            values, else as tensors.
+        applies: (node, device type) -> whether this kernel can run the node.
         deterministic: whether two runs give the same bits.
-        workspace: bytes of scratch memory beside inputs and outputs.
-        output_bytes: what those outputs take that this kernel gives in another form than the op's types say, by name.
-            It may wait until a compiled kernel is there: only then it is known which form.
-        in_place: index of the input whose memory it can reuse for its first output, or None.
-        name: of the library or the way, where any of several kernels may run the node and speed decides; such kernels
-            take tensors only.
-        seconds: what it is expected to take, from the node, the shapes of its inputs and the machine, where it has a
-            name; infinite where it should not even be tried.
-        is_there: whether it can run by now; None where it never will, as without a compiler. Until then its call does
-            the same in another way, which says nothing about its speed.
-        prepare: begins what brings it there.
+        workspace_bytes: scratch memory besides inputs and outputs.
+        output_bytes: by name, the bytes of the outputs that this kernel returns in another form than the op's types
+            say. It may wait for a compiled kernel: only then the form is known.
+        in_place_input: index of the input whose memory it can reuse for its first output, or None.
+        name: of the library or method, if several kernels may run the node and the fastest is chosen; such kernels
+            take tensors only. Else "".
+        seconds: for a kernel with a name, the expected time, from the node, the shapes of its inputs and the machine;
+            infinite if it should not even be tried.
+        is_ready: whether it can run yet; None if it never will, as without a compiler. Until then its call computes
+            the same by other code, whose time says nothing about the kernel's.
+        prepare: starts what makes it ready, such as a compilation.
     """
 
     lower: Callable[..., Call]
-    scalars: bool = False
-    host: frozenset[int] = frozenset()
-    waits: Callable[[NodeView], bool] = lambda node: False
-    host_if_known: Callable[[NodeView], Collection[int]] = lambda node: ()
+    accepts_scalars: bool = False
+    host_inputs: frozenset[int] = frozenset()
+    synchronizes: Callable[[NodeView], bool] = lambda node: False
+    host_inputs_if_known: Callable[[NodeView], Collection[int]] = lambda node: ()
     applies: Callable[[NodeView, str], bool] = lambda node, device: True
     deterministic: bool = True
-    workspace: Callable[[NodeView], Size] = lambda node: 0
+    workspace_bytes: Callable[[NodeView], Size] = lambda node: 0
     output_bytes: Callable[[NodeView], Mapping[str, Size]] = lambda node: {}
-    in_place: int | None = None
+    in_place_input: int | None = None
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
-    is_there: Callable[[], bool | None] = lambda: True
+    is_ready: Callable[[], bool | None] = lambda: True
     prepare: Callable[[], None] = lambda: None
 
 
 class Replay(NamedTuple):
-    """How backward computes a random op again, exactly as it was.
+    """How backward repeats a random op with the same random values.
 
     Attributes:
-        reads: the names of those outputs that are kept for it: what was drawn.
-        build: (op, node, *these outputs) -> the first output, from them and the node's inputs, bit for bit.
+        reads: the names of the outputs that are kept for it: the sampled values.
+        build: (op, node, *these outputs) -> the first output, bit for bit, computed from them and the node's inputs.
     """
 
     reads: tuple[str, ...]
@@ -280,40 +283,41 @@ class Replay(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """That some inputs and outputs hold pictures [n, c, h, w] in one order of memory, whichever that is.
+    """Certain inputs and outputs hold images [n, c, h, w], all in the same memory format, whichever it is.
 
     Attributes:
         values: the names of these inputs and outputs.
-        gains: whether the op runs faster where that order is channels-last.
+        prefers_channels_last: whether the op runs faster in channels_last memory format.
     """
 
     values: frozenset[str]
-    gains: bool = False
+    prefers_channels_last: bool = False
 
 
-class Fuses(NamedTuple):
-    """That an op is no more than loops over elements, or over rows: a compiler may join them with its neighbours'.
+class Fusion(NamedTuple):
+    """An op consists of loops over elements or rows: a compiler may fuse them with those of neighbouring ops.
 
     Attributes:
-        gains: whether kernels of regions that hold it and a neighbour were measured to be faster than its own.
+        profitable: whether kernels of regions with this op and a neighbour were measured to be faster than its own.
     """
 
-    gains: bool = False
+    profitable: bool = False
 
 
-class Factor(NamedTuple):
-    """That numbers which multiply what an op reads or gives may stand elsewhere, or become part of the op.
+class ScalarFactor(NamedTuple):
+    """How scalar factors move through an op, or become part of it.
 
     Attributes:
-        inputs: the names of inputs that may be multiplied by the number.
-        of_output: whether that multiplies the first output by it as well, and the other way round.
-        scaled: (op, node, number) -> the outputs of the op that multiplies by it itself, at no cost; None where this
-            number is not exact there. Where there is no such op, None: the number may only pass from one to the other.
+        inputs: the names of the inputs that may be multiplied by the factor.
+        scales_output: whether multiplying one of these inputs multiplies the first output by the same factor, so that
+            the factor may move from one to the other.
+        absorb: (op, node, factor) -> the outputs of a node that multiplies by the factor at no cost; it returns None
+            for a factor that is not exact there. None: no node can.
     """
 
     inputs: frozenset[str]
-    of_output: bool
-    scaled: Callable[[Builder, NodeView, float], Sequence[ir.Value] | None] | None
+    scales_output: bool
+    absorb: Callable[[Builder, NodeView, float], Sequence[ir.Value] | None] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,43 +328,48 @@ class OpDef:
         domain, name: identify the op in the graph.
         inputs, outputs: names; `x?` is optional, `xs...` variadic (last).
         attributes: name to default, or REQUIRED.
-        since: the first ai.onnx opset whose meaning this definition has (1 for other domains).
+        since_version: the first ai.onnx opset whose meaning this definition has (1 for other domains).
         from_torch: ATen overload ("aten.relu.default") to a function (op, *args, **kwargs) that builds nodes; tensors
-            come as values, sizes as ints or expressions, `op.out` holds PyTorch's output types.
+            are passed as values, sizes as ints or expressions, and `op.out` holds PyTorch's output types.
         shapes: from the node, the types of its outputs.
         body: its meaning in standard ops: STANDARD, a builder, or NoBody(reason).
-        native_ok: from the node, whether stock onnxruntime's own kernel of this name computes the same.
-        gradient: one or more ways to differentiate, the first is the default; or BY_BODY: where a gradient flows
-            through the node, its body takes its place; or NOT_DIFFERENTIABLE.
-        stops: inputs that are never differentiated (indices, shapes, masks).
-        detached: floating outputs that PyTorch gives no gradient (running statistics, log-sum-exp kept for backward).
+        ort_compatible: from the node, whether stock onnxruntime's own kernel of this name computes the same.
+        gradient: one or more ways to differentiate, the first is the default; or BY_BODY: the node is replaced by its
+            body if a gradient flows through it; or NOT_DIFFERENTIABLE.
+        nondiff_inputs: inputs that are never differentiated (indices, shapes, masks).
+        nondiff_outputs: floating-point outputs to which PyTorch gives no gradient (running statistics, the logsumexp
+            kept for backward).
         kernels: candidates, best first.
         axes: from the node, its axis map in the notation of `graph.axes`, or NO_AXES.
         effects: see Effects.
-        aliases: output index to index of the input that it may be a view of.
+        aliases: index of an output to the index of the input that it may be a view of.
         flops: from the node, floating-point operations.
-        outputs_of: (inputs, attributes) -> number of outputs, where it varies.
-        host: (node view, *inputs) -> outputs on Python ints and tuples of ints, for size arithmetic; None: it cannot.
-        shape_only: inputs of which only the sizes are read: `host` gets an object with `size(axis)` for them.
-        objects: outputs that are Python objects in a running program, and no tensors.
-        replay: see Replay; None for an op that draws nothing, or whose outputs must be kept.
-        repeats: whether a node gives the same again and does nothing else, although the op has effects.
-        layout: see Layout; None where the kernels read their inputs in any order and write in PyTorch's usual one.
-        fuses: see Fuses; None where a library's kernel computes it, or where it moves elements.
-        commutative: whether its two inputs may stand in either order.
-        sized: inputs whose sizes decide how the body is written. A function holds the body for these numbers alone.
-        same_elements: whether its output has the elements of its first input in their order, in another shape or
-            element type perhaps.
-        moves: inputs whose elements its outputs hold as they are, each at most once.
-        adds: the name of an optional input of the first output's type, which is added to that output and no other; "":
-            there is none.
-        adds_first: the name of an optional input of the first input's type, which is added to that input before all
-            else; "": there is none.
-        activates: the ops that it may apply to its first output, behind what it `adds`: its attribute `activation`
-            names one of them, or is "".
-        factor: from the node, see Factor; None where a number that multiplies has to stay where it is.
-        cpp: of an elementwise op, its C++ on elements `{0}`, `{1}`, through which NaN goes as in PyTorch; "": none.
-            Small programs that become one compiled call are made of them.
+        count_outputs: (inputs, attributes) -> number of outputs, if it varies.
+        host_eval: (node view, *inputs) -> outputs, on Python ints and tuples of ints, for size arithmetic; None: the op
+            cannot be evaluated on the host.
+        shape_only_inputs: inputs of which only the sizes are read: for them `host_eval` takes an object with
+            `size(axis)`.
+        object_outputs: outputs that are Python objects in a running program, not tensors.
+        replay: see Replay; None for an op that is not random, or whose outputs must be kept.
+        is_repeatable: from the node, whether running it again gives the same outputs and does nothing else, although
+            the op has effects.
+        layout: see Layout; None if the kernels read inputs of any memory format and write contiguous outputs.
+        fusion: see Fusion; None if a library's kernel computes the op, or if it moves elements.
+        commutative: whether its two inputs may be swapped.
+        static_shape_inputs: inputs whose sizes decide how the body is written: a function of the op is valid for these
+            sizes alone.
+        preserves_elements: whether its output has the elements of its first input in the same order; shape and element
+            type may differ.
+        moved_inputs: inputs whose elements its outputs hold unchanged, each at most once.
+        output_addend: the name of an optional input that has the type of the first output and is added to that output
+            and no other; "": there is none.
+        input_addend: the name of an optional input that has the type of the first input and is added to it before
+            anything else is computed; "": there is none.
+        fusable_activations: the ops that it may apply to its first output, after adding `output_addend`: its attribute
+            `activation` names one of them, or is "".
+        scalar_factor: from the node, see ScalarFactor; None if no scalar factor can move through the op.
+        cpp_expression: for an elementwise op, its C++ on elements `{0}`, `{1}`, which propagates NaN as PyTorch does;
+            "": none. Small programs are compiled from these expressions into one call.
     """
 
     domain: str
@@ -368,36 +377,36 @@ class OpDef:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
-    since: int
+    since_version: int
     from_torch: Mapping[str, FromTorch]
     shapes: Callable[[NodeView], Sequence[TensorType]]
     body: Body | Literal[Standard.STANDARD] | NoBody
-    native_ok: Callable[[NodeView], bool]
+    ort_compatible: Callable[[NodeView], bool]
     gradient: tuple[Gradient, ...] | Literal[ByBody.BY_BODY, NotDifferentiable.NOT_DIFFERENTIABLE]
-    stops: frozenset[str]
+    nondiff_inputs: frozenset[str]
     kernels: tuple[Kernel, ...]
     axes: Callable[[NodeView], str]
     effects: Effects
     aliases: Mapping[int, int]
     flops: Callable[[NodeView], Size]
-    host: Callable[..., Any] | None
-    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = field(default=None)
-    shape_only: frozenset[str] = frozenset()
-    detached: frozenset[str] = frozenset()
-    objects: frozenset[str] = frozenset()
+    host_eval: Callable[..., Any] | None
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = field(default=None)
+    shape_only_inputs: frozenset[str] = frozenset()
+    nondiff_outputs: frozenset[str] = frozenset()
+    object_outputs: frozenset[str] = frozenset()
     replay: Replay | None = None
-    repeats: Callable[[ir.Node], bool] = lambda node: False
+    is_repeatable: Callable[[ir.Node], bool] = lambda node: False
     layout: Layout | None = None
-    fuses: Fuses | None = None
+    fusion: Fusion | None = None
     commutative: bool = False
-    sized: frozenset[str] = frozenset()
-    same_elements: bool = False
-    moves: frozenset[str] = frozenset()
-    adds: str = ""
-    adds_first: str = ""
-    activates: frozenset[str] = frozenset()
-    factor: Callable[[NodeView], Factor | None] | None = None
-    cpp: str = ""
+    static_shape_inputs: frozenset[str] = frozenset()
+    preserves_elements: bool = False
+    moved_inputs: frozenset[str] = frozenset()
+    output_addend: str = ""
+    input_addend: str = ""
+    fusable_activations: frozenset[str] = frozenset()
+    scalar_factor: Callable[[NodeView], ScalarFactor | None] | None = None
+    cpp_expression: str = ""
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)
@@ -410,30 +419,30 @@ class OpDef:
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
         types = self.shapes(self.view(node))
-        added = getattr(self.view(node), self.adds) if self.adds else None
+        added = getattr(self.view(node), self.output_addend) if self.output_addend else None
         if added is not None and type_of(added) != types[0]:
             raise GraphError(
                 f"{self.name} adds a tensor of its result's type",
                 expected=str(types[0]),
                 got=str(type_of(added)),
-                todo=f"cast or expand what is given as {self.adds}, or add it by an Add behind",
+                todo=f"cast or expand what is given as {self.output_addend}, or add it by an Add behind",
             )
         return types
 
     def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
-        return self.outputs_of(inputs, attributes) if self.outputs_of else len(self.outputs)
+        return self.count_outputs(inputs, attributes) if self.count_outputs else len(self.outputs)
 
     @functools.cached_property
-    def places(self) -> Mapping[str, Place]:
+    def slots(self) -> Mapping[str, Slot]:
         """The inputs and outputs by name, without their marks."""
         return {
-            name.rstrip("?").removesuffix("..."): Place(index, is_output, name.endswith("..."))
+            name.rstrip("?").removesuffix("..."): Slot(index, is_output, name.endswith("..."))
             for is_output, names in ((True, self.outputs), (False, self.inputs))
             for index, name in enumerate(names)
         }
 
     @functools.cached_property
-    def required(self) -> frozenset[str]:
+    def required_attributes(self) -> frozenset[str]:
         """The attributes that have no default."""
         return frozenset(name for name, default in self.attributes.items() if default is REQUIRED)
 

@@ -174,7 +174,7 @@ EINSUM = define(
         inputs=("xs...",),
         outputs=("y",),
         attributes={"equation": REQUIRED},
-        since=12,
+        since_version=12,
         from_torch={
             "aten.einsum.default": of_product_types(_capture_einsum),
             "aten.tensordot.default": of_product_types(_capture_tensordot),
@@ -183,14 +183,14 @@ EINSUM = define(
         },
         shapes=_type,
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(_gradient, reads=("xs",)),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_call),),
         axes=_axes,
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()),
-        host=None,
+        host_eval=None,
     )
 )

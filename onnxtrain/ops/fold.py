@@ -166,9 +166,9 @@ fused(
     shapes=_image,
     body=_col2im_body,
     gradient=(Gradient(_col2im_gradient, reads=()),),
-    stops=frozenset({"size"}),
+    nondiff_inputs=frozenset({"size"}),
     lower=lambda n, x, size: Call(aten.col2im.default, x, list(size), *_settings(n)),
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=lambda n: "n [k] [l], [s] -> n [c] [h] [w]",
     flops=lambda n: numel(n.x),
 )

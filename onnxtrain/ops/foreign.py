@@ -78,18 +78,18 @@ define(
         inputs=("inputs...",),
         outputs=("outputs...",),
         attributes={"node": REQUIRED, "version": 1},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=_outputs,
         body=NoBody("an op of another maker, which onnxtrain does not know"),
-        native_ok=lambda n: True,
+        ort_compatible=lambda n: True,
         gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_no_kernel),),
         axes=lambda n: NO_AXES,
         effects=Effects.HOST_SYNC,  # it is not folded or merged: what it does is not known
         aliases={},
         flops=lambda n: numel(n.node.outputs[0]),
-        host=None,
+        host_eval=None,
     )
 )

@@ -132,7 +132,9 @@ def _case(node: ir.Node, level: _Known) -> _Case:
     definition = definition_of(node)
     input_names = _input_names(definition, len(node.inputs))
     shapes = (
-        sizes.dims_of(v) for v, name in zip(node.inputs, input_names, strict=True) if v and name in definition.sized
+        sizes.dims_of(v)
+        for v, name in zip(node.inputs, input_names, strict=True)
+        if v and name in definition.static_shape_inputs
     )
     names = _LocalSizes(present, level, {size for shape in shapes for size in shape if isinstance(size, int)})
     inputs: list[ir.Value | None] = []

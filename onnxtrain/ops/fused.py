@@ -22,7 +22,7 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
-    Fuses,
+    Fusion,
     Gradient,
     Kernel,
     Layout,
@@ -38,13 +38,13 @@ from onnxtrain.system.machine import Machine
 class Facts(TypedDict, total=False):
     """Those of `OpDef` that `fused` hands on as they are."""
 
-    outputs_of: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
     layout: Layout
-    fuses: Fuses
-    sized: frozenset[str]
-    adds: str
-    adds_first: str
-    activates: frozenset[str]
+    fusion: Fusion
+    static_shape_inputs: frozenset[str]
+    output_addend: str
+    input_addend: str
+    fusable_activations: frozenset[str]
 
 
 def never(node: NodeView) -> bool:
@@ -70,19 +70,25 @@ def fused(
     from_torch: Mapping[str, FromTorch] | None = None,
     # Backward ops have none: second order runs in PyTorch.
     gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE] = NOT_DIFFERENTIABLE,
-    stops: frozenset[str] = frozenset(),
-    since: int = 1,
-    host: frozenset[int] = frozenset(),
-    waits: Callable[[NodeView], bool] = never,
+    nondiff_inputs: frozenset[str] = frozenset(),
+    since_version: int = 1,
+    host_inputs: frozenset[int] = frozenset(),
+    synchronizes: Callable[[NodeView], bool] = never,
     kernels: tuple[Kernel, ...] = (),
     others: tuple[Kernel, ...] = (),
-    workspace: Callable[[NodeView], Size] = lambda node: 0,
+    workspace_bytes: Callable[[NodeView], Size] = lambda node: 0,
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     **facts: Unpack[Facts],
 ) -> OpDef:
     """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`."""
-    own = Kernel(lower=lower, host=host, waits=waits, workspace=workspace, seconds=seconds)
+    own = Kernel(
+        lower=lower,
+        host_inputs=host_inputs,
+        synchronizes=synchronizes,
+        workspace_bytes=workspace_bytes,
+        seconds=seconds,
+    )
     return define(
         OpDef(
             domain=domain,
@@ -90,21 +96,21 @@ def fused(
             inputs=inputs,
             outputs=outputs,
             attributes=attributes or {},
-            since=since,
+            since_version=since_version,
             from_torch=from_torch or {},
             shapes=shapes,
             body=body,
-            native_ok=always if body is STANDARD else never,
+            ort_compatible=always if body is STANDARD else never,
             gradient=gradient,
-            stops=stops,
+            nondiff_inputs=nondiff_inputs,
             kernels=(*kernels, *_with_others(own, others, atomic_on_gpu)),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
             flops=flops,
-            host=None,
+            host_eval=None,
             **facts,
-            detached=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
+            nondiff_outputs=frozenset(name.rstrip("?") for name in outputs[1:]),  # saved for backward; see only_first
         )
     )
 

@@ -26,10 +26,10 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     Gradient,
+    InPlaceCapableCall,
     Kernel,
     NodeView,
     OpDef,
-    Overwriting,
     numel,
 )
 from onnxtrain.ops.fused import reshaped, times
@@ -60,19 +60,19 @@ DROPOUT_KEY = define(
         inputs=(),
         outputs=("key",),
         attributes={},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (TensorType(_INT64, (2,)),),
         body=_key_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n: Call(draws.draw_key)),),
         axes=no_axes,
         effects=Effects.RANDOM,
         aliases={},
         flops=lambda n: 2,
-        host=None,
+        host_eval=None,
     )
 )
 
@@ -113,12 +113,12 @@ def scale_by(n: NodeView, x: ir.Value) -> float:
 
 
 def _lower(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
-    return Overwriting(draws.drop, draws.drop_, x, key, n.dropped, scale_by(n, n.x), residual)
+    return InPlaceCapableCall(draws.drop, draws.drop_, x, key, n.dropped, scale_by(n, n.x), residual)
 
 
 def _lower_compiled(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
     draws.LIBRARY.request()
-    return Overwriting(draws.drop_compiled, draws.drop_compiled_, x, key, n.dropped, scale_by(n, n.x), residual)
+    return InPlaceCapableCall(draws.drop_compiled, draws.drop_compiled_, x, key, n.dropped, scale_by(n, n.x), residual)
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
@@ -133,22 +133,22 @@ KEYED_DROPOUT = define(
         inputs=("x", "key", "residual?"),
         outputs=("y",),
         attributes={"dropped": REQUIRED},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x),),
         body=_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("key",)),),
-        stops=frozenset({"key"}),
+        nondiff_inputs=frozenset({"key"}),
         kernels=(
-            Kernel(lower=_lower_compiled, applies=may_compile, in_place=0),
-            Kernel(lower=_lower, waits=always, in_place=0),
+            Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
+            Kernel(lower=_lower, synchronizes=always, in_place_input=0),
         ),
         axes=no_axes,  # an element's place decides its draw
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
-        host=None,
-        adds="residual",
+        host_eval=None,
+        output_addend="residual",
     )
 )

@@ -152,13 +152,13 @@ define(
         inputs=("x", "ratio?", "training_mode?"),
         outputs=("y", "mask"),
         attributes={"seed": None},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x), _words(n, n.x)),
         body=_bitmask_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=(Gradient(_bitmask_gradient, reads=("mask",)),),
-        stops=frozenset({"ratio", "training_mode"}),
+        nondiff_inputs=frozenset({"ratio", "training_mode"}),
         kernels=(
             Kernel(
                 lower=lambda n, x, *_: Call(fast_packed_dropout, x, round(ratio_of(n) * DRAWS), _scale(n, n.x)),
@@ -167,19 +167,19 @@ define(
             Kernel(
                 lower=lambda n, x, *_: Call(packed_dropout, x, 1 - ratio_of(n), _scale(n, n.x)),
                 applies=lambda n, device: trains(n),
-                workspace=lambda n: numel(n.x),  # a mask of bytes
+                workspace_bytes=lambda n: numel(n.x),  # a mask of bytes
             ),
             Kernel(
                 lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments),
-                scalars=True,
-                waits=ratio_is_read,
+                accepts_scalars=True,
+                synchronizes=ratio_is_read,
             ),
         ),
         axes=lambda n: NO_AXES,  # a word belongs to many rows
         effects=Effects.RANDOM,
         aliases={},
         flops=elementwise_flops,
-        host=None,
+        host_eval=None,
         replay=Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)),
     )
 )
@@ -201,12 +201,12 @@ fused(
     shapes=lambda n: (type_of(n.dy),),
     body=lambda op, n: op.ms.DropoutGrad(n.dy, _unpacked(op, n), n.ratio, n.training_mode),
     lower=lambda n, *arguments: Call(packed_dropout_backward, *arguments),
-    waits=ratio_is_read,
+    synchronizes=ratio_is_read,
     kernels=(
         Kernel(
             lower=lambda n, dy, mask, *_: Call(packed_masked, dy, mask, _scale(n, n.dy)),
             applies=lambda n, device: trains(n),
-            workspace=lambda n: numel(n.dy),  # a mask of bytes
+            workspace_bytes=lambda n: numel(n.dy),  # a mask of bytes
         ),
     ),
     axes=no_axes,
@@ -249,8 +249,8 @@ def _bias_dropout(name: str, inner: str, kernel: Any, mask: Any, axes: Any) -> N
         attributes={"seed": None},
         shapes=lambda n: (type_of(n.x), mask(n)),
         axes=axes,
-        stops=frozenset({"ratio", "training_mode"}),
-        waits=always,
+        nondiff_inputs=frozenset({"ratio", "training_mode"}),
+        synchronizes=always,
         effects=Effects.RANDOM,
         flops=lambda n: sizes.multiply(3, numel(n.x)),
     )

@@ -48,7 +48,7 @@ def _random(
     attributes: dict[str, Any],
     shapes: Callable[[NodeView], Sequence[TensorType]],
     lower: Callable[..., Call],
-    since: int,
+    since_version: int,
     from_torch: Mapping[str, FromTorch] | None = None,
 ) -> None:
     define(
@@ -58,19 +58,19 @@ def _random(
             inputs=inputs,
             outputs=("y",),
             attributes={**attributes, "seed": None},
-            since=since,
+            since_version=since_version,
             from_torch=from_torch or {},
             shapes=shapes,
             body=STANDARD,
-            native_ok=always,
+            ort_compatible=always,
             gradient=NOT_DIFFERENTIABLE,
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
             axes=lambda n: NO_AXES,
             effects=Effects.RANDOM,
             aliases={},
             flops=elementwise_flops,
-            host=None,
+            host_eval=None,
         )
     )
 

@@ -214,13 +214,13 @@ DROPOUT = define(
         inputs=("x", "ratio?", "training_mode?"),
         outputs=("y", "mask"),
         attributes={"seed": None},
-        since=13,
+        since_version=13,
         from_torch={"aten.native_dropout.default": _capture_native_dropout, "aten.dropout.default": _capture_dropout},
         shapes=_dropout_types,
         body=STANDARD,
-        native_ok=lambda n: True,
+        ort_compatible=lambda n: True,
         gradient=(Gradient(_dropout_gradient, reads=("mask",)),),
-        stops=frozenset({"ratio", "training_mode"}),
+        nondiff_inputs=frozenset({"ratio", "training_mode"}),
         kernels=(
             Kernel(
                 lower=lambda n, x, ratio, training: Call(torch.native_dropout, x, ratio_of(n), True),
@@ -229,14 +229,16 @@ DROPOUT = define(
             Kernel(lower=_lower_fast_dropout, applies=lambda n, device: draws_fast(n)),
             Kernel(lower=_lower_dropout, applies=lambda n, device: trains(n)),
             Kernel(
-                lower=lambda n, *arguments: Call(dropout_of_any_ratio, *arguments), scalars=True, waits=ratio_is_read
+                lower=lambda n, *arguments: Call(dropout_of_any_ratio, *arguments),
+                accepts_scalars=True,
+                synchronizes=ratio_is_read,
             ),
         ),
         axes=_dropout_axes,
         effects=Effects.RANDOM,
         aliases={},
         flops=elementwise_flops,
-        host=None,
+        host_eval=None,
         replay=Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)),
     )
 )
@@ -279,26 +281,26 @@ define(
         inputs=("dy", "mask", "ratio?", "training_mode?"),
         outputs=("dx",),
         attributes={},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.dy),),
         body=_grad_body,
-        native_ok=lambda n: False,
+        ort_compatible=lambda n: False,
         gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(
             Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and trains(n)),
             Kernel(lower=_lower_grad, applies=lambda n, device: trains(n)),
             Kernel(
                 lower=lambda n, *arguments: Call(dropout_backward_of_any_ratio, *arguments),
-                scalars=True,
-                waits=ratio_is_read,
+                accepts_scalars=True,
+                synchronizes=ratio_is_read,
             ),
         ),
         axes=_grad_axes,
         effects=Effects.NONE,
         aliases={},
         flops=_grad_flops,
-        host=None,
+        host_eval=None,
     )
 )

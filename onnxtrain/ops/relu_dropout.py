@@ -27,11 +27,11 @@ from onnxtrain.ops.definition import (
     REQUIRED,
     Effects,
     Gradient,
+    InPlaceCapableCall,
     Kernel,
     Layout,
     NodeView,
     OpDef,
-    Overwriting,
     numel,
 )
 from onnxtrain.ops.fused import times
@@ -104,13 +104,13 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     return op.own.KeyedDropout(op.Relu(n.x), n.key, dropped=n.dropped)  # type: ignore[no-any-return]
 
 
-def _lower(n: NodeView, x: Any, key: Any) -> Overwriting:
-    return Overwriting(relu_drop, relu_drop_, x, key, n.dropped, scale_by(n, n.x))
+def _lower(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
+    return InPlaceCapableCall(relu_drop, relu_drop_, x, key, n.dropped, scale_by(n, n.x))
 
 
-def _lower_compiled(n: NodeView, x: Any, key: Any) -> Overwriting:
+def _lower_compiled(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
     draws.LIBRARY.request()
-    return Overwriting(relu_drop_compiled, relu_drop_compiled_, x, key, n.dropped, scale_by(n, n.x))
+    return InPlaceCapableCall(relu_drop_compiled, relu_drop_compiled_, x, key, n.dropped, scale_by(n, n.x))
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
@@ -124,22 +124,22 @@ RELU_DROPOUT = define(
         inputs=("x", "key"),
         outputs=("y",),
         attributes={"dropped": REQUIRED},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x),),
         body=_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("y",)),),
-        stops=frozenset({"key"}),
+        nondiff_inputs=frozenset({"key"}),
         kernels=(
-            Kernel(lower=_lower_compiled, applies=may_compile, in_place=0),
-            Kernel(lower=_lower, waits=always, in_place=0),
+            Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
+            Kernel(lower=_lower, synchronizes=always, in_place_input=0),
         ),
         axes=no_axes,  # an element's place decides its draw
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(3, numel(n.x)),
-        host=None,
+        host_eval=None,
     )
 )
 
@@ -150,13 +150,13 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.LessOrEqual(n.y, zero), zero, scaled)  # type: ignore[no-any-return]
 
 
-def _lower_grad(n: NodeView, dy: Any, y: Any) -> Overwriting:
-    return Overwriting(backward, backward_, dy, y, scale_by(n, n.dy))
+def _lower_grad(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
+    return InPlaceCapableCall(backward, backward_, dy, y, scale_by(n, n.dy))
 
 
-def _lower_grad_compiled(n: NodeView, dy: Any, y: Any) -> Overwriting:
+def _lower_grad_compiled(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
     draws.LIBRARY.request()
-    return Overwriting(backward_compiled, backward_compiled_, dy, y, scale_by(n, n.dy))
+    return InPlaceCapableCall(backward_compiled, backward_compiled_, dy, y, scale_by(n, n.dy))
 
 
 RELU_DROPOUT_GRAD = define(
@@ -166,22 +166,22 @@ RELU_DROPOUT_GRAD = define(
         inputs=("dy", "y"),
         outputs=("dx",),
         attributes={"dropped": REQUIRED},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.y),),
         body=_grad_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(
-            Kernel(lower=_lower_grad_compiled, applies=may_compile, in_place=0),
-            Kernel(lower=_lower_grad, in_place=0),
+            Kernel(lower=_lower_grad_compiled, applies=may_compile, in_place_input=0),
+            Kernel(lower=_lower_grad, in_place_input=0),
         ),
         axes=lambda n: "..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2, numel(n.y)),
-        host=None,
+        host_eval=None,
         layout=Layout(frozenset({"dy", "y", "dx"})),
     )
 )

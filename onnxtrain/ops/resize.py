@@ -106,7 +106,7 @@ unary(
     attributes={"mantissa": REQUIRED, "exponent": REQUIRED},
     body=_scaled_body,
     lower=lambda n, x: Call(scaled_size, x, _scale(n)),
-    host=_scaled_on_host,
+    host_eval=_scaled_on_host,
 )
 
 
@@ -301,9 +301,9 @@ fused(
     shapes=lambda n: (TensorType(dtype_of(n.x), _resized(n)),),
     body=_body,
     gradient=(Gradient(_gradient, reads=()),),
-    stops=frozenset({"size"}),
+    nondiff_inputs=frozenset({"size"}),
     lower=_lower,
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=lambda n: f"n c {names('d', n.x)}, [s] -> n c {names('e', n.x)}",
     flops=lambda n: sizes.multiply(4, numel(n.node.outputs[0])),
 )
@@ -316,7 +316,7 @@ fused(
     shapes=lambda n: (TensorType(dtype_of(n.dy), _original(n)),),
     body=_grad_body,
     lower=_lower_grad,
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: sizes.multiply(4, numel(n.dy)),
 )

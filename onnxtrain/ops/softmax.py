@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.constructors import FUSES, TORCH_DTYPES, always, cast, same_as
+from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, always, cast, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -79,20 +79,20 @@ def _define_softmax(
             inputs=("x",),
             outputs=("y",),
             attributes={"axis": -1},
-            since=13 if domain == ONNX else 1,
+            since_version=13 if domain == ONNX else 1,
             from_torch=dict.fromkeys(overloads, _capture(domain, name)),
             shapes=same_as("x"),
             body=body,
-            native_ok=always if domain == ONNX else lambda n: False,
+            ort_compatible=always if domain == ONNX else lambda n: False,
             gradient=(Gradient(gradient, reads=("y",)),),
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=kernels,
             axes=_row_axes,
             effects=Effects.NONE,
             aliases={},
             flops=_flops,
-            host=None,
-            fuses=FUSES,
+            host_eval=None,
+            fusion=FUSIBLE,
         )
     )
 
@@ -180,20 +180,20 @@ def _define_gradient(name: str, overload: Callable[..., Any], body: Callable[[Bu
             inputs=("dy", "y"),
             outputs=("dx",),
             attributes={"axis": -1},
-            since=1,
+            since_version=1,
             from_torch={},
             shapes=_gradient_type,
             body=body,
-            native_ok=lambda n: False,
+            ort_compatible=lambda n: False,
             gradient=NOT_DIFFERENTIABLE,
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, dy, y: Call(overload, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)])),),
             axes=_row_axes,
             effects=Effects.NONE,
             aliases={},
             flops=_flops,
-            host=None,
-            fuses=FUSES,
+            host_eval=None,
+            fusion=FUSIBLE,
         )
     )
 

@@ -118,16 +118,16 @@ def _computed(value: ir.Value) -> Any:
     if node is None:
         return None
     definition = definition_of(node)
-    if definition.host is None or len(node.outputs) != 1:
+    if definition.host_eval is None or len(node.outputs) != 1:
         return None
     arguments: list[Any] = []
     for index, operand in enumerate(node.inputs):
         if operand is None:
             arguments.append(None)
-        elif definition.input_name(index) in definition.shape_only:
+        elif definition.input_name(index) in definition.shape_only_inputs:
             arguments.append(_ShapeOf(operand))
         else:
             arguments.append(_computed(operand))
             if arguments[-1] is None:
                 return None
-    return definition.host(NodeView(node, definition), *arguments)
+    return definition.host_eval(NodeView(node, definition), *arguments)

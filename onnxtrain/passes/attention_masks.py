@@ -134,5 +134,7 @@ def depends_on_data_only(value: ir.Value | None) -> bool:
         definition = definition_of(node)
         if definition.effects & ~Effects.HOST_SYNC:
             return False
-        worklist += [x for i, x in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only]
+        worklist += [
+            x for i, x in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only_inputs
+        ]
     return True

@@ -166,7 +166,9 @@ def _before_views(value: ir.Value, user: ir.Node) -> tuple[ir.Node | None, list[
 def _moved_inputs(node: ir.Node) -> list[ir.Value]:
     """Return the inputs whose elements the node only moves; none if it computes."""
     definition = definition_of(node)
-    return [v for i, v in enumerate(node.inputs) if v is not None and definition.input_name(i) in definition.moves]
+    return [
+        v for i, v in enumerate(node.inputs) if v is not None and definition.input_name(i) in definition.moved_inputs
+    ]
 
 
 def _retype(nodes: Iterable[ir.Node], dtype: ir.DataType) -> None:

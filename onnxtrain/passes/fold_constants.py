@@ -67,7 +67,7 @@ def evaluate(node: ir.Node, definition: OpDef) -> list[torch.Tensor]:
             arguments.append(None)
             continue
         array = value.const_value.numpy()
-        if index in kernel.host:
+        if index in kernel.host_inputs:
             arguments.append(array.item() if rank_of(value) == 0 else tuple(array.tolist()))
         else:
             exact = array.astype("float32") if dtype_of(value) == ir.DataType.BFLOAT16 else array.copy()

@@ -8,7 +8,7 @@
 
 Attention and matmuls apply a scalar factor at no cost. A factor after a Linear without bias moves to its input if that
 is smaller, as after LoRA's low-rank branch. Factors of 1 are removed. No value is rounded more often than before, and
-powers of two are exact. `Factor` in an op's definition says which factors the op can absorb or commute with.
+powers of two are exact. `ScalarFactor` in an op's definition says which factors the op can absorb or commute with.
 
 Refused: tensors next to the factor with other users; float16, whose range is so small that models choose where to
 scale; factors beyond 2**±20, for the same reason in float32; graphs that reproduce eager PyTorch's random numbers
@@ -26,7 +26,7 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import builder, definition_of, view
-from onnxtrain.ops.definition import Factor
+from onnxtrain.ops.definition import ScalarFactor
 from onnxtrain.ops.elementwise.arithmetic import DIV, MUL, number_of
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, only_user, reaches_output, substitute
@@ -56,7 +56,7 @@ class _Target(NamedTuple):
     """A node that a factor may move to; `value` is the input or first output of the node that the factor scales."""
 
     node: ir.Node
-    factor: Factor
+    factor: ScalarFactor
     value: ir.Value
 
 
@@ -99,7 +99,7 @@ def _move(op: Builder, scaling: _Scaling, worklist: deque[ir.Node], changes: Cha
         kind = target.node.op_type
         if dtype_of(scaling.x) == ir.DataType.FLOAT16:
             changes.refuse(scaling.node, f"its factor is not folded into {kind}: float16 might overflow or underflow")
-        elif target.factor.scaled is None:
+        elif target.factor.absorb is None:
             product = _scale_operand(op, scaling, target)
             if product is not None:
                 worklist.append(product)
@@ -151,7 +151,7 @@ def _target_before(scaling: _Scaling) -> _Target | None:
             return None
         factor = _factor(node)
         if factor is not None:
-            fits = factor.of_output and value.index() == 0 and (value is scaling.x or not reaches_output(scaling.y))
+            fits = factor.scales_output and value.index() == 0 and (value is scaling.x or not reaches_output(scaling.y))
             return _Target(node, factor, value) if fits else None
         source = _moved_input(node)
         if source is None:
@@ -167,7 +167,7 @@ def _target_after(scaling: _Scaling) -> _Target | None:
         node, index = next(iter(value.uses()))
         factor = _factor(node)
         if factor is not None:
-            taken = factor.scaled is not None and definition_of(node).input_name(index) in factor.inputs
+            taken = factor.absorb is not None and definition_of(node).input_name(index) in factor.inputs
             return _Target(node, factor, value) if taken else None
         if _moved_input(node) is not value:
             return None
@@ -175,24 +175,24 @@ def _target_after(scaling: _Scaling) -> _Target | None:
     return None
 
 
-def _factor(node: ir.Node) -> Factor | None:
-    build = definition_of(node).factor
+def _factor(node: ir.Node) -> ScalarFactor | None:
+    build = definition_of(node).scalar_factor
     return None if build is None else build(view(node))
 
 
 def _moved_input(node: ir.Node) -> ir.Value | None:
     """Return the input whose elements the node only moves to its single output; None for any other node."""
     definition = definition_of(node)
-    if not definition.moves or len(node.outputs) != 1 or definition.inputs[-1].endswith("..."):
+    if not definition.moved_inputs or len(node.outputs) != 1 or definition.inputs[-1].endswith("..."):
         return None
-    return node.inputs[0] if definition.input_name(0) in definition.moves else None
+    return node.inputs[0] if definition.input_name(0) in definition.moved_inputs else None
 
 
 def _absorb(op: Builder, scaling: _Scaling, target: _Target) -> bool:
     """Fold the factor into an attribute of the target; return whether that is possible."""
-    assert target.factor.scaled is not None
+    assert target.factor.absorb is not None
     with nodes_before(op, target.node):
-        outputs = target.factor.scaled(op, view(target.node), scaling.factor)
+        outputs = target.factor.absorb(op, view(target.node), scaling.factor)
     if outputs is None:
         return False
     _producer(outputs[0]).metadata_props.update(target.node.metadata_props)  # the RNG mode of its dropout

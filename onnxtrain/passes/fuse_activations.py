@@ -36,6 +36,6 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
 def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:
     """Return whether `source` could apply the activation `node` to its output y, and applies none yet."""
     definition = definition_of(source)
-    if node.op_type not in definition.activates or y.index() != 0:
+    if node.op_type not in definition.fusable_activations or y.index() != 0:
         return False
     return not (view(source).activation or node.attributes)

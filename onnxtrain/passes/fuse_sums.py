@@ -9,8 +9,9 @@
     before   dy = Add(one, other);  dx, … = BatchNormalizationGrad(dy, x, …)
     after    dx, … = BatchNormalizationGrad(one, x, …, other)
 
-`adds` and `adds_first` in an op's definition say which ops can add to their output or to their first input. Refused if
-the op's result has other users, or if the other summand is computed later: the op's inputs would stay alive until then.
+`output_addend` and `input_addend` in an op's definition say which ops can add to their output or to their first input.
+Refused if the op's result has other users, or if the other summand is computed later: the op's inputs would stay alive
+until then.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _fuse_into_producers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Chan
             continue
         producer, other = found
         definition = definition_of(producer)
-        index = definition.places[definition.adds].at
+        index = definition.slots[definition.output_addend].position
         producer.resize_inputs(max(len(producer.inputs), index + 1))
         producer.replace_input_with(index, other)
         substitute(graph, node.outputs[0], producer.outputs[0], [node])
@@ -67,7 +68,7 @@ def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes)
         if one is None or other is None or not type_of(one) == type_of(other) == type_of(y):
             continue
         definition = definition_of(user)
-        index = definition.places[definition.adds_first].at
+        index = definition.slots[definition.input_addend].position
         user.resize_inputs(max(len(user.inputs), index + 1))
         user.replace_input_with(0, one)
         user.replace_input_with(index, other)
@@ -79,9 +80,9 @@ def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes)
 def _can_add_to_input(node: ir.Node, y: ir.Value) -> bool:
     """Return whether a user of y could read two summands of y instead, and does not yet."""
     definition = definition_of(node)
-    if not definition.adds_first or [i for i, v in enumerate(node.inputs) if v is y] != [0]:
+    if not definition.input_addend or [i for i, v in enumerate(node.inputs) if v is y] != [0]:
         return False
-    return getattr(view(node), definition.adds_first) is None
+    return getattr(view(node), definition.input_addend) is None
 
 
 def _summand_producer(
@@ -109,6 +110,6 @@ def _summand_producer(
 def _can_add_to_output(node: ir.Node, y: ir.Value) -> bool:
     """Return whether a node could add a tensor to its output y: it adds none yet and applies no activation."""
     definition, n = definition_of(node), view(node)
-    if not definition.adds or y.index() != 0 or (definition.activates and n.activation):
+    if not definition.output_addend or y.index() != 0 or (definition.fusable_activations and n.activation):
         return False
-    return getattr(n, definition.adds) is None
+    return getattr(n, definition.output_addend) is None

@@ -49,7 +49,7 @@ def is_object(value: ir.Value) -> bool:
     if producer is None:
         return False
     definition = definition_of(producer)
-    return definition.output_name(value.index() or 0) in definition.objects
+    return definition.output_name(value.index() or 0) in definition.object_outputs
 
 
 def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:

@@ -42,7 +42,7 @@ def _is_image(value: ir.Value | None) -> bool:
 
 
 def _gains(node: ir.Node, definition: OpDef) -> bool:
-    if definition.layout is None or not definition.layout.gains or not _is_image(node.outputs[0]):
+    if definition.layout is None or not definition.layout.prefers_channels_last or not _is_image(node.outputs[0]):
         return False
     first = node.inputs[0]
     return first is not None and TORCH_DTYPES[dtype_of(first)] in (torch.float32, torch.bfloat16, torch.float16)

@@ -34,7 +34,7 @@ def in_place_inputs(
     own = set(part.nodes)
     in_place: dict[ir.Node, int] = {}
     for position, node in enumerate(part.nodes):
-        index = kernels[node].in_place if node in kernels else None
+        index = kernels[node].in_place_input if node in kernels else None
         value = node.inputs[index] if index is not None and index < len(node.inputs) else None
         if index is None or value is None or value in part.host:
             continue
@@ -59,7 +59,7 @@ def _holds_all_elements(value: ir.Value, root: ir.Value) -> bool:
     """Whether a view holds each element of its root exactly once."""
     while value is not root:
         node = value.producer()
-        if node is None or not definition_of(node).same_elements:
+        if node is None or not definition_of(node).preserves_elements:
             return False
         source = view_source(node, value.index() or 0, definition_of(node))
         assert source is not None, "a value other than its root is a view"

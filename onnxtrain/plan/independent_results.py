@@ -49,9 +49,9 @@ def _reached(joint: Joint) -> list[frozenset[int]]:
         definition = definition_of(node)
         if node not in joint.forward_nodes or definition.gradient is NOT_DIFFERENTIABLE:
             continue
-        read = [v for i, v in enumerate(node.inputs) if v and definition.input_name(i) not in definition.stops]
+        read = [v for i, v in enumerate(node.inputs) if v and definition.input_name(i) not in definition.nondiff_inputs]
         inputs = frozenset().union(*(found.get(v, frozenset()) for v in read))
-        made = [v for i, v in enumerate(node.outputs) if definition.output_name(i) not in definition.detached]
+        made = [v for i, v in enumerate(node.outputs) if definition.output_name(i) not in definition.nondiff_outputs]
         found.update((v, inputs) for v in made if inputs and is_differentiable_type(dtype_of(v)))
     return [found.get(value, frozenset()) for value in graph.outputs[: joint.outputs]]
 

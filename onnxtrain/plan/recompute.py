@@ -61,9 +61,9 @@ KEEP_ALL = RecomputeChoice()
 def is_recomputable(node: ir.Node) -> bool:
     """Whether recomputing a node gives the same values, bit for bit."""
     definition = definition_of(node)
-    if definition.repeats(node):
+    if definition.is_repeatable(node):
         return True
-    if definition.objects:
+    if definition.object_outputs:
         return False
     return definition.effects == Effects.NONE or bool(replay_inputs(node))
 

@@ -3,8 +3,8 @@
     before   x ─QuickGelu─> s ─Add(s, z)─> y                      s is written and read back
     after    x, z ─[QuickGelu, Add]─> y
 
-Definitions say which ops fuse (`OpDef.fuses`). All nodes of a region loop over one shape, its iteration shape. They are
-moved side by side, to a position after the producers of their inputs and before the readers of their outputs; so no
+Definitions say which ops fuse (`OpDef.fusion`). All nodes of a region loop over one shape, its iteration shape. They
+are moved side by side, to a position after the producers of their inputs and before the readers of their outputs; so no
 cycle arises. Views and nodes with effects are never part of a region, and no region may raise the peak of its part.
 """
 
@@ -51,8 +51,8 @@ class Region:
     @property
     def gains(self) -> bool:
         """Whether it has at least two nodes, one of them of an op whose fusion was measured to gain."""
-        fusions = [definition_of(node).fuses for node in self.part.nodes]
-        return len(fusions) > 1 and any(fuses is not None and fuses.gains for fuses in fusions)
+        fusions = [definition_of(node).fusion for node in self.part.nodes]
+        return len(fusions) > 1 and any(fusion is not None and fusion.profitable for fusion in fusions)
 
     def __str__(self) -> str:
         return " + ".join(node.op_type for node in self.part.nodes)
@@ -82,7 +82,7 @@ def find_regions(part: Part, storages: Storages) -> FoundRegions:
     groups = _Groups(part)
     refused: dict[ir.Node, str] = {}
     for node in part.nodes:
-        if definition_of(node).fuses is None or part.host.issuperset(node.outputs):
+        if definition_of(node).fusion is None or part.host.issuperset(node.outputs):
             continue
         reason = _obstacle(node, part)
         if reason:

@@ -116,7 +116,7 @@ class Storages:
         """
         if node not in self._workspace:
             definition = definition_of(node)
-            size = self.kernel(node).workspace(definition.view(node))
+            size = self.kernel(node).workspace_bytes(definition.view(node))
             viewed = {view_source(node, index, definition) for index in range(len(node.outputs))}
             copies = sum(self.bytes_of(v) for v in self._copied(node) if v not in viewed)
             self._workspace[node] = self.number(size) + copies
@@ -212,7 +212,7 @@ class Storages:
     def _argument(self, value: ir.Value | None, kernel: Kernel, index: int) -> Any:
         if value is None:
             return None
-        if index in kernel.host or value in self.host:
+        if index in kernel.host_inputs or value in self.host:
             dims = held_sizes(value)
             if dims is None:
                 return None

@@ -65,7 +65,9 @@ def test_a_tuple_and_a_tensor_are_batches_too() -> None:
 
 def test_the_operator_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tanh = OPS["", "Tanh"]
-    wrong = tuple(dataclasses.replace(k, lower=lambda n, x: Call(wrong_tanh, x), in_place=None) for k in tanh.kernels)
+    wrong = tuple(
+        dataclasses.replace(k, lower=lambda n, x: Call(wrong_tanh, x), in_place_input=None) for k in tanh.kernels
+    )
     monkeypatch.setitem(OPS, ("", "Tanh"), dataclasses.replace(tanh, kernels=wrong))
     verdict = onnxtrain.verify(Net(), batch())
     assert not verdict.is_right
@@ -78,7 +80,8 @@ def test_the_operator_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = OPS["com.microsoft", "TanhGrad"]
     wrong = tuple(
-        dataclasses.replace(k, lower=lambda n, dy, y: Call(wrong_gradient, dy, y), in_place=None) for k in grad.kernels
+        dataclasses.replace(k, lower=lambda n, dy, y: Call(wrong_gradient, dy, y), in_place_input=None)
+        for k in grad.kernels
     )
     monkeypatch.setitem(OPS, ("com.microsoft", "TanhGrad"), dataclasses.replace(grad, kernels=wrong))
     verdict = onnxtrain.verify(Net(), batch())

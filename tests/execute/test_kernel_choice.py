@@ -87,7 +87,7 @@ def test_what_has_to_come_first_is_prepared_when_the_others_are_measured() -> No
     there: list[bool | None] = [False]
     prepared: list[str] = []
     lower = Kernel(lower=lambda n: Call(max))
-    comes = replace(lower, is_there=lambda: there[0], prepare=lambda: prepared.append("asked"))
+    comes = replace(lower, is_ready=lambda: there[0], prepare=lambda: prepared.append("asked"))
     answer = Answer("")
     case = trial._Case({"aten": lower, "compiled": comes}, answer, 1.0)
     for _ in range(SAMPLES + 1):

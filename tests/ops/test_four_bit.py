@@ -15,10 +15,10 @@ from tests.ops.cases_four_bit import CASES, case
 
 @pytest.mark.parametrize("quant_type", [0, 1])
 def test_stock_onnxruntime_runs_it_natively(quant_type: int) -> None:
-    """The attributes for which `native_ok` says so. K is a multiple of the block, as onnxruntime wants it."""
+    """The attributes for which `ort_compatible` says so. K is a multiple of the block, as onnxruntime wants it."""
     check = CaseCheck(case(24, 32, 32, quant_type, 1), torch.float32)
     node = check.model.graph[0]
-    assert check.definition.native_ok(view(node))
+    assert check.definition.ort_compatible(view(node))
     known = next(iter(check.case.size_sets()))
     tensors = check.tensors(known)
     eager, exact = (check.reference(tensors, known, dtype) for dtype in (torch.float32, torch.float64))
@@ -29,7 +29,7 @@ def test_what_onnxruntime_computes_otherwise_is_not_native() -> None:
     definition = lookup("com.microsoft", "MatMulBnb4")
     for each in CASES:
         check = CaseCheck(each, torch.float32)
-        allowed = definition.native_ok(view(check.model.graph[0]))
+        allowed = definition.ort_compatible(view(check.model.graph[0]))
         assert allowed == (each.attributes["transB"] == 1 and "nested" not in each.label)
 
 

@@ -108,11 +108,11 @@ def test_a_transposed_input_is_multiplied_as_rows(shape):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name == "FusedMatMul"], ids=str)
 def test_stock_onnxruntime_has_the_same_fused_matmul(case):
-    """Its own kernel for float32, which takes the place of our body: the op is `native_ok`."""
+    """Its own kernel for float32, which takes the place of our body: the op is `ort_compatible`."""
     check = CaseCheck(case, torch.float32)
     check.model.graph.opset_imports["com.microsoft"] = 1
     (node,) = check.model.graph
-    assert check.definition.native_ok(check.definition.view(node)) == ("batch_" not in case.label)
+    assert check.definition.ort_compatible(check.definition.view(node)) == ("batch_" not in case.label)
     if "batch_" in case.label:
         return
     for known in FULL if case.sizes else case.size_sets():

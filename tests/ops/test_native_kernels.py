@@ -1,4 +1,4 @@
-"""Stock onnxruntime's own kernels, where a definition says that they compute the same (`native_ok`)."""
+"""Stock onnxruntime's own kernels, where a definition says that they compute the same (`ort_compatible`)."""
 
 import onnx_ir as ir
 import pytest
@@ -12,7 +12,7 @@ from tests.ops.cases_onnx_models import CASES
 
 def natively(model: ir.Model, name: str) -> bool:
     nodes = [node for node in model.graph if node.op_type == name and node.domain == ONNX]
-    return bool(nodes) and all(definition_of(node).native_ok(view(node)) for node in nodes)
+    return bool(nodes) and all(definition_of(node).ort_compatible(view(node)) for node in nodes)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.domain == ONNX], ids=str)

@@ -235,7 +235,7 @@ def test_views_are_declared() -> None:
         arguments: list[Any] = [tensor]
         for index, operand in enumerate(node.inputs[1:], 1):
             held = held_sizes(operand)
-            arguments.append(held[0] if len(operand.shape) == 0 else held) if index in kernel.host else None
+            arguments.append(held[0] if len(operand.shape) == 0 else held) if index in kernel.host_inputs else None
         arguments += [None] * (len(definition.inputs) - len(arguments))
         result = kernel.lower(view(node), *arguments).evaluate()
         result = result[0] if isinstance(result, (tuple, list)) else result

@@ -49,7 +49,7 @@ class _Case:
         The others are prepared when these have been measured: a compiler takes a processor's time, and where sizes
         change with every step nothing is ever settled. Those that never come are dropped.
         """
-        there = {name: kernel.is_there() for name, kernel in self.candidates.items()}
+        there = {name: kernel.is_ready() for name, kernel in self.candidates.items()}
         self.candidates = {name: kernel for name, kernel in self.candidates.items() if there[name] is not None}
         ready = tuple(name for name in self.candidates if there[name])
         if self.answer is not None and len(ready) < len(self.candidates) and all(map(self.answer.is_done, ready)):

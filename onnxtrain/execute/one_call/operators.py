@@ -49,7 +49,7 @@ def writer_of(node: ir.Node) -> Writer:
     Raises:
         UnsupportedError: nothing does.
     """
-    if definition_of(node).cpp:
+    if definition_of(node).cpp_expression:
         return _elementwise
     if node.domain != ONNX or node.op_type not in _WRITERS:
         raise UnsupportedError(node.op_type)
@@ -66,7 +66,7 @@ def _attribute(node: ir.Node, name: str, default: int) -> int:
 
 
 def _elementwise(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
-    text = definition_of(node).cpp
+    text = definition_of(node).cpp_expression
     if "/" in text and not is_float(inputs[0].dtype):
         raise UnsupportedError(f"{node.op_type} of integers")  # division by 0 ends the process
     if len(inputs) != 1 + ("{1}" in text) + ("{2}" in text):

@@ -130,7 +130,7 @@ def _sizes_to_constants(graph: ir.Graph) -> None:
     """All size arithmetic is done: its results are constants."""
     for node in list(graph):
         value = node.outputs[0]
-        if definition_of(node).host is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
+        if definition_of(node).host_eval is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
             continue
         held = held_sizes(value) if len(sizes.dims_of(value)) <= 1 else None
         if held is not None and all(isinstance(size, int) for size in held) and not value.is_graph_output():

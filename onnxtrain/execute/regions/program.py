@@ -47,8 +47,8 @@ def watch(program: Program, options: Options, device: torch.device, make: Make) 
     """
     if options.regions == "off":
         return None
-    fuses = [definition_of(node).fuses for node in program.part.nodes]
-    if not any(f is not None and (f.gains or options.regions == "on") for f in fuses):
+    fusions = [definition_of(node).fusion for node in program.part.nodes]
+    if not any(f is not None and (f.profitable or options.regions == "on") for f in fusions):
         return None
     return FusedProgram(program, options, device, make)
 

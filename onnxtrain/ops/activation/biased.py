@@ -99,7 +99,7 @@ def _gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> None:
         ("dx",),
         shapes=_same_as_x,
         body=lambda op, n: op.ms.GeluGrad(n.dy, _shifted(op, n), approximate=approximate),
-        kernels=(Kernel(lower=compiled, applies=_is_compiled(approximate), in_place=0),),
+        kernels=(Kernel(lower=compiled, applies=_is_compiled(approximate), in_place_input=0),),
         lower=lower,
         axes=elementwise_axes,
         flops=_flops,

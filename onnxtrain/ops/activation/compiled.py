@@ -19,7 +19,7 @@ import torch
 
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import large_memory
-from onnxtrain.ops.definition import Call, Overwriting
+from onnxtrain.ops.definition import Call, InPlaceCapableCall
 
 Tensor = torch.Tensor
 
@@ -177,10 +177,10 @@ def lowered(function: Any, *arguments: Any) -> Call:
 def lowered_tanh_gelu_backward(dy: Any, x: Any) -> Call:
     """The same of `tanh_gelu_backward`, which can write over dy."""
     LIBRARY.request()
-    return Overwriting(tanh_gelu_backward, tanh_gelu_backward_, dy, x)
+    return InPlaceCapableCall(tanh_gelu_backward, tanh_gelu_backward_, dy, x)
 
 
 def lowered_gated_backward(*arguments: Any) -> Call:
     """The same of `gated_backward`."""
     LIBRARY.request()
-    return Overwriting(gated_backward, gated_backward_, *arguments)
+    return InPlaceCapableCall(gated_backward, gated_backward_, *arguments)

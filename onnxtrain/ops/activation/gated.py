@@ -22,7 +22,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, ra
 from onnxtrain.ops.activation import compiled as kernels
 from onnxtrain.ops.activation.pairs import scalar
 from onnxtrain.ops.composite import elementwise_axes
-from onnxtrain.ops.constructors import FUSES, elementwise_flops, never
+from onnxtrain.ops.constructors import FUSIBLE, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.fused import fused
 from onnxtrain.ops.native import may_compile
@@ -77,19 +77,19 @@ GLU = define(
         inputs=("x",),
         outputs=("y",),
         attributes={"axis": -1},
-        since=1,
+        since_version=1,
         from_torch={"aten.glu.default": _capture_glu},
         shapes=_halved,
         body=_glu_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x: Call(aten_kernels.glu, x, n.axis)),),
         axes=lambda n: _other_axes(n, 1),
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(5, elementwise_flops(n)),
-        host=None,
+        host_eval=None,
     )
 )
 GLU_GRAD = define(
@@ -99,19 +99,19 @@ GLU_GRAD = define(
         inputs=("dy", "x"),
         outputs=("dx",),
         attributes={"axis": -1},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x),),
         body=_glu_grad_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis)),),
         axes=lambda n: _other_axes(n, 2),
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
-        host=None,
+        host_eval=None,
     )
 )
 
@@ -174,7 +174,7 @@ GATED_ACTIVATION = fused(
     axes=elementwise_axes,
     flops=lambda n: sizes.multiply(11, elementwise_flops(n)),
     gradient=(Gradient(_gradients, ("gate", "up")),),
-    fuses=FUSES,
+    fusion=FUSIBLE,
 )
 GATED_ACTIVATION_GRAD = fused(
     OWN,
@@ -186,11 +186,13 @@ GATED_ACTIVATION_GRAD = fused(
     body=lambda op, n: (_slope(op, n, op.Mul(n.dy, n.up)), op.Mul(n.dy, _activated(op, n))),
     kernels=(
         Kernel(
-            lower=lambda n, *xs: kernels.lowered_gated_backward(*xs, n.activation), applies=_is_compiled, in_place=0
+            lower=lambda n, *xs: kernels.lowered_gated_backward(*xs, n.activation),
+            applies=_is_compiled,
+            in_place_input=0,
         ),
     ),
     lower=lambda n, *xs: Call(kernels.composed_gated_backward, *xs, n.activation),
     axes=elementwise_axes,
     flops=lambda n: sizes.multiply(22, elementwise_flops(n)),
-    fuses=FUSES,
+    fusion=FUSIBLE,
 )

@@ -10,14 +10,14 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import FUSES, elementwise_flops, never, unary
+from onnxtrain.ops.constructors import FUSIBLE, elementwise_flops, never, unary
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
     Call,
     Effects,
     FromTorch,
-    Fuses,
+    Fusion,
     Kernel,
     Layout,
     NodeView,
@@ -48,16 +48,16 @@ def backward(
     attributes: Mapping[str, Any] | None = None,
     flops: int = 4,
     on_gpu: Lower | None = None,
-    first: Sequence[Kernel] = (),
+    preferred_kernels: Sequence[Kernel] = (),
     writes_over: bool = False,
-    fuses: Fuses = FUSES,
+    fusion: Fusion = FUSIBLE,
 ) -> OpDef:
     """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
 
     `on_gpu` is another way there, and `first` are kernels that are tried before. `writes_over`: `lower` gives an
-    `Overwriting`, of dy.
+    `InPlaceCapableCall`, of dy.
     """
-    kernels = [*first, Kernel(lower=lower, in_place=0 if writes_over else None)]
+    kernels = [*preferred_kernels, Kernel(lower=lower, in_place_input=0 if writes_over else None)]
     if on_gpu is not None:
         kernels.insert(0, Kernel(lower=on_gpu, applies=lambda node, device: device == "cuda"))
 
@@ -71,21 +71,21 @@ def backward(
             inputs=("dy", saved),
             outputs=("dx",),
             attributes=attributes or {},
-            since=1,
+            since_version=1,
             from_torch={},
             shapes=shapes,
             body=body,
-            native_ok=never,
+            ort_compatible=never,
             gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=tuple(kernels),
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
-            host=None,
+            host_eval=None,
             layout=Layout(frozenset({"dy", saved, "dx"})),
-            fuses=fuses,
+            fusion=fusion,
         )
     )
 
@@ -103,14 +103,14 @@ def activation(
     grad_name: str | None = None,
     saved: str = "x",
     attributes: Mapping[str, Any] | None = None,
-    since: int = 1,
-    native_ok: Callable[[NodeView], bool] | None = None,
+    since_version: int = 1,
+    ort_compatible: Callable[[NodeView], bool] | None = None,
     flops: int = 4,
     grad_on_gpu: Lower | None = None,
-    first: tuple[Kernel, Kernel] | None = None,
+    preferred_kernels: tuple[Kernel, Kernel] | None = None,
     grad_writes_over: bool = False,
-    fuses: Fuses = FUSES,
-    cpp: str = "",
+    fusion: Fusion = FUSIBLE,
+    cpp_expression: str = "",
 ) -> tuple[OpDef, OpDef]:
     """Defines y = f(x) and dx = f'(saved) * dy, of the same attributes. `first`: their kernels that are tried first."""
     grad_name, defaults = grad_name or f"{name}Grad", attributes or {}
@@ -128,14 +128,14 @@ def activation(
         reads=(saved,),
         domain=domain,
         attributes=defaults,
-        since=since,
+        since_version=since_version,
         body=body,
-        native_ok=native_ok,
+        ort_compatible=ort_compatible,
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
-        first=first[:1] if first else (),
-        fuses=fuses,
-        cpp=cpp,
+        preferred_kernels=preferred_kernels[:1] if preferred_kernels else (),
+        fusion=fusion,
+        cpp_expression=cpp_expression,
     )
     return forward, backward(
         grad_name,
@@ -146,7 +146,7 @@ def activation(
         attributes=defaults,
         flops=flops,
         on_gpu=grad_on_gpu,
-        first=first[1:] if first else (),
+        preferred_kernels=preferred_kernels[1:] if preferred_kernels else (),
         writes_over=grad_writes_over,
-        fuses=fuses,
+        fusion=fusion,
     )

@@ -30,10 +30,10 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     Gradient,
+    InPlaceCapableCall,
     Kernel,
     NodeView,
     OpDef,
-    Overwriting,
 )
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
@@ -93,14 +93,14 @@ RELU, RELU_GRAD = activation(
     "aten.relu.default",
     lambda n, x: Call(torch.relu, x),
     STANDARD,
-    lambda n, dy, y: Overwriting(threshold_backward, threshold_backward_, dy, y, 0),
+    lambda n, dy, y: InPlaceCapableCall(threshold_backward, threshold_backward_, dy, y, 0),
     _relu_grad_body,
     grad_domain=MICROSOFT,
     grad_writes_over=True,
     saved="y",  # x serves as well: both are above 0 at the same places
-    since=14,
+    since_version=14,
     flops=1,
-    cpp="{0} < 0 ? 0 : {0}",
+    cpp_expression="{0} < 0 ? 0 : {0}",
 )
 LEAKY_RELU, LEAKY_RELU_GRAD = activation(
     "LeakyRelu",
@@ -111,8 +111,8 @@ LEAKY_RELU, LEAKY_RELU_GRAD = activation(
     _leaky_relu_grad_body,
     grad_domain=MICROSOFT,
     attributes={"alpha": 0.01},
-    since=6,
-    native_ok=not_double,
+    since_version=6,
+    ort_compatible=not_double,
     flops=2,
 )
 THRESHOLD, THRESHOLD_GRAD = activation(
@@ -120,7 +120,7 @@ THRESHOLD, THRESHOLD_GRAD = activation(
     {"aten.threshold.default": _capture_threshold},
     lambda n, x: Call(torch.threshold, x, n.threshold, n.value),
     _threshold_body,
-    lambda n, dy, x: Overwriting(threshold_backward, threshold_backward_, dy, x, n.threshold),
+    lambda n, dy, x: InPlaceCapableCall(threshold_backward, threshold_backward_, dy, x, n.threshold),
     _threshold_grad_body,
     domain=OWN,
     grad_writes_over=True,
@@ -195,8 +195,8 @@ HARD_SIGMOID, HARD_SIGMOID_GRAD = activation(
     lambda n, dy, x: Call(_aten.hardsigmoid_backward.default, dy, x),
     _hard_sigmoid_grad_body,
     attributes={"alpha": 0.2, "beta": 0.5},
-    since=6,
-    native_ok=not_double,
+    since_version=6,
+    ort_compatible=not_double,
 )
 HARD_SWISH, HARD_SWISH_GRAD = activation(
     "HardSwish",
@@ -205,8 +205,8 @@ HARD_SWISH, HARD_SWISH_GRAD = activation(
     lambda op, n: op.Mul(n.x, _sixth(op, n)),
     lambda n, dy, x: Call(_aten.hardswish_backward.default, dy, x),
     _hard_swish_grad_body,
-    since=14,
-    native_ok=not_double,
+    since_version=14,
+    ort_compatible=not_double,
 )
 
 
@@ -284,22 +284,22 @@ PRELU = define(
         inputs=("x", "slope"),
         outputs=("y",),
         attributes={},
-        since=16,
+        since_version=16,
         from_torch={
             "aten.prelu.default": _capture_prelu,
             "aten._prelu_kernel.default": lambda op, x, weight: op.PRelu(x, weight),
         },
         shapes=same_as("x"),
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(_prelu_gradient, ("x", "slope")),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x, slope: Call(aten_kernels.prelu, x, slope)),),
         axes=lambda n: "..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2, elementwise_flops(n)),
-        host=None,
+        host_eval=None,
     )
 )
 # PReluGrad(dy, x, slope) -> dx, dslope, the second not yet summed over the axes along which slope was broadcast.
@@ -310,18 +310,18 @@ PRELU_GRAD = define(
         inputs=("dy", "x", "slope"),
         outputs=("dx", "dslope"),
         attributes={},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.dims_of(n.x))),
         body=_prelu_grad_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x, slope: Call(aten_kernels.prelu_grad, dy, x, slope)),),
         axes=lambda n: "..., ..., ... -> ..., ...",
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(4, elementwise_flops(n)),
-        host=None,
+        host_eval=None,
     )
 )

@@ -23,7 +23,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
 from onnxtrain.ops.activation import compiled as kernels
 from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
-from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fuses, Infix, Kernel, NodeView, Overwriting
+from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fusion, Infix, InPlaceCapableCall, Kernel, NodeView
 from onnxtrain.ops.native import may_compile
 from onnxtrain.torch_compat import aten_kernels
 
@@ -55,8 +55,8 @@ SIGMOID, SIGMOID_GRAD = activation(
     _sigmoid_grad_body,
     grad_domain=MICROSOFT,
     saved="y",
-    since=13,
-    cpp="1 / (1 + std::exp(-{0}))",
+    since_version=13,
+    cpp_expression="1 / (1 + std::exp(-{0}))",
 )
 TANH, TANH_GRAD = activation(
     "Tanh",
@@ -67,8 +67,8 @@ TANH, TANH_GRAD = activation(
     _tanh_grad_body,
     grad_domain=MICROSOFT,
     saved="y",
-    since=13,
-    cpp="std::tanh({0})",
+    since_version=13,
+    cpp_expression="std::tanh({0})",
 )
 
 
@@ -121,16 +121,18 @@ GELU, GELU_GRAD = activation(
     {"aten.gelu.default": _capture_gelu},
     lambda n, x: Call(torch.nn.functional.gelu, x, approximate=n.approximate),
     lambda op, n: op.Mul(n.x, _phi(op, n)),
-    lambda n, dy, x: Overwriting(kernels.gelu_backward, kernels.gelu_backward_, dy, x, n.approximate),
+    lambda n, dy, x: InPlaceCapableCall(kernels.gelu_backward, kernels.gelu_backward_, dy, x, n.approximate),
     _gelu_grad_body,
     grad_domain=MICROSOFT,
     grad_writes_over=True,
     attributes={"approximate": "none"},
-    since=20,
+    since_version=20,
     flops=10,
-    first=(
+    preferred_kernels=(
         Kernel(lower=lambda n, x: kernels.lowered(kernels.tanh_gelu, x), applies=_is_compiled),
-        Kernel(lower=lambda n, dy, x: kernels.lowered_tanh_gelu_backward(dy, x), applies=_is_compiled, in_place=0),
+        Kernel(
+            lower=lambda n, dy, x: kernels.lowered_tanh_gelu_backward(dy, x), applies=_is_compiled, in_place_input=0
+        ),
     ),
 )
 
@@ -174,9 +176,9 @@ QUICK_GELU, QUICK_GELU_GRAD = activation(
     domain=MICROSOFT,
     grad_domain=MICROSOFT,
     attributes={"alpha": 1.702},
-    native_ok=not_double,
+    ort_compatible=not_double,
     flops=6,
-    fuses=Fuses(gains=True),  # silu * up of [2048, 1536]: 0.91 ms in one kernel, 1.56 in two
+    fusion=Fusion(profitable=True),  # silu * up of [2048, 1536]: 0.91 ms in one kernel, 1.56 in two
 )
 
 
@@ -219,7 +221,7 @@ SOFTPLUS = unary(
     aten_kernels.softplus,
     lambda op, n, dy: op.own.SoftplusGrad(dy, n.x),
     body=lambda op, n: _softplus_of(op, n, 1, 20),
-    native_ok=not_double,  # PyTorch takes x itself above 20, which float64 can tell
+    ort_compatible=not_double,  # PyTorch takes x itself above 20, which float64 can tell
 )
 
 
@@ -236,7 +238,7 @@ MISH, MISH_GRAD = activation(
     lambda op, n: op.Mul(n.x, op.Tanh(op.Softplus(n.x))),
     lambda n, dy, x: Call(_aten.mish_backward.default, dy, x),
     _mish_grad_body,
-    since=18,
+    since_version=18,
     flops=8,
 )
 
@@ -305,9 +307,9 @@ ELU = unary(
     aten_kernels.elu,
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha),
     attributes={"alpha": 1.0},
-    since=6,
+    since_version=6,
     body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1.0),
-    native_ok=not_double,
+    ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha),
 )
 SELU = unary(
@@ -316,9 +318,9 @@ SELU = unary(
     aten_kernels.elu,
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, scale=n.gamma),
     attributes={"alpha": _SELU_ALPHA, "gamma": _SELU_SCALE},
-    since=6,
+    since_version=6,
     body=lambda op, n: _exponential_unit(op, n, n.alpha, n.gamma, 1.0),
-    native_ok=not_double,
+    ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha, n.gamma),
 )
 CELU = unary(

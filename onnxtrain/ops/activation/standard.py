@@ -36,7 +36,7 @@ composite(
     lambda op, n: op.own.Celu(n.x, alpha=n.alpha),
     lambda n, x: Call(torch.celu, x, n.alpha),
     attributes={"alpha": 1.0},
-    since=12,
+    since_version=12,
 )
 composite(
     "Softsign",
@@ -50,8 +50,8 @@ composite(
     lambda op, n: op.ms.QuickGelu(n.x, alpha=n.alpha),
     _swish_call,
     attributes={"alpha": 1.0},
-    since=24,
-    native_ok=lambda n: False,  # graphs are of an earlier opset
+    since_version=24,
+    ort_compatible=lambda n: False,  # graphs are of an earlier opset
 )
 composite(
     "ThresholdedRelu",
@@ -59,8 +59,8 @@ composite(
     lambda op, n: op.own.Threshold(n.x, threshold=n.alpha, value=0.0),
     lambda n, x: Call(torch.nn.functional.threshold, x, n.alpha, 0.0),
     attributes={"alpha": 1.0},
-    since=10,
-    native_ok=not_double,
+    since_version=10,
+    ort_compatible=not_double,
 )
 
 
@@ -86,8 +86,8 @@ composite(
     _shrink_body,
     lambda n, x: Call(shrink, x, n.bias, n.lambd),
     attributes={"bias": 0.0, "lambd": 0.5},
-    since=9,
-    native_ok=not_double,
+    since_version=9,
+    ort_compatible=not_double,
     flops=lambda n: sizes.multiply(3, numel(n.x)),
 )
 
@@ -124,7 +124,7 @@ composite(
     _hardmax_body,
     lambda n, x: Call(hardmax, x, n.axis),
     attributes={"axis": -1},
-    since=13,
+    since_version=13,
     axes=_row_axes,
     differentiable=False,
 )

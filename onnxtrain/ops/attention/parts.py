@@ -14,7 +14,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import constant_of, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast, with_attributes
-from onnxtrain.ops.definition import Factor, NodeView
+from onnxtrain.ops.definition import NodeView, ScalarFactor
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.matmul import constant_axes, is_exact_attribute, takes_factor
@@ -121,9 +121,9 @@ def _is_default(scale: float, width: Size) -> bool:
     return isinstance(width, int) and width > 0 and math.isclose(scale, 1 / math.sqrt(width), rel_tol=1e-15)
 
 
-def scores_factor(n: NodeView) -> Factor:
+def scores_factor(n: NodeView) -> ScalarFactor:
     """A number that multiplies queries or keys multiplies the scores."""
-    return Factor(frozenset({"q", "k"}), False, _scores_scaled)
+    return ScalarFactor(frozenset({"q", "k"}), False, _scores_scaled)
 
 
 def _scores_scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:

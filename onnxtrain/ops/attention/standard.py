@@ -225,12 +225,12 @@ composite(
         "softcap": 0.0,
         "softmax_precision": None,
     },
-    since=23,
+    since_version=23,
     shapes=_attention_types,
     aliases={1: 1, 2: 2},  # without a past
     axes=no_axes,
     flops=_attention_flops,
-    native_ok=lambda n: dtype_of(n.q) == ir.DataType.FLOAT,
+    ort_compatible=lambda n: dtype_of(n.q) == ir.DataType.FLOAT,
 )
 
 
@@ -294,9 +294,9 @@ composite(
         rotary_embedding, x, cos, sin, positions, bool(n.interleaved), n.num_heads, n.rotary_embedding_dim
     ),
     attributes={"interleaved": 0, "num_heads": 0, "rotary_embedding_dim": 0},
-    since=23,
+    since_version=23,
     shapes=lambda n: (type_of(n.x),),
     axes=no_axes,
-    stops=frozenset({"positions"}),
+    nondiff_inputs=frozenset({"positions"}),
     flops=lambda n: sizes.multiply(4, numel(n.x)),
 )

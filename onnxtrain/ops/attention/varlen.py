@@ -334,12 +334,12 @@ def _grad_may_flash(n: NodeView, device: str) -> bool:
 _PLAIN = (
     Kernel(lower=_lower_compiled, applies=_may_compile),
     Kernel(lower=_lower_flash, applies=_may_flash),
-    Kernel(lower=_lower, waits=always),
+    Kernel(lower=_lower, synchronizes=always),
 )
 _WITH_DROPOUT = (
     Kernel(lower=_lower_dropout_compiled, applies=_dropout_may_compile),
     Kernel(lower=_lower_dropout_flash, applies=_dropout_may_flash),
-    Kernel(lower=_lower_dropout, waits=always),
+    Kernel(lower=_lower_dropout, synchronizes=always),
 )
 
 
@@ -372,7 +372,7 @@ VARLEN_ATTENTION_GRAD = define_gradient(
     kernels=(
         Kernel(lower=_lower_grad_compiled, applies=_may_compile),
         Kernel(lower=_lower_grad_flash, applies=_grad_may_flash),
-        Kernel(lower=_lower_grad, waits=always),
+        Kernel(lower=_lower_grad, synchronizes=always),
     ),
     axes=no_axes,  # a kernel keeps what it likes
     columns=_columns,

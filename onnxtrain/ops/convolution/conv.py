@@ -254,7 +254,7 @@ CONV = fused(
     ("x", "w", "b?"),
     ("y",),
     attributes=_GEOMETRY,
-    since=11,
+    since_version=11,
     from_torch={
         "aten.conv1d.default": _convolve,
         "aten.conv2d.default": _convolve,
@@ -272,7 +272,7 @@ CONV = fused(
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:]) // math.prod(_geometry(n)[0])),
     axes=_conv_axes,
     flops=_conv_flops,
-    layout=Layout(frozenset({"x", "y"}), gains=True),
+    layout=Layout(frozenset({"x", "y"}), prefers_channels_last=True),
 )
 
 
@@ -313,7 +313,7 @@ fused(
     ("x", "w", "b?"),
     ("y",),
     attributes=_TRANSPOSED,
-    since=11,
+    since_version=11,
     from_torch={
         "aten.conv_transpose1d.default": _capture_transposed,
         "aten.conv_transpose2d.input": _capture_transposed,
@@ -327,7 +327,7 @@ fused(
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
     axes=lambda n: _conv_axes(n, transposed=True),
     flops=_conv_flops,
-    layout=Layout(frozenset({"x", "y"}), gains=True),
+    layout=Layout(frozenset({"x", "y"}), prefers_channels_last=True),
 )
 
 
@@ -510,13 +510,13 @@ fused(
             # Not before it is measured: it comes in mid-run.
             seconds=lambda n, shapes, machine: 1.05 * n.definition.kernels[0].seconds(n, shapes, machine),
             applies=_compiles,
-            is_there=LIBRARY.is_there,
+            is_ready=LIBRARY.is_there,
             prepare=LIBRARY.request,
         ),
     ),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
-    layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
-    sized=frozenset({"w"}),
+    layout=Layout(frozenset({"dy", "x", "dx"}), prefers_channels_last=True),
+    static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial(n.dy)), product(sizes.dims_of(n.w))),
 )
@@ -531,8 +531,8 @@ fused(
     lower=_lower_conv_transpose_grad,
     others=(in_float32(_lower_conv_transpose_grad),),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[1][2:])),
-    layout=Layout(frozenset({"dy", "x", "dx"}), gains=True),
-    sized=frozenset({"w"}),
+    layout=Layout(frozenset({"dy", "x", "dx"}), prefers_channels_last=True),
+    static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial(n.x)), product(sizes.dims_of(n.w))),
 )

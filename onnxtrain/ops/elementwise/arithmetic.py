@@ -116,10 +116,10 @@ ADD = binary(
     lambda op, n, dy: (dy, dy),
     reads=(),
     symbol="+",
-    since=14,
-    host=operator.add,
+    since_version=14,
+    host_eval=operator.add,
     commutative=True,
-    cpp="{0} + {1}",
+    cpp_expression="{0} + {1}",
 )
 SUB = binary(
     "Sub",
@@ -128,9 +128,9 @@ SUB = binary(
     _sub_gradient,
     reads=(),
     symbol="-",
-    since=14,
-    host=operator.sub,
-    cpp="{0} - {1}",
+    since_version=14,
+    host_eval=operator.sub,
+    cpp_expression="{0} - {1}",
 )
 MUL = binary(
     "Mul",
@@ -138,10 +138,10 @@ MUL = binary(
     operator.mul,
     _mul_gradient,
     symbol="*",
-    since=14,
-    host=operator.mul,
+    since_version=14,
+    host_eval=operator.mul,
     commutative=True,
-    cpp="{0} * {1}",
+    cpp_expression="{0} * {1}",
 )
 DIV = binary(
     "Div",
@@ -156,10 +156,10 @@ DIV = binary(
     _div_gradient,
     reads=("b", "y"),
     lower=_div_call,
-    scalars=True,
-    since=14,
-    host=operator.floordiv,  # sizes are never negative
-    cpp="{0} / {1}",
+    accepts_scalars=True,
+    since_version=14,
+    host_eval=operator.floordiv,  # sizes are never negative
+    cpp_expression="{0} / {1}",
 )
 
 
@@ -205,8 +205,8 @@ FLOOR_DIVIDE = binary(
     reads=(),
     domain=OWN,
     body=_floor_divide_body,
-    scalars=True,
-    host=operator.floordiv,
+    accepts_scalars=True,
+    host_eval=operator.floordiv,
 )
 TRUNC_DIVIDE = binary(
     "TruncDivide",
@@ -217,7 +217,7 @@ TRUNC_DIVIDE = binary(
     domain=OWN,
     body=lambda op, n: op.own.Trunc(op.Div(n.a, n.b)),
     lower=lambda n, a, b: Call(torch.div, a, b, rounding_mode="trunc"),
-    scalars=True,
+    accepts_scalars=True,
 )
 
 
@@ -251,8 +251,8 @@ MOD = binary(
     _fmod_gradient,
     attributes={"fmod": 0},
     lower=lambda n, a, b: Call(torch.fmod if n.fmod else torch.remainder, a, b),
-    since=13,
-    host=operator.mod,
+    since_version=13,
+    host_eval=operator.mod,
 )
 REMAINDER = binary(
     "Remainder",
@@ -261,7 +261,7 @@ REMAINDER = binary(
     _remainder_gradient,
     domain=OWN,
     body=_remainder_body,
-    scalars=True,
+    accepts_scalars=True,
 )
 
 
@@ -288,17 +288,17 @@ NEG = unary(
     torch.neg,
     lambda op, n, dy: op.Neg(dy),
     reads=(),
-    since=13,
-    host=_host_neg,
-    cpp="-{0}",
+    since_version=13,
+    host_eval=_host_neg,
+    cpp_expression="-{0}",
 )
 ABS = unary(
     "Abs",
     ("aten.abs.default", "aten.absolute.default"),
     torch.abs,
     lambda op, n, dy: op.Mul(dy, op.Sign(n.x)),
-    since=13,
-    cpp="{0} < 0 ? -{0} : {0} + 0",
+    since_version=13,
+    cpp_expression="{0} < 0 ? -{0} : {0} + 0",
 )
 SIGN = unary(
     "Sign",
@@ -306,9 +306,9 @@ SIGN = unary(
     torch.sign,
     lambda op, n, dy: zeros_like(op, n.x),
     reads=(),
-    since=13,
+    since_version=13,
     body=_sign_body,
-    native_ok=lambda n: not is_float(dtype_of(n.x)),
+    ort_compatible=lambda n: not is_float(dtype_of(n.x)),
 )
 RECIPROCAL = unary(
     "Reciprocal",
@@ -316,8 +316,8 @@ RECIPROCAL = unary(
     torch.reciprocal,
     _reciprocal_gradient,
     reads=("y",),
-    since=13,
-    cpp="1 / {0}",
+    since_version=13,
+    cpp_expression="1 / {0}",
 )
 
 
@@ -350,19 +350,19 @@ SUM = define(
         inputs=("terms...",),
         outputs=("y",),
         attributes={},
-        since=13,
+        since_version=13,
         from_torch={},
         shapes=_sum_type,
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(lambda op, n, dy: (dy,) * len(n.terms), ()),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_sum_call),),
         axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host=None,
+        host_eval=None,
     )
 )
 
@@ -406,19 +406,19 @@ def _ternary(
             inputs=inputs,
             outputs=("y",),
             attributes=attributes or {},
-            since=1,
+            since_version=1,
             from_torch=dict.fromkeys(torch_names, capture),
             shapes=_broadcast(*inputs),
             body=body,
-            native_ok=never,
+            ort_compatible=never,
             gradient=(gradient,),
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
             axes=lambda n: "..., ..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: sizes.multiply(3, elementwise_flops(n)),
-            host=None,
+            host_eval=None,
         )
     )
 

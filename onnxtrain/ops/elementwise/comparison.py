@@ -39,7 +39,7 @@ def _comparison(
     symbol: str,
     *,
     domain: str = ONNX,
-    since: int = 1,
+    since_version: int = 1,
     body: Any = STANDARD,
     takes_bool: bool = False,
 ) -> OpDef:
@@ -54,13 +54,13 @@ def _comparison(
         domain=domain,
         shapes=_compared,
         body=body,
-        since=since,
+        since_version=since_version,
         commutative=symbol in ("==", "!="),
-        cpp=f"{{0}} {symbol} {{1}}",
+        cpp_expression=f"{{0}} {symbol} {{1}}",
     )
 
 
-EQUAL = _comparison("Equal", ("eq",), operator.eq, "==", since=13, takes_bool=True)
+EQUAL = _comparison("Equal", ("eq",), operator.eq, "==", since_version=13, takes_bool=True)
 NOT_EQUAL = _comparison(
     "NotEqual",
     ("ne", "not_equal"),
@@ -70,10 +70,10 @@ NOT_EQUAL = _comparison(
     body=lambda op, n: op.Not(op.Equal(n.a, n.b)),
     takes_bool=True,
 )
-LESS = _comparison("Less", ("lt", "less"), operator.lt, "<", since=13)
-LESS_OR_EQUAL = _comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since=16)
-GREATER = _comparison("Greater", ("gt", "greater"), operator.gt, ">", since=13)
-GREATER_OR_EQUAL = _comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since=16)
+LESS = _comparison("Less", ("lt", "less"), operator.lt, "<", since_version=13)
+LESS_OR_EQUAL = _comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since_version=16)
+GREATER = _comparison("Greater", ("gt", "greater"), operator.gt, ">", since_version=13)
+GREATER_OR_EQUAL = _comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since_version=16)
 
 
 # Questions about one tensor
@@ -85,12 +85,12 @@ def _question(
     kernel: Callable[..., Any],
     *,
     domain: str = ONNX,
-    since: int = 1,
+    since_version: int = 1,
     body: Any = STANDARD,
     attributes: dict[str, Any] | None = None,
     from_torch: dict[str, FromTorch] | None = None,
     lower: Callable[..., Call] | None = None,
-    cpp: str = "",
+    cpp_expression: str = "",
 ) -> OpDef:
     """Defines y = f(x), elementwise, a truth value. Integers, which ONNX does not take, are asked as floats."""
 
@@ -104,20 +104,20 @@ def _question(
             inputs=("x",),
             outputs=("y",),
             attributes=attributes or {},
-            since=since,
+            since_version=since_version,
             from_torch={torch_name: capture, **(from_torch or {})},
             shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)),),
             body=body,
-            native_ok=always if domain == ONNX else never,
+            ort_compatible=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x))),),
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
             aliases={},
             flops=elementwise_flops,
-            host=None,
-            cpp=cpp,
+            host_eval=None,
+            cpp_expression=cpp_expression,
         )
     )
 
@@ -138,12 +138,12 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
-IS_NAN = _question("IsNaN", "aten.isnan.default", torch.isnan, since=20, cpp="{0} != {0}")
+IS_NAN = _question("IsNaN", "aten.isnan.default", torch.isnan, since_version=20, cpp_expression="{0} != {0}")
 IS_INF = _question(
     "IsInf",
     "aten.isinf.default",
     torch.isinf,
-    since=20,
+    since_version=20,
     attributes={"detect_negative": 1, "detect_positive": 1},
     from_torch={
         "aten.isposinf.default": lambda op, x: op.IsInf(_as_float(op, x), detect_negative=0),

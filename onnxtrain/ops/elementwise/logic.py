@@ -41,13 +41,17 @@ def _two(name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> tuple[OpD
     kinds = [f"aten.bitwise_{word}.{kind}" for kind in ("Tensor", "Scalar", "Scalar_Tensor")]
     kinds += [f"aten.__{word}__.{kind}" for kind in ("Tensor", "Scalar")]
     of_bools, of_bits = {f"aten.logical_{word}.default": _logical(name)}, dict.fromkeys(kinds, _bitwise(name))
-    logical = binary(name, of_bools, kernel, None, symbol=symbol, since=7, commutative=True, cpp=cpp)
-    bitwise = binary(f"Bitwise{name}", of_bits, kernel, None, symbol=symbol, since=18, commutative=True, cpp=cpp)
+    logical = binary(name, of_bools, kernel, None, symbol=symbol, since_version=7, commutative=True, cpp_expression=cpp)
+    bitwise = binary(
+        f"Bitwise{name}", of_bits, kernel, None, symbol=symbol, since_version=18, commutative=True, cpp_expression=cpp
+    )
     return logical, bitwise
 
 
 AND, BITWISE_AND = _two("And", operator.and_, "&")
 OR, BITWISE_OR = _two("Or", operator.or_, "|")
 XOR, BITWISE_XOR = _two("Xor", operator.xor, "^")
-NOT = unary("Not", {"aten.logical_not.default": _logical("Not")}, torch.logical_not, None, cpp="!{0}")
-BITWISE_NOT = unary("BitwiseNot", {"aten.bitwise_not.default": _bitwise("Not")}, torch.bitwise_not, None, since=18)
+NOT = unary("Not", {"aten.logical_not.default": _logical("Not")}, torch.logical_not, None, cpp_expression="!{0}")
+BITWISE_NOT = unary(
+    "BitwiseNot", {"aten.bitwise_not.default": _bitwise("Not")}, torch.bitwise_not, None, since_version=18
+)

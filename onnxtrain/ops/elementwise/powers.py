@@ -83,8 +83,8 @@ POW = binary(
     torch.pow,
     _pow_gradient,
     reads=("a", "b", "y"),
-    scalars=True,
-    since=15,
+    accepts_scalars=True,
+    since_version=15,
 )
 
 
@@ -100,7 +100,15 @@ def _rsqrt_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(dy, op.scalar(-0.5, like=dy)), cubed)  # type: ignore[no-any-return]
 
 
-SQRT = unary("Sqrt", "aten.sqrt.default", torch.sqrt, _sqrt_gradient, reads=("y",), since=13, cpp="std::sqrt({0})")
+SQRT = unary(
+    "Sqrt",
+    "aten.sqrt.default",
+    torch.sqrt,
+    _sqrt_gradient,
+    reads=("y",),
+    since_version=13,
+    cpp_expression="std::sqrt({0})",
+)
 RSQRT = unary(
     "Rsqrt",
     "aten.rsqrt.default",
@@ -134,7 +142,13 @@ def _exp2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 
 EXP = unary(
-    "Exp", "aten.exp.default", torch.exp, lambda op, n, dy: op.Mul(dy, n.y), reads=("y",), since=13, cpp="std::exp({0})"
+    "Exp",
+    "aten.exp.default",
+    torch.exp,
+    lambda op, n, dy: op.Mul(dy, n.y),
+    reads=("y",),
+    since_version=13,
+    cpp_expression="std::exp({0})",
 )
 EXPM1 = unary(
     "Expm1",
@@ -184,7 +198,14 @@ def _logarithm(name: str, log_of_base: float, kernel: Any) -> None:
     unary(name, f"aten.{name.lower()}.default", kernel, gradient, domain=OWN, body=body)
 
 
-LOG = unary("Log", "aten.log.default", torch.log, lambda op, n, dy: op.Div(dy, n.x), since=13, cpp="std::log({0})")
+LOG = unary(
+    "Log",
+    "aten.log.default",
+    torch.log,
+    lambda op, n, dy: op.Div(dy, n.x),
+    since_version=13,
+    cpp_expression="std::log({0})",
+)
 LOG1P = unary(
     "Log1p",
     ("aten.log1p.default", "aten.special_log1p.default"),

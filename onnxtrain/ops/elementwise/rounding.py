@@ -21,9 +21,9 @@ def _rounding(
     *,
     also: tuple[str, ...] = (),
     domain: str = ONNX,
-    since: int = 1,
+    since_version: int = 1,
     body: Any = STANDARD,
-    cpp: str = "",
+    cpp_expression: str = "",
 ) -> OpDef:
     def capture(op: Builder, x: ir.Value) -> Any:
         """Integers are whole already: PyTorch copies them, ONNX does not take them."""
@@ -36,9 +36,9 @@ def _rounding(
         lambda op, n, dy: zeros_like(op, n.x),
         reads=(),
         domain=domain,
-        since=since,
+        since_version=since_version,
         body=body,
-        cpp=cpp,
+        cpp_expression=cpp_expression,
     )
 
 
@@ -46,7 +46,7 @@ def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
 
 
-FLOOR = _rounding("Floor", torch.floor, since=13, cpp="std::floor({0})")
-CEIL = _rounding("Ceil", torch.ceil, since=13, cpp="std::ceil({0})")
-ROUND = _rounding("Round", torch.round, since=11)
+FLOOR = _rounding("Floor", torch.floor, since_version=13, cpp_expression="std::floor({0})")
+CEIL = _rounding("Ceil", torch.ceil, since_version=13, cpp_expression="std::ceil({0})")
+ROUND = _rounding("Round", torch.round, since_version=11)
 TRUNC = _rounding("Trunc", torch.trunc, also=("fix",), domain=OWN, body=_trunc_body)

@@ -76,7 +76,7 @@ WHERE = define(
         inputs=("condition", "a", "b"),
         outputs=("y",),
         attributes={},
-        since=16,
+        since_version=16,
         from_torch={
             "aten.where.self": _capture_where,
             "aten.where.ScalarOther": _capture_where,
@@ -87,16 +87,16 @@ WHERE = define(
         },
         shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.dims_of, (n.condition, n.a, n.b)))),),
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(_where_gradient, ("condition",)),),
-        stops=frozenset({"condition"}),
+        nondiff_inputs=frozenset({"condition"}),
         kernels=(Kernel(lower=lambda n, condition, a, b: Call(torch.where, condition, a, b)),),
         axes=lambda n: "..., ..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host=None,
-        cpp="{0} ? {1} : {2}",
+        host_eval=None,
+        cpp_expression="{0} ? {1} : {2}",
     )
 )
 
@@ -171,22 +171,22 @@ def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any], symb
             inputs=("terms...",),
             outputs=("y",),
             attributes={},
-            since=13,
+            since_version=13,
             from_torch=dict.fromkeys(
                 (f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)
             ),
             shapes=_terms_type,
             body=STANDARD,
-            native_ok=always,
+            ort_compatible=always,
             gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
             axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
             effects=Effects.NONE,
             aliases={},
             flops=elementwise_flops,
-            host=_on_host(name),
-            cpp=f"{{0}} {symbol} {{1}} || {{0}} != {{0}} ? {{0}} : {{1}}",  # of two terms
+            host_eval=_on_host(name),
+            cpp_expression=f"{{0}} {symbol} {{1}} || {{0}} != {{0}} ? {{0}} : {{1}}",  # of two terms
         )
     )
 
@@ -270,7 +270,7 @@ CLIP = define(
         inputs=("x", "min?", "max?"),
         outputs=("y",),
         attributes={},
-        since=13,
+        since_version=13,
         from_torch={
             "aten.clamp.default": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
             "aten.clip.default": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
@@ -279,15 +279,15 @@ CLIP = define(
         },
         shapes=same_as("x"),
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(_clip_gradient, ("x", "min", "max")),),
-        stops=frozenset({"min", "max"}),
-        kernels=(Kernel(lower=_clip_call, scalars=True),),
+        nondiff_inputs=frozenset({"min", "max"}),
+        kernels=(Kernel(lower=_clip_call, accepts_scalars=True),),
         axes=_clamp_axes,
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host=None,
+        host_eval=None,
     )
 )
 CLAMP = define(
@@ -297,7 +297,7 @@ CLAMP = define(
         inputs=("x", "min?", "max?"),
         outputs=("y",),
         attributes={},
-        since=1,
+        since_version=1,
         from_torch={
             "aten.clamp.Tensor": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
             "aten.clip.Tensor": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
@@ -306,15 +306,15 @@ CLAMP = define(
         },
         shapes=_clamp_type,
         body=_clamp_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x, low, high: Call(torch.clamp, x, low, high)),),
         axes=_clamp_axes,
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host=None,
+        host_eval=None,
     )
 )
 

@@ -42,7 +42,7 @@ def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:
     return Infix("/", operator.truediv, total, len(terms))
 
 
-composite("Mean", ("terms...",), _mean_body, _mean_call, since=13, shapes=_mean_type)
+composite("Mean", ("terms...",), _mean_body, _mean_call, since_version=13, shapes=_mean_type)
 
 
 # CastLike, BitShift, Scale
@@ -59,10 +59,10 @@ composite(
     lambda op, n: cast(op, n.x, dtype_of(n.target)) if dtype_of(n.x) != dtype_of(n.target) else op.Identity(n.x),
     lambda n, x, target: Method("to", Method("clone", x), TORCH_DTYPES[dtype_of(n.target)]),
     attributes={"saturate": 1},
-    since=19,
+    since_version=19,
     shapes=lambda n: (TensorType(dtype_of(n.target), sizes.dims_of(n.x)),),
     axes=lambda n: "..., - -> ...",
-    stops=frozenset({"target"}),
+    nondiff_inputs=frozenset({"target"}),
 )
 binary(
     "BitShift",
@@ -70,7 +70,7 @@ binary(
     torch.bitwise_left_shift,
     None,
     attributes={"direction": REQUIRED},
-    since=11,
+    since_version=11,
     lower=lambda n, a, b: Call(torch.bitwise_left_shift if n.direction == "LEFT" else torch.bitwise_right_shift, a, b),
 )
 composite(
@@ -81,5 +81,5 @@ composite(
     domain=MICROSOFT,
     attributes={"scale_down": 0},
     axes=lambda n: "..., - -> ...",
-    stops=frozenset({"scale"}),
+    nondiff_inputs=frozenset({"scale"}),
 )

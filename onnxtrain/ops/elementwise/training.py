@@ -74,7 +74,7 @@ composite(
     outputs=("y_0", "y_1", "y_2?"),
     attributes=_SCALES,
     shapes=_scaled_types,
-    outputs_of=_outputs_of,
+    count_outputs=_outputs_of,
     flops=lambda n: sizes.multiply(len(n.node.outputs), numel(n.x)),
 )
 

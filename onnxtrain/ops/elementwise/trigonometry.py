@@ -19,11 +19,26 @@ Slope = Callable[[Builder, NodeView], ir.Value]
 
 
 def _function(
-    name: str, kernel: Any, slope: Slope, *, since: int, also: Sequence[str] = (), reads: str = "x", cpp: str = ""
+    name: str,
+    kernel: Any,
+    slope: Slope,
+    *,
+    since_version: int,
+    also: Sequence[str] = (),
+    reads: str = "x",
+    cpp_expression: str = "",
 ) -> None:
     """Defines y = f(x) with dx = dy * slope."""
     names = [f"aten.{n}.default" for n in (name.lower(), *also)]
-    unary(name, names, kernel, lambda op, n, dy: op.Mul(dy, slope(op, n)), reads=(reads,), since=since, cpp=cpp)
+    unary(
+        name,
+        names,
+        kernel,
+        lambda op, n, dy: op.Mul(dy, slope(op, n)),
+        reads=(reads,),
+        since_version=since_version,
+        cpp_expression=cpp_expression,
+    )
 
 
 def _squared(op: Builder, value: ir.Value, factor: int, offset: int) -> ir.Value:
@@ -33,15 +48,19 @@ def _squared(op: Builder, value: ir.Value, factor: int, offset: int) -> ir.Value
     return result
 
 
-_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since=7, cpp="std::sin({0})")
-_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since=7, cpp="std::cos({0})")
-_function("Tan", torch.tan, lambda op, n: _squared(op, n.y, 1, 1), since=7, reads="y")
-_function("Asin", torch.asin, lambda op, n: op.own.Rsqrt(_squared(op, n.x, -1, 1)), since=7, also=("arcsin",))
-_function("Acos", torch.acos, lambda op, n: op.Neg(op.own.Rsqrt(_squared(op, n.x, -1, 1))), since=7, also=("arccos",))
-_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since=9)
-_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since=9)
-_function("Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, 1)), since=9, also=("arcsinh",))
-_function("Acosh", torch.acosh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, -1)), since=9, also=("arccosh",))
+_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7, cpp_expression="std::sin({0})")
+_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7, cpp_expression="std::cos({0})")
+_function("Tan", torch.tan, lambda op, n: _squared(op, n.y, 1, 1), since_version=7, reads="y")
+_function("Asin", torch.asin, lambda op, n: op.own.Rsqrt(_squared(op, n.x, -1, 1)), since_version=7, also=("arcsin",))
+_function(
+    "Acos", torch.acos, lambda op, n: op.Neg(op.own.Rsqrt(_squared(op, n.x, -1, 1))), since_version=7, also=("arccos",)
+)
+_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since_version=9)
+_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since_version=9)
+_function("Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, 1)), since_version=9, also=("arcsinh",))
+_function(
+    "Acosh", torch.acosh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, -1)), since_version=9, also=("arccosh",)
+)
 
 
 def _atan_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
@@ -57,10 +76,15 @@ def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(bell, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
 
 
-ATAN = unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since=7)
-ATANH = unary("Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since=9)
+ATAN = unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since_version=7)
+ATANH = unary("Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since_version=9)
 ERF = unary(
-    "Erf", ("aten.erf.default", "aten.special_erf.default"), torch.erf, _erf_gradient, since=13, cpp="std::erf({0})"
+    "Erf",
+    ("aten.erf.default", "aten.special_erf.default"),
+    torch.erf,
+    _erf_gradient,
+    since_version=13,
+    cpp_expression="std::erf({0})",
 )
 
 

@@ -88,10 +88,10 @@ GATHER_ELEMENTS = movement(
     lambda op, n, dy: (op.ms.GatherElementsGrad(dy, op.shape_of(n.x), n.places, axis=axis_of(n, n.x)), None),
     reads=("places",),
     attributes={"axis": 0},
-    since=13,
+    since_version=13,
     from_torch={"aten.gather.default": _capture_gather, "aten.take_along_dim.default": _capture_take_along},
     axes=_gather_axes,
-    stops=frozenset({"places"}),
+    nondiff_inputs=frozenset({"places"}),
 )
 
 
@@ -128,8 +128,8 @@ GATHER_ELEMENTS_GRAD = movement(
     ("dy", "shape", "places"),
     lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that GatherElementsGrad gives")),),
     (
-        Kernel(lower=_lower_gather_grad, host=frozenset({1}), applies=lambda n, device: device == "cpu"),
-        Kernel(lower=_lower_gather_grad, host=frozenset({1}), deterministic=False),  # atomic additions
+        Kernel(lower=_lower_gather_grad, host_inputs=frozenset({1}), applies=lambda n, device: device == "cpu"),
+        Kernel(lower=_lower_gather_grad, host_inputs=frozenset({1}), deterministic=False),  # atomic additions
     ),
     None,
     domain=MICROSOFT,
@@ -137,7 +137,7 @@ GATHER_ELEMENTS_GRAD = movement(
     attributes={"axis": 0},
     body=_gather_grad_body,
     axes=_gather_grad_axes,
-    stops=frozenset({"shape", "places"}),
+    nondiff_inputs=frozenset({"shape", "places"}),
 )
 
 
@@ -249,7 +249,7 @@ SCATTER_ELEMENTS = movement(
     _scatter_gradient,
     reads=("x", "places", "updates", "y"),
     attributes={"axis": 0, "reduction": "none"},
-    since=18,
+    since_version=18,
     from_torch={
         "aten.scatter.src": _capture_scatter,
         "aten.scatter.value": _capture_scatter,
@@ -259,5 +259,5 @@ SCATTER_ELEMENTS = movement(
         "aten.scatter_reduce.two": _capture_scatter_reduce,
     },
     axes=_scatter_axes,
-    stops=frozenset({"places"}),
+    nondiff_inputs=frozenset({"places"}),
 )

@@ -82,7 +82,7 @@ CONSTANT_OF_SHAPE = movement(
     None,
     takes_ints=frozenset({0}),
     attributes={"value": None},
-    since=9,
+    since_version=9,
     from_torch={
         "aten.full.default": _capture_full,
         "aten.full_like.default": _capture_full,
@@ -201,7 +201,7 @@ RANGE = movement(
     _lower_range,
     None,
     takes_ints=frozenset({0, 1, 2}),
-    since=11,
+    since_version=11,
     from_torch={
         "aten.arange.default": _capture_arange,
         "aten.arange.start": _capture_arange,

@@ -21,7 +21,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.definition import Call, Kernel, Method, NodeView, Overwriting, numel
+from onnxtrain.ops.definition import Call, InPlaceCapableCall, Kernel, Method, NodeView, numel
 from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
@@ -107,7 +107,7 @@ GATHER = movement(
     (
         Kernel(
             lower=lambda n, x, row: Method("clone", Call(torch.select, x, axis_of(n, n.x), row)),
-            host=frozenset({1}),
+            host_inputs=frozenset({1}),
             applies=lambda n, device: _is_index(n.rows),
         ),
         Kernel(lower=_lower_gather),
@@ -115,14 +115,14 @@ GATHER = movement(
     lambda op, n, dy: (op.ms.GatherGrad(op.shape_of(n.x), n.rows, dy, axis=axis_of(n, n.x)), None),
     reads=("rows",),
     attributes={"axis": 0},
-    since=13,
+    since_version=13,
     from_torch={
         "aten.index_select.default": _capture_index_select,
         "aten.embedding.default": _capture_embedding,
     },
     axes=_gather_axes,
-    host=_gather_on_host,
-    stops=frozenset({"rows"}),
+    host_eval=_gather_on_host,
+    nondiff_inputs=frozenset({"rows"}),
 )
 
 
@@ -199,7 +199,7 @@ def _lower_row_sums(n: NodeView, shape: Any, rows: Any, dy: Any, added: Any) -> 
     rows = _rows_of_table(n, shape, rows)
     if added is None:
         return Call(row_sums, shape, rows, dy, padding)
-    return Overwriting(plus_row_sums, plus_row_sums_, added, rows, dy, padding)
+    return InPlaceCapableCall(plus_row_sums, plus_row_sums_, added, rows, dy, padding)
 
 
 def _lower_embedding_grad(n: NodeView, shape: Any, rows: Any, dy: Any, added: Any) -> Call:
@@ -226,39 +226,39 @@ _ADDED = 3  # the index of that input
 _GATHER_GRAD_KERNELS = (
     Kernel(
         lower=lambda n, shape, row, dy, added: _plus(added, Call(_select_grad, shape, _gather_grad_axis(n), row, dy)),
-        host=frozenset({0, 1}),
+        host_inputs=frozenset({0, 1}),
         applies=lambda n, device: _is_index(n.rows),
-        in_place=_ADDED,
+        in_place_input=_ADDED,
     ),
     Kernel(
         lower=_lower_row_sums,
-        host=frozenset({0}),
+        host_inputs=frozenset({0}),
         applies=lambda n, device: device == "cpu" and _is_table(n),
-        workspace=_bytes_of_sums,
-        in_place=_ADDED,
+        workspace_bytes=_bytes_of_sums,
+        in_place_input=_ADDED,
     ),
     Kernel(
         lower=_lower_embedding_grad,
-        host=frozenset({0}),
+        host_inputs=frozenset({0}),
         applies=lambda n, device: _is_table(n),
-        in_place=_ADDED,
+        in_place_input=_ADDED,
     ),
     Kernel(
         lower=lambda n, shape, rows, dy, added: _plus(added, _lower_add(n, _index_add, shape, rows, dy)),
-        host=frozenset({0}),
+        host_inputs=frozenset({0}),
         applies=lambda n, device: device == "cpu",
-        in_place=_ADDED,
+        in_place_input=_ADDED,
     ),
     Kernel(
         lower=lambda n, shape, rows, dy, added: _plus(added, _lower_add(n, _index_add, shape, rows, dy)),
-        host=frozenset({0}),
+        host_inputs=frozenset({0}),
         deterministic=False,  # atomic additions
-        in_place=_ADDED,
+        in_place_input=_ADDED,
     ),
     Kernel(
         lower=lambda n, shape, rows, dy, added: _plus(added, _lower_add(n, _index_put, shape, rows, dy)),
-        host=frozenset({0}),
-        in_place=_ADDED,
+        host_inputs=frozenset({0}),
+        in_place_input=_ADDED,
     ),
 )
 
@@ -300,8 +300,8 @@ GATHER_GRAD = movement(
     attributes={"axis": 0},
     body=_gather_grad_body,
     axes=_gather_grad_axes,
-    stops=frozenset({"shape", "rows"}),
-    adds="added",
+    nondiff_inputs=frozenset({"shape", "rows"}),
+    output_addend="added",
 )
 
 
@@ -333,7 +333,7 @@ EMBEDDING = movement(
     attributes={"padding_idx": -1, "scale_grad_by_freq": 0},
     body=lambda op, n: op.Gather(n.weight, n.rows, axis=0),
     axes=_embedding_axes,
-    stops=frozenset({"rows"}),
+    nondiff_inputs=frozenset({"rows"}),
 )
 
 
@@ -366,12 +366,12 @@ EMBEDDING_GRAD = movement(
     (
         Kernel(
             lower=_lower_row_sums,
-            host=frozenset({0}),
+            host_inputs=frozenset({0}),
             applies=lambda n, device: device == "cpu" and not n.scale_grad_by_freq,
-            workspace=_bytes_of_sums,
-            in_place=_ADDED,
+            workspace_bytes=_bytes_of_sums,
+            in_place_input=_ADDED,
         ),
-        Kernel(lower=_lower_embedding_grad, host=frozenset({0}), in_place=_ADDED),
+        Kernel(lower=_lower_embedding_grad, host_inputs=frozenset({0}), in_place_input=_ADDED),
     ),
     None,
     domain=OWN,
@@ -379,6 +379,6 @@ EMBEDDING_GRAD = movement(
     attributes={"padding_idx": -1, "scale_grad_by_freq": 0},
     body=_embedding_grad_body,
     axes=_embedding_grad_axes,
-    stops=frozenset({"shape", "rows"}),
-    adds="added",
+    nondiff_inputs=frozenset({"shape", "rows"}),
+    output_addend="added",
 )

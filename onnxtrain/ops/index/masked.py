@@ -67,7 +67,7 @@ MASKED_SCATTER = movement(
     domain=OWN,
     from_torch={"aten.masked_scatter.default": _capture_masked_scatter},
     body=_scatter_body,
-    stops=frozenset({"mask"}),
+    nondiff_inputs=frozenset({"mask"}),
 )
 
 
@@ -98,5 +98,5 @@ MASKED_SCATTER_GRAD = movement(
     domain=OWN,
     outputs=("ds",),
     body=_grad_body,
-    stops=frozenset({"mask", "shape"}),
+    nondiff_inputs=frozenset({"mask", "shape"}),
 )

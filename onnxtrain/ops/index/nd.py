@@ -89,9 +89,9 @@ GATHER_ND = movement(
     _gather_gradient,
     reads=("places",),
     attributes={"batch_dims": 0},
-    since=13,
+    since_version=13,
     axes=_gather_axes,
-    stops=frozenset({"places"}),
+    nondiff_inputs=frozenset({"places"}),
 )
 
 
@@ -141,7 +141,7 @@ GATHER_ND_GRAD = movement(
     attributes={"batch_dims": 0},
     body=_gather_nd_grad_body,
     axes=_gather_nd_grad_axes,
-    stops=frozenset({"shape", "places"}),
+    nondiff_inputs=frozenset({"shape", "places"}),
 )
 
 
@@ -205,7 +205,7 @@ SCATTER_ND = movement(
     _scatter_nd_gradient,
     reads=("x", "places", "updates", "y"),
     attributes={"reduction": "none"},
-    since=18,
+    since_version=18,
     axes=_scatter_nd_axes,
-    stops=frozenset({"places"}),
+    nondiff_inputs=frozenset({"places"}),
 )

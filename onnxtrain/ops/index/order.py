@@ -78,10 +78,10 @@ TOP_K = movement(
     takes_ints=frozenset({1}),
     outputs=("values", "places"),
     attributes={"axis": -1, "largest": 1, "sorted": 1},
-    since=11,
+    since_version=11,
     from_torch={"aten.topk.default": _capture_topk},
     axes=_ordered_axes,
-    stops=frozenset({"k"}),
+    nondiff_inputs=frozenset({"k"}),
 )
 
 
@@ -189,7 +189,7 @@ KTH_VALUE = movement(
     from_torch={"aten.kthvalue.default": _capture_kth},
     body=_kth_body,
     axes=_ordered_axes,
-    stops=frozenset({"k"}),
+    nondiff_inputs=frozenset({"k"}),
 )
 
 
@@ -244,7 +244,7 @@ ONE_HOT = movement(
     None,
     takes_ints=frozenset({1}),
     attributes={"axis": -1},
-    since=11,
+    since_version=11,
     from_torch={"aten.one_hot.default": _capture_one_hot},
     axes=_one_hot_axes,
 )

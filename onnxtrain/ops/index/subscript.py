@@ -173,7 +173,7 @@ INDEX = movement(
     },
     body=_index_body,
     axes=_index_axes,
-    stops=frozenset({"indices"}),
+    nondiff_inputs=frozenset({"indices"}),
 )
 
 
@@ -218,7 +218,7 @@ INDEX_GRAD = movement(
     attributes={"at": REQUIRED},
     body=lambda op, n: _written(op, n, zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy)), n.dy, add=True),
     axes=_index_grad_axes,
-    stops=frozenset({"shape", "indices"}),
+    nondiff_inputs=frozenset({"shape", "indices"}),
 )
 
 
@@ -307,7 +307,7 @@ INDEX_PUT = movement(
     },
     body=_index_put_body,
     axes=_index_put_axes,
-    stops=frozenset({"indices"}),
+    nondiff_inputs=frozenset({"indices"}),
 )
 
 
@@ -356,7 +356,7 @@ NON_ZERO = movement(
     _nonzero_type,
     lambda n, x: Call(_nonzero, x),
     None,
-    since=13,
+    since_version=13,
     from_torch={
         "aten.nonzero.default": _capture_nonzero,
         "aten.nonzero_numpy.default": _capture_nonzero_numpy,

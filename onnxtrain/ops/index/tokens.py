@@ -50,7 +50,7 @@ SHRUNKEN_GATHER = composite(
     attributes={"axis": 0},
     shapes=_gathered_type,
     axes=_gathered_axes,
-    stops=frozenset({"rows"}),
+    nondiff_inputs=frozenset({"rows"}),
     flops=lambda n: 0,
 )
 
@@ -107,7 +107,7 @@ FLATTEN_AND_UNPAD = movement(
     outputs=("y", "dims"),
     body=_unpad_body,
     axes=_unpad_axes,
-    stops=frozenset({"rows"}),
+    nondiff_inputs=frozenset({"rows"}),
 )
 
 
@@ -150,5 +150,5 @@ PAD_AND_UNFLATTEN = movement(
     domain=MICROSOFT,
     body=_pad_body,
     axes=_pad_axes,
-    stops=frozenset({"rows", "dims"}),
+    nondiff_inputs=frozenset({"rows", "dims"}),
 )

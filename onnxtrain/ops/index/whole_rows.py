@@ -59,7 +59,7 @@ def _define(
         from_torch=capture,
         body=body,
         axes=_axes,
-        stops=frozenset({"rows"}),
+        nondiff_inputs=frozenset({"rows"}),
     )
 
 

@@ -124,7 +124,7 @@ fused(
     shapes=_types,
     body=_probability_body,
     gradient=(Gradient(_probability_gradient, reads=("x", "target", "weight")),),
-    stops=frozenset({"weight"}),
+    nondiff_inputs=frozenset({"weight"}),
     lower=lambda n, x, target, weight: Call(
         aten_kernels.binary_cross_entropy, x, target, weight, number_of(n.reduction)
     ),
@@ -209,7 +209,7 @@ fused(
     shapes=_types,
     body=_logits_body,
     gradient=(Gradient(_logits_gradient, reads=("x", "target", "weight", "pos_weight")),),
-    stops=frozenset({"weight", "pos_weight"}),
+    nondiff_inputs=frozenset({"weight", "pos_weight"}),
     lower=lambda n, x, target, weight, pos_weight: Call(
         torch.binary_cross_entropy_with_logits, x, target, weight, pos_weight, number_of(n.reduction)
     ),

@@ -339,11 +339,11 @@ CROSS_ENTROPY = fused(
     shapes=_types,
     body=_body,
     gradient=(Gradient(_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
-    stops=frozenset({"labels", "weights", "ignore_index"}),
+    nondiff_inputs=frozenset({"labels", "weights", "ignore_index"}),
     lower=lambda n, scores, labels, weights, ignore_index: Call(
         cross_entropy, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index), _torch_type(n)
     ),
-    host=frozenset({3}),
+    host_inputs=frozenset({3}),
     axes=_cross_entropy_axes,
     flops=lambda n: sizes.multiply(5, numel(n.scores)),
 )
@@ -395,7 +395,7 @@ fused(
         index_or_none(ignore_index),
         _torch_type(n),
     ),
-    host=frozenset({4}),
+    host_inputs=frozenset({4}),
     axes=_grad_axes,
     flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
 )
@@ -449,11 +449,11 @@ NEGATIVE_LOG_LIKELIHOOD = fused(
     shapes=lambda n: (loss_type(n, dtype_of(n.log_prob)), TensorType(dtype_of(n.log_prob), ())),
     body=_nll_body,
     gradient=(Gradient(_nll_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
-    stops=frozenset({"labels", "weights", "ignore_index"}),
+    nondiff_inputs=frozenset({"labels", "weights", "ignore_index"}),
     lower=lambda n, x, labels, weights, ignore_index: Call(
         nll_loss, x, labels, weights, number_of(n.reduction), index_or_none(ignore_index)
     ),
-    host=frozenset({3}),
+    host_inputs=frozenset({3}),
     axes=_nll_axes,
     flops=lambda n: numel(n.labels),
 )
@@ -481,7 +481,7 @@ fused(
     lower=lambda n, dy, x, labels, weights, ignore_index, total_weight: Call(
         nll_loss_backward, dy, x, labels, weights, number_of(n.reduction), index_or_none(ignore_index), total_weight
     ),
-    host=frozenset({4}),
+    host_inputs=frozenset({4}),
     axes=_nll_grad_axes,
     flops=lambda n: numel(n.log_prob),
 )

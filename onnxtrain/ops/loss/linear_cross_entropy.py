@@ -340,13 +340,13 @@ LINEAR_CROSS_ENTROPY = fused(
     shapes=_types,
     body=_body,
     gradient=(Gradient(_gradient, reads=("x", "w", "b", "labels", "weights")),),
-    stops=frozenset({"labels", "weights"}),
+    nondiff_inputs=frozenset({"labels", "weights"}),
     lower=_lower_loss(ATEN),
     others=_onednn(_lower_loss),
     seconds=_ATEN_SECONDS,
     axes=lambda n: NO_AXES,
     flops=_flops(_forward_products),
-    outputs_of=lambda inputs, attributes: 4 if any(attributes.get("gradients", ())) else 1,
+    count_outputs=lambda inputs, attributes: 4 if any(attributes.get("gradients", ())) else 1,
 )
 LINEAR_CROSS_ENTROPY_GRAD = fused(
     OWN,

@@ -256,7 +256,7 @@ fused(
     shapes=_loss_type,
     body=_body_of(_soft_margin),
     gradient=(Gradient(_soft_margin_gradient, reads=("x", "target")),),
-    stops=frozenset({"target"}),
+    nondiff_inputs=frozenset({"target"}),
     lower=lambda n, x, t: Call(aten_kernels.soft_margin_loss, x, t, number_of(n.reduction)),
     axes=_loss_axes,
     flops=lambda n: sizes.multiply(4, numel(n.x)),

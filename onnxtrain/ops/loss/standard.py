@@ -84,12 +84,12 @@ composite(
     ),
     outputs=("loss", "log_prob?"),
     attributes={"reduction": "mean", "ignore_index": None},
-    since=13,
+    since_version=13,
     shapes=_cross_entropy_types,
     axes=no_axes,
-    stops=_STOPS,
+    nondiff_inputs=_STOPS,
     flops=_flops("scores"),
-    native_ok=never,
+    ort_compatible=never,
 )
 
 
@@ -116,12 +116,12 @@ composite(
     _nll_body,
     lambda n, x, labels, weights: Call(nll_loss, x, labels, weights, n.reduction, n.ignore_index),
     attributes={"reduction": "mean", "ignore_index": None},
-    since=13,
+    since_version=13,
     shapes=_nll_type,
     axes=no_axes,
-    stops=_STOPS,
+    nondiff_inputs=_STOPS,
     flops=_flops("labels"),
-    native_ok=never,
+    ort_compatible=never,
 )
 composite(
     "NegativeLogLikelihoodLossInternal",
@@ -133,9 +133,9 @@ composite(
     attributes={"reduction": "mean"},
     shapes=_nll_type,
     axes=no_axes,
-    stops=_STOPS,
+    nondiff_inputs=_STOPS,
     flops=_flops("labels"),
-    host=frozenset({3}),
+    host_inputs=frozenset({3}),
 )
 
 
@@ -252,7 +252,7 @@ composite(
     attributes={"reduction": "mean"},
     shapes=_old_types,
     axes=no_axes,
-    stops=frozenset({"shares"}),
+    nondiff_inputs=frozenset({"shares"}),
     flops=_flops("scores"),
 )
 composite(
@@ -265,7 +265,7 @@ composite(
     attributes={"reduction": "mean"},
     shapes=_old_types,
     axes=no_axes,
-    stops=_STOPS,
+    nondiff_inputs=_STOPS,
     flops=_flops("scores"),
 )
 

@@ -16,10 +16,10 @@ from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
     Effects,
-    Factor,
     Gradient,
     NodeView,
     OpDef,
+    ScalarFactor,
 )
 from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
 from onnxtrain.ops.matmul.product import (
@@ -100,19 +100,19 @@ LINEAR = define(
         inputs=("x", "w", "b?"),
         outputs=("y",),
         attributes={},
-        since=1,
+        since_version=1,
         from_torch={"aten.linear.default": of_product_types(_capture_linear)},
         shapes=_linear_type,
         body=_linear_body,
-        native_ok=lambda n: False,
+        ort_compatible=lambda n: False,
         gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=product_kernels(_linear_call, _linear_product, _linear_dims),
         axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: product_flops(n.y, sizes.dims_of(n.x)[-1]),
-        host=None,
-        factor=lambda n: Factor(frozenset({"x"}), True, None) if n.b is None else None,
+        host_eval=None,
+        scalar_factor=lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None,
     )
 )

@@ -247,7 +247,7 @@ def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
         name="compiled",
         seconds=seconds,
         applies=applies,
-        is_there=compiled_product.LIBRARY.is_there,
+        is_ready=compiled_product.LIBRARY.is_there,
         prepare=compiled_product.LIBRARY.request,
     )
 

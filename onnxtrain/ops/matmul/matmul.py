@@ -15,11 +15,11 @@ from onnxtrain.ops.definition import (
     STANDARD,
     Call,
     Effects,
-    Factor,
     FromTorch,
     Gradient,
     NodeView,
     OpDef,
+    ScalarFactor,
     numel,
 )
 from onnxtrain.ops.matmul.candidates import Product, product_dims, product_kernels
@@ -147,10 +147,10 @@ _MATMUL_CAPTURES: Mapping[str, FromTorch] = {
 }
 
 
-def _factor(n: NodeView) -> Factor | None:
+def _factor(n: NodeView) -> ScalarFactor | None:
     if rank_of(n.a) < 2 or rank_of(n.b) < 2:
         return None
-    return Factor(frozenset({"a", "b"}), True, _scaled)
+    return ScalarFactor(frozenset({"a", "b"}), True, _scaled)
 
 
 def _scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:
@@ -164,19 +164,19 @@ MATMUL = define(
         inputs=("a", "b"),
         outputs=("y",),
         attributes={},
-        since=13,
+        since_version=13,
         from_torch={name: of_product_types(convert) for name, convert in _MATMUL_CAPTURES.items()},
         shapes=_matmul_type,
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=product_kernels(_call, _product, lambda n, shapes: product_dims(shapes[0], shapes[1])),
         axes=_matmul_axes,
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: product_flops(n.y, sizes.dims_of(n.a)[-1]),
-        host=None,
-        factor=_factor,
+        host_eval=None,
+        scalar_factor=_factor,
     )
 )

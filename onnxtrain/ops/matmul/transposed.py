@@ -19,10 +19,10 @@ from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
     Effects,
-    Factor,
     Gradient,
     NodeView,
     OpDef,
+    ScalarFactor,
 )
 from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
 from onnxtrain.ops.matmul.product import (
@@ -136,21 +136,21 @@ FUSED_MATMUL = define(
         inputs=("a", "b"),
         outputs=("y",),
         attributes={"alpha": 1.0, "transA": 0, "transB": 0, "transBatchA": 0, "transBatchB": 0},
-        since=1,
+        since_version=1,
         from_torch={},
         shapes=_fused_type,
         body=_fused_body,
         # onnxruntime 1.31 ends the process where a transposed batch has size 0.
-        native_ok=lambda n: dtype_of(n.a) == ir.DataType.FLOAT and not n.transBatchA and not n.transBatchB,
+        ort_compatible=lambda n: dtype_of(n.a) == ir.DataType.FLOAT and not n.transBatchA and not n.transBatchB,
         gradient=(Gradient(_fused_gradient, reads=("a", "b")),),
-        stops=frozenset(),
+        nondiff_inputs=frozenset(),
         kernels=product_kernels(_fused_call, _fused_product, _fused_dims),
         axes=_fused_axes,
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: product_flops(n.y, _fused_shapes(n)[0][-1]),
-        host=None,
-        factor=lambda n: Factor(frozenset({"a", "b"}), True, _scaled),
+        host_eval=None,
+        scalar_factor=lambda n: ScalarFactor(frozenset({"a", "b"}), True, _scaled),
     )
 )
 

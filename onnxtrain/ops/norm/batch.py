@@ -282,14 +282,14 @@ fused(
     shapes=_batch_norm_types,
     body=_batch_norm_body,
     gradient=(Gradient(_batch_norm_gradient, reads=("x", "scale", "saved_mean", "saved_inv_std", "y")),),
-    stops=frozenset({"input_mean", "input_var"}),
+    nondiff_inputs=frozenset({"input_mean", "input_var"}),
     kernels=(Kernel(lower=_lower_batch_norm(compiled=True), applies=may_compile),),
     lower=_lower_batch_norm(compiled=False),
     axes=_channel_axes("X C C C C X -> X C C C C"),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
     layout=Layout(frozenset({"x", "y", "residual"})),
-    adds="residual",
-    activates=frozenset({"Relu"}),
+    output_addend="residual",
+    fusable_activations=frozenset({"Relu"}),
 )
 
 
@@ -340,7 +340,7 @@ def _define_grad(
     *,
     batch: bool,
     flops: int,
-    adds_first: str = "",
+    input_addend: str = "",
 ) -> OpDef:
     """A backward op that reads the statistics of the `batch`, or the running ones."""
 
@@ -365,7 +365,7 @@ def _define_grad(
         axes=_channel_axes(" -> ".join(sides)),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
         layout=Layout(frozenset(pictures) & {v.rstrip("?") for v in (*inputs, *outputs)}),
-        adds_first=adds_first,
+        input_addend=input_addend,
     )
 
 
@@ -377,7 +377,7 @@ BATCH_NORM_GRAD = _define_grad(
     _batch_norm_grad_body,
     batch=True,
     flops=12,
-    adds_first="added",
+    input_addend="added",
 )
 
 
@@ -420,12 +420,12 @@ fused(
     ("x", "scale", "b", "input_mean", "input_var"),
     ("y",),
     attributes={"epsilon": 1e-5, "momentum": 0.9, "training_mode": 0},
-    since=15,
+    since_version=15,
     from_torch={"aten._native_batch_norm_legit_no_training.default": _capture_no_training},
     shapes=lambda n: (type_of(n.x),),
     body=STANDARD,
     gradient=(Gradient(_inference_gradient, reads=("x", "scale", "input_mean", "input_var")),),
-    stops=frozenset({"input_mean", "input_var"}),
+    nondiff_inputs=frozenset({"input_mean", "input_var"}),
     lower=lambda n, x, scale, b, mean, var: Call(
         torch.batch_norm, x, scale, b, mean, var, False, 0.0, n.epsilon, cudnn_enabled=True
     ),

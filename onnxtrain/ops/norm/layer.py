@@ -28,8 +28,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.constructors import FUSES, TORCH_DTYPES, cast
-from onnxtrain.ops.definition import STANDARD, Call, Fuses, Gradient, Kernel, NodeView, numel
+from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, cast
+from onnxtrain.ops.definition import STANDARD, Call, Fusion, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import average, flags, fused, masked, only_first, plus, statistics_type, total, wanted
 from onnxtrain.ops.native import may_compile
 from onnxtrain.ops.norm import rms_kernels
@@ -187,7 +187,7 @@ fused(
     ("x", "scale", "b?"),
     ("y", "mean", "inv_std"),
     attributes={"axis": -1, "epsilon": 1e-5, "stash_type": 1},
-    since=17,
+    since_version=17,
     from_torch={
         "aten.layer_norm.default": _capture_layer_norm,
         "aten.native_layer_norm.default": _capture_native_layer_norm,
@@ -198,7 +198,7 @@ fused(
     lower=_lower_layer_norm,
     axes=_norm_axes("X, H, H -> X, S, S"),
     flops=_flops(8),
-    fuses=FUSES,
+    fusion=FUSIBLE,
 )
 fused(
     OWN,
@@ -212,7 +212,7 @@ fused(
     lower=_lower_layer_norm,
     axes=_norm_axes("X, H, H -> X, S, S"),
     flops=_flops(8),
-    fuses=FUSES,
+    fusion=FUSIBLE,
 )
 
 
@@ -266,7 +266,7 @@ fused(
     lower=_lower_layer_norm_grad,
     axes=_norm_axes("X, X, H, S, S -> X, H, H"),
     flops=_flops(14),
-    fuses=FUSES,
+    fusion=FUSIBLE,
 )
 
 
@@ -332,14 +332,14 @@ fused(
         Kernel(
             lower=lambda n, x, scale: rms_kernels.lowered(x, _axis(n), scale, n.epsilon),
             applies=may_compile,
-            workspace=lambda n: _wide_bytes(n, 1),  # of the operators that serve at first
+            workspace_bytes=lambda n: _wide_bytes(n, 1),  # of the operators that serve at first
         ),
     ),
     lower=lambda n, x, scale: Call(rms_kernels.composed, x, _axis(n), scale, n.epsilon),
-    workspace=lambda n: _wide_bytes(n, 1),
+    workspace_bytes=lambda n: _wide_bytes(n, 1),
     axes=_norm_axes("X, H -> X, S"),
     flops=_flops(4),
-    fuses=Fuses(gains=True),  # add + norm of [2048, 384]: 0.41 ms in one kernel, 0.67 in PyTorch's six
+    fusion=Fusion(profitable=True),  # add + norm of [2048, 384]: 0.41 ms in one kernel, 0.67 in PyTorch's six
 )
 
 
@@ -379,13 +379,13 @@ fused(
         Kernel(
             lower=lambda n, *tensors: rms_kernels.lowered_backward(*tensors, _axis(n), flags(n.output_mask)),
             applies=may_compile,
-            workspace=lambda n: _wide_bytes(n, 3),  # of the operators that serve at first
+            workspace_bytes=lambda n: _wide_bytes(n, 3),  # of the operators that serve at first
         ),
     ),
     lower=lambda n, *tensors: Call(rms_kernels.composed_backward, *tensors, _axis(n), flags(n.output_mask)),
-    workspace=lambda n: _wide_bytes(n, 3),
+    workspace_bytes=lambda n: _wide_bytes(n, 3),
     axes=_norm_axes("X, X, H, S, X -> X, H"),
     flops=_flops(10),
-    fuses=Fuses(gains=True),
-    adds="added",
+    fusion=Fusion(profitable=True),
+    output_addend="added",
 )

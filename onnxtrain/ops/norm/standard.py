@@ -65,10 +65,10 @@ composite(
     lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=_channels(n), epsilon=n.epsilon)[0],
     lambda n, x, scale, b: Call(instance_norm, x, scale, b, n.epsilon),
     attributes={"epsilon": 1e-5},
-    since=6,
+    since_version=6,
     axes=_after_samples,
     flops=_flops(8),
-    native_ok=not_double,
+    ort_compatible=not_double,
 )
 composite(
     "GroupNormalization",
@@ -76,10 +76,10 @@ composite(
     lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=n.num_groups, epsilon=n.epsilon)[0],
     lambda n, x, scale, b: Call(torch.group_norm, x, n.num_groups, scale, b, n.epsilon),
     attributes={"num_groups": REQUIRED, "epsilon": 1e-5, "stash_type": 1},
-    since=21,
+    since_version=21,
     axes=_after_samples,
     flops=_flops(8),
-    native_ok=not_double,
+    ort_compatible=not_double,
 )
 
 
@@ -110,10 +110,10 @@ composite(
     _rms_body,
     lambda n, x, scale: Call(rms_norm, x, scale, normalize_axis(n.axis, rank_of(n.x)), n.epsilon),
     attributes={"axis": -1, "epsilon": 1e-5, "stash_type": 1},
-    since=23,
+    since_version=23,
     axes=_rms_axes,
     flops=_flops(4),
-    native_ok=not_double,
+    ort_compatible=not_double,
 )
 
 
@@ -145,7 +145,7 @@ composite(
     _mvn_body,
     lambda n, x: Call(mean_variance_norm, x, n.axes),
     attributes={"axes": (0, 2, 3)},
-    since=13,
+    since_version=13,
     axes=lambda n: _whole(n, normalize_axes(n.axes, rank_of(n.x))),
     flops=_flops(6),
 )
@@ -212,8 +212,8 @@ composite(
     _lrn_body,
     lambda n, x: Call(local_response_norm, x, n.size, n.alpha, n.beta, n.bias),
     attributes={"size": REQUIRED, "alpha": 1e-4, "beta": 0.75, "bias": 1.0},
-    since=13,
+    since_version=13,
     axes=lambda n: _axes(n, ["n", "[c]", *(f"d{i}" for i in range(rank_of(n.x) - 2))]),
     flops=lambda n: sizes.multiply(n.size + 6, numel(n.x)),
-    native_ok=lambda n: dtype_of(n.x) == ir.DataType.FLOAT and n.size % 2 == 1,  # onnxruntime refuses even ones
+    ort_compatible=lambda n: dtype_of(n.x) == ir.DataType.FLOAT and n.size % 2 == 1,  # onnxruntime refuses even ones
 )

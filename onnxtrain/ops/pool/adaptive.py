@@ -132,9 +132,9 @@ fused(
     shapes=lambda n: (TensorType(dtype_of(n.x), _pooled(n)),),
     body=_average_body,
     gradient=(Gradient(_average_gradient, reads=()),),
-    stops=frozenset({"size"}),
+    nondiff_inputs=frozenset({"size"}),
     lower=_lower_average,
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=_axes,
     flops=lambda n: numel(n.x),
 )
@@ -167,7 +167,7 @@ fused(
     shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
     body=_average_grad_body,
     lower=lambda n, dy, shape: Call(adaptive_average_backward, dy, shape),
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.node.outputs[0]),
 )
@@ -227,9 +227,9 @@ fused(
     shapes=_max_types,
     body=_max_body,
     gradient=(Gradient(_max_gradient, reads=("indices",)),),
-    stops=frozenset({"size"}),
+    nondiff_inputs=frozenset({"size"}),
     lower=_lower_max,
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=_axes,
     flops=lambda n: numel(n.x),
 )
@@ -251,7 +251,7 @@ fused(
     shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
     body=scatter_body,
     lower=lambda n, dy, indices, shape: Call(adaptive_max_backward, dy, indices, shape),
-    host=frozenset({2}),
+    host_inputs=frozenset({2}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.dy),
 )

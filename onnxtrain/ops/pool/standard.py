@@ -154,7 +154,7 @@ composite(
         "ceil_mode": 0,
         "auto_pad": "NOTSET",
     },
-    since=18,
+    since_version=18,
     shapes=lambda n: (TensorType(dtype_of(n.x), _lp_sizes(n)),),
     axes=pooled_axes,
     flops=lambda n: sizes.multiply(3, numel(n.node.outputs[0]), product(n.kernel_shape)),
@@ -165,8 +165,8 @@ composite(
     lambda op, n: _root(op, total(op, _powers(op, n), range(2, rank_of(n.x))), n.p),
     lambda n, x: Call(torch.linalg.vector_norm, x, n.p, list(range(2, rank_of(n.x))), True),
     attributes={"p": 2},
-    since=2,
-    native_ok=never,  # onnxruntime has no kernel of this opset
+    since_version=2,
+    ort_compatible=never,  # onnxruntime has no kernel of this opset
     shapes=_one_each,
     axes=_global_axes,
     flops=lambda n: sizes.multiply(3, numel(n.x)),
@@ -215,9 +215,9 @@ composite(
     _unpool_body,
     _lower_unpool,
     attributes={"kernel_shape": REQUIRED, "pads": None, "strides": None},
-    since=11,
+    since_version=11,
     shapes=lambda n: (TensorType(dtype_of(n.x), _unpooled(n)),),
     axes=no_axes,
-    stops=frozenset({"places", "shape"}),
-    host=frozenset({2}),
+    nondiff_inputs=frozenset({"places", "shape"}),
+    host_inputs=frozenset({2}),
 )

@@ -217,7 +217,7 @@ fused(
     ("x",),
     ("y", "indices"),
     attributes=_MAX,
-    since=12,
+    since_version=12,
     shapes=_max_types,
     body=STANDARD,
     gradient=(Gradient(_standard_max_gradient, reads=("indices",)),),
@@ -275,7 +275,7 @@ MAX_POOL_GRAD = fused(
     lower=lambda n, dy, indices, shape: Call(
         max_pool_backward, dy, indices, shape, *_geometry(n, n.dy), bool(n.ceil_mode)
     ),
-    host=frozenset({2}),
+    host_inputs=frozenset({2}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: numel(n.dy),
     layout=Layout(frozenset({"dy", "indices", "dx"})),
@@ -327,7 +327,7 @@ fused(
     ("x",),
     ("y",),
     attributes=_AVERAGE,
-    since=19,
+    since_version=19,
     from_torch={f"aten.avg_pool{count}d.default": _captured_average(count) for count in (1, 2, 3)},
     shapes=lambda n: (TensorType(dtype_of(n.x), _pooled(n)),),
     body=STANDARD,
@@ -395,7 +395,7 @@ fused(
     lower=lambda n, dy, shape: Call(
         average_pool_backward, dy, shape, *_geometry(n, n.dy), bool(n.ceil_mode), bool(n.count_include_pad)
     ),
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
     axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
     flops=lambda n: sizes.multiply(numel(n.dy), product(n.kernel_shape)),
     layout=Layout(frozenset({"dy", "dx"})),

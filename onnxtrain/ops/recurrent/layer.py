@@ -244,14 +244,14 @@ def _define(cell: Cell) -> None:
     last = ("h", "c") if cell.has_state else ("h",)
     common: dict[str, Any] = {
         "domain": OWN,
-        "since": 1,
+        "since_version": 1,
         "from_torch": {},
-        "native_ok": never,
-        "stops": frozenset(),
+        "ort_compatible": never,
+        "nondiff_inputs": frozenset(),
         "axes": no_axes,
         "effects": Effects.NONE,
         "aliases": {},
-        "host": None,
+        "host_eval": None,
     }
     define(
         OpDef(
@@ -270,7 +270,7 @@ def _define(cell: Cell) -> None:
             ),
             kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values)),),
             flops=lambda n: _flops(cell, n, 1),
-            outputs_of=lambda inputs, attributes: _count(cell, inputs),
+            count_outputs=lambda inputs, attributes: _count(cell, inputs),
         )
     )
     define(
@@ -285,7 +285,7 @@ def _define(cell: Cell) -> None:
             gradient=NOT_DIFFERENTIABLE,
             kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values)),),
             flops=lambda n: _flops(cell, n, 2),
-            outputs_of=lambda inputs, attributes: _grad_count(cell, inputs),
+            count_outputs=lambda inputs, attributes: _grad_count(cell, inputs),
         )
     )
 

@@ -321,7 +321,7 @@ def _common(cell: Cell) -> dict[str, Any]:
         "axes": no_axes,
         "effects": Effects.NONE,
         "aliases": {},
-        "host": None,
+        "host_eval": None,
     }
 
 
@@ -336,13 +336,13 @@ def _define(cell: Cell) -> None:
             name=cell.name,
             inputs=_inputs(cell),
             outputs=tuple(f"{name}?" for name in outputs),
-            since=7,
+            since_version=7,
             shapes=lambda n: _types(cell, n),
             body=STANDARD,
-            native_ok=always,
+            ort_compatible=always,
             gradient=(Gradient(lambda op, n, *given: through(op, cell, n, *given), reads=reads),),
-            stops=frozenset({"sequence_lens"}),
-            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), waits=_has_lengths),),
+            nondiff_inputs=frozenset({"sequence_lens"}),
+            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), synchronizes=_has_lengths),),
             flops=lambda n: _flops(cell, n, 1),
         )
     )
@@ -353,13 +353,13 @@ def _define(cell: Cell) -> None:
             name=f"{cell.name}Grad",
             inputs=_grad_inputs(cell),
             outputs=("dx", "dw", "dr", "db", *(f"d{name}" for name in _firsts(cell))),
-            since=1,
+            since_version=1,
             shapes=lambda n: _grad_types(cell, n),
             body=lambda op, n: _grad_body(op, cell, n),
-            native_ok=never,
+            ort_compatible=never,
             gradient=NOT_DIFFERENTIABLE,
-            stops=frozenset(),
-            kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values), waits=_has_lengths),),
+            nondiff_inputs=frozenset(),
+            kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values), synchronizes=_has_lengths),),
             flops=lambda n: _flops(cell, n, 2),
         )
     )
@@ -376,20 +376,20 @@ def _define_training(cell: Cell) -> None:
             name=f"{cell.name}Training",
             inputs=_inputs(cell),
             outputs=(*last, *optional),
-            since=1,
+            since_version=1,
             shapes=lambda n: _types(cell, n, training=True),
             body=lambda op, n: _training_body(op, cell, n),
-            native_ok=never,
+            ort_compatible=never,
             gradient=(
                 Gradient(
                     lambda op, n, *given: _of_training(op, cell, n, *given),
                     reads=("x", "w", "r", "b", "sequence_lens", *_firsts(cell), "y", *kept),
                 ),
             ),
-            stops=frozenset({"sequence_lens"}),
-            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), waits=_has_lengths),),
+            nondiff_inputs=frozenset({"sequence_lens"}),
+            kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), synchronizes=_has_lengths),),
             flops=lambda n: _flops(cell, n, 1),
-            detached=frozenset(kept),
+            nondiff_outputs=frozenset(kept),
         )
     )
 

@@ -87,7 +87,7 @@ def _nan_through(name: str) -> Callable[[Builder, NodeView], ir.Value]:
 
 def _reduce_extreme(name: str, word: str, function: Callable[..., Any]) -> None:
     lower, reads = _over_dims(function), ("x", "y")
-    reduction(name, {}, lower, _shared_evenly, reads=reads, since=20)
+    reduction(name, {}, lower, _shared_evenly, reads=reads, since_version=20)
     captured = dict.fromkeys((f"aten.a{word}.default", f"aten.{word}.default"), _capture_extreme(name))
     if word == "min":
         captured["aten.aminmax.default"] = _capture_both
@@ -198,19 +198,19 @@ def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, F
             inputs=("x",),
             outputs=("y",),
             attributes={"axis": 0, "keepdims": 1, **({"select_last_index": 0} if domain == ONNX else {})},
-            since=13 if domain == ONNX else 1,
+            since_version=13 if domain == ONNX else 1,
             from_torch=captured,
             shapes=_place_type,
             body=body,
-            native_ok=always if domain == ONNX else never,
+            ort_compatible=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=_place_call(function)),),
             axes=lambda n: reduction_axes(n, _one_axis(n), bool(n.keepdims)),
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
-            host=None,
+            host_eval=None,
         )
     )
 
@@ -270,19 +270,19 @@ def _dim_extreme(name: str, function: Any) -> None:
             inputs=("x",),
             outputs=("values", "indices"),
             attributes={"axis": -1, "keepdims": 1},
-            since=1,
+            since_version=1,
             from_torch={f"aten.{name.lower()}.dim": _capture_dim(f"{name}Dim")},
             shapes=_dim_types,
             body=_dim_body(name),
-            native_ok=never,
+            ort_compatible=never,
             gradient=(Gradient(_to_chosen, ("indices",)),),
-            stops=frozenset(),
+            nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, x: Call(function, x, n.axis, bool(n.keepdims))),),
             axes=_dim_axes,
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
-            host=None,
+            host_eval=None,
         )
     )
 

@@ -78,7 +78,7 @@ def _l2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(restored(op, n, dy), direction)  # type: ignore[no-any-return]
 
 
-REDUCE_L1 = reduction("ReduceL1", {}, _norm_call(1), _l1_gradient, reads=("x",), since=18)
+REDUCE_L1 = reduction("ReduceL1", {}, _norm_call(1), _l1_gradient, reads=("x",), since_version=18)
 REDUCE_L2 = reduction(
     "ReduceL2",
     {
@@ -98,7 +98,7 @@ REDUCE_L2 = reduction(
     _norm_call(2),
     _l2_gradient,
     reads=("x", "y"),
-    since=18,
+    since_version=18,
 )
 
 
@@ -163,5 +163,5 @@ REDUCE_LOG_SUM_EXP = reduction(
     kernel_call(torch.logsumexp),
     _logsumexp_gradient,
     reads=("x", "y"),
-    since=18,
+    since_version=18,
 )

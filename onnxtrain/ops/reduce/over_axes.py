@@ -12,7 +12,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
-from onnxtrain.ops.constructors import FUSES, TORCH_DTYPES, always, cast, never, reduced_type, reduction_axes
+from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, always, cast, never, reduced_type, reduction_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -120,9 +120,9 @@ def reduction(
     *,
     reads: tuple[str, ...] = (),
     domain: str = ONNX,
-    since: int = 1,
+    since_version: int = 1,
     body: Any = STANDARD,
-    native_ok: Callable[[NodeView], bool] | None = None,
+    ort_compatible: Callable[[NodeView], bool] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> OpDef:
     """Defines y = f(x) over the axes that the constant `axes` names. `gradient` is (op, n, dy) -> dx."""
@@ -134,22 +134,22 @@ def reduction(
             inputs=("x", "axes?"),
             outputs=("y",),
             attributes={"keepdims": 1, "noop_with_empty_axes": 0, **(attributes or {})},
-            since=since,
+            since_version=since_version,
             from_torch=from_torch,
             shapes=reduced,
             body=body,
-            native_ok=native_ok or (always if domain == ONNX else never),
+            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
             if rule
             else NOT_DIFFERENTIABLE,
-            stops=frozenset({"axes"}),
+            nondiff_inputs=frozenset({"axes"}),
             kernels=(Kernel(lower=lower),),
             axes=passing_axes,
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
-            host=None,
-            fuses=FUSES,
+            host_eval=None,
+            fusion=FUSIBLE,
         )
     )
 

@@ -33,7 +33,11 @@ def _summed(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 
 
 def _reduction(
-    name: str, body: Callable[[Builder, NodeView], ir.Value], function: Callable[..., Any], domain: str, since: int
+    name: str,
+    body: Callable[[Builder, NodeView], ir.Value],
+    function: Callable[..., Any],
+    domain: str,
+    since_version: int,
 ) -> None:
     composite(
         name,
@@ -42,10 +46,10 @@ def _reduction(
         lambda n, x, axes: Call(function, x, list(axes_of(n)), bool(n.keepdims)),
         domain=domain,
         attributes={"keepdims": 1, "noop_with_empty_axes": 0},
-        since=since,
+        since_version=since_version,
         shapes=reduced,
         axes=passing_axes,
-        stops=frozenset({"axes"}),
+        nondiff_inputs=frozenset({"axes"}),
         flops=lambda n: numel(n.x),
     )
 

@@ -82,7 +82,7 @@ REDUCE_SUM = reduction(
     },
     kernel_call(torch.sum),
     spread,
-    since=13,
+    since_version=13,
 )
 
 
@@ -134,19 +134,19 @@ SUM_TO = define(
         inputs=("x", "shape"),
         outputs=("y",),
         attributes={},
-        since=1,
+        since_version=1,
         from_torch={"aten.sum_to_size.default": _capture_sum_to},
         shapes=_sum_to_type,
         body=_sum_to_body,
-        native_ok=never,
+        ort_compatible=never,
         gradient=(Gradient(lambda op, n, dy: (op.Expand(dy, op.shape_of(n.x)), None), ()),),
-        stops=frozenset({"shape"}),
-        kernels=(Kernel(lower=lambda n, x, shape: Method("sum_to_size", x, shape), host=frozenset({1})),),
+        nondiff_inputs=frozenset({"shape"}),
+        kernels=(Kernel(lower=lambda n, x, shape: Method("sum_to_size", x, shape), host_inputs=frozenset({1})),),
         axes=lambda n: "",
         effects=Effects.NONE,
         aliases={0: 0},
         flops=lambda n: numel(n.x),
-        host=None,
+        host_eval=None,
     )
 )
 
@@ -185,9 +185,9 @@ REDUCE_MEAN = reduction(
     {"aten.mean.default": _capture_mean, "aten.mean.dim": _capture_mean},
     kernel_call(torch.mean),
     mean_gradient,
-    since=18,
+    since_version=18,
     body=_mean_body,
-    native_ok=_has_elements,
+    ort_compatible=_has_elements,
 )
 
 
@@ -232,7 +232,7 @@ REDUCE_PROD = reduction(
     _prod_call,
     _prod_gradient,
     reads=("x",),
-    since=18,
+    since_version=18,
 )
 
 
@@ -289,18 +289,18 @@ CUM_SUM = define(
         inputs=("x", "axis"),
         outputs=("y",),
         attributes={"exclusive": 0, "reverse": 0},
-        since=14,
+        since_version=14,
         from_torch={"aten.cumsum.default": _capture_cumsum},
         shapes=same_as("x"),
         body=STANDARD,
-        native_ok=always,
+        ort_compatible=always,
         gradient=(Gradient(_cumsum_gradient, ()),),
-        stops=frozenset({"axis"}),
+        nondiff_inputs=frozenset({"axis"}),
         kernels=(Kernel(lower=_cumsum_call),),
         axes=_cumsum_axes,
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: numel(n.x),
-        host=None,
+        host_eval=None,
     )
 )

@@ -143,19 +143,19 @@ def _and_mean(name: str, word: str, function: Any, body: Any, gradient: Any, rea
             inputs=("x", "axes?"),
             outputs=("y", "mean"),
             attributes={"keepdims": 1, "noop_with_empty_axes": 0, "correction": 1.0},
-            since=1,
+            since_version=1,
             from_torch=_overloads(name, word),
             shapes=lambda n: (*reduced(n), *reduced(n)),
             body=with_mean,
-            native_ok=never,
+            ort_compatible=never,
             gradient=(Gradient(rule, reads),),
-            stops=frozenset({"axes"}),
+            nondiff_inputs=frozenset({"axes"}),
             kernels=(Kernel(lower=_call(function)),),
             axes=lambda n: f"{passing_axes(n)}, {passing_axes(n).split('->')[1]}",
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: sizes.multiply(4, numel(n.x)),
-            host=None,
+            host_eval=None,
         )
     )
 

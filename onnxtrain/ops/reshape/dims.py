@@ -108,7 +108,7 @@ TRANSPOSE = movement(
     lambda n, x: Call(torch.permute, x, perm_of(n)),
     lambda op, n, dy: op.Transpose(dy, perm=inverse(perm_of(n))),
     attributes={"perm": None},
-    since=13,
+    since_version=13,
     from_torch={
         "aten.permute.default": transposed,
         "aten.permute_copy.default": transposed,
@@ -130,7 +130,7 @@ TRANSPOSE = movement(
     },
     axes=lambda n: axis_map([names("a", rank_of(n.x))], [f"a{p}" for p in perm_of(n)]),
     view=True,
-    moves=frozenset({"x"}),
+    moved_inputs=frozenset({"x"}),
 )
 
 
@@ -182,7 +182,7 @@ SQUEEZE = movement(
     lambda n, x, axes: Call(torch.squeeze, x, _squeezed(n)),
     lambda op, n, dy: (op.Unsqueeze(dy, vector(op, _squeezed(n))), None)[: len(n.node.inputs)],
     takes_ints=frozenset({1}),
-    since=13,
+    since_version=13,
     from_torch={
         "aten.squeeze.default": _capture_squeeze,
         "aten.squeeze.dim": _capture_squeeze,
@@ -192,11 +192,11 @@ SQUEEZE = movement(
         "aten.squeeze_copy.dims": _capture_squeeze,
     },
     axes=_squeeze_axes,
-    same_elements=True,
+    preserves_elements=True,
     view=True,
-    host=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _squeezed(n) else x,
-    stops=frozenset({"axes"}),
-    moves=frozenset({"x"}),
+    host_eval=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _squeezed(n) else x,
+    nondiff_inputs=frozenset({"axes"}),
+    moved_inputs=frozenset({"x"}),
 )
 
 
@@ -246,17 +246,17 @@ UNSQUEEZE = movement(
     _unsqueeze_call,
     lambda op, n, dy: (op.Squeeze(dy, vector(op, _unsqueezed(n))), None),
     takes_ints=frozenset({1}),
-    since=13,
+    since_version=13,
     from_torch={
         "aten.unsqueeze.default": unsqueezed,
         "aten.unsqueeze_copy.default": unsqueezed,
     },
     axes=_unsqueeze_axes,
-    same_elements=True,
+    preserves_elements=True,
     view=True,
-    host=lambda n, x, axes: x if isinstance(x, tuple) else (x,),
-    stops=frozenset({"axes"}),
-    moves=frozenset({"x"}),
+    host_eval=lambda n, x, axes: x if isinstance(x, tuple) else (x,),
+    nondiff_inputs=frozenset({"axes"}),
+    moved_inputs=frozenset({"x"}),
 )
 
 
@@ -336,9 +336,9 @@ EXPAND = movement(
     _lower_expand,
     lambda op, n, dy: (dy, None),
     takes_ints=frozenset({1}),
-    since=13,
+    since_version=13,
     from_torch=_EXPANSIONS,
     axes=_expand_axes,
     view=True,
-    stops=frozenset({"shape"}),
+    nondiff_inputs=frozenset({"shape"}),
 )

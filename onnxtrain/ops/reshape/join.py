@@ -101,7 +101,7 @@ CONCAT = movement(
     lambda n, xs: Call(torch.cat, xs, axis_of(n, n.xs[0])),
     _concat_gradient,
     attributes={"axis": 0},
-    since=13,
+    since_version=13,
     from_torch={
         "aten.cat.default": _capture_cat,
         "aten.concat.default": _capture_cat,
@@ -114,8 +114,8 @@ CONCAT = movement(
         "aten.column_stack.default": _column_stack,
     },
     axes=_concat_axes,
-    host=lambda n, *parts: tuple(itertools.chain.from_iterable(parts)),
-    moves=frozenset({"xs"}),
+    host_eval=lambda n, *parts: tuple(itertools.chain.from_iterable(parts)),
+    moved_inputs=frozenset({"xs"}),
 )
 
 
@@ -224,7 +224,7 @@ SPLIT = movement(
     outputs=("ys...",),
     takes_ints=frozenset({1}),
     attributes={"axis": 0, "num_outputs": None},
-    since=18,
+    since_version=18,
     from_torch={
         "aten.split.Tensor": _capture_split,
         "aten.split.sizes": _capture_split,
@@ -248,7 +248,7 @@ SPLIT = movement(
     },
     axes=_split_axes,
     view=True,
-    stops=frozenset({"split"}),
-    outputs_of=split_count,
-    moves=frozenset({"x"}),
+    nondiff_inputs=frozenset({"split"}),
+    count_outputs=split_count,
+    moved_inputs=frozenset({"x"}),
 )

@@ -55,10 +55,10 @@ TRILU = movement(
     _trilu_gradient,
     takes_ints=frozenset({1}),
     attributes={"upper": 1},
-    since=14,
+    since_version=14,
     from_torch={"aten.tril.default": _capture_trilu(0), "aten.triu.default": _capture_trilu(1)},
     axes=_trilu_axes,
-    stops=frozenset({"k"}),
+    nondiff_inputs=frozenset({"k"}),
 )
 
 
@@ -163,7 +163,7 @@ DIAGONAL = movement(
     body=_diagonal_body,
     axes=_diagonal_axes,
     view=True,
-    moves=frozenset({"x"}),
+    moved_inputs=frozenset({"x"}),
 )
 
 
@@ -196,7 +196,7 @@ DIAGONAL_EMBED = movement(
     from_torch={"aten.diag_embed.default": _capture_diagonal_embed},
     body=_diagonal_embed_body,
     axes=_diagonal_embed_axes,
-    stops=frozenset({"shape"}),
+    nondiff_inputs=frozenset({"shape"}),
 )
 
 
@@ -293,5 +293,5 @@ UNFOLD_GRAD = movement(
     attributes=_WINDOWS,
     body=_unfold_grad_body,
     axes=_unfold_grad_axes,
-    stops=frozenset({"shape"}),
+    nondiff_inputs=frozenset({"shape"}),
 )

@@ -173,13 +173,13 @@ PAD = movement(
     (
         Kernel(
             lower=_lower_pad,
-            host=frozenset({1, 3}),
-            waits=lambda n: n.value is not None and constant_of(n.value) is None,
+            host_inputs=frozenset({1, 3}),
+            synchronizes=lambda n: n.value is not None and constant_of(n.value) is None,
         ),
     ),
     _pad_gradient,
     attributes={"mode": "constant"},
-    since=21,
+    since_version=21,
     from_torch={
         "aten.constant_pad_nd.default": _capture_constant,
         "aten.pad.default": _capture_pad,
@@ -191,7 +191,7 @@ PAD = movement(
         "aten.replication_pad3d.default": _capture_mode("edge"),
     },
     axes=_pad_axes,
-    stops=frozenset({"pads", "value", "axes"}),
+    nondiff_inputs=frozenset({"pads", "value", "axes"}),
 )
 
 
@@ -231,8 +231,8 @@ PAD_GRAD = movement(
     ("dy", "shape", "pads", "axes?"),
     lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that PadGrad gives")),),
     (
-        Kernel(lower=_lower_pad_grad, host=frozenset({1, 2, 3}), applies=lambda n, device: device == "cpu"),
-        Kernel(lower=_lower_pad_grad, host=frozenset({1, 2, 3}), deterministic=False),  # atomic additions
+        Kernel(lower=_lower_pad_grad, host_inputs=frozenset({1, 2, 3}), applies=lambda n, device: device == "cpu"),
+        Kernel(lower=_lower_pad_grad, host_inputs=frozenset({1, 2, 3}), deterministic=False),  # atomic additions
     ),
     None,
     domain=OWN,
@@ -240,5 +240,5 @@ PAD_GRAD = movement(
     attributes={"mode": "reflect"},
     body=_pad_grad_body,
     axes=_pad_grad_axes,
-    stops=frozenset({"shape", "pads", "axes"}),
+    nondiff_inputs=frozenset({"shape", "pads", "axes"}),
 )

@@ -58,9 +58,9 @@ SHAPE = movement(
     _lower_shape,
     None,
     attributes={"start": 0, "end": None},
-    since=15,
-    host=lambda n, x: tuple(x.size(i) for i in _slice_of_axes(n)),
-    shape_only=frozenset({"x"}),
+    since_version=15,
+    host_eval=lambda n, x: tuple(x.size(i) for i in _slice_of_axes(n)),
+    shape_only_inputs=frozenset({"x"}),
 )
 
 
@@ -81,9 +81,9 @@ SIZE = movement(
     lambda n: (TensorType(ir.DataType.INT64, ()),),
     lambda n, x: Call(_numel, x),
     None,
-    since=13,
-    host=_numel_on_host,
-    shape_only=frozenset({"x"}),
+    since_version=13,
+    host_eval=_numel_on_host,
+    shape_only_inputs=frozenset({"x"}),
 )
 
 
@@ -235,12 +235,12 @@ RESHAPE = movement(
     lambda op, n, dy: (reshaped(op, dy, sizes.dims_of(n.x)), None),
     takes_ints=frozenset({1}),
     attributes={"allowzero": 0},
-    since=14,
+    since_version=14,
     from_torch=_RESHAPES,
     axes=_reshape_axes,
     view=True,
-    host=_reshape_on_host,
-    stops=frozenset({"shape"}),
-    same_elements=True,
-    moves=frozenset({"x"}),
+    host_eval=_reshape_on_host,
+    nondiff_inputs=frozenset({"shape"}),
+    preserves_elements=True,
+    moved_inputs=frozenset({"x"}),
 )

@@ -189,7 +189,7 @@ SLICE = movement(
     _lower_slice,
     _slice_gradient,
     takes_ints=frozenset({1, 2, 3, 4}),
-    since=13,
+    since_version=13,
     from_torch={
         "aten.slice.Tensor": _capture_slice,
         "aten.slice_copy.Tensor": _capture_slice,
@@ -200,9 +200,9 @@ SLICE = movement(
     },
     axes=_slice_axes,
     view=True,
-    host=_slice_on_host,
-    stops=frozenset({"starts", "ends", "axes", "steps"}),
-    moves=frozenset({"x"}),
+    host_eval=_slice_on_host,
+    nondiff_inputs=frozenset({"starts", "ends", "axes", "steps"}),
+    moved_inputs=frozenset({"x"}),
 )
 
 
@@ -302,7 +302,7 @@ SLICE_GRAD = movement(
     outputs=("dx",),
     body=_slice_grad_body,
     axes=lambda n: _written_axes(n, len(sizes.dims_of(n.dx)), [False]),
-    stops=frozenset({"shape", "starts", "ends", "axes", "steps"}),
+    nondiff_inputs=frozenset({"shape", "starts", "ends", "axes", "steps"}),
 )
 
 
@@ -367,7 +367,7 @@ SLICE_SCATTER = movement(
     },
     body=lambda op, n: _written_body(op, n, n.x, n.updates),
     axes=lambda n: _written_axes(n, rank_of(n.x), [True, False]),
-    stops=frozenset({"starts", "ends", "axes", "steps"}),
+    nondiff_inputs=frozenset({"starts", "ends", "axes", "steps"}),
 )
 
 
@@ -419,7 +419,7 @@ FLIP = movement(
     },
     body=_flip_body,
     axes=_flip_axes,
-    moves=frozenset({"x"}),
+    moved_inputs=frozenset({"x"}),
 )
 
 

@@ -54,7 +54,7 @@ composite(
     lambda op, n: reshaped(op, n.x, _flat_sizes(n)),
     lambda n, x: Call(_flattened, x, n.axis),
     attributes={"axis": 1},
-    since=13,
+    since_version=13,
     shapes=lambda n: (TensorType(dtype_of(n.x), _flat_sizes(n)),),
     aliases={0: 0},
     axes=no_axes,
@@ -131,7 +131,7 @@ composite(
     _depth_to_space_body,
     _lower_depth_to_space,
     attributes={"blocksize": REQUIRED, "mode": "DCR"},
-    since=13,
+    since_version=13,
     shapes=lambda n: (TensorType(dtype_of(n.x), _depth_to_space_sizes(n)),),
     aliases={0: 0},
     axes=_samples,
@@ -143,7 +143,7 @@ composite(
     _space_to_depth_body,
     lambda n, x: Call(space_to_depth, x, n.blocksize),
     attributes={"blocksize": REQUIRED},
-    since=13,
+    since_version=13,
     shapes=lambda n: (TensorType(dtype_of(n.x), _space_to_depth_sizes(n)),),
     aliases={0: 0},
     axes=_samples,
@@ -185,9 +185,9 @@ composite(
     _reverse_body,
     lambda n, x, lengths: Call(reverse_sequence, x, lengths, n.time_axis, n.batch_axis),
     attributes={"batch_axis": 1, "time_axis": 0},
-    since=10,
+    since_version=10,
     axes=_reverse_axes,
-    stops=frozenset({"lengths"}),
+    nondiff_inputs=frozenset({"lengths"}),
     flops=_no_flops,
 )
 
@@ -242,12 +242,12 @@ composite(
     _crop_body,
     lambda n, x, shape: Call(center_crop_pad, x, shape, [axis for axis, _ in _cropped(n)]),
     attributes={"axes": None},
-    since=18,
+    since_version=18,
     shapes=_cropped_type,
     axes=no_axes,
-    stops=frozenset({"shape"}),
+    nondiff_inputs=frozenset({"shape"}),
     flops=_no_flops,
-    host=frozenset({1}),
+    host_inputs=frozenset({1}),
 )
 
 
@@ -288,11 +288,11 @@ composite(
     lambda op, n: op.own.Col2Im(n.x, n.image, **_fold_geometry(n)),
     _lower_fold,
     attributes={"dilations": None, "pads": None, "strides": None},
-    since=18,
+    since_version=18,
     shapes=_folded_type,
     axes=no_axes,
-    stops=frozenset({"image", "block"}),
-    host=frozenset({1, 2}),
+    nondiff_inputs=frozenset({"image", "block"}),
+    host_inputs=frozenset({1, 2}),
 )
 
 
@@ -330,10 +330,10 @@ composite(
     _compress_body,
     _lower_compress,
     attributes={"axis": None},
-    since=11,
+    since_version=11,
     shapes=_compressed_type,
     axes=no_axes,
-    stops=frozenset({"condition"}),
+    nondiff_inputs=frozenset({"condition"}),
     flops=_no_flops,
     effects=Effects.HOST_SYNC,
 )

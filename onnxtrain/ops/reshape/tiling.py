@@ -80,14 +80,14 @@ TILE = movement(
     lambda n, x, repeats: Method("repeat", x, repeats),
     _tile_gradient,
     takes_ints=frozenset({1}),
-    since=13,
+    since_version=13,
     from_torch={
         "aten.repeat.default": _capture_repeat,
         "aten.tile.default": _capture_repeat,
         "aten.repeat_interleave.self_int": _capture_repeat_interleave,
     },
     axes=_tile_axes,
-    stops=frozenset({"repeats"}),
+    nondiff_inputs=frozenset({"repeats"}),
 )
 
 
@@ -130,5 +130,5 @@ ROLL = movement(
     from_torch={"aten.roll.default": _capture_roll},
     body=_roll_body,
     axes=_roll_axes,
-    moves=frozenset({"x"}),
+    moved_inputs=frozenset({"x"}),
 )

@@ -98,10 +98,10 @@ composite(
     attributes={"axis": 0},
     shapes=_pieces,
     axes=_pieces_axes,
-    stops=frozenset({"split"}),
+    nondiff_inputs=frozenset({"split"}),
     flops=lambda n: 0,
-    host=frozenset({1}),
-    outputs_of=split_count,
+    host_inputs=frozenset({1}),
+    count_outputs=split_count,
 )
 
 
@@ -119,7 +119,7 @@ composite(
     attributes={"upper": 1},
     shapes=lambda n: (type_of(n.x),),
     axes=lambda n: f"... [i] [j]{', -' * (len(n.node.inputs) - 1)} -> ... [i] [j]",
-    stops=frozenset({"k"}),
-    waits=lambda n: n.k is not None,
+    nondiff_inputs=frozenset({"k"}),
+    synchronizes=lambda n: n.k is not None,
     flops=lambda n: 0,
 )
