@@ -2,6 +2,8 @@
 
     (learning_rate, step, <p>…, <p>_grad…, <p>.<state>…) -> (<p>.out…, <p>.<state>.out…)
 
+A block that is called by hand builds a graph with sequences in their place (`optimizer_sequences`).
+
 `step` is the number of steps before: 0 at first. The graph computes the bias corrections from it in float32, to full
 float32 precision (1 - 0.999 would lose half the digits).
 
@@ -24,6 +26,7 @@ import onnx_ir as ir
 from onnxtrain.device.accumulation import GRADIENT
 from onnxtrain.device.block import Base, Block, ForwardBlock, current_base
 from onnxtrain.device.in_place import verify_updates
+from onnxtrain.device.optimizer_sequences import sequence_names, take_sequences
 from onnxtrain.device.stock import for_stock
 from onnxtrain.device.training_graph import UPDATED, annotate
 from onnxtrain.errors import ArtifactError
@@ -147,15 +150,18 @@ class Optimizer(ForwardBlock):
         """Append the nodes that all parameters share; return the update rule of one. `learning_rate` is a scalar."""
 
     def build(self, parameters: Sequence[onnx.TensorProto] | tuple[list[onnx.TensorProto], ...]) -> list[str]:
-        """Make the graph that updates these parameters.
+        """Make the graph that updates these parameters. Its inputs are sequences (`optimizer_sequences`).
 
         Args:
             parameters: the trainable ones, or all as `TrainingBlock.parameters` returns them.
+
+        Raises:
+            ArtifactError: the parameters have several dtypes.
         """
         is_pair = isinstance(parameters, tuple) and bool(parameters) and isinstance(parameters[0], list)
         trainable: Any = parameters[0] if is_pair else parameters
         types = [(t.name, TensorType(ir.DataType(t.data_type), tuple(t.dims))) for t in trainable]
-        model = ir.to_proto(self.model(types))
+        model = ir.to_proto(self.model(types, in_sequences=True))
         base = current_base()
         if base.model.graph.node:
             raise ArtifactError(
@@ -164,12 +170,13 @@ class Optimizer(ForwardBlock):
         base.model.CopyFrom(model)
         return [v.name for v in model.graph.output]
 
-    def model(self, parameters: Parameters, *, portable: bool = False) -> ir.Model:
+    def model(self, parameters: Parameters, *, portable: bool = False, in_sequences: bool = False) -> ir.Model:
         """Build the finished graph.
 
         Args:
             parameters: the names and types of the trainable parameters.
             portable: whether the graph is restricted to the portable profile.
+            in_sequences: whether the inputs are sequences of tensors.
 
         Raises:
             ArtifactError: there are no parameters, or one has no floating-point dtype.
@@ -181,7 +188,8 @@ class Optimizer(ForwardBlock):
             _declare(graph, "learning_rate", TensorType(FLOAT, (1,))),
             _declare(graph, "step", TensorType(ir.DataType.INT64, (1,))),
         )
-        in_chunks = [name for name, kind in parameters if not portable and _size(kind) > _IN_CHUNKS_FROM]
+        whole = portable or in_sequences
+        in_chunks = [name for name, kind in parameters if not whole and _size(kind) > _IN_CHUNKS_FROM]
         kinds = {n: _chunked(kind, index) if n in in_chunks else kind for index, (n, kind) in enumerate(parameters)}
         wide = {name: FLOAT if kind.dtype in _HALF else kind.dtype for name, kind in parameters}
         moments = {name: TensorType(wide[name], kind.shape) for name, kind in kinds.items()}
@@ -194,36 +202,44 @@ class Optimizer(ForwardBlock):
         results = [_in_chunks(op, rule, row) if name in in_chunks else rule(op, *row) for name, row in rows]
         updated = [*kinds, *(f"{name}.{s}" for s in self.state for name in kinds)]
         close(graph, [v for column in zip(*results, strict=True) for v in column], [f"{n}{UPDATED}" for n in updated])
-        return self._written(ir.Model(graph, ir_version=10), parameters, updated, in_chunks, wide, portable)
+        result = for_stock(ir.Model(graph, ir_version=10), portable=portable)
+        updates = {f"{name}{UPDATED}": name for name in updated}
+        verify_updates(result, updates)
+        sequences = sequence_names(list(kinds), self.state) if in_sequences else {}
+        if sequences:
+            updates = take_sequences(result.graph, sequences)
+        self._annotate(
+            result, list(kinds), updates, in_chunks=in_chunks, sequences=sequences, wide=wide, portable=portable
+        )
+        return result
 
-    def _written(
+    def _annotate(
         self,
         model: ir.Model,
-        parameters: Parameters,
-        updated: Sequence[str],
+        trainable: Sequence[str],
+        updates: dict[str, str],
+        *,
         in_chunks: Sequence[str],
+        sequences: dict[str, list[str]],
         wide: dict[str, ir.DataType],
         portable: bool,
-    ) -> ir.Model:
-        result = for_stock(model, portable=portable)
-        updates = {f"{name}{UPDATED}": name for name in updated}
+    ) -> None:
         annotate(
-            result,
+            model,
             "optimizer",
             inputs=["learning_rate", "step"],
             outputs=[],
-            trainable=[name for name, _ in parameters],
+            trainable=trainable,
             frozen=[],
             buffers=[],
             updates=updates,
             optimizer=type(self).__name__,
             state=list(self.state),
             in_chunks=in_chunks,
+            sequences=sequences,
             state_dtype={name: dtype.numpy().name for name, dtype in wide.items()},
             portable=portable,
         )
-        verify_updates(result, updates)
-        return result
 
 
 def _declare(graph: ir.Graph, name: str, kind: TensorType) -> ir.Value:

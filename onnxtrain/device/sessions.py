@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,7 @@ class ArtifactMetadata:
     draws: bool = False
     state: tuple[str, ...] = ()
     in_chunks: tuple[str, ...] = ()
+    sequences: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def taken_in_chunks(self) -> frozenset[str]:
@@ -187,9 +188,10 @@ class Graph:
         self._device = device
         self._session = open_session(self.path, device, options)
         self.metadata = _metadata(self._session, self.path, kind)
-        self.types = {arg.name: _type(arg) for arg in self._session.get_inputs()}
+        self.types = dict(_types(self._session.get_inputs(), self.metadata.sequences))
         self.outputs = [name for name in self.metadata.outputs if name not in self.metadata.updates]
-        self._texts = any(arg.dtype == "object" for arg in self.types.values())
+        texts = any(arg.dtype == "object" for arg in self.types.values())
+        self._binds = not texts and not self.metadata.sequences
         self._binding = self._session.io_binding()
         self._bound: dict[str, Buffer] = {}
         self._reset_outputs()  # bound first, to be the first results
@@ -197,7 +199,7 @@ class Graph:
     def bind(self, buffers: Mapping[str, Buffer]) -> None:
         """Bind these inputs, and the outputs that update them, to the same memory."""
         self._bound |= {name: buffer for name, buffer in buffers.items() if name in self.types}
-        if self._texts:
+        if not self._binds:
             return
         in_chunks = self.metadata.taken_in_chunks
         for name, buffer in self._bound.items():
@@ -230,7 +232,7 @@ class Graph:
             TrainingError: onnxruntime failed. Bound memory may be partially updated.
         """
         try:
-            return self._run_on_arrays(feeds) if self._texts else self._run_bound(feeds)
+            return self._run_bound(feeds) if self._binds else self._run_on_arrays(feeds)
         except _ORT_ERRORS as error:
             raise TrainingError("onnxruntime could not run the graph.", str(self.path), got=error) from error
 
@@ -264,12 +266,17 @@ class Graph:
         return [OrtValue(results[index]) for index in range(len(self.outputs))]
 
     def _run_on_arrays(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
-        """Run a graph with string inputs, which onnxruntime cannot bind from Python: updates are copied."""
-        updates = [output for output, name in self.metadata.updates.items() if name in self._bound]
-        bound = {name: buffer.value for name, buffer in self._bound.items()}
-        results = self._session.run([*self.outputs, *updates], {**bound, **feeds})
-        for output, array in zip(updates, results[len(self.outputs) :], strict=True):
-            self._bound[self.metadata.updates[output]].fill(array)
+        """Run a graph that onnxruntime cannot bind from Python, for its strings or sequences: updates are copied."""
+        sequences = self.metadata.sequences
+        inside = {name for names in sequences.values() for name in names}
+        bound: dict[str, Any] = {name: buffer.value for name, buffer in self._bound.items() if name not in inside}
+        lists = {name: [self._bound[each].numpy() for each in names] for name, names in sequences.items()}
+        updates = {o: name for o, name in self.metadata.updates.items() if name in bound or name in lists}
+        results = self._session.run([*self.outputs, *updates], {**bound, **lists, **feeds})
+        for name, result in zip(updates.values(), results[len(self.outputs) :], strict=True):
+            targets, arrays = (sequences[name], result) if name in lists else ([name], [result])
+            for target, array in zip(targets, arrays, strict=True):
+                self._bound[target].fill(array)
         return list(results[: len(self.outputs)])
 
 
@@ -326,6 +333,7 @@ def _metadata(session: ort.InferenceSession, path: Path, kind: str) -> ArtifactM
         kind=kind,
         draws=bool(entry.get("draws")),
         updates=entry.get("updates", {}),
+        sequences=entry.get("sequences", {}),
         **names,
     )
 
@@ -336,5 +344,11 @@ def _dtype_and_shape(feed: Array | OrtValue) -> tuple[str, tuple[int, ...]]:
     return dtype_name(feed), feed.shape
 
 
-def _type(arg: Any) -> TensorType:
-    return TensorType(arg.name, numpy_name(arg.type), tuple(arg.shape))
+def _types(args: Sequence[Any], sequences: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, TensorType]]:
+    """The types of a graph's inputs. A sequence has those of its tensors, without their shapes."""
+    for arg in args:
+        if arg.name in sequences:
+            dtype = numpy_name(arg.type.removeprefix("seq(").removesuffix(")"))
+            yield from ((name, TensorType(name, dtype, ())) for name in sequences[arg.name])
+        else:
+            yield arg.name, TensorType(arg.name, numpy_name(arg.type), tuple(arg.shape))

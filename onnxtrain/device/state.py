@@ -119,7 +119,7 @@ class TrainingState:
             own = self.optimizer.setdefault(state, {})
             for name in metadata.trainable:
                 expected = types[f"{name}.{state}"]
-                if name in metadata.in_chunks:
+                if name in metadata.in_chunks or metadata.sequences:
                     expected = TensorType(expected.name, expected.dtype, self.type_of(name)[1])
                 if name not in own:
                     own[name] = self._zeros(expected)

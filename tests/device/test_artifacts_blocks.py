@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_state
 
 from onnxtrain import onnxblock
+from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import generate_artifacts
 from onnxtrain.device import checkpoint
 from onnxtrain.device.from_onnx.prepare import constant_number
@@ -165,12 +166,15 @@ def test_the_predecessors_way_to_build_all(tmp_path: Path) -> None:
     for name, proto in (("training", train), ("eval", evaluate), ("optimizer", step)):
         onnx.save(proto, tmp_path / f"{name}_model.onnx")
     onnxblock.save_checkpoint((trainable, frozen), tmp_path / "checkpoint")
-    run = Stock(tmp_path)
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state)
+    updates = Optimizer(tmp_path / "optimizer_model.onnx", module)
     batch = weight(3, 4), weight(3, 2)
-    losses = [float(run.step(*batch)[0])]
+    losses = [float(module(*batch))]
     for _ in range(20):
-        run.update()
-        losses.append(float(run.step(*batch)[0]))
+        updates.step()
+        module.lazy_reset_grad()
+        losses.append(float(module(*batch)))
     assert losses == sorted(losses, reverse=True)
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

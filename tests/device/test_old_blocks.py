@@ -97,6 +97,63 @@ def test_an_optimizer_takes_what_parameters_gives() -> None:
     ort.InferenceSession(graphs[0])
 
 
+TWO_STATES = ("first_order_moment", "second_order_moment")
+OPTIMIZERS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "AdamW": (
+        onnxblock.optim.AdamW(mode="torch", weight_decay=0.1, clip_grad=onnxblock.optim.ClipGradNorm(1.0)),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=1e-6, weight_decay=0.1),
+        TWO_STATES,
+    ),
+    "SGD": (
+        onnxblock.optim.SGD(clip_grad=onnxblock.optim.ClipGradNorm(1.0)),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_block_takes_sequences(name: str) -> None:
+    block, reference, states = OPTIMIZERS[name]
+    values = [np.arange(3, dtype=np.float32), np.ones((2, 2), np.float32)]
+    gradients = [np.full(3, 2, np.float32), np.full((2, 2), -1, np.float32)]
+    with onnxblock.empty_base():
+        block([numpy_helper.from_array(v, f"p{i}") for i, v in enumerate(values)])
+        model = block.to_model_proto()
+    session = ort.InferenceSession(model.SerializeToString())
+    assert [v.name for v in session.get_inputs()] == ["learning_rate", "step", "params", "gradients", *_plural(states)]
+    assert [v.name for v in session.get_outputs()] == [
+        "updated_flag",
+        *(f"{n}.out" for n in ("params", *_plural(states))),
+    ]
+    feeds: dict[str, Any] = {"learning_rate": np.array([0.1], np.float32), "params": values, "gradients": gradients}
+    feeds |= {state: [np.zeros_like(v) for v in values] for state in _plural(states)}
+    parameters = [torch.nn.Parameter(torch.from_numpy(v.copy())) for v in values]
+    optimizer = reference(parameters)
+    for step in range(3):
+        flag, feeds["params"], *moments = session.run(None, {**feeds, "step": np.array([step])})
+        feeds |= dict(zip(_plural(states), moments, strict=True))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.from_numpy(gradient.copy())
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    assert flag.tolist() == [True]
+    for updated, parameter in zip(feeds["params"], parameters, strict=True):
+        np.testing.assert_allclose(updated, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def _plural(states: tuple[str, ...]) -> list[str]:
+    return [f"{state}s" for state in states]
+
+
+def test_parameters_of_several_dtypes_are_no_sequence() -> None:
+    parameters = [
+        numpy_helper.from_array(np.ones(2, dtype), np.dtype(dtype).name) for dtype in (np.float32, np.float64)
+    ]
+    with onnxblock.empty_base(), pytest.raises(RuntimeError, match="must have one dtype"):
+        onnxblock.optim.AdamW()(parameters)
+
+
 def test_clipping_a_sequence_of_gradients() -> None:
     with onnxblock.empty_base() as model:
         model.graph.input.append(helper.make_tensor_sequence_value_info("gradients", TensorProto.FLOAT, None))
