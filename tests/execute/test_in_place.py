@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onnxtrain import ORTModule
-from onnxtrain.ops.activation import compiled as kernels
+from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.testing import assert_no_worse_than_eager
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]

@@ -1,4 +1,4 @@
-"""What PyTorch computes for the activations."""
+"""Cases of the activation ops: inputs, attributes and PyTorch's reference functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,8 @@ from onnxtrain.testing import OpCase, Spec
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def knots(*values: float) -> Callable[..., torch.Tensor]:
-    """Elements among these values: the places where a piecewise function bends."""
+def samples_of(*values: float) -> Callable[..., torch.Tensor]:
+    """Return a function that makes tensors whose elements are drawn from `values`."""
 
     def make(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)[torch.randint(len(values), shape, generator=generator)]
@@ -21,8 +21,8 @@ def knots(*values: float) -> Callable[..., torch.Tensor]:
     return make
 
 
-def slope_of(function: Function) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What the gradient op computes, by autograd."""
+def gradient_of(function: Function) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return autograd's gradient of a function, as a function of dy and x."""
 
     def gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -38,28 +38,31 @@ def pair(
     domain: str = "",
     grad_domain: str = OWN,
     grad_name: str | None = None,
-    bends: tuple[float, ...] = (),
+    kinks: tuple[float, ...] = (),
     specials: bool = True,
-    wide: float = 5.0,
+    limit: float = 5.0,
     label: str = "",
     attributes: dict[str, Any] | None = None,
     grad_attributes: dict[str, Any] | None = None,
 ) -> list[OpCase]:
-    """The activation, the same at its bends, and its gradient op alone."""
-    spec = Spec("b s h", low=-wide, high=wide)
-    given = attributes or {}
-    cases = [OpCase(domain, name, (spec,), function, given, specials=specials, label=label)]
-    if bends:
-        at = Spec("b s", make=knots(*bends))
-        cases.append(OpCase(domain, name, (at,), function, given, label=f"{label}bends"))
-    backward = slope_of(function)
+    """Return cases of an activation, of the activation at its kinks, and of its gradient op.
+
+    Elements of x lie between -limit and limit.
+    """
+    spec = Spec("b s h", low=-limit, high=limit)
+    attributes = attributes or {}
+    cases = [OpCase(domain, name, (spec,), function, attributes, specials=specials, label=label)]
+    if kinks:
+        at_kinks = Spec("b s", make=samples_of(*kinks))
+        cases.append(OpCase(domain, name, (at_kinks,), function, attributes, label=f"{label}kinks"))
+    backward = gradient_of(function)
     cases.append(
         OpCase(
             grad_domain,
             grad_name or f"{name}Grad",
             (Spec("b s h"), spec),
             backward,
-            given if grad_attributes is None else grad_attributes,
+            attributes if grad_attributes is None else grad_attributes,
             specials=specials,
             label=f"of-{name}{label}",
         )
@@ -67,20 +70,20 @@ def pair(
     return cases
 
 
-def of_output(name: str, function: Function, inverse: Function) -> list[OpCase]:
-    """A gradient op that takes the output in place of the input."""
+def pair_by_output(name: str, function: Function, inverse: Function) -> list[OpCase]:
+    """Return cases of an activation and of its gradient op, which reads y, not x."""
     spec = Spec("b s h", low=-3.0, high=3.0)
 
     def backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return slope_of(function)(dy, inverse(y.double()).to(y.dtype))
+        return gradient_of(function)(dy, inverse(y.double()).to(y.dtype))
 
     grad = OpCase(MICROSOFT, f"{name}Grad", (Spec("b s h"), Spec("b s h", low=0.1, high=0.9)), backward)
     return [OpCase("", name, (spec,), function, specials=True), grad]
 
 
 SMOOTH = [
-    *of_output("Sigmoid", torch.sigmoid, torch.logit),
-    *of_output("Tanh", torch.tanh, torch.atanh),
+    *pair_by_output("Sigmoid", torch.sigmoid, torch.logit),
+    *pair_by_output("Tanh", torch.tanh, torch.atanh),
     *pair("Gelu", F.gelu, grad_domain=MICROSOFT, specials=False),
     *pair(
         "Gelu",
@@ -107,7 +110,7 @@ SMOOTH = [
         attributes={"alpha": 1.702},
         specials=False,
     ),
-    *pair("Softplus", F.softplus, wide=30.0, bends=(20.0, -20.0, 0.0)),
+    *pair("Softplus", F.softplus, limit=30.0, kinks=(20.0, -20.0, 0.0)),
     *pair(
         "Softplus",
         lambda x: F.softplus(x, 2.5, 4.0),
@@ -116,15 +119,15 @@ SMOOTH = [
         label="scaled",
     ),
     *pair("Mish", F.mish, specials=False),
-    *pair("LogSigmoid", F.logsigmoid, domain=OWN, wide=30.0),
-    *pair("Elu", F.elu, grad_attributes={}, bends=(-0.0, 0.0, 1e-30, -1e-30)),
+    *pair("LogSigmoid", F.logsigmoid, domain=OWN, limit=30.0),
+    *pair("Elu", F.elu, grad_attributes={}, kinks=(-0.0, 0.0, 1e-30, -1e-30)),
     *pair("Elu", lambda x: F.elu(x, 0.7), attributes={"alpha": 0.7}, grad_attributes={"alpha": 0.7}, label="0.7"),
     *pair(
         "Selu",
         F.selu,
         grad_name="EluGrad",
         grad_attributes={"alpha": 1.6732632423543772848, "scale": 1.0507009873554804934},
-        bends=(-0.0, 0.0),
+        kinks=(-0.0, 0.0),
     ),
     *pair(
         "Celu",
@@ -139,21 +142,21 @@ SMOOTH = [
 CHANNELS = Spec("c 1", low=0.1, high=0.5)
 RECTIFIED = [
     OpCase("", "Relu", (Spec("b s h"),), torch.relu, specials=True),
-    OpCase("", "Relu", (Spec("b s", make=knots(-0.0, 0.0, 1.0, -1.0)),), torch.relu, label="bends"),
+    OpCase("", "Relu", (Spec("b s", make=samples_of(-0.0, 0.0, 1.0, -1.0)),), torch.relu, label="kinks"),
     OpCase(
         MICROSOFT,
         "ReluGrad",
-        (Spec("b s h"), Spec("b s h", make=knots(-0.0, 0.0, 1.0, 2.5))),
+        (Spec("b s h"), Spec("b s h", make=samples_of(-0.0, 0.0, 1.0, 2.5))),
         lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0),
         specials=True,
     ),
-    *pair("LeakyRelu", F.leaky_relu, grad_domain=MICROSOFT, bends=(-0.0, 0.0, 1.0)),
+    *pair("LeakyRelu", F.leaky_relu, grad_domain=MICROSOFT, kinks=(-0.0, 0.0, 1.0)),
     *pair(
         "LeakyRelu",
         lambda x: F.leaky_relu(x, -0.3),
         grad_domain=MICROSOFT,
         attributes={"alpha": -0.3},
-        bends=(-0.0, 0.0, 1.0),
+        kinks=(-0.0, 0.0, 1.0),
         label="negative",
     ),
     *pair(
@@ -161,14 +164,14 @@ RECTIFIED = [
         lambda x: F.threshold(x, 0.1, 2.2),
         domain=OWN,
         attributes={"threshold": 0.1, "value": 2.2},
-        bends=(0.1, 0.0, 0.2),
+        kinks=(0.1, 0.0, 0.2),
     ),
-    *pair("Hardtanh", F.hardtanh, domain=OWN, bends=(-1.0, 1.0, 0.0)),
-    *pair("Hardtanh", F.relu6, domain=OWN, attributes={"low": 0.0, "high": 6.0}, bends=(0.0, 6.0, 3.0), label="relu6"),
-    *pair("HardSigmoid", F.hardsigmoid, attributes={"alpha": 1 / 6}, bends=(-3.0, 3.0, 0.0)),
-    *pair("HardSwish", F.hardswish, bends=(-3.0, 3.0, 0.0), specials=False),
-    *pair("Hardshrink", F.hardshrink, domain=OWN, bends=(0.5, -0.5, 0.0)),
-    *pair("Softshrink", F.softshrink, domain=OWN, bends=(0.5, -0.5, 0.0)),
+    *pair("Hardtanh", F.hardtanh, domain=OWN, kinks=(-1.0, 1.0, 0.0)),
+    *pair("Hardtanh", F.relu6, domain=OWN, attributes={"low": 0.0, "high": 6.0}, kinks=(0.0, 6.0, 3.0), label="relu6"),
+    *pair("HardSigmoid", F.hardsigmoid, attributes={"alpha": 1 / 6}, kinks=(-3.0, 3.0, 0.0)),
+    *pair("HardSwish", F.hardswish, kinks=(-3.0, 3.0, 0.0), specials=False),
+    *pair("Hardshrink", F.hardshrink, domain=OWN, kinks=(0.5, -0.5, 0.0)),
+    *pair("Softshrink", F.softshrink, domain=OWN, kinks=(0.5, -0.5, 0.0)),
     OpCase(
         "", "PRelu", (Spec("b c s"), CHANNELS), lambda x, w: F.prelu(x, w.reshape(-1)), sizes=[{"b": 2, "c": 3, "s": 4}]
     ),
@@ -193,7 +196,7 @@ GATED = [
             OWN,
             "GluGrad",
             (Spec(dims.replace("2*", "")), Spec(dims)),
-            lambda dy, x, d=axis: slope_of(lambda x: F.glu(x, d))(dy, x),
+            lambda dy, x, d=axis: gradient_of(lambda x: F.glu(x, d))(dy, x),
             {"axis": axis},
             label=f"{axis}",
         ),
@@ -207,8 +210,8 @@ ACTIVATIONS: dict[str, Function] = {
 }
 
 
-def gated_slopes(activation: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Both gradients, by autograd."""
+def gated_gradients(activation: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return autograd's gradients of activation(gate) * up, as a function of dy, gate and up."""
 
     def gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (gate, up)]
@@ -217,7 +220,7 @@ def gated_slopes(activation: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     return gradients
 
 
-# At a gate of -5 the slope is 20 times as far off as onnxruntime's float32 tanh (2e-7), and up may be large there.
+# At a gate of -5 the derivative's error is 20 times that of onnxruntime's float32 tanh (2e-7), and `up` may scale it.
 GATE = Spec("b s h", low=-3.0, high=3.0)
 GATED += [
     case
@@ -235,7 +238,7 @@ GATED += [
             OWN,
             "GatedActivationGrad",
             (Spec("b s h"), GATE, Spec("b s h")),
-            gated_slopes(name),
+            gated_gradients(name),
             {"activation": name},
             label=name,
         ),

@@ -1,4 +1,4 @@
-"""What PyTorch's activations become, and their bodies at NaN and infinities."""
+"""Captures of PyTorch's activations, and PReLU's slopes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 
-WIDE = Spec("b s h", low=-8.0, high=8.0)
+SPEC = Spec("b s h", low=-8.0, high=8.0)
 
 FUNCTIONS = {
     "relu": F.relu,
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "elu": F.elu,
     "elu-alpha": lambda x: F.elu(x, 0.5),
     "selu": F.selu,
-    "elu-of-selu": lambda x: torch.ops.aten.elu.default(x, 1.5, 1.2),
+    "elu-scaled": lambda x: torch.ops.aten.elu.default(x, 1.5, 1.2),
     "celu": lambda x: F.celu(x, 0.7),
     "softplus": F.softplus,
     "softplus-scaled": lambda x: F.softplus(x, 2.0, 5.0),
@@ -46,11 +46,11 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_functions_become(name: str, dtype: torch.dtype) -> None:
-    check_capture(FUNCTIONS[name], WIDE, dtype=dtype)
+def test_captured_function_matches_eager(name: str, dtype: torch.dtype) -> None:
+    check_capture(FUNCTIONS[name], SPEC, dtype=dtype)
 
 
 @pytest.mark.parametrize("slopes", [1, 4])
 @pytest.mark.parametrize("dims", ["b 4", "b 4 s", "b 4 s h"])
-def test_prelu_has_one_slope_or_one_for_each_channel(dims: str, slopes: int) -> None:
+def test_prelu_with_one_slope_or_one_per_channel(dims: str, slopes: int) -> None:
     check_capture(F.prelu, Spec(dims), Spec(f"{slopes}"))

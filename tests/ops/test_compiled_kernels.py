@@ -18,7 +18,7 @@ import torch
 from onnxtrain import ORTModule, testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import builder, draws, relu_dropout
-from onnxtrain.ops.activation import compiled as activations
+from onnxtrain.ops.activation import compiled_kernels as activations
 from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
@@ -242,11 +242,11 @@ def test_gated_rows_that_lie_in_no_order_run_by_operators(monkeypatch: pytest.Mo
     strange = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
     repeated = gate[:1].expand(12, 40, 50)  # read as it lies where rows are equal, never written
     for x in (*strange, repeated):
-        expected = activations.composed_gated(x.contiguous(), up, "silu")
+        expected = activations.aten_gated(x.contiguous(), up, "silu")
         torch.testing.assert_close(activations.gated(x, up, "silu"), expected)
         for ours, theirs in zip(
             activations.gated_backward(dy, x, up, "silu"),
-            activations.composed_gated_backward(dy, x.contiguous(), up, "silu"),
+            activations.aten_gated_backward(dy, x.contiguous(), up, "silu"),
             strict=True,
         ):
             torch.testing.assert_close(ours, theirs)

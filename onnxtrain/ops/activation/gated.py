@@ -1,10 +1,10 @@
-"""Gated linear units: one tensor, or half of one, gates another.
+"""Gated linear units: one tensor, or one half of a tensor, gates the other.
 
 Glu(x[..., 2k, ...]) -> a * sigmoid(b), with a and b the halves of x along `axis`      https://arxiv.org/abs/1612.08083
 GatedActivation(gate, up) -> activation(gate) * up                                     https://arxiv.org/abs/2002.05202
 
-`activation` is "silu" (SwiGLU), "gelu" or "tanh_gelu" (GEGLU). Both gradients of GatedActivation are one op, which
-reads gate and up alone.
+`activation` is "silu" (SwiGLU), "gelu" or "tanh_gelu" (GEGLU). GatedActivationGrad computes both gradients of
+GatedActivation from gate and up, so that no other tensor is saved for backward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.activation import compiled as kernels
-from onnxtrain.ops.activation.pairs import scalar
+from onnxtrain.ops.activation import compiled_kernels as kernels
+from onnxtrain.ops.activation.constructors import scalar
 from onnxtrain.ops.composite import elementwise_axes
 from onnxtrain.ops.constructors import FUSIBLE, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
@@ -32,7 +32,7 @@ from onnxtrain.torch_compat import aten_kernels
 _glu_backward = torch.ops.aten.glu_backward.default
 
 
-def _halved(n: NodeView) -> Sequence[TensorType]:
+def _glu_types(n: NodeView) -> Sequence[TensorType]:
     shape = list(sizes.dims_of(n.x))
     axis = normalize_axis(n.axis, len(shape))
     shape[axis] = sizes.floor_divide(shape[axis], 2)
@@ -40,25 +40,25 @@ def _halved(n: NodeView) -> Sequence[TensorType]:
 
 
 def _halves(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
-    first, second = op.Split(n.x, axis=n.axis, num_outputs=2)
-    return first, second
+    a, b = op.Split(n.x, axis=n.axis, num_outputs=2)
+    return a, b
 
 
 def _glu_body(op: Builder, n: NodeView) -> ir.Value:
-    first, second = _halves(op, n)
-    return op.Mul(first, op.Sigmoid(second))  # type: ignore[no-any-return]
+    a, b = _halves(op, n)
+    return op.Mul(a, op.Sigmoid(b))  # type: ignore[no-any-return]
 
 
 def _glu_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    first, second = _halves(op, n)
-    gate = op.Sigmoid(second)
-    passed = op.Mul(n.dy, gate)
-    bend = op.Mul(op.Sub(scalar(op, n, 1.0), gate), first)
-    return op.Concat(passed, op.Mul(passed, bend), axis=n.axis)  # type: ignore[no-any-return]
+    a, b = _halves(op, n)
+    gate = op.Sigmoid(b)
+    da = op.Mul(n.dy, gate)
+    db = op.Mul(da, op.Mul(op.Sub(scalar(op, n, 1.0), gate), a))
+    return op.Concat(da, db, axis=n.axis)  # type: ignore[no-any-return]
 
 
-def _other_axes(n: NodeView, inputs: int) -> str:
-    """All axes but the halved one pass through."""
+def _glu_axes(n: NodeView, inputs: int) -> str:
+    """Return the axis map of Glu (`inputs` = 1) or GluGrad: all axes but the halved one pass through."""
     rank = rank_of(n.x)
     axis = normalize_axis(n.axis, rank)
     operand = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank))
@@ -79,13 +79,13 @@ GLU = define(
         attributes={"axis": -1},
         since_version=1,
         from_torch={"aten.glu.default": _capture_glu},
-        shapes=_halved,
+        shapes=_glu_types,
         body=_glu_body,
         ort_compatible=never,
         gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x: Call(aten_kernels.glu, x, n.axis)),),
-        axes=lambda n: _other_axes(n, 1),
+        axes=lambda n: _glu_axes(n, 1),
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(5, elementwise_flops(n)),
@@ -107,7 +107,7 @@ GLU_GRAD = define(
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis)),),
-        axes=lambda n: _other_axes(n, 2),
+        axes=lambda n: _glu_axes(n, 2),
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
@@ -120,7 +120,7 @@ GLU_GRAD = define(
 
 
 def activation_of(n: NodeView) -> str:
-    """Which activation of GatedActivation a node computes of its first input alone; "" where it is none of them."""
+    """Return the `activation` of GatedActivation that a node applies to its first input; "" if it applies none."""
     match n.definition.name:
         case "QuickGelu" if n.alpha == 1.0:
             return "silu"
@@ -131,9 +131,11 @@ def activation_of(n: NodeView) -> str:
     return ""
 
 
-def _types(n: NodeView, count: int) -> Sequence[TensorType]:
+def _gated_types(n: NodeView, count: int) -> Sequence[TensorType]:
     if n.activation not in ("silu", *kernels.APPROXIMATE):
-        raise GraphError(f"{n.definition.name} knows silu, gelu and tanh_gelu", got=n.activation)
+        raise GraphError(
+            f"{n.definition.name} has an unknown activation", expected="silu, gelu or tanh_gelu", got=n.activation
+        )
     return (type_of(n.gate),) * count
 
 
@@ -143,21 +145,22 @@ def _activated(op: Builder, n: NodeView) -> ir.Value:
     return op.Gelu(n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
 
 
-def _slope(op: Builder, n: NodeView, d: ir.Value) -> ir.Value:
-    """The gradient of the gate, where that of its activation is d."""
+def _gate_gradient(op: Builder, n: NodeView, dactivated: ir.Value) -> ir.Value:
+    """Return the gradient of the gate from the gradient of activation(gate)."""
     if n.activation == "silu":
-        return op.ms.QuickGeluGrad(d, n.gate, alpha=1.0)  # type: ignore[no-any-return]
-    return op.ms.GeluGrad(d, n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
+        return op.ms.QuickGeluGrad(dactivated, n.gate, alpha=1.0)  # type: ignore[no-any-return]
+    approximate = kernels.APPROXIMATE[n.activation]
+    return op.ms.GeluGrad(dactivated, n.gate, approximate=approximate)  # type: ignore[no-any-return]
 
 
 def _gradients(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
     if n.wants("gate") and n.wants("up"):
         return op.own.GatedActivationGrad(dy, n.gate, n.up, activation=n.activation)  # type: ignore[no-any-return]
-    dgate = _slope(op, n, op.Mul(dy, n.up)) if n.wants("gate") else None
+    dgate = _gate_gradient(op, n, op.Mul(dy, n.up)) if n.wants("gate") else None
     return dgate, op.Mul(dy, _activated(op, n)) if n.wants("up") else None
 
 
-def _is_compiled(n: NodeView, device: str) -> bool:
+def _can_compile(n: NodeView, device: str) -> bool:
     return n.activation in kernels.COMPILED_GATES and may_compile(n, device)
 
 
@@ -167,10 +170,12 @@ GATED_ACTIVATION = fused(
     ("gate", "up"),
     ("y",),
     attributes={"activation": REQUIRED},
-    shapes=lambda n: _types(n, 1),
+    shapes=lambda n: _gated_types(n, 1),
     body=lambda op, n: op.Mul(_activated(op, n), n.up),
-    kernels=(Kernel(lower=lambda n, *xs: kernels.lowered(kernels.gated, *xs, n.activation), applies=_is_compiled),),
-    lower=lambda n, *xs: Call(kernels.composed_gated, *xs, n.activation),
+    kernels=(
+        Kernel(lower=lambda n, *xs: kernels.compiled_call(kernels.gated, *xs, n.activation), applies=_can_compile),
+    ),
+    lower=lambda n, *xs: Call(kernels.aten_gated, *xs, n.activation),
     axes=elementwise_axes,
     flops=lambda n: sizes.multiply(11, elementwise_flops(n)),
     gradient=(Gradient(_gradients, ("gate", "up")),),
@@ -182,16 +187,16 @@ GATED_ACTIVATION_GRAD = fused(
     ("dy", "gate", "up"),
     ("dgate", "dup"),
     attributes={"activation": REQUIRED},
-    shapes=lambda n: _types(n, 2),
-    body=lambda op, n: (_slope(op, n, op.Mul(n.dy, n.up)), op.Mul(n.dy, _activated(op, n))),
+    shapes=lambda n: _gated_types(n, 2),
+    body=lambda op, n: (_gate_gradient(op, n, op.Mul(n.dy, n.up)), op.Mul(n.dy, _activated(op, n))),
     kernels=(
         Kernel(
-            lower=lambda n, *xs: kernels.lowered_gated_backward(*xs, n.activation),
-            applies=_is_compiled,
+            lower=lambda n, *xs: kernels.gated_backward_call(*xs, n.activation),
+            applies=_can_compile,
             in_place_input=0,
         ),
     ),
-    lower=lambda n, *xs: Call(kernels.composed_gated_backward, *xs, n.activation),
+    lower=lambda n, *xs: Call(kernels.aten_gated_backward, *xs, n.activation),
     axes=elementwise_axes,
     flops=lambda n: sizes.multiply(22, elementwise_flops(n)),
     fusion=FUSIBLE,

@@ -1,13 +1,14 @@
-"""Activations in straight pieces: relu and its relatives, and the hard approximations.
+"""Piecewise linear activations: Relu and its variants, and the hard approximations of smooth activations.
 
 Relu          max(x, 0)
 LeakyRelu     x where x > 0, alpha * x elsewhere
-PRelu         the same with a slope that is learned, one for each channel
+PRelu         x where x > 0, slope * x elsewhere; one learned slope, or one for each channel
 Threshold     x where x > threshold, value elsewhere
-Hardtanh      x within [low, high]; unlike Clip the bounds themselves pass no gradient
+Hardtanh      clip(x, low, high); unlike Clip, the gradient at low and high is 0
 HardSigmoid   clip(x + 3, 0, 6) / 6
 HardSwish     x * HardSigmoid(x)
-Hardshrink    x where |x| > lambd, 0 elsewhere; Softshrink: moved towards 0 by lambd
+Hardshrink    x where |x| > lambd, 0 elsewhere
+Softshrink    x - sign(x) * lambd where |x| > lambd, 0 elsewhere
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.activation.pairs import activation, not_double, scalar
+from onnxtrain.ops.activation.constructors import activation, not_double, scalar
 from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
@@ -79,12 +80,12 @@ def _threshold_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Gives dy where x is above the threshold, else 0."""
+    """Return dy where x is above the threshold, 0 elsewhere."""
     return _aten.threshold_backward.default(dy, x, threshold)  # type: ignore[no-any-return]
 
 
 def threshold_backward_(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The same, written over dy."""
+    """Compute `threshold_backward` in place of dy."""
     return _aten.threshold_backward.grad_input(dy, x, threshold, grad_input=dy)  # type: ignore[no-any-return]
 
 
@@ -96,8 +97,8 @@ RELU, RELU_GRAD = activation(
     lambda n, dy, y: InPlaceCapableCall(threshold_backward, threshold_backward_, dy, y, 0),
     _relu_grad_body,
     grad_domain=MICROSOFT,
-    grad_writes_over=True,
-    saved="y",  # x serves as well: both are above 0 at the same places
+    grad_in_place=True,
+    saved="y",  # y > 0 exactly where x > 0
     since_version=14,
     flops=1,
     cpp_expression="{0} < 0 ? 0 : {0}",
@@ -123,7 +124,7 @@ THRESHOLD, THRESHOLD_GRAD = activation(
     lambda n, dy, x: InPlaceCapableCall(threshold_backward, threshold_backward_, dy, x, n.threshold),
     _threshold_grad_body,
     domain=OWN,
-    grad_writes_over=True,
+    grad_in_place=True,
     attributes={"threshold": 0.0, "value": 0.0},
     flops=1,
 )
@@ -143,30 +144,34 @@ def _hardtanh_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _within(op: Builder, n: NodeView, low: float, high: float, inside: ir.Value) -> ir.Value:
-    """`inside` where low < x < high, else 0."""
+    """Return `inside` where low < x < high, 0 elsewhere."""
     between = op.And(op.Greater(n.x, scalar(op, n, low)), op.Less(n.x, scalar(op, n, high)))
     return op.Where(between, inside, scalar(op, n, 0.0))  # type: ignore[no-any-return]
 
 
-def _sixth(op: Builder, n: NodeView) -> ir.Value:
-    """clip(x + 3, 0, 6) / 6."""
+def _hard_sigmoid(op: Builder, n: NodeView) -> ir.Value:
+    """Return clip(x + 3, 0, 6) / 6."""
     three, six = scalar(op, n, 3.0), scalar(op, n, 6.0)
     return op.Div(op.Clip(op.Add(n.x, three), scalar(op, n, 0.0), six), six)  # type: ignore[no-any-return]
 
 
 def _hard_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
     if n.beta != 0.5 or abs(n.alpha - 1 / 6) > 1e-7:
-        raise GraphError("HardSigmoid is defined for PyTorch's alpha = 1/6 and beta = 1/2 only")
-    return _sixth(op, n)
+        raise GraphError(
+            "HardSigmoid supports only the attributes of PyTorch's hardsigmoid",
+            expected="alpha = 1/6 and beta = 0.5",
+            got=f"alpha = {n.alpha} and beta = {n.beta}",
+        )
+    return _hard_sigmoid(op, n)
 
 
 def _hard_sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """Between -3 and 3 a sixth of dy. PyTorch's kernels have 1/6 in float32, in float64 too."""
+    """Return dy / 6 where -3 < x < 3, 0 elsewhere. PyTorch's kernels round 1/6 to float32, for float64 too."""
     return _within(op, n, -3.0, 3.0, op.Mul(n.dy, scalar(op, n, torch.tensor(1 / 6).item())))
 
 
 def _hard_swish_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """0 up to -3, dy from 3 on, and dy * (x / 3 + 1/2) between."""
+    """Return 0 where x <= -3, dy where x >= 3, dy * (x / 3 + 1/2) between."""
     three, zero = scalar(op, n, 3.0), scalar(op, n, 0.0)
     between = op.Mul(n.dy, op.Add(op.Div(n.x, three), scalar(op, n, 0.5)))
     lower = op.Where(op.LessOrEqual(n.x, scalar(op, n, -3.0)), zero, between)
@@ -202,7 +207,7 @@ HARD_SWISH, HARD_SWISH_GRAD = activation(
     "HardSwish",
     "aten.hardswish.default",
     lambda n, x: Call(aten_kernels.hardswish, x),
-    lambda op, n: op.Mul(n.x, _sixth(op, n)),
+    lambda op, n: op.Mul(n.x, _hard_sigmoid(op, n)),
     lambda n, dy, x: Call(_aten.hardswish_backward.default, dy, x),
     _hard_swish_grad_body,
     since_version=14,
@@ -210,7 +215,7 @@ HARD_SWISH, HARD_SWISH_GRAD = activation(
 )
 
 
-# Shrinking
+# Hardshrink, Softshrink
 
 
 def _hardshrink_body(op: Builder, n: NodeView) -> ir.Value:
@@ -220,9 +225,9 @@ def _hardshrink_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _softshrink_body(op: Builder, n: NodeView) -> ir.Value:
-    zero, by = scalar(op, n, 0.0), scalar(op, n, n.lambd)
-    low = op.Where(op.Less(n.x, op.Neg(by)), op.Add(n.x, by), op.Mul(n.x, zero))
-    return op.Where(op.Greater(n.x, by), op.Sub(n.x, by), low)  # type: ignore[no-any-return]
+    zero, lambd = scalar(op, n, 0.0), scalar(op, n, n.lambd)
+    low = op.Where(op.Less(n.x, op.Neg(lambd)), op.Add(n.x, lambd), op.Mul(n.x, zero))
+    return op.Where(op.Greater(n.x, lambd), op.Sub(n.x, lambd), low)  # type: ignore[no-any-return]
 
 
 def _shrink_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -258,7 +263,7 @@ SOFTSHRINK, SOFTSHRINK_GRAD = activation(
 
 
 def _capture_prelu(op: Builder, x: ir.Value, weight: ir.Value) -> Any:
-    """`prelu`: one slope, or one for each channel (axis 1)."""
+    """Capture `prelu`, whose weight has one slope, or one for each channel (axis 1)."""
     rank = rank_of(x)
     if rank_of(weight) == 1 and rank > 2:
         weight = op.Reshape(weight, op.sizes([sizes.dims_of(weight)[0], *[1] * (rank - 2)]))
@@ -302,7 +307,7 @@ PRELU = define(
         host_eval=None,
     )
 )
-# PReluGrad(dy, x, slope) -> dx, dslope, the second not yet summed over the axes along which slope was broadcast.
+# PReluGrad(dy, x, slope) -> dx, dslope, both of x's shape: the differentiator sums dslope to slope's shape.
 PRELU_GRAD = define(
     OpDef(
         domain=OWN,

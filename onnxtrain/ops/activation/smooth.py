@@ -1,4 +1,4 @@
-"""Activations that are smooth, or nearly: sigmoid, tanh, gelu, silu, softplus and the exponential units.
+"""Smooth activations, and ELU and its variants.
 
 Sigmoid       1 / (1 + exp(-x))
 Tanh
@@ -20,8 +20,8 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
-from onnxtrain.ops.activation import compiled as kernels
-from onnxtrain.ops.activation.pairs import activation, backward, not_double, scalar
+from onnxtrain.ops.activation import compiled_kernels as kernels
+from onnxtrain.ops.activation.constructors import activation, activation_grad, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fusion, Infix, InPlaceCapableCall, Kernel, NodeView
 from onnxtrain.ops.native import may_compile
@@ -30,7 +30,7 @@ from onnxtrain.torch_compat import aten_kernels
 _aten = torch.ops.aten
 
 
-# Sigmoid, Tanh: the gradient reads the output
+# Sigmoid, Tanh: backward reads y, not x
 
 
 def _sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -42,13 +42,13 @@ def _tanh_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Mul(n.dy, op.Sub(scalar(op, n, 1.0), op.Mul(n.y, n.y)))  # type: ignore[no-any-return]
 
 
-def _captured(name: str) -> FromTorch:
+def _capture_unary(name: str) -> FromTorch:
     return lambda op, x: op.op(ONNX, name)(cast(op, x, op.out[0].dtype))
 
 
 SIGMOID, SIGMOID_GRAD = activation(
     "Sigmoid",
-    dict.fromkeys(("aten.sigmoid.default", "aten.special_expit.default"), _captured("Sigmoid")),
+    dict.fromkeys(("aten.sigmoid.default", "aten.special_expit.default"), _capture_unary("Sigmoid")),
     lambda n, x: Call(torch.sigmoid, x),
     STANDARD,
     lambda n, dy, y: Call(_aten.sigmoid_backward.default, dy, y),
@@ -79,24 +79,24 @@ _TANH_CUBIC = 0.044715
 
 
 def _phi(op: Builder, n: NodeView) -> ir.Value:
-    """The normal distribution's function, in [0, 1]: exactly, or by tanh."""
+    """Return Phi(x), the cumulative distribution function of the standard normal, or its tanh approximation."""
     one, half = scalar(op, n, 1.0), scalar(op, n, 0.5)
     if n.approximate == "tanh":
         cube = op.Mul(op.Mul(n.x, n.x), n.x)
         inner = op.Mul(op.Add(n.x, op.Mul(cube, scalar(op, n, _TANH_CUBIC))), scalar(op, n, _TANH_SCALE))
-        s = op.Tanh(inner)
+        erf = op.Tanh(inner)  # approximates erf(x / sqrt(2))
     else:
-        s = op.Erf(op.Mul(n.x, scalar(op, n, math.sqrt(0.5))))
-    result: ir.Value = op.Mul(op.Add(s, one), half)
+        erf = op.Erf(op.Mul(n.x, scalar(op, n, math.sqrt(0.5))))
+    result: ir.Value = op.Mul(op.Add(erf, one), half)
     return result
 
 
-def _gelu_slope(op: Builder, n: NodeView) -> ir.Value:
-    """The slope of Phi: the bell curve, or half the slope of the tanh."""
+def _phi_derivative(op: Builder, n: NodeView) -> ir.Value:
+    """Return Phi'(x): the density of the standard normal, or half the derivative of the tanh."""
     square = op.Mul(n.x, n.x)
     if n.approximate != "tanh":
-        bell = op.Exp(op.Mul(square, scalar(op, n, -0.5)))
-        return op.Mul(bell, scalar(op, n, 1 / math.sqrt(2 * math.pi)))  # type: ignore[no-any-return]
+        exponential = op.Exp(op.Mul(square, scalar(op, n, -0.5)))
+        return op.Mul(exponential, scalar(op, n, 1 / math.sqrt(2 * math.pi)))  # type: ignore[no-any-return]
     phi = _phi(op, n)
     # With t = 2 phi - 1: (1 - t^2) / 2 = 2 phi (1 - phi).
     outer = op.Mul(op.Mul(phi, op.Sub(scalar(op, n, 1.0), phi)), scalar(op, n, 2.0))
@@ -105,14 +105,14 @@ def _gelu_slope(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Mul(n.dy, op.Add(_phi(op, n), op.Mul(n.x, _gelu_slope(op, n))))  # type: ignore[no-any-return]
+    return op.Mul(n.dy, op.Add(_phi(op, n), op.Mul(n.x, _phi_derivative(op, n))))  # type: ignore[no-any-return]
 
 
 def _capture_gelu(op: Builder, x: ir.Value, *, approximate: str = "none") -> Any:
     return op.Gelu(x, approximate=approximate)
 
 
-def _is_compiled(n: NodeView, device: str) -> bool:
+def _can_compile(n: NodeView, device: str) -> bool:
     return n.approximate == "tanh" and may_compile(n, device)
 
 
@@ -124,20 +124,18 @@ GELU, GELU_GRAD = activation(
     lambda n, dy, x: InPlaceCapableCall(kernels.gelu_backward, kernels.gelu_backward_, dy, x, n.approximate),
     _gelu_grad_body,
     grad_domain=MICROSOFT,
-    grad_writes_over=True,
+    grad_in_place=True,
     attributes={"approximate": "none"},
     since_version=20,
     flops=10,
     preferred_kernels=(
-        Kernel(lower=lambda n, x: kernels.lowered(kernels.tanh_gelu, x), applies=_is_compiled),
-        Kernel(
-            lower=lambda n, dy, x: kernels.lowered_tanh_gelu_backward(dy, x), applies=_is_compiled, in_place_input=0
-        ),
+        Kernel(lower=lambda n, x: kernels.compiled_call(kernels.tanh_gelu, x), applies=_can_compile),
+        Kernel(lower=lambda n, dy, x: kernels.tanh_gelu_backward_call(dy, x), applies=_can_compile, in_place_input=0),
     ),
 )
 
 
-# QuickGelu: silu has a fused kernel, other alphas are PyTorch's x * sigmoid(alpha * x)
+# QuickGelu: PyTorch has a fused kernel for alpha = 1 (silu); other alphas run as x * sigmoid(alpha * x)
 
 
 def _quick_gelu_call(n: NodeView, x: Any) -> Call:
@@ -149,28 +147,28 @@ def _quick_gelu_call(n: NodeView, x: Any) -> Call:
 def _quick_gelu_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
     if n.alpha == 1.0:
         return Call(_aten.silu_backward.default, dy, x)
-    # silu(alpha * x) / alpha is the same function, so its slope at x is silu's at alpha * x.
+    # QuickGelu(x) = silu(alpha * x) / alpha, whose derivative at x is silu's at alpha * x.
     return Call(_aten.silu_backward.default, dy, Infix("*", torch.mul, x, n.alpha))
 
 
-def _gate(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
-    """Alpha * x and its sigmoid."""
+def _scaled_x_and_sigmoid(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
+    """Return alpha * x and its sigmoid."""
     z = n.x if n.alpha == 1.0 else op.Mul(n.x, scalar(op, n, n.alpha))
     return z, op.Sigmoid(z)
 
 
 def _quick_gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    z, s = _gate(op, n)
+    z, gate = _scaled_x_and_sigmoid(op, n)
     one = scalar(op, n, 1.0)
-    slope = op.Mul(s, op.Add(op.Mul(z, op.Sub(one, s)), one))
-    return op.Mul(n.dy, slope)  # type: ignore[no-any-return]
+    derivative = op.Mul(gate, op.Add(op.Mul(z, op.Sub(one, gate)), one))
+    return op.Mul(n.dy, derivative)  # type: ignore[no-any-return]
 
 
 QUICK_GELU, QUICK_GELU_GRAD = activation(
     "QuickGelu",
     {"aten.silu.default": lambda op, x: op.ms.QuickGelu(x, alpha=1.0)},
     _quick_gelu_call,
-    lambda op, n: op.Mul(n.x, _gate(op, n)[1]),
+    lambda op, n: op.Mul(n.x, _scaled_x_and_sigmoid(op, n)[1]),
     _quick_gelu_grad_call,
     _quick_gelu_grad_body,
     domain=MICROSOFT,
@@ -178,14 +176,14 @@ QUICK_GELU, QUICK_GELU_GRAD = activation(
     attributes={"alpha": 1.702},
     ort_compatible=not_double,
     flops=6,
-    fusion=Fusion(profitable=True),  # silu * up of [2048, 1536]: 0.91 ms in one kernel, 1.56 in two
+    fusion=Fusion(profitable=True),  # silu(gate) * up of [2048, 1536]: 0.91 ms as one kernel, 1.56 ms as two
 )
 
 
 # Softplus, Mish, LogSigmoid
 
 
-def _softplus_of(op: Builder, n: NodeView, beta: float, threshold: float) -> ir.Value:
+def _softplus(op: Builder, n: NodeView, beta: float, threshold: float) -> ir.Value:
     z = n.x if beta == 1 else op.Mul(n.x, scalar(op, n, beta))
     smooth = op.own.Log1p(op.Exp(z))
     smooth = smooth if beta == 1 else op.Div(smooth, scalar(op, n, beta))
@@ -208,7 +206,7 @@ SCALED_SOFTPLUS, SOFTPLUS_GRAD = activation(
     "Softplus",
     {},
     lambda n, x: Call(aten_kernels.softplus, x, n.beta, n.threshold),
-    lambda op, n: _softplus_of(op, n, n.beta, n.threshold),
+    lambda op, n: _softplus(op, n, n.beta, n.threshold),
     lambda n, dy, x: Call(_aten.softplus_backward.default, dy, x, n.beta, n.threshold),
     _softplus_grad_body,
     domain=OWN,
@@ -220,15 +218,16 @@ SOFTPLUS = unary(
     {"aten.softplus.default": _capture_softplus},
     aten_kernels.softplus,
     lambda op, n, dy: op.own.SoftplusGrad(dy, n.x),
-    body=lambda op, n: _softplus_of(op, n, 1, 20),
-    ort_compatible=not_double,  # PyTorch takes x itself above 20, which float64 can tell
+    body=lambda op, n: _softplus(op, n, 1, 20),
+    ort_compatible=not_double,  # PyTorch returns x above 20: float64 resolves the difference to softplus(x)
 )
 
 
 def _mish_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    t, s = op.Tanh(op.Softplus(n.x)), op.Sigmoid(n.x)
-    bend = op.Sub(scalar(op, n, 1.0), op.Mul(t, t))
-    return op.Mul(n.dy, op.Add(t, op.Mul(op.Mul(n.x, s), bend)))  # type: ignore[no-any-return]
+    tanh, sigmoid = op.Tanh(op.Softplus(n.x)), op.Sigmoid(n.x)
+    tanh_derivative = op.Sub(scalar(op, n, 1.0), op.Mul(tanh, tanh))
+    derivative = op.Add(tanh, op.Mul(op.Mul(n.x, sigmoid), tanh_derivative))
+    return op.Mul(n.dy, derivative)  # type: ignore[no-any-return]
 
 
 MISH, MISH_GRAD = activation(
@@ -244,13 +243,13 @@ MISH, MISH_GRAD = activation(
 
 
 def _log_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
-    """min(0, x) - log1p(exp(-|x|))."""
+    """Return min(0, x) - log1p(exp(-|x|))."""
     low = op.Min(n.x, scalar(op, n, 0.0))
     return op.Sub(low, op.own.Log1p(op.Exp(op.Neg(op.Abs(n.x)))))  # type: ignore[no-any-return]
 
 
 def _log_sigmoid_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
-    # On a CPU the kernel reads exp(-|x|) from its third argument, which forward did not keep.
+    # The CPU kernel reads exp(-|x|) from its third argument; forward does not save it, so it is recomputed.
     return Call(_aten.log_sigmoid_backward.default, dy, x, Call(torch.exp, Call(torch.neg, Call(torch.abs, x))))
 
 
@@ -263,16 +262,15 @@ LOG_SIGMOID, LOG_SIGMOID_GRAD = activation(
     lambda op, n: op.Mul(n.dy, op.Sigmoid(op.Neg(n.x))),
     domain=OWN,
     flops=5,
-    # On a GPU the third argument is not read.
-    grad_on_gpu=lambda n, dy, x: Call(_aten.log_sigmoid_backward.default, dy, x, x),
+    # The GPU kernel does not read its third argument.
+    grad_lower_on_gpu=lambda n, dy, x: Call(_aten.log_sigmoid_backward.default, dy, x, x),
 )
 
 
 # Elu, Selu, Celu: scale * (x where x > 0, alpha * (exp(input_scale * x) - 1) elsewhere)
 
 
-def _exponential_unit(op: Builder, n: NodeView, alpha: float, scale: float, input_scale: float) -> ir.Value:
-    """Above 0 scale * x, below it scale * alpha * (exp(input_scale * x) - 1)."""
+def _generalized_elu(op: Builder, n: NodeView, alpha: float, scale: float, input_scale: float) -> ir.Value:
     positive = n.x if scale == 1 else op.Mul(n.x, scalar(op, n, scale))
     z = n.x if input_scale == 1 else op.Mul(n.x, scalar(op, n, input_scale))
     negative = op.Mul(op.own.Expm1(z), scalar(op, n, alpha * scale))
@@ -294,7 +292,7 @@ def _capture_elu(op: Builder, x: ir.Value, alpha: float = 1, scale: float = 1, i
 
 
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-ELU_GRAD = backward(
+ELU_GRAD = activation_grad(
     "EluGrad",
     "x",
     lambda n, dy, x: Call(_aten.elu_backward.default, dy, n.alpha, n.scale, n.input_scale, False, x),
@@ -308,7 +306,7 @@ ELU = unary(
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha),
     attributes={"alpha": 1.0},
     since_version=6,
-    body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1.0),
+    body=lambda op, n: _generalized_elu(op, n, n.alpha, 1.0, 1.0),
     ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha),
 )
@@ -319,7 +317,7 @@ SELU = unary(
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, scale=n.gamma),
     attributes={"alpha": _SELU_ALPHA, "gamma": _SELU_SCALE},
     since_version=6,
-    body=lambda op, n: _exponential_unit(op, n, n.alpha, n.gamma, 1.0),
+    body=lambda op, n: _generalized_elu(op, n, n.alpha, n.gamma, 1.0),
     ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha, n.gamma),
 )
@@ -330,7 +328,7 @@ CELU = unary(
     # PyTorch's gradient rounds alpha to float32.
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, input_scale=1 / torch.tensor(n.alpha).item()),
     attributes={"alpha": 1.0},
-    domain=OWN,  # ai.onnx's takes float32 only
-    body=lambda op, n: _exponential_unit(op, n, n.alpha, 1.0, 1 / n.alpha),
+    domain=OWN,  # ai.onnx's Celu supports float32 only
+    body=lambda op, n: _generalized_elu(op, n, n.alpha, 1.0, 1 / n.alpha),
     lower=lambda n, x: Call(torch.celu, x, n.alpha),
 )

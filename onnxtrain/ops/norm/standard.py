@@ -23,7 +23,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, normalize_axes, normalize_axis, rank_of
-from onnxtrain.ops.activation.pairs import not_double
+from onnxtrain.ops.activation.constructors import not_double
 from onnxtrain.ops.composite import composite
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
 from onnxtrain.ops.fused import average, axes_constant, plus, reshaped, times

@@ -1,11 +1,11 @@
-"""ONNX's activations that PyTorch has under another name, or writes as several ops.
+"""Activations of ONNX's own domain that PyTorch has under another name, or composes of several operators.
 
 Celu              max(0, x) + min(0, alpha * (exp(x / alpha) - 1))               https://arxiv.org/abs/1704.07483
 Softsign          x / (1 + |x|)
 Swish             x * sigmoid(alpha * x)
 ThresholdedRelu   x where x > alpha, 0 elsewhere
-Shrink            x + bias below -lambd, x - bias above lambd, 0 between
-Hardmax           1 at the first largest element along an axis, 0 elsewhere: a step, through which no gradient flows
+Shrink            x + bias where x < -lambd, x - bias where x > lambd, 0 between
+Hardmax           1 at the first maximum along an axis, 0 elsewhere; not differentiable
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import normalize_axis, rank_of
-from onnxtrain.ops.activation.pairs import not_double
+from onnxtrain.ops.activation.constructors import not_double
 from onnxtrain.ops.composite import composite
 from onnxtrain.ops.definition import Call, Infix, NodeView, numel
 from onnxtrain.ops.fused import plus
@@ -51,7 +51,7 @@ composite(
     _swish_call,
     attributes={"alpha": 1.0},
     since_version=24,
-    ort_compatible=lambda n: False,  # graphs are of an earlier opset
+    ort_compatible=lambda n: False,  # exported graphs have an earlier opset
 )
 composite(
     "ThresholdedRelu",
@@ -76,7 +76,7 @@ def _shrink_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def shrink(x: torch.Tensor, bias: float, lambd: float) -> torch.Tensor:
-    """ONNX's Shrink; with bias = lambd it is PyTorch's softshrink, with 0 hardshrink."""
+    """Compute ONNX's Shrink: PyTorch's softshrink for bias = lambd, hardshrink for bias = 0."""
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0.0))
 
 
@@ -95,20 +95,20 @@ composite(
 # Hardmax
 
 
-def _row_axes(n: NodeView) -> str:
+def _hardmax_axes(n: NodeView) -> str:
     rank = rank_of(n.x)
-    whole = normalize_axis(n.axis, rank)
-    words = " ".join(f"[a{i}]" if i == whole else f"a{i}" for i in range(rank))
-    return f"{words} -> {words}"
+    reduced = normalize_axis(n.axis, rank)
+    axes = " ".join(f"[a{i}]" if i == reduced else f"a{i}" for i in range(rank))
+    return f"{axes} -> {axes}"
 
 
 def _hardmax_body(op: Builder, n: NodeView) -> ir.Value:
     axis = normalize_axis(n.axis, rank_of(n.x))
-    places = op.own.ArgMax(n.x, axis=axis, keepdims=1)
+    indices = op.own.ArgMax(n.x, axis=axis, keepdims=1)
     result: ir.Value = op.ScatterElements(
         op.Expand(op.scalar(0, like=n.x), op.shape_of(n.x)),
-        places,
-        op.Expand(op.scalar(1, like=n.x), op.shape_of(places)),
+        indices,
+        op.Expand(op.scalar(1, like=n.x), op.shape_of(indices)),
         axis=axis,
     )
     return result
@@ -125,6 +125,6 @@ composite(
     lambda n, x: Call(hardmax, x, n.axis),
     attributes={"axis": -1},
     since_version=13,
-    axes=_row_axes,
+    axes=_hardmax_axes,
     differentiable=False,
 )

@@ -1,4 +1,4 @@
-"""Defines an activation and its gradient op together."""
+"""Constructors that define an activation together with its gradient op."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Lower = Callable[..., Call]
 
 
 def not_double(n: NodeView) -> bool:
-    """Whether x is of a type in which a 32-bit attribute loses nothing."""
+    """Return whether x is narrower than float64, so that a 32-bit attribute is exact enough."""
     return dtype_of(n.x) != ir.DataType.DOUBLE
 
 
-def scalar(op: Builder, n: NodeView, number: float) -> ir.Value:
-    """A constant of the node's element type."""
-    return op.scalar(number, like=n.node.outputs[0])
+def scalar(op: Builder, n: NodeView, value: float) -> ir.Value:
+    """Return a constant of the node's element type."""
+    return op.scalar(value, like=n.node.outputs[0])
 
 
-def backward(
+def activation_grad(
     name: str,
     saved: str,
     lower: Lower,
@@ -47,19 +47,19 @@ def backward(
     domain: str = OWN,
     attributes: Mapping[str, Any] | None = None,
     flops: int = 4,
-    on_gpu: Lower | None = None,
+    lower_on_gpu: Lower | None = None,
     preferred_kernels: Sequence[Kernel] = (),
-    writes_over: bool = False,
+    in_place: bool = False,
     fusion: Fusion = FUSIBLE,
 ) -> OpDef:
-    """Defines dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
+    """Define dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
 
-    `on_gpu` is another way there, and `first` are kernels that are tried before. `writes_over`: `lower` gives an
-    `InPlaceCapableCall`, of dy.
+    `lower_on_gpu` replaces `lower` on a GPU; `preferred_kernels` are tried before `lower`. With `in_place`, `lower`
+    returns an `InPlaceCapableCall` whose first argument is dy.
     """
-    kernels = [*preferred_kernels, Kernel(lower=lower, in_place_input=0 if writes_over else None)]
-    if on_gpu is not None:
-        kernels.insert(0, Kernel(lower=on_gpu, applies=lambda node, device: device == "cuda"))
+    kernels = [*preferred_kernels, Kernel(lower=lower, in_place_input=0 if in_place else None)]
+    if lower_on_gpu is not None:
+        kernels.insert(0, Kernel(lower=lower_on_gpu, applies=lambda node, device: device == "cuda"))
 
     def shapes(n: NodeView) -> Sequence[TensorType]:
         return (type_of(getattr(n, saved)),)
@@ -76,7 +76,7 @@ def backward(
             shapes=shapes,
             body=body,
             ort_compatible=never,
-            gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
+            gradient=NOT_DIFFERENTIABLE,  # for second-order gradients PyTorch reruns the module
             nondiff_inputs=frozenset(),
             kernels=tuple(kernels),
             axes=lambda n: "..., ... -> ...",
@@ -106,18 +106,18 @@ def activation(
     since_version: int = 1,
     ort_compatible: Callable[[NodeView], bool] | None = None,
     flops: int = 4,
-    grad_on_gpu: Lower | None = None,
+    grad_lower_on_gpu: Lower | None = None,
     preferred_kernels: tuple[Kernel, Kernel] | None = None,
-    grad_writes_over: bool = False,
+    grad_in_place: bool = False,
     fusion: Fusion = FUSIBLE,
     cpp_expression: str = "",
 ) -> tuple[OpDef, OpDef]:
-    """Defines y = f(x) and dx = f'(saved) * dy, of the same attributes. `first`: their kernels that are tried first."""
+    """Define y = f(x), and dx as `activation_grad` does. `preferred_kernels` holds a kernel of each."""
     grad_name, defaults = grad_name or f"{name}Grad", attributes or {}
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-        given = {key: getattr(n, key) for key in defaults}
-        result: ir.Value = op.op(grad_domain, grad_name)(dy, getattr(n, saved), **given)
+        values = {key: getattr(n, key) for key in defaults}
+        result: ir.Value = op.op(grad_domain, grad_name)(dy, getattr(n, saved), **values)
         return result
 
     forward = unary(
@@ -137,7 +137,7 @@ def activation(
         fusion=fusion,
         cpp_expression=cpp_expression,
     )
-    return forward, backward(
+    return forward, activation_grad(
         grad_name,
         saved,
         grad_lower,
@@ -145,8 +145,8 @@ def activation(
         domain=grad_domain,
         attributes=defaults,
         flops=flops,
-        on_gpu=grad_on_gpu,
+        lower_on_gpu=grad_lower_on_gpu,
         preferred_kernels=preferred_kernels[1:] if preferred_kernels else (),
-        writes_over=grad_writes_over,
+        in_place=grad_in_place,
         fusion=fusion,
     )
