@@ -33,10 +33,14 @@ class Turn:
         self._queue, self._changed, self._earliest = queue, changed, earliest
 
     def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue[0] is self)
-        time.sleep(max(self._earliest - time.monotonic(), 0.0))
-        _end_thread_of_ending_program()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue[0] is self)
+            time.sleep(max(self._earliest - time.monotonic(), 0.0))
+            _end_thread_of_ending_program()
+        except BaseException:  # an interrupted wait must not block all who come after
+            self.leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -276,6 +276,19 @@ def test_the_step_that_asks_has_the_processor_for_itself(monkeypatch: pytest.Mon
     assert [seconds for thread, seconds in slept if thread == threading.get_ident()] == [0.75, 0.0]
 
 
+def test_an_interrupted_wait_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(background, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupt))
+        interrupted = background.turn()
+        with pytest.raises(KeyboardInterrupt), interrupted:
+            pass
+    with background.turn():
+        pass
+
+
 def test_a_piece_of_python_is_followed_by_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times as long, by a clock of the test's own. No other thread has a piece meanwhile."""
     now, slept = [5.0], []

@@ -400,12 +400,21 @@ def test_the_command_line_chooses_the_size() -> None:
         demo.parse(["--steps", "0"])
 
 
+def scale_weights(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    return model
+
+
 def test_the_whole_run_with_stand_ins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "ORTModule", FakeORTModule)
     monkeypatch.setattr(demo, "load_tokenizer", Letters)
     monkeypatch.setattr(demo, "load_classifier", lambda topics, seed: Tiny(len(topics)))
+    # One ulp may leave four rounded losses as they were. Whether it does depends on the text, which differs by Python.
+    monkeypatch.setattr(demo, "nudge", scale_weights)
     demo.main(["--quick", "--steps", "4", "--out", str(tmp_path)])
     written = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     eager, ours, nudged = written["exact"]["records"]
