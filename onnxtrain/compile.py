@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from onnxtrain.autodiff import Joint
-from onnxtrain.capture.export import Captured
+from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.refusals import one_device
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.execute.compiled import Compiled, runner, runner_by_sizes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from onnxtrain.capture.export import Captured
+from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.structure import Constant, Node, OutputStructure, Slot, Tree, leaves
 from onnxtrain.errors import OptionError, OutputNotKeptError
 

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from onnxtrain.capture.four_bit import is_four_bit, refuse_four_bit
-from onnxtrain.capture.snapshot import PLAIN_TENSORS
+from onnxtrain.capture.four_bit_weights import is_four_bit, refuse_four_bit
+from onnxtrain.capture.key.snapshot import PLAIN_TENSORS
 from onnxtrain.capture.structure import Structure
 from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
 from onnxtrain.graph import traversal

@@ -10,10 +10,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.export import Captured, capture
-from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.capture import Captured, capture
+from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.export.patches import CAPTURE_LOCK
 from onnxtrain.capture.refusals import refuse_call, refuse_module
-from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.structure import flatten_call
 from onnxtrain.device.block import Base
 from onnxtrain.device.light_model import hold_out

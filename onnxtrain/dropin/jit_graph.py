@@ -7,7 +7,7 @@ from torch.onnx import OperatorExportTypes
 from torch.onnx._internal.torchscript_exporter import utils
 from torch.onnx._internal.torchscript_exporter._globals import GLOBALS
 
-from onnxtrain.capture.patches import CAPTURE_LOCK
+from onnxtrain.capture.export.patches import CAPTURE_LOCK
 from onnxtrain.dropin.legacy import ONNX_OPSET_VERSION
 
 

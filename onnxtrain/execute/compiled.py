@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.export import Captured
+from onnxtrain.capture.capture import Captured
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.execute.early_gradients import StagedBoundary
 from onnxtrain.execute.regions import program as regions

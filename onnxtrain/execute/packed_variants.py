@@ -17,7 +17,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.export import Captured, Source
+from onnxtrain.capture.capture import Captured, Source
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import Kept, Question

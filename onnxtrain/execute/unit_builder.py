@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from onnxtrain.autodiff import Joint
-from onnxtrain.capture.export import Captured
+from onnxtrain.capture.capture import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.dynamo_graph import named_graph
-from onnxtrain.capture.torch_reports import logged_as_info
+from onnxtrain.capture.export.dynamo_graph import named_graph
+from onnxtrain.capture.export.torch_reports import logged_as_info
 from onnxtrain.errors import OptionError
 from onnxtrain.frontend.engine import Call, Engine, EntryPoint
 from onnxtrain.options import Options

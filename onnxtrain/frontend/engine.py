@@ -18,17 +18,17 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from onnxtrain.capture import source_line
-from onnxtrain.capture.decisions import Example
-from onnxtrain.capture.export import Captured, Run, capture
+from onnxtrain.capture.capture import Captured, Run, capture
+from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.export.patches import CAPTURE_LOCK, capture_is_under_way
+from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
-from onnxtrain.capture.key import ModuleState, environment, tensor_facts
-from onnxtrain.capture.patches import CAPTURE_LOCK, capture_is_under_way
-from onnxtrain.capture.recaptures import ChangingStateError, Recaptures
+from onnxtrain.capture.key.fast_path import Missed, UsualCall, usual_call
+from onnxtrain.capture.key.key import ModuleState, environment, tensor_facts
+from onnxtrain.capture.key.recaptures import ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_numbers
-from onnxtrain.capture.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
-from onnxtrain.capture.usual_call import Missed, UsualCall, usual_call
 from onnxtrain.compile import compile_module
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
 from onnxtrain.execute.compiled import Compiled

@@ -21,8 +21,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from onnxtrain.autodiff import differentiate
-from onnxtrain.capture.export import Captured
-from onnxtrain.capture.proof import Proof
+from onnxtrain.capture.capture import Captured
+from onnxtrain.capture.guards.shape_proof import Proof
 from onnxtrain.capture.refusals import one_device
 from onnxtrain.capture.structure import flatten_call, flatten_output
 from onnxtrain.errors import OptionError

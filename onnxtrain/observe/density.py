@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.export import Captured
+from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.structure import flatten_call
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.graph.values import constant_of, dtype_of, is_float

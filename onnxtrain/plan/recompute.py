@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
-from onnxtrain.capture.checkpoints import REGION
+from onnxtrain.capture.export.checkpoint_regions import REGION
 from onnxtrain.graph import traversal
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.host import host_values, reads_shape

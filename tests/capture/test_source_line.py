@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import onnxtrain
-from onnxtrain.capture import snapshot, source_line
+from onnxtrain.capture import source_line
+from onnxtrain.capture.key.key import snapshot
 
 pytestmark = pytest.mark.everywhere
 
@@ -20,7 +21,7 @@ USERS = (
     Path("/home/user/onnxtrain/model.py"),
     Path("/home/user/torch/nn/model.py"),
 )
-OTHERS = (PACKAGE / "frontend" / "ort_module.py", PACKAGE / "capture" / "export.py", PYTORCH / "fx" / "graph.py")
+OTHERS = (PACKAGE / "frontend" / "ort_module.py", PACKAGE / "capture" / "capture.py", PYTORCH / "fx" / "graph.py")
 
 
 @pytest.mark.parametrize("file", USERS, ids=str)

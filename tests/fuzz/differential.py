@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain import FallbackPolicy, ORTModule, prepare
-from onnxtrain.capture.stored import executed
+from onnxtrain.capture.key.key import executed_code
 from onnxtrain.errors import MemoryBudgetError, ORTModuleFallbackException
 from onnxtrain.execute.tolerance import error_and_bound
 from tests.fuzz.configurations import Configuration
@@ -434,12 +434,12 @@ def _in_file(source: str, folder: str) -> Iterator[type[torch.nn.Module]]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    before, executed._began = executed._began, lambda: math.inf
+    before, executed_code._began = executed_code._began, lambda: math.inf
     try:
         spec.loader.exec_module(module)
         yield module.Program
     finally:
-        executed._began = before
+        executed_code._began = before
         del sys.modules[path.stem]
 
 

@@ -484,7 +484,7 @@ def test_a_fault_of_our_own_is_told_and_ends_no_training(monkeypatch: pytest.Mon
     def faulty(*_: Any) -> None:
         raise NotImplementedError("nobody foresaw this")
 
-    monkeypatch.setattr("onnxtrain.capture.export.convert", faulty)
+    monkeypatch.setattr("onnxtrain.capture.capture.convert", faulty)
     net = Base()
     monkeypatch.setattr(Base, "forward", lambda self, x: self.inner(x), raising=False)
     with pytest.warns(UserWarning, match="NotImplementedError: nobody foresaw this(.|\n)*fault of onnxtrain"):

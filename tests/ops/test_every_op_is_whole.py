@@ -107,7 +107,7 @@ def test_every_candidate_matches_autograd(case: OpCase, dtype: torch.dtype) -> N
 def test_every_op_has_a_case() -> None:
     tested = {(case.domain, case.name) for case in CASES}
     tested |= {(ATEN, "ATen"), (ATEN, "ATenGrad")}  # any operator in any arguments: tests/ops/test_aten.py
-    tested |= {(MICROSOFT, "PythonOp"), (MICROSOFT, "PythonOpGrad")}  # any Python: tests/capture/test_python_op.py
+    tested |= {(MICROSOFT, op) for op in ("PythonOp", "PythonOpGrad")}  # any Python: tests/capture/python_functions/
     tested |= {(OWN, "Foreign")}  # any op that is not known: tests/device/test_artifacts_imports.py
     missing = sorted(f"{domain or 'ai.onnx'}::{name}" for domain, name in OPS if (domain, name) not in tested)
     assert not missing, f"no case in tests/ops for {', '.join(missing)}"

@@ -423,8 +423,8 @@ EFFECTS = {
     "tuning": ("execute/test_kernel_choice.py", "test_with_tuning_off_known_answers_count_and_nothing_is_measured"),
     "max_tuning_duration_ms": ("execute/test_kernel_choice.py", "test_the_longest_duration_ends_a_measurement"),
     "tuning_results_path": ("execute/test_kernel_choice.py", "test_the_faster_kernel_is_found_and_kept"),
-    "cache_dir": ("capture/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
-    "cache_limit_mb": ("capture/test_stored.py", "test_the_option_cache_limit_mb_bounds_the_folder"),
+    "cache_dir": ("capture/stored/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
+    "cache_limit_mb": ("capture/stored/test_stored.py", "test_the_option_cache_limit_mb_bounds_the_folder"),
     "dump_dir": ("compile/test_stages.py", "test_every_stage_is_dumped_and_each_compilation_to_a_folder_of_its_own"),
     "verify": ("compile/test_stages.py", "test_a_faulty_graph_is_refused_unless_verify_is_off"),
 }

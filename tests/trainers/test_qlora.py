@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
-from onnxtrain.capture.usual_call import Missed
+from onnxtrain.capture.key.fast_path import Missed
 from onnxtrain.errors import QuantizationError
 from onnxtrain.testing import assert_no_worse_than_eager
 

@@ -1,6 +1,6 @@
 """Whatever a capture depends on changes after the first step: the next step equals eager's, and so does the one after.
 
-One test for each item of the key (`capture/key.py`): the call, the module, PyTorch's switches. Every model is made so
+One test for each item of the key (`capture/key/`): the call, the module, PyTorch's switches. Every model is made so
 that the graph of the first step would be wrong after the change.
 """
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.export import Captured, Run
-from onnxtrain.capture.key import environment, tensor_facts
-from onnxtrain.capture.snapshot import Snapshot, submodules
+from onnxtrain.capture.capture import Captured, Run
+from onnxtrain.capture.key.executed_code import Executed, file_hash, global_values
+from onnxtrain.capture.key.fingerprint import Fingerprints, NotStorableError, digest, versions
+from onnxtrain.capture.key.key import environment, tensor_facts
+from onnxtrain.capture.key.snapshot import Snapshot, submodules
 from onnxtrain.capture.stored import entry
-from onnxtrain.capture.stored.executed import Executed, file_hash, global_values
-from onnxtrain.capture.stored.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
 from onnxtrain.log import LOG, warn_once

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from onnxtrain.capture.stored.fingerprint import NotStorableError
+from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.structure import (
     Constant,
     Node,

@@ -14,12 +14,12 @@ from typing import Any
 
 import sympy
 
-from onnxtrain.capture.export import Captured, Mutation, Source
-from onnxtrain.capture.guards import Guards, KeptGuards
+from onnxtrain.capture.capture import Captured, Mutation, Source
+from onnxtrain.capture.guards.guards import Guards, KeptGuards
+from onnxtrain.capture.key.executed_code import Files, Globals
+from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored import expressions, graph
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
-from onnxtrain.capture.stored.executed import Files, Globals
-from onnxtrain.capture.stored.fingerprint import NotStorableError
 
 FORM = 1  # of the file; another number is not read
 _GRAPH, _REST = "graph.onnx", "capture.json"

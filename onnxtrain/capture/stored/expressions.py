@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from torch.utils._sympy import functions
 
-from onnxtrain.capture.stored.fingerprint import NotStorableError
+from onnxtrain.capture.key.fingerprint import NotStorableError
 
 # Kept as they are: sympy would decide some of them from what it knows of their symbols.
 _UNEVALUATED = {name: getattr(sympy, name) for name in ("Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or")}

@@ -11,8 +11,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored.containers import plain_from_json, plain_to_json
-from onnxtrain.capture.stored.fingerprint import NotStorableError
 from onnxtrain.graph import sizes, traversal
 
 _FLOATS = (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS)

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.stored.fingerprint import NotStorableError, versions
+from onnxtrain.capture.key.fingerprint import NotStorableError, versions
 from onnxtrain.capture.stored.graph import from_bytes, to_bytes
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal

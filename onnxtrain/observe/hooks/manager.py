@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from onnxtrain.capture.patches import capture_is_under_way
+from onnxtrain.capture.export.patches import capture_is_under_way
 from onnxtrain.capture.refusals import runs_in_graph
 from onnxtrain.observe.hooks.subscriber import RuntimeStates, SubscriberBase
 

@@ -1,0 +1,1 @@
+"""Convert a functional exported program to ONNX."""

@@ -1,0 +1,78 @@
+"""Tensors that forward finds beside its arguments, parameters and buffers: inputs of the graph, or constants in it.
+
+An input can change in place. One whose elements forward reads as Python numbers is a constant: where its elements
+change, another graph is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from onnxtrain.capture.key.surroundings import Surroundings, memory_of
+from onnxtrain.torch_compat.replacement import replaced_in_thread
+
+_READERS = ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
+
+
+class OutsideTensors:
+    """Those of one capture.
+
+    Attributes:
+        read: tensors whose elements forward read as Python numbers.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[torch.Tensor] = []
+        self._held: set[Hashable] = set()
+        self._names: dict[Hashable, str] = {}
+        self._devices: set[torch.device] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes which tensors this thread reads. What is traced gives no Python numbers."""
+        with ExitStack() as stack:
+            for name in _READERS:
+                stack.enter_context(replaced_in_thread(torch.Tensor, name, self._noting(getattr(torch.Tensor, name))))
+            yield
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *args: Any) -> Any:
+            if not isinstance(tensor, FakeTensor) and memory_of(tensor) is not None:
+                self.read.append(tensor)
+            return original(tensor, *args)
+
+        return read
+
+    def find(
+        self,
+        module: torch.nn.Module,
+        reads: Collection[tuple[int, str]],
+        examples: Iterable[torch.Tensor],
+        decided_by: Iterable[Any],
+    ) -> None:
+        """Finds those that can be inputs.
+
+        Args:
+            module: the user's module.
+            reads: the attributes of modules that forward read.
+            examples: the call's tensors. A tensor on another device can only be a constant.
+            decided_by: tensors that guards hold.
+        """
+        held = [*self.read, *(value for value in decided_by if isinstance(value, torch.Tensor))]
+        self._held = {memory_of(tensor) for tensor in held}
+        self._names = Surroundings(module, reads).tensor_names()
+        self._devices = {tensor.device for tensor in examples}
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """The name of one that can be an input; "" for others."""
+        fits = not self.is_held(tensor) and (tensor.device in self._devices or not tensor.dim())
+        return self._names.get(memory_of(tensor), "") if fits else ""
+
+    def is_held(self, tensor: torch.Tensor) -> bool:
+        """Whether the graph depends on its elements."""
+        return memory_of(tensor) in self._held

@@ -1,0 +1,39 @@
+"""`tensor.data` while forward is traced: PyTorch's trace loses where it comes from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from onnxtrain.capture import source_line
+from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.replacement import replaced
+
+
+@contextmanager
+def data_is_detached() -> Iterator[None]:
+    """Let `tensor.data` be `tensor.detach()` in this thread's trace, and refuse an assignment to it."""
+    owner = threading.get_ident()
+    original: Any = torch._C.TensorBase.data
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        traced = threading.get_ident() == owner and get_proxy_mode() is not None
+        data: torch.Tensor = tensor.detach() if traced else original.__get__(tensor)
+        return data
+
+    def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if threading.get_ident() == owner and get_proxy_mode() is not None:
+            raise CaptureError(
+                "forward assigns to a tensor's data, which a graph would not repeat",
+                where=source_line.of_caller(),
+                todo="the module runs in PyTorch; copy into the tensor: tensor.copy_(value)",
+            )
+        original.__set__(tensor, value)
+
+    with replaced(torch.Tensor, "data", property(read, assign)):
+        yield

@@ -1,0 +1,193 @@
+"""What is patched in PyTorch while a module is captured: only for the capturing thread, and undone at the end.
+
+* A user's `torch.autograd.Function` would be inlined and its backward lost without a word: it becomes a PythonOp.
+* Reentrant `torch.utils.checkpoint` makes PyTorch's export put everything after it under no_grad: its function is
+  called directly. What is traced in a checkpoint of either kind is noted as a region (`checkpoints.py`).
+* Hooks on tensors inside forward, and seeds that it sets, would be forgotten: refused.
+* The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) would see fake tensors: held off.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.fx.traceback import preserve_node_meta
+from torch.nn import functional
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from onnxtrain.capture import source_line
+from onnxtrain.capture.export.checkpoint_regions import region, regions_for
+from onnxtrain.capture.export.data_attribute import data_is_detached
+from onnxtrain.capture.export.torch_reports import needless_warnings_dropped
+from onnxtrain.capture.four_bit_weights import matmul_4bit
+from onnxtrain.capture.python_functions.calls import FunctionCalls
+from onnxtrain.capture.refusals import refuse_outside_tensor
+from onnxtrain.errors import CaptureError
+from onnxtrain.ops.python_call import qualified_name
+from onnxtrain.ops.python_surroundings import is_uncaptured
+from onnxtrain.torch_compat.replacement import replaced, replaced_in_thread
+
+CAPTURE_LOCK = threading.RLock()
+_UNDER_WAY = threading.local()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Holds the capture lock and the patches."""
+    with CAPTURE_LOCK, ExitStack() as stack:
+        stack.enter_context(needless_warnings_dropped())
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            stack.enter_context(saved_tensors_hooks(_itself, _itself))
+        # A graph of dynamo's enters and leaves `torch.func`'s transforms by calls, which an error leaves entered: the
+        # results of what runs next would be wrapped tensors.
+        depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        stack.callback(torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth, depth)
+        owner = threading.get_ident()
+        calls = FunctionCalls()
+        # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.
+        stack.enter_context(replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
+        stack.enter_context(replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
+        stack.enter_context(preserve_node_meta())  # else nothing is noted
+        regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
+        stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
+        if hasattr(functional, "_infer_size"):  # before 2.13: how a loss's weight is broadcast, of numbers alone
+            stack.enter_context(replaced_in_thread(functional, "_infer_size", torch.broadcast_shapes))
+        stack.enter_context(replaced_in_thread(PythonKeyTracer, "create_arg", _create_arg))
+        stack.enter_context(data_is_detached())
+        stack.enter_context(replaced_in_thread(torch.Tensor, "fill_diagonal_", _fill_diagonal))
+        for lost in _LOST:
+            stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
+        _UNDER_WAY.flag = True
+        stack.callback(setattr, _UNDER_WAY, "flag", False)
+        yield
+        calls.check()
+
+
+_CREATE_ARG = PythonKeyTracer.create_arg
+
+
+def _create_arg(tracer: PythonKeyTracer, argument: Any) -> Any:
+    """As the tracer's own, which makes a constant of a parameter that the module does not hold: it would not train."""
+    if isinstance(argument, torch.nn.Parameter) and not any(argument is p for p in tracer.root.parameters()):
+        refuse_outside_tensor(argument)
+    return _CREATE_ARG(tracer, argument)
+
+
+def _fill_diagonal(tensor: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    """The diagonal as a view: `fill_diagonal_` takes it by strides, which functionalization does not follow."""
+    if wrap or tensor.ndim != 2:
+        return torch._C.TensorBase.fill_diagonal_(tensor, fill_value, wrap)
+    tensor.diagonal().fill_(fill_value)
+    return tensor
+
+
+def capture_is_under_way() -> bool:
+    """Whether this thread captures a module now: an ORTModule in it is a part of that module."""
+    return getattr(_UNDER_WAY, "flag", False)
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A function that forward may call, and whose effect a graph would not repeat.
+
+    Attributes:
+        place, name: where the function is.
+        todo: what to do instead.
+        pytorch_may: whether PyTorch's own code calls it too, and undoes what it does.
+    """
+
+    place: Any
+    name: str
+    todo: str
+    pytorch_may: bool = False
+
+
+_LOST = (
+    *(
+        _Lost(torch.Tensor, name, "return the tensor from forward and use it there")
+        for name in ("register_hook", "retain_grad")
+    ),
+    *(
+        _Lost(place, name, "set the state of the generator outside of forward", pytorch_may=True)
+        for place, names in (
+            (torch, ("manual_seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "set_rng_state", "fork_rng")),
+        )
+        for name in names
+    ),
+)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _refusal(owner: int, lost: _Lost) -> Callable[..., Any]:
+    original = getattr(lost.place, lost.name)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        by_user = not lost.pytorch_may or source_line.is_user_file(sys._getframe(1).f_code.co_filename)
+        if threading.get_ident() != owner or not by_user:
+            return original(*args, **kwargs)
+        raise CaptureError(
+            f"{lost.name} inside forward cannot be captured: a graph would not repeat it",
+            where=source_line.of_caller(),
+            todo=f"the module runs in PyTorch; {lost.todo}",
+        )
+
+    return refuse
+
+
+def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        here = threading.get_ident() == owner and not is_uncaptured()
+        if here and cls is CheckpointFunction:
+            return _run_checkpoint(*args, **kwargs)
+        if here and not cls.__module__.startswith(_TORCHS_OWN):
+            known = _KNOWN_FUNCTIONS.get(f"{cls.__module__}.{cls.__qualname__}")
+            result = known(*args, **kwargs) if known is not None else NotImplemented
+            return calls.apply(cls, args, kwargs) if result is NotImplemented else result
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    return apply
+
+
+# Functions that PyTorch applies itself, while it traces.
+_TORCHS_OWN = ("torch._", "torch.utils.checkpoint")
+
+
+# Functions of libraries that the graph has an op for: tried before they become a PythonOp.
+_KNOWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"bitsandbytes.autograd._functions.MatMul4Bit": matmul_4bit}
+
+
+def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *rest: Any) -> Any:
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in rest):
+        with region():
+            return run(*rest)
+    with torch.no_grad():  # as in eager: a reentrant checkpoint of inputs without gradients gives none
+        return run(*rest)
+
+
+def _in_transform_for(owner: int) -> Callable[..., Any]:
+    original = torch.autograd.function.custom_function_call  # type: ignore[attr-defined]  # imported there
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner or is_uncaptured():
+            return original(cls, *args, **kwargs)
+        raise CaptureError(
+            f"the custom autograd.Function {qualified_name(cls)} is applied inside a torch.func transform",
+            where=source_line.of_caller(),
+            todo="the module runs in PyTorch; apply the function outside of vmap, grad, jvp and their like",
+        )
+
+    return call

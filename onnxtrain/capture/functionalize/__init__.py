@@ -1,0 +1,1 @@
+"""Rewrite an exported program as one without writes, composite operators, autocast and no_grad regions."""

@@ -1,0 +1,174 @@
+"""Composite operators without a definition of ours are taken apart as PyTorch takes them apart.
+
+    cosine_embedding_loss(a, b, y)  ──>  mul, sum, rsub, sqrt, where, …        each with its own definition and gradient
+
+A composite operator (CompositeImplicitAutograd) has no derivative of its own: eager PyTorch differentiates its parts,
+and so does the graph. One that fixes a size when taken apart (an LSTM's loop over time steps) stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import sympy
+import torch
+import torch._export.config
+import torch._inductor.config
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _collect_all_valid_cia_ops, _get_decomp_for_cia, _is_preservable_cia_op
+from torch._higher_order_ops.effects import with_effects
+from torch.export import exported_program
+from torch.export._remove_effect_tokens_pass import _remove_effect_tokens
+from torch.export.exported_program import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import has_side_effect
+
+from onnxtrain.capture.export.torch_reports import reports_dropped
+from onnxtrain.capture.functionalize.autocast import casting, casting_composites, state_types
+from onnxtrain.capture.functionalize.views import is_unmarked_view
+from onnxtrain.ops import FROM_TORCH
+from onnxtrain.ops.left_out import CHECKS
+from onnxtrain.torch_compat.replacement import replaced_in_thread
+
+Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts
+
+
+# torch 2.11 drops checks of linear algebra as dead code: the inverse of a singular matrix was NaN without a word.
+for _name in CHECKS:
+    has_side_effect(getattr(torch.ops.aten, _name).default)
+
+
+def composite_parts(program: ExportedProgram) -> Parts:
+    """The decomposition table of `program`: every composite operator that is to be taken apart."""
+    whole: set[Any] = set()
+    custom: set[Any] = set()
+    for node in _calls(program.graph_module):
+        if not _is_undefined_composite(node.target):
+            continue
+        custom.add(node.target)
+        if not _comes_apart(node):
+            whole.add(node.target)
+    known = {op for op in _collect_all_valid_cia_ops() if _is_undefined_composite(op)}
+    cast = casting_composites(program)
+    custom |= {n.target for n in _calls(program.graph_module) if _is_unmarked_view(n)} - whole
+    whole |= set(filter(_draws, cast))
+    state_types(program, whole & cast)
+    return {op: casting(op, _get_decomp_for_cia(op)) for op in (known | custom | cast) - whole}
+
+
+def _is_unmarked_view(node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    return is_unmarked_view(node) and _is_preservable_cia_op(target) and not _draws(target)
+
+
+@contextmanager
+def buffer_copies_kept() -> Iterator[None]:
+    """Keep `buffer.copy_(x)` a copy: the export reads x for the buffer, of whatever shape and dtype x is."""
+    with replaced_in_thread(exported_program, "_remove_unnecessary_copy_op_pass", lambda *pair: pair):
+        yield
+
+
+@contextmanager
+def plain_copies() -> Iterator[None]:
+    """A custom operator that writes to its arguments becomes a call that copies them first, without views of bases."""
+    with ExitStack() as stack:
+        for config, name in (
+            (torch._export.config, "enable_auto_functionalized_v2_for_export"),
+            (torch._inductor.config, "enable_auto_functionalized_v2"),
+        ):
+            if hasattr(config, name):
+                stack.enter_context(config.patch(name, False))
+        yield
+
+
+@contextmanager
+def unread_draws_kept() -> Iterator[None]:
+    """Keep calls whose random numbers nobody reads: eager draws them too, and those that follow are others without."""
+    with torch._inductor.config.patch("fallback_random", True):
+        yield
+
+
+def without_tokens(program: ExportedProgram) -> ExportedProgram:
+    """The program with plain calls where functionalization has put operators that only check or print in an order.
+
+    They stay where they are: a graph runs in order.
+    """
+    return (
+        _remove_effect_tokens(program)
+        if any(n.target is with_effects for n in _calls(program.graph_module))
+        else program
+    )
+
+
+def _calls(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            yield from (node for node in part.graph.nodes if node.op == "call_function")
+
+
+def _is_undefined_composite(target: Any) -> bool:
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and str(target) not in FROM_TORCH
+        and not _draws(target)
+        and any("Tensor" in str(result.type) for result in target._schema.returns)
+        and _is_preservable_cia_op(target)
+    )
+
+
+def _draws(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator draws random numbers: its parts on fakes draw otherwise (an LSTM's lose their dropout)."""
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _comes_apart(node: torch.fx.Node) -> bool:
+    """Whether the parts of a call run at all sizes at which the call itself runs."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    values = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+    if mode is None:
+        return False
+    try:
+        with reports_dropped(), mode, enable_python_dispatcher(), size_decisions(mode.shape_env) as made:
+            node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
+    except Exception:  # noqa: BLE001  # a part that cannot run on fake tensors raises anything
+        return False
+    return not any(map(fixes_size, made))
+
+
+@contextmanager
+def size_decisions(env: ShapeEnv | None) -> Iterator[list[Any]]:
+    """Collects what is decided inside from sizes, as conditions that do not follow from the known ones.
+
+    Where the answer is that for which PyTorch promises a way for all sizes (`guard_or_false`, as it asks whether a
+    tensor is contiguous), nothing is decided. `env` itself stays as it was.
+    """
+    made: list[Any] = []
+    if env is None:
+        yield made
+        return
+    evaluate = env.evaluate_expr
+
+    def noting(expr: Any, *args: Any, **kwargs: Any) -> Any:
+        value = evaluate(expr, *args, **kwargs)
+        for_all = kwargs.get("fallback_value")
+        if for_all is not None and bool(value) == for_all:
+            return value
+        if getattr(expr, "free_symbols", None) and env._maybe_evaluate_static(expr) is None:
+            truth = {sympy.true: expr, sympy.false: sympy.Not(expr)}
+            made.append(truth.get(value, sympy.Eq(expr, value, evaluate=False)))
+        return value
+
+    env.evaluate_expr = noting  # type: ignore[method-assign,assignment]  # of this environment, for this block
+    try:
+        with env.suppress_guards(), env.ignore_fresh_unbacked_symbols():
+            yield made
+    finally:
+        del env.evaluate_expr
+
+
+def fixes_size(condition: Any) -> bool:
+    """Whether a condition is more than PyTorch's choice between equivalent ways."""
+    return isinstance(condition, sympy.Eq)

@@ -1,0 +1,1 @@
+"""The conditions under which a captured graph is right for a call."""

@@ -1,0 +1,1 @@
+"""Calls of a user's torch.autograd.Function: each becomes one PythonOp."""

@@ -1,0 +1,275 @@
+"""Exports that write to what forward made or to buffers, and regions without gradients, are not traced again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import FallbackPolicy, ORTModule
+from onnxtrain.capture import capture
+from onnxtrain.errors import ORTModuleFallbackException
+
+
+def shifted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As T5 shifts its labels."""
+    y = x.new_zeros(x.shape)
+    y[..., 1:] = (x * w)[..., :-1].clone()
+    y[..., 0] = 3.0
+    return y.masked_fill_(y > 2.5, 0.5) * w
+
+
+def written_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    y += x
+    y[1:, 2] *= 3.0
+    return y.sin() + y[0]
+
+
+def written_and_returned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    return (y.add_(1.0) + y) * y.add_(2.0)
+
+
+def through_two_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x + w
+    y[:, 1:][1:].add_(x[1:, :-1])
+    return y * y
+
+
+def raised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    y.pow_(2)
+    return y.add_(w.abs() + 1.0).pow_(w)
+
+
+def read_before(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    before = y + 1.0
+    y.add_(5.0)
+    return before * y.detach()
+
+
+def in_a_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale, other = (x * w).cos(), w.exp()
+    return x * scale + w * other
+
+
+def read_through_another_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    row = y[1]
+    y.add_(1.0)
+    return y + row
+
+
+def written_through_a_transposed_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    y.t()[1].add_(1.0)
+    return y * w
+
+
+def written_in_a_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    with torch.no_grad():
+        z = x.exp()
+        z.add_(1.0)
+    return y * z
+
+
+def read_through_what_was_detached(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    z = y.detach()
+    y.add_(2.0)
+    return y + z
+
+
+class Function(nn.Module):
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.w = nn.Parameter(torch.linspace(-1.0, 2.0, 5, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x, self.w) * self.scale
+
+
+PLAIN = [shifted, written_twice, written_and_returned, through_two_slices, raised, read_before, in_a_region]
+NOT_PLAIN = [
+    read_through_another_view,
+    written_through_a_transposed_view,
+    written_in_a_region,
+    read_through_what_was_detached,
+]
+
+
+@pytest.mark.parametrize("call", [*PLAIN, *NOT_PLAIN], ids=lambda call: call.__name__)
+def test_numbers_are_eagers_and_plain_writes_are_not_traced_again(
+    call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = []
+    functionalize = capture._functionalize
+    monkeypatch.setattr(capture, "_functionalize", lambda program: traced.append(1) or functionalize(program))  # type: ignore[func-returns-value]
+    eager = Function(call)
+    ours = ORTModule(Function(call), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    for rows in (4, 7):  # one graph for both
+        x = torch.randn(rows, 5, dtype=torch.float64)
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        results = [model(x) for model, x in zip((eager, ours), xs, strict=True)]
+        torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+        cotangent = torch.randn_like(results[0])
+        for result in results:
+            result.backward(cotangent)
+        torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(ours.get_parameter("w").grad, eager.w.grad, rtol=1e-13, atol=1e-13)
+    assert bool(traced) == (call in NOT_PLAIN)
+
+
+def moved(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    m.a.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
+    return x * m.a
+
+
+def read_before_and_after(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    y = x * (m.a * 2)  # eager refuses a gradient through what is written later
+    m.a.add_(1.0)
+    return y + m.a
+
+
+def rows_of_a_buffer(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    m.a[1:].add_(x.detach().sum(0)[1:])
+    m.a[0] = 3.0
+    return x * m.a + m.a[1:].sum()
+
+
+def counted_and_emptied(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    m.count += 1
+    m.b.zero_()
+    m.b.add_(m.count)
+    m.a.copy_(m.b * 2)
+    return x * m.b + m.a
+
+
+def parts_of_one_memory(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    m.left.add_(1.0)
+    return x * m.left + m.right
+
+
+def an_older_view_is_read(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    row = m.a[1:]
+    m.a.add_(1.0)
+    return x * m.a + row.sum()
+
+
+def written_through_detach(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    m.a.detach().add_(1.0)
+    return x * m.a
+
+
+def written_through_a_shape(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    m.a.view(5, 1).add_(1.0)
+    return x * m.a
+
+
+def written_without_gradients(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.a.add_(x.sum(0))
+    return x * m.a
+
+
+def returned(m: "Buffers", x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    m.a.add_(1.0)
+    return x * m.a, m.a[2:]
+
+
+class Buffers(nn.Module):
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.w = nn.Parameter(torch.linspace(-1.0, 2.0, 5, dtype=torch.float64))
+        memory = torch.linspace(0.0, 1.0, 10, dtype=torch.float64)
+        self.register_buffer("a", torch.ones(5, dtype=torch.float64))
+        self.register_buffer("b", torch.ones(5, dtype=torch.float64), persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("left", memory[:5])
+        self.register_buffer("right", memory[5:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self, x * self.w)
+
+
+PLAIN_BUFFERS = [moved, read_before_and_after, rows_of_a_buffer, counted_and_emptied]
+OTHER_BUFFERS = [
+    parts_of_one_memory,
+    an_older_view_is_read,
+    written_through_detach,
+    written_through_a_shape,
+    written_without_gradients,
+    returned,
+]
+
+
+@pytest.mark.parametrize("call", [*PLAIN_BUFFERS, *OTHER_BUFFERS], ids=lambda call: call.__name__)
+def test_buffers_are_written_as_in_eager(call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    functionalize = capture._functionalize
+    monkeypatch.setattr(capture, "_functionalize", lambda program: traced.append(1) or functionalize(program))  # type: ignore[func-returns-value]
+    eager, own = Buffers(call), Buffers(call)
+    ours = ORTModule(own, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    for rows in (4, 7, 4):  # one graph for all
+        x = torch.randn(rows, 5, dtype=torch.float64)
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        results = [model(x) for model, x in zip((eager, ours), xs, strict=True)]
+        torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+        cotangent = torch.randn(rows, 5, dtype=torch.float64)
+        for result in results:
+            (result[0] if isinstance(result, tuple) else result).backward(cotangent)
+        torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-13, atol=1e-13)
+        for name, buffer in eager.named_buffers():
+            torch.testing.assert_close(own.get_buffer(name), buffer, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(own.w.grad, eager.w.grad, rtol=1e-13, atol=1e-13)
+    assert bool(traced) == (call in OTHER_BUFFERS)
+
+
+def test_a_parameter_that_is_written_is_refused() -> None:
+    def written(m: Buffers, x: torch.Tensor) -> torch.Tensor:
+        m.w.detach().add_(1.0)
+        return x
+
+    with pytest.raises(ORTModuleFallbackException, match="changes a parameter"):
+        ORTModule(Buffers(written), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)(torch.randn(4, 5).double())
+
+
+def test_a_buffer_that_is_written_beside_a_batch_norm() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(5))
+            self.norm = nn.BatchNorm1d(5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(x.detach().sum(0))
+            return self.norm(x) * self.seen
+
+    torch.manual_seed(0)
+    eager, x = Counts(), torch.randn(6, 5)
+    ours = ORTModule(Counts(), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    for _ in range(2):
+        torch.testing.assert_close(ours(x), eager(x))
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer)
+
+
+def test_a_functional_operator_without_symbolic_sizes_is_left_to_pytorch() -> None:
+    """`addcmul` of a 0-dimensional tensor takes concrete sizes only."""
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            return y.addcmul_(x, w)
+
+    ours = ORTModule(Adds(), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    for rows in (3, 5):
+        x, w = torch.randn(rows), torch.randn(())
+        torch.testing.assert_close(ours(x, w), Adds()(x, w))
