@@ -26,7 +26,7 @@ from onnxtrain.graph.opset import convert_opset
 from onnxtrain.graph.values import ONNX
 from onnxtrain.log import warn_once
 from onnxtrain.ops.bodies import IR_VERSION, close, import_opsets
-from onnxtrain.ops.functions import as_functions
+from onnxtrain.ops.local_functions import as_functions
 
 PRODUCER = "onnxtrain"
 LARGEST_BYTES = 2**31 - 2**24  # a protobuf message ends at 2 GiB; the rest is for nodes and names

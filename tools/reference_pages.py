@@ -18,7 +18,7 @@ from onnxtrain import cli, errors
 from onnxtrain.cli import ops as ops_command
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.ops import FROM_TORCH, OPS
-from onnxtrain.ops.left_out import (
+from onnxtrain.ops.unsupported import (
     ONNX_OPERATORS,
     PYTORCH_AT_RUN_TIME,
     PYTORCH_OPERATORS,

@@ -23,7 +23,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.graph.values import dtype_of, is_differentiable_type, is_float, set_type, type_of
 from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OpDef, builder, definition_of
-from onnxtrain.ops.aten import aten_sum
+from onnxtrain.ops.aten_node import aten_sum
 from onnxtrain.ops.bodies import inline_bodies
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from onnxtrain.errors import CaptureError, QuantizationError
-from onnxtrain.ops.four_bit import NESTED_BLOCK
+from onnxtrain.ops.quantization.four_bit_matmul import NESTED_BLOCK
 
 _HOME = "bitsandbytes.nn.modules"
 _RESTORE = "fix_4bit_weight_quant_state_from_module"  # which each forward of bitsandbytes calls first

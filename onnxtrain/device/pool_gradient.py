@@ -25,7 +25,7 @@ from onnxtrain.ops.fused import axes_constant, reshaped
 from onnxtrain.ops.pool.window import MAX_POOL, MAX_POOL_GRAD, pool_of
 from onnxtrain.ops.registry import view
 from onnxtrain.ops.reshape.join import split
-from onnxtrain.ops.spatial import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
+from onnxtrain.ops.sliding_windows import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
 
 
 def pool_without_indices(graph: ir.Graph, *, overlapping: bool) -> None:

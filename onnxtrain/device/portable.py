@@ -12,7 +12,7 @@ from onnxtrain.device.pool_gradient import pool_without_indices
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import ONNX, OWN, dtype_of, rank_of, type_of
-from onnxtrain.ops import builder, definition_of, foreign
+from onnxtrain.ops import builder, definition_of, unknown_node
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.reshape.movement import constant_ints
 from onnxtrain.passes import JOINT, optimize
@@ -63,9 +63,9 @@ def make_portable(model: ir.Model) -> ir.Model:
 
 def _refuse_foreign(graph: ir.Graph) -> None:
     for node in graph:
-        if (node.domain, node.op_type) == (OWN, foreign.NAME):
+        if (node.domain, node.op_type) == (OWN, unknown_node.NAME):
             raise ArtifactError(
-                f"{traversal.describe(foreign.original(node))} is not portable: it is unknown to onnxtrain.",
+                f"{traversal.describe(unknown_node.original(node))} is not portable: it is unknown to onnxtrain.",
                 where=traversal.origin(node),
                 todo="compute it outside of the model, or write the artifacts without portable=True",
             )

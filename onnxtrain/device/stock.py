@@ -19,9 +19,9 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.opset import convert_opset
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, set_type
 from onnxtrain.onnx_file import file_model
-from onnxtrain.ops import definition_of, foreign
+from onnxtrain.ops import definition_of, unknown_node
 from onnxtrain.ops.bodies import body_of, inline_bodies
-from onnxtrain.ops.functions import as_functions
+from onnxtrain.ops.local_functions import as_functions
 
 OPSET = 21  # of artifacts: supported since onnxruntime 1.18
 
@@ -68,7 +68,7 @@ def for_stock(model: ir.Model, *, portable: bool) -> ir.Model:
     """
     try:
         result = file_model(make_portable(model)) if portable else _with_functions(model)
-        foreign.unwrap(result.graph)
+        unknown_node.unwrap(result.graph)
         for graph in (result.graph, *(function.graph for function in result.functions.values())):
             _split_full_reductions(graph)
             convert_opset(graph, OPSET)
@@ -109,7 +109,7 @@ def _rare_variants(graph: ir.Graph) -> set[str | None]:
 
 def _remains_node(node: ir.Node) -> bool:
     """Whether the node is not inlined: a training op that becomes a function, or an op without body."""
-    if (node.domain, node.op_type) == (OWN, foreign.NAME):
+    if (node.domain, node.op_type) == (OWN, unknown_node.NAME):
         return True
     definition = definition_of(node)
     if node.domain == ONNX or body_of(node) is None:

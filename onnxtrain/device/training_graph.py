@@ -31,7 +31,7 @@ from onnxtrain.graph.values import (
     rank_of,
 )
 from onnxtrain.graph.verify import verify
-from onnxtrain.ops import NOT_DIFFERENTIABLE, builder, definition_of, foreign, lookup
+from onnxtrain.ops import NOT_DIFFERENTIABLE, builder, definition_of, lookup, unknown_node
 from onnxtrain.ops.bodies import close
 from onnxtrain.options import Options
 from onnxtrain.passes import JOINT, forward_passes, optimize
@@ -212,10 +212,10 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
         reads = [v for v in node.inputs if v in active]
         if not reads:
             continue
-        opaque = (node.domain, node.op_type) == (OWN, foreign.NAME)
+        opaque = (node.domain, node.op_type) == (OWN, unknown_node.NAME)
         floating = [v for v in node.outputs if is_differentiable_type(dtype_of(v))]
         if opaque and node in needed and floating:
-            original = foreign.original(node)
+            original = unknown_node.original(node)
             raise ArtifactError(
                 f"onnxtrain knows no gradient of {traversal.describe(original)}, "
                 "which lies between the loss and trainable parameters.",

@@ -18,7 +18,7 @@ import torch
 from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
-from onnxtrain.ops.python_surroundings import until_settled
+from onnxtrain.ops.python_function.run_context import until_settled
 from onnxtrain.torch_compat import dispatch
 
 Flags = tuple[bool, ...]

@@ -6,8 +6,8 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.ops import Effects, definition_of
-from onnxtrain.ops.native import NOTE
-from onnxtrain.ops.randomness import MASKS
+from onnxtrain.ops.native_kernels import NOTE
+from onnxtrain.ops.random.dropout import MASKS
 from onnxtrain.options import Options
 
 

@@ -1,6 +1,6 @@
 // The random bits of rng="fast": word c of the stream of a key, as SplitMix64 mixes a counter (Steele et al. 2014,
 // https://doi.org/10.1145/2660193.2660195), with the second half of the key between its two rounds. A word holds the
-// draws of four elements, 16 bits each. ops/draws.py computes the same words with PyTorch's operators.
+// draws of four elements, 16 bits each. ops/random/keyed_bits.py computes the same words with PyTorch's operators.
 
 typedef uint64_t words_t __attribute__((vector_size(64)));
 

@@ -21,7 +21,7 @@ from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.reshape.dims import TRANSPOSE, transposed
 from onnxtrain.ops.reshape.join import split
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.spatial import per_axis
+from onnxtrain.ops.sliding_windows import per_axis
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, substitute
 

@@ -21,7 +21,7 @@ from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import dtype_of, is_float, rank_of
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.attention.parts import accumulated, unrepeated, with_attribute
-from onnxtrain.ops.randomness import trains
+from onnxtrain.ops.random.dropout import trains
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.passes.changes import Changes, counted

@@ -22,7 +22,7 @@ from onnxtrain.graph.values import dtype_of, normalize_axis, rank_of
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.matmul import is_exact_attribute
 from onnxtrain.ops.norm.layer import layer_normalized
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_value
 from onnxtrain.passes.rewriting import nodes_before, substitute

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.activation.rectified import RELU
-from onnxtrain.ops.keyed_dropout import KEYED_DROPOUT
+from onnxtrain.ops.random.keyed_dropout import KEYED_DROPOUT
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, only_user, same_checkpoint, substitute
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.randomness import DROPOUT, MASKS, draws_fast, trains
+from onnxtrain.ops.random.dropout import DROPOUT, MASKS, draws_fast, trains
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 

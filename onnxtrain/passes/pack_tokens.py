@@ -41,7 +41,7 @@ from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, 
 from onnxtrain.ops.reshape.rows import counting, to_front
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.passes.attention_masks import Mask, depends_on_data_only, mask_of, split_mask
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.randomness import DRAWS, DROPOUT, draws_fast, ratio_of
+from onnxtrain.ops.random.dropout import DRAWS, DROPOUT, draws_fast, ratio_of
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 

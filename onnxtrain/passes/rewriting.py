@@ -11,7 +11,7 @@ from onnxtrain.graph import traversal
 from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.builder import Builder
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.native_kernels import NOTE
 
 _CARRIED = ("module", "line", "gradient_of", "checkpoint", NOTE)
 

@@ -33,7 +33,7 @@ from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.join import concatenated
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user
 from onnxtrain.passes.rowwise import Axes

@@ -21,7 +21,7 @@ from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import Effects, OpDef, definition_of
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Kernel, Method
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.plan.channels_last import ChannelsLast
 
 

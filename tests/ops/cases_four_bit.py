@@ -5,7 +5,7 @@ from typing import Any
 import bitsandbytes  # noqa: F401  # so that its kernels are candidates
 import torch
 
-from onnxtrain.ops.four_bit import LEVELS
+from onnxtrain.ops.quantization.four_bit_matmul import LEVELS
 from onnxtrain.testing import OpCase, Spec
 
 

@@ -11,7 +11,7 @@ import torch
 from onnxtrain import testing
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Kernel
-from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.testing import OpCase
 
 

@@ -19,7 +19,7 @@ from onnxtrain.graph.values import TensorType, rank_of, set_type, type_of
 from onnxtrain.ops import OPS, NoBody, builder
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import unary
-from onnxtrain.ops.functions import as_functions
+from onnxtrain.ops.local_functions import as_functions
 from tests.graph.small import graph_of
 
 # Ops of these tests: half is x/2 by a constant, shaped goes through its own sizes and half, same is x itself.

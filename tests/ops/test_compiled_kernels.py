@@ -17,14 +17,15 @@ import torch
 
 from onnxtrain import ORTModule, testing
 from onnxtrain.native import Library, compiler
-from onnxtrain.ops import builder, draws, relu_dropout
+from onnxtrain.ops import builder
 from onnxtrain.ops.activation import compiled_kernels as activations
 from onnxtrain.ops.attention import compiled, flash
 from onnxtrain.ops.attention.parts import causal_mask, hides_later
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.loss import rows
-from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.random import keyed_bits, relu_dropout
 from onnxtrain.ops.recurrent import kernels as recurrent_kernels
 from onnxtrain.ops.recurrent import lstm_compiled
 from onnxtrain.ops.recurrent.cells import LSTM
@@ -95,7 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
         return model
 
     found: Counter[str] = Counter()
-    for library in (*compiled.LIBRARIES.values(), draws.LIBRARY, rows.LIBRARY):
+    for library in (*compiled.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, found))
     monkeypatch.setattr(rows, "_LEAST", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
@@ -136,7 +137,7 @@ def test_missing_numbers_stay_behind_relu_and_dropout(native: bool, calls: Count
         if native
         else (relu_dropout.relu_drop, relu_dropout.backward)
     )
-    expected = draws.drop(x.relu(), key, 6554, 1.25)
+    expected = keyed_bits.drop(x.relu(), key, 6554, 1.25)
     y = forward(x, key, 6554, 1.25)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
     dx = backward(torch.full_like(x, 3.0), y, 1.25)
@@ -401,7 +402,7 @@ def test_dropout_is_that_of_the_same_mask(
     k, v = (heads(3, shared, columns, width, dtype) for width in widths)
     bias = torch.randn(1, 4, rows, columns).to(dtype)
     shown = torch.rand(3, 1, 1, columns) < 0.8
-    key = draws.draw_key()
+    key = keyed_bits.draw_key()
     noise = cases_keyed_dropout.draws(key, 12 * rows * columns).view(3, 4, rows, columns) >= dropped - 2**15
 
     def formula(wide: torch.dtype) -> list[torch.Tensor]:
@@ -536,7 +537,7 @@ def test_scores_that_causality_hides_have_no_gradient() -> None:
 def test_threads_do_not_change_a_bit() -> None:
     assert compiled.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(5, 3, 77, 24) for _ in range(3))
-    drops = Drops(draws.draw_key(), 6554, 1.1)
+    drops = Drops(keyed_bits.draw_key(), 6554, 1.1)
     found = []
     threads = torch.get_num_threads()
     for count in (1, 2, 7):
@@ -600,28 +601,29 @@ def test_keys_of_a_sequence_without_queries_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 31, 32, 33, 1023, 1025, 262_144 + 5])
 def test_both_ways_draw_the_same(count: int) -> None:
-    assert draws.LIBRARY.wait()
-    key = draws.draw_key()
+    assert keyed_bits.LIBRARY.wait()
+    key = keyed_bits.draw_key()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.randn(count).to(dtype)
-        assert torch.equal(draws.drop_compiled(x, key, 6554, 1.109375), draws.drop(x, key, 6554, 1.109375))
-    assert torch.equal(draws.kept_compiled(key, count, 6554), draws.kept(key, count, 6554))
+        assert torch.equal(keyed_bits.drop_compiled(x, key, 6554, 1.109375), keyed_bits.drop(x, key, 6554, 1.109375))
+    assert torch.equal(keyed_bits.kept_compiled(key, count, 6554), keyed_bits.kept(key, count, 6554))
     strided = torch.randn(count, 2)[:, 0]
-    assert torch.equal(draws.drop_compiled(strided, key, 6554, 1.1), draws.drop(strided, key, 6554, 1.1))
+    assert torch.equal(keyed_bits.drop_compiled(strided, key, 6554, 1.1), keyed_bits.drop(strided, key, 6554, 1.1))
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 1025, 262_144 + 5])
 def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
     """Of whole numbers nothing is rounded, in one step or in two."""
-    assert draws.LIBRARY.wait()
-    key = draws.draw_key()
+    assert keyed_bits.LIBRARY.wait()
+    key = keyed_bits.draw_key()
     x, residual = torch.randint(-40, 40, (2, count))
     dropped = 1.5 * x * (cases_keyed_dropout.draws(key, count) >= 6554 - 2**15)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         dense = residual.to(dtype)
         for added in (None, dense, torch.stack([dense, dense], 1)[:, 0]):
             expected = (dropped if added is None else dropped + residual).to(dtype)
-            for plain, over in ((draws.drop, draws.drop_), (draws.drop_compiled, draws.drop_compiled_)):
+            kernels = (keyed_bits.drop, keyed_bits.drop_), (keyed_bits.drop_compiled, keyed_bits.drop_compiled_)
+            for plain, over in kernels:
                 given = x.to(dtype)
                 assert torch.equal(plain(given, key, 6554, 1.5, added), expected)
                 assert torch.equal(given, x.to(dtype))
@@ -748,7 +750,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
-    for library in (*compiled.LIBRARIES.values(), draws.LIBRARY, rows.LIBRARY, *others):
+    for library in (*compiled.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not

@@ -16,7 +16,7 @@ from onnxtrain import testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.matmul.compiled_product import LIBRARY, product
-from onnxtrain.ops.native import NOTE
+from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.system.machine import current_machine
 from onnxtrain.testing import CaseCheck, assert_no_worse_than_eager
 from tests.ops import cases_matmul

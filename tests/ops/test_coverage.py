@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from onnxtrain.ops import FROM_TORCH, NOT_DIFFERENTIABLE, OPS
-from onnxtrain.ops.left_out import (
+from onnxtrain.ops.unsupported import (
     ONNX_OPERATORS,
     PYTORCH_OPERATORS,
     PYTORCH_USES,
@@ -56,12 +56,12 @@ TRAINING = words("""
 def test_every_operator_of_onnx_is_defined_or_left_out_for_a_reason() -> None:
     names = {s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and not s.deprecated}
     silent = {n for n in names if ("", n) not in OPS and n not in ONNX_OPERATORS}
-    assert not silent, f"define these, or say in ops/left_out.py why not: {sorted(silent)}"
+    assert not silent, f"define these, or say in ops/unsupported.py why not: {sorted(silent)}"
 
 
 def test_every_training_operator_is_defined_or_left_out_for_a_reason() -> None:
     silent = {n for n in TRAINING if ("com.microsoft", n) not in OPS and n not in TRAINING_OPERATORS}
-    assert not silent, f"define these, or say in ops/left_out.py why not: {sorted(silent)}"
+    assert not silent, f"define these, or say in ops/unsupported.py why not: {sorted(silent)}"
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onnxtrain.ops import lookup, view
-from onnxtrain.ops.four_bit import LEVELS, TYPES, bnb_product, bnb_product_back, product
+from onnxtrain.ops.quantization.four_bit_matmul import LEVELS, TYPES, bnb_product, bnb_product_back, product
 from onnxtrain.testing import CaseCheck, run_model
 from tests.ops.cases_four_bit import CASES, case
 

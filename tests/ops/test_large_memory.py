@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.matmul.candidates import product_in_large_pages
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -17,16 +17,16 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Begin and length of the memory that large pages are asked for."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(large_memory, "_madvise", lambda: lambda begin, count, advice: found.append((begin, count)))
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda begin, count, advice: found.append((begin, count)))
     return found
 
 
 def test_only_whole_pages_inside_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_for(monkeypatch)
     like = torch.empty(0)
-    small = large_memory.empty((1024, 1024), like)
+    small = huge_pages.empty((1024, 1024), like)
     assert not found
-    large = large_memory.empty((1025, 8192), like)
+    large = huge_pages.empty((1025, 8192), like)
     ((begin, count),) = found
     assert begin % (2 << 20) == 0
     assert count % (2 << 20) == 0
@@ -37,7 +37,7 @@ def test_only_whole_pages_inside_of_large_tensors(monkeypatch: pytest.MonkeyPatc
 
 
 def test_products_are_those_of_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_memory, "LARGE", 0)
+    monkeypatch.setattr(huge_pages, "LARGE", 0)
     for rows in ((3, 5), (0,), (1,), (7, 1, 2)):
         a, b, bias = torch.randn(*rows, 4), torch.randn(4, 6), torch.randn(6)
         exact = a.double() @ b.double()
@@ -56,5 +56,5 @@ def test_fewer_page_faults() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
     before = faults()
-    large_memory.empty((64 << 18,), torch.empty(0)).fill_(1)
+    huge_pages.empty((64 << 18,), torch.empty(0)).fill_(1)
     assert faults() - before < 8192  # of 16384 small pages

@@ -1,6 +1,6 @@
 """PyTorch's own operator database: what each differentiable operator becomes, and that its numbers are eager's.
 
-Why an operator is not native, falls back or has its gradient at run time stands in `ops/left_out.py`, and so in
+Why an operator is not native, falls back or has its gradient at run time stands in `ops/unsupported.py`, and so in
 the reference page of operators.
 
 A fixed sample runs always, the whole database under --slow. `python -m tests.ops.op_db_sweep` prints the counts.
@@ -9,7 +9,7 @@ A fixed sample runs always, the whole database under --slow. `python -m tests.op
 import pytest
 from torch.testing._internal.opinfo.core import OpInfo
 
-from onnxtrain.ops.left_out import PYTORCH_AT_RUN_TIME, PYTORCH_OPERATORS, PYTORCH_RUNS, PYTORCH_USES
+from onnxtrain.ops.unsupported import PYTORCH_AT_RUN_TIME, PYTORCH_OPERATORS, PYTORCH_RUNS, PYTORCH_USES
 from tests.ops.op_db_sweep import Form, check_operator, differentiable, full_name
 from tests.torch_version import needs_torch
 
@@ -63,4 +63,4 @@ def test_all(op: OpInfo) -> None:
     assert outcome.form != Form.FAILED, outcome.error
     assert outcome.form < Form.RUN_TIME or name in PYTORCH_AT_RUN_TIME, outcome.reasons
     silent = {o.removeprefix("aten::") for o in outcome.operators} - PYTORCH_OPERATORS.keys() - PYTORCH_USES.keys()
-    assert not silent, f"say in ops/left_out.py why these stay ATen nodes: {sorted(silent)}"
+    assert not silent, f"say in ops/unsupported.py why these stay ATen nodes: {sorted(silent)}"

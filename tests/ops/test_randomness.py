@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from onnxtrain import ORTModule
 from onnxtrain.autodiff import differentiate
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.randomness import dropout, dropout_of_any_ratio, fast_dropout
+from onnxtrain.ops.random.dropout import dropout, dropout_of_any_ratio, fast_dropout
 from onnxtrain.testing import case_graph, run_model
 from tests.ops.captures import OfTensors
 from tests.ops.cases_randomness import CASES

@@ -12,7 +12,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import FROM_TORCH, OPS, builder, view
 from onnxtrain.ops.reshape.shape import factored
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 

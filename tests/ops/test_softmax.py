@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.ops.softmax import safe_softmax
+from onnxtrain.ops.softmax.softmax import safe_softmax
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 

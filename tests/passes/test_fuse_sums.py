@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.onnx_file import known_name
-from onnxtrain.ops import builder, draws
+from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.random import keyed_bits
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.fuse_sums import fuse_sums
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -41,7 +42,7 @@ SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 5}, {"b": 2, "s": 4}, {"b"
 
 def keyed(x: Tensor) -> Tensor:
     """Dropout with the mask of the key that the generator gives next."""
-    return cases_keyed_dropout.keyed_dropout(round(P * 2**16))(x, draws.draw_key())
+    return cases_keyed_dropout.keyed_dropout(round(P * 2**16))(x, keyed_bits.draw_key())
 
 
 def ahead(drop, x, residual):
@@ -339,7 +340,7 @@ def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
 @pytest.mark.compiler
 def test_one_call_of_the_kernel_drops_and_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[str] = Counter()
-    monkeypatch.setattr(draws.LIBRARY, "functions", counting(draws.LIBRARY, found))
+    monkeypatch.setattr(keyed_bits.LIBRARY, "functions", counting(keyed_bits.LIBRARY, found))
     ours = ORTModule(Layers())
     gradients(ours, 9)
     assert found == {"dropout_float": 6}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
-from onnxtrain.ops import draws
 from onnxtrain.ops.attention import compiled
+from onnxtrain.ops.random import keyed_bits
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
@@ -21,7 +21,7 @@ MODELS = [
 
 
 def fast(module: torch.nn.Module) -> torch.nn.Module:
-    for library in (compiled.LIBRARIES[torch.float32], draws.LIBRARY):
+    for library in (compiled.LIBRARIES[torch.float32], keyed_bits.LIBRARY):
         library.wait()
     return ORTModule(module, rng="fast")
 

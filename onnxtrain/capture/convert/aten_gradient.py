@@ -36,7 +36,7 @@ from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.aten import AtenCall, aten_call, is_composite
+from onnxtrain.ops.aten_node import AtenCall, aten_call, is_composite
 
 Flags = tuple[bool, ...]
 # (builder, traced module, what its nodes are that are known already) -> the module's outputs

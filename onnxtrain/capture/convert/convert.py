@@ -30,10 +30,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, rank_of, set_type, type_of
 from onnxtrain.ops import FROM_TORCH, builder
-from onnxtrain.ops.aten import Text, aten_call, aten_node
+from onnxtrain.ops.aten_node import Text, aten_call, aten_node
 from onnxtrain.ops.constructors import ONNX_DTYPES
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.python_op import TORCH_OP as PYTHON_OP
+from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
 
 # Calls that only state what is already known of sizes and types: the guards hold them.
 _STATEMENTS = re.compile(

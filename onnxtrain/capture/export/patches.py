@@ -33,8 +33,8 @@ from onnxtrain.capture.four_bit_weights import matmul_4bit
 from onnxtrain.capture.python_functions.calls import FunctionCalls
 from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.errors import CaptureError
-from onnxtrain.ops.python_call import qualified_name
-from onnxtrain.ops.python_surroundings import is_uncaptured
+from onnxtrain.ops.python_function.call import qualified_name
+from onnxtrain.ops.python_function.run_context import is_uncaptured
 from onnxtrain.torch_compat.replacement import replaced, replaced_in_thread
 
 CAPTURE_LOCK = threading.RLock()

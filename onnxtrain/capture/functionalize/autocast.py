@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError, UnsupportedOperatorError
-from onnxtrain.ops.aten import AutocastState as State
-from onnxtrain.ops.aten import ambient, is_composite
+from onnxtrain.ops.aten_node import AutocastState as State
+from onnxtrain.ops.aten_node import ambient, is_composite
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
 from onnxtrain.ops.recurrent.capture import computes_in_one_type
 

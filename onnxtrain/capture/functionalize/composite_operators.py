@@ -29,7 +29,7 @@ from onnxtrain.capture.export.torch_reports import reports_dropped
 from onnxtrain.capture.functionalize.autocast import casting, casting_composites, state_types
 from onnxtrain.capture.functionalize.views import is_unmarked_view
 from onnxtrain.ops import FROM_TORCH
-from onnxtrain.ops.left_out import CHECKS
+from onnxtrain.ops.unsupported import CHECKS
 from onnxtrain.torch_compat.replacement import replaced_in_thread
 
 Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts

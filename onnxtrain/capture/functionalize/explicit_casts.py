@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain.capture.functionalize.autocast import is_listed
-from onnxtrain.ops.aten import AutocastState as State
+from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
 
 CAST = torch.ops.aten._to_copy.default

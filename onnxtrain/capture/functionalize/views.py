@@ -14,7 +14,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.node_storage import layout_of, storages_of
-from onnxtrain.ops.aten import is_composite
+from onnxtrain.ops.aten_node import is_composite
 
 aten = torch.ops.aten
 

@@ -32,7 +32,7 @@ from onnxtrain.capture.functionalize.batch_norm import BATCH_NORM, functional_ba
 from onnxtrain.capture.functionalize.explicit_casts import CAST, ExplicitCasts, cast_value
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
-from onnxtrain.ops.aten import ambient
+from onnxtrain.ops.aten_node import ambient
 from onnxtrain.torch_compat.replacement import replaced_in_thread
 
 aten = torch.ops.aten

@@ -23,10 +23,10 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.python_functions.output_sizes import declared_rule, deduced_rule, node_proto, sizes_fixed
 from onnxtrain.capture.python_functions.trial_run import Run, run_aside
 from onnxtrain.errors import CaptureError
-from onnxtrain.ops.python_call import Input, PythonCall, ShapeRule, line_of, qualified_name
-from onnxtrain.ops.python_op import TORCH_OP, register
-from onnxtrain.ops.python_surroundings import autocast_of_now
-from onnxtrain.ops.python_template import SizeResult, Slot, parts, rebuilt, slots
+from onnxtrain.ops.python_function.call import Input, PythonCall, ShapeRule, line_of, qualified_name
+from onnxtrain.ops.python_function.node import TORCH_OP, register
+from onnxtrain.ops.python_function.run_context import autocast_of_now
+from onnxtrain.ops.python_function.template import SizeResult, Slot, parts, rebuilt, slots
 
 _KNOWN: WeakValueDictionary[Any, PythonCall] = WeakValueDictionary()
 

@@ -27,8 +27,8 @@ from onnxtrain.capture import source_line
 from onnxtrain.capture.python_functions.trial_run import CallArguments, Run, run_aside
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
-from onnxtrain.ops.python_call import Output, ShapeRule, line_of, qualified_name
-from onnxtrain.ops.python_template import Sizes, Slot
+from onnxtrain.ops.python_function.call import Output, ShapeRule, line_of, qualified_name
+from onnxtrain.ops.python_function.template import Sizes, Slot
 
 # Whether a run on symbolic sizes says what happens at other sizes
 

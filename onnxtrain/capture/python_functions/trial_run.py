@@ -12,9 +12,9 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from onnxtrain.errors import CaptureError
-from onnxtrain.ops.python_call import Input, Output, line_of, qualified_name, requiring_grad
-from onnxtrain.ops.python_surroundings import uncaptured
-from onnxtrain.ops.python_template import SizeResult, Slot, filled, parts, rebuilt
+from onnxtrain.ops.python_function.call import Input, Output, line_of, qualified_name, requiring_grad
+from onnxtrain.ops.python_function.run_context import uncaptured
+from onnxtrain.ops.python_function.template import SizeResult, Slot, filled, parts, rebuilt
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

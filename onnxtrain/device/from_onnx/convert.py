@@ -1,7 +1,7 @@
 """Convert an imported model node by node.
 
 Ops in `converters` are rewritten with PyTorch's semantics; ops with a definition of the same name are kept. Any other
-op becomes a foreign node (`ops/foreign.py`), which is refused later if a gradient must pass it.
+op becomes a foreign node (`ops/unknown_node.py`), which is refused later if a gradient must pass it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of, set_type
-from onnxtrain.ops import OPS, builder, definition_of, foreign
+from onnxtrain.ops import OPS, builder, definition_of, unknown_node
 from onnxtrain.ops.bodies import close
 from onnxtrain.ops.definition import OPSET, OpDef
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.passes.fold_constants import evaluate
 
 _MAX_FOLDED = 4096  # elements of a constant that is folded
@@ -221,7 +221,7 @@ class _Walk:
             )
         types = [self._type(value, "the output") for value in node.outputs]
         version = self._versions.get(node.domain, 1)
-        return foreign.wrap(self._op, node, source.inputs, types, version).outputs
+        return unknown_node.wrap(self._op, node, source.inputs, types, version).outputs
 
     def _branch(self, node: ir.Node) -> None:
         """Replace an If with constant condition by its branch."""

@@ -20,11 +20,11 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, constant_of, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import average, axes_constant, reshaped, times
-from onnxtrain.ops.randomness import dropped_out
+from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
 from onnxtrain.ops.recurrent.standard import reason_against
-from onnxtrain.ops.spatial import cut_out, padded_by_name, spatial
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.sliding_windows import cut_out, padded_by_name, spatial
+from onnxtrain.ops.symbolic_ints import held_sizes
 
 INT64 = ir.DataType.INT64
 Results = Sequence[ir.Value | None]

@@ -14,7 +14,7 @@ from onnxtrain.graph.values import ONNX, dtype_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.bodies import close, inline_bodies
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
 from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code

@@ -24,7 +24,7 @@ from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.composite import elementwise_axes
 from onnxtrain.ops.definition import Call, Gradient, Infix, Kernel, NodeView, numel
 from onnxtrain.ops.fused import fused
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 
 _EXACT, _TANH = "none", "tanh"  # values of the attribute `approximate`
 

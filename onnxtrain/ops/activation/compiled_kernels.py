@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from onnxtrain.native import Library, pointers, text
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.definition import Call, InPlaceCapableCall
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ def tanh_gelu(x: Tensor) -> Tensor:
     """Return gelu(x, approximate="tanh")."""
     if not _kernel_supports(x):
         return torch.nn.functional.gelu(x, approximate="tanh")
-    y = large_memory.empty_like(x)
+    y = huge_pages.empty_like(x)
     _call_kernel("tanh_gelu", x.dtype, *pointers(x, y), x.numel())
     return y
 
@@ -75,7 +75,7 @@ def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Return dy * tanh_gelu'(x)."""
     if not _kernel_supports(x) or not dy.is_contiguous():
         return gelu_backward(dy, x, "tanh")
-    dx = large_memory.empty_like(x)
+    dx = huge_pages.empty_like(x)
     _call_kernel("tanh_gelu_backward", x.dtype, *pointers(dy, x, dx), x.numel())
     return dx
 
@@ -93,7 +93,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     rows = _row_layout(gate, up)
     if rows is None:
         return aten_gated(gate, up, activation)
-    y = large_memory.empty(gate.shape, gate)
+    y = huge_pages.empty(gate.shape, gate)
     _call_kernel(f"gated_{activation}", y.dtype, *pointers(gate, up, y), *rows)
     return y
 
@@ -118,7 +118,7 @@ def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, in
     if rows is None or not dy.is_contiguous():
         dgate, dup = aten_gated_backward(dy, gate, up, activation)
         return dy.copy_(dgate) if in_place else dgate, dup
-    dgate, dup = dy if in_place else large_memory.empty(gate.shape, gate), large_memory.empty(gate.shape, gate)
+    dgate, dup = dy if in_place else huge_pages.empty(gate.shape, gate), huge_pages.empty(gate.shape, gate)
     _call_kernel(f"gated_{activation}_backward", dy.dtype, *pointers(dy, gate, up, dgate, dup), *rows)
     return dgate, dup
 

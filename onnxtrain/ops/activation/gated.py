@@ -25,7 +25,7 @@ from onnxtrain.ops.composite import elementwise_axes
 from onnxtrain.ops.constructors import FUSIBLE, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.fused import fused
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 

@@ -24,7 +24,7 @@ from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import activation, activation_grad, not_double, scalar
 from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fusion, Infix, InPlaceCapableCall, Kernel, NodeView
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.torch_compat import aten_kernels
 
 _aten = torch.ops.aten

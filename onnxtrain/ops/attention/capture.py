@@ -28,7 +28,7 @@ from onnxtrain.ops.attention.parts import (
     with_attribute,
 )
 from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.randomness import dropped_out
+from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.registry import compose
 
 

@@ -35,7 +35,7 @@ from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Drops, Packed, Scores
 from onnxtrain.ops.constructors import TORCH_DTYPES
-from onnxtrain.ops.draws import least_kept
+from onnxtrain.ops.random.keyed_bits import least_kept
 from onnxtrain.system.machine import current_machine
 
 Tensor = torch.Tensor

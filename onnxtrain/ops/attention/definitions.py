@@ -14,8 +14,8 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of
 from onnxtrain.ops.attention.parts import accumulated, scores_factor
 from onnxtrain.ops.constructors import TORCH_DTYPES, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Body, Effects, Gradient, GradientRule, Kernel, NodeView, OpDef
-from onnxtrain.ops.native import may_compile
-from onnxtrain.ops.randomness import DRAWS, draws_fast, ratio_of, scale_of
+from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.random.dropout import DRAWS, draws_fast, ratio_of, scale_of
 from onnxtrain.ops.registry import define
 
 Types = Callable[[NodeView], Sequence[TensorType]]

@@ -57,12 +57,12 @@ from onnxtrain.ops.attention.parts import (
 from onnxtrain.ops.attention.scores import Scores
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
-from onnxtrain.ops.draws import KEY_BYTES
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.fused import only_first
-from onnxtrain.ops.native import may_compile
-from onnxtrain.ops.randomness import DRAWS, draws_fast, fast_mask, ratio_of, torch_mask, trains
-from onnxtrain.ops.randomness import scale_of as kept_scale
+from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.random.dropout import DRAWS, draws_fast, fast_mask, ratio_of, torch_mask, trains
+from onnxtrain.ops.random.dropout import scale_of as kept_scale
+from onnxtrain.ops.random.keyed_bits import KEY_BYTES
 
 Tensor = torch.Tensor
 Grads = list[ir.Value | None]

@@ -11,7 +11,7 @@ import torch
 from onnxtrain.ops.attention import compiled
 from onnxtrain.ops.attention.dense_kernels import attend, attend_backward
 from onnxtrain.ops.attention.scores import Drops, Scores
-from onnxtrain.ops.draws import draw_key, kept_compiled
+from onnxtrain.ops.random.keyed_bits import draw_key, kept_compiled
 
 Tensor = torch.Tensor
 

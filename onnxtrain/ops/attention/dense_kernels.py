@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.attention.parts import scale_number
 from onnxtrain.ops.attention.scores import Scores
 from onnxtrain.torch_compat import aten_kernels
@@ -104,7 +104,7 @@ def attend(
     batch, heads, rows, _ = q.shape
     kept = probabilities_type(q)
     if p is None:
-        p = large_memory.empty((batch, heads, rows, k.size(2)), q.new_empty(0, dtype=kept))
+        p = huge_pages.empty((batch, heads, rows, k.size(2)), q.new_empty(0, dtype=kept))
     y = q.new_empty((batch, heads, rows, v.size(3)))
     number, each = scale_number(scores.scale, q), heads // k.size(1) if k.size(1) else 1
     mask = scores.mask

@@ -40,9 +40,9 @@ from onnxtrain.ops.attention.scores import Scores
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import define
-from onnxtrain.ops.softmax import safe_softmax
+from onnxtrain.ops.softmax.softmax import safe_softmax
 from onnxtrain.system.machine import current_machine
 from onnxtrain.torch_compat import aten_kernels
 

@@ -59,8 +59,8 @@ from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.fused import nothing, only_first, total
 from onnxtrain.ops.matmul import constant_axes
-from onnxtrain.ops.native import may_compile
-from onnxtrain.ops.randomness import draws_fast, ratio_of, trains
+from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.random.dropout import draws_fast, ratio_of, trains
 from onnxtrain.ops.registry import definition_of
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import counting, zeros

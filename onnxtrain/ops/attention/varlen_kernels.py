@@ -9,8 +9,8 @@ import torch
 
 from onnxtrain.ops.attention.dense_kernels import attend, attend_backward, probabilities_type
 from onnxtrain.ops.attention.scores import Packed, Scores
-from onnxtrain.ops.randomness import DRAWS, fast_mask, torch_mask
-from onnxtrain.ops.randomness import scale_of as kept_scale
+from onnxtrain.ops.random.dropout import DRAWS, fast_mask, torch_mask
+from onnxtrain.ops.random.dropout import scale_of as kept_scale
 
 Tensor = torch.Tensor
 

@@ -38,8 +38,8 @@ from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradi
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
 from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
-from onnxtrain.ops.native import may_compile
-from onnxtrain.ops.spatial import (
+from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.sliding_windows import (
     as_list,
     covered,
     cut_out,

@@ -28,7 +28,7 @@ from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _shared_names(axis: int, whole: Sizes, part: Sizes) -> tuple[list[str], list[str]]:

@@ -19,7 +19,7 @@ from onnxtrain.ops.definition import DEVICE, Call, NodeView
 from onnxtrain.ops.elementwise.copies import overwritten
 from onnxtrain.ops.reshape.dims import expanded, unsqueezed
 from onnxtrain.ops.reshape.movement import movement
-from onnxtrain.ops.symbolic import held_sizes, needed_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes, needed_sizes
 
 # ConstantOfShape(shape, value): a tensor filled with one number (default: float32 0).
 

@@ -26,7 +26,7 @@ from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import held_sizes, needed_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes, needed_sizes
 from onnxtrain.torch_compat import aten_kernels
 
 

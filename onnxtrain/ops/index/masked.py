@@ -20,7 +20,7 @@ from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import movement
 from onnxtrain.ops.reshape.rows import zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _flat(op: Builder, value: ir.Value) -> ir.Value:

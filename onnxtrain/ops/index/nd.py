@@ -25,7 +25,7 @@ from onnxtrain.ops.index.negative import from_size
 from onnxtrain.ops.index.scatter import Places, scatter_gradient
 from onnxtrain.ops.reshape.movement import axis_map, movement, names
 from onnxtrain.ops.reshape.rows import along, counting, zeros
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _depth(places: ir.Value) -> int:

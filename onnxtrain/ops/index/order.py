@@ -25,7 +25,7 @@ from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.index.negative import from_size, never_negative, non_negative
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _ordered_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dplaces: None) -> Sequence[ir.Value | None]:

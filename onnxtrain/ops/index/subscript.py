@@ -27,7 +27,7 @@ from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros, is_togeth
 from onnxtrain.ops.reshape.dims import expanded, inverse, moved, transposed, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_map, movement, names, vector
 from onnxtrain.ops.reshape.rows import zeros
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 Argument = ir.Value | None
 

@@ -25,7 +25,7 @@ from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped, sizes_on_device
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 # ShrunkenGather
 

@@ -25,7 +25,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.native import Library, pointers, text
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, total
 from onnxtrain.ops.loss.cross_entropy import (
@@ -40,7 +40,7 @@ from onnxtrain.ops.loss.cross_entropy import (
     weighted_cotangent,
 )
 from onnxtrain.ops.loss.reduction import number_of
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 
 Tensor = torch.Tensor
 
@@ -141,7 +141,7 @@ def rows_gradient_compiled(
     rows, classes = scores.shape
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
-    dx = large_memory.empty_like(scores)
+    dx = huge_pages.empty_like(scores)
     given = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())
     run = getattr(native, f"backward_{_NAMES[scores.dtype]}")
     run(*pointers(*given), ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())

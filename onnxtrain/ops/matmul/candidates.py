@@ -24,12 +24,12 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
 from onnxtrain.ops.matmul import compiled_product
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.system.machine import Machine, current_machine
 from onnxtrain.torch_compat import aten_kernels
 
@@ -73,7 +73,7 @@ def product_dims(a: tuple[int, ...], b: tuple[int, ...]) -> Dims:
 
 def product_in_large_pages(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
     """Alpha * a[..., m, k] @ b[k, n] + bias[n]."""
-    y = large_memory.empty((*a.shape[:-1], b.size(1)), a)
+    y = huge_pages.empty((*a.shape[:-1], b.size(1)), a)
     rows, into = a.flatten(0, -2), y.flatten(0, -2)
     if bias is None:
         torch.mm(rows, b, out=into)
@@ -135,7 +135,7 @@ def _seconds(way: str, dims: Dims, machine: Machine, dtype: torch.dtype = torch.
 def _large_pages_seconds(dims: Dims, machine: Machine, dtype: torch.dtype) -> float:
     """A little less than small pages take, and not even tried where the allocator keeps such memory."""
     m, _, n, _ = dims
-    gains = m * n * dtype.itemsize >= large_memory.LARGE
+    gains = m * n * dtype.itemsize >= huge_pages.LARGE
     return 0.95 * _seconds("aten", dims, machine, dtype) if gains else math.inf
 
 
@@ -267,7 +267,7 @@ def _may_be_large(n: NodeView) -> bool:
     """Whether the result takes 32 MB or more at some sizes."""
     y = n.node.outputs[0]
     count = numel(y)
-    return isinstance(count, str) or count * dtype_of(y).itemsize >= large_memory.LARGE
+    return isinstance(count, str) or count * dtype_of(y).itemsize >= huge_pages.LARGE
 
 
 def convolves() -> bool:

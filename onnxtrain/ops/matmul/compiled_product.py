@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from onnxtrain.native import Library, pointers, text
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 
 LIBRARY = Library("product", text("vectors.h", "tiles.h", "product.cpp"), {"product": "ppppiiiiiii"})
 
@@ -23,7 +23,7 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: 
         y = torch.matmul(a, b)
         y = y if bias is None else y.add_(bias)
         return y if alpha == 1 else y.mul_(alpha)
-    y = large_memory.empty((*a.shape[:-1], b.size(1)), a)
+    y = huge_pages.empty((*a.shape[:-1], b.size(1)), a)
     sizes = (rows.size(0), b.size(1), b.size(0), rows.stride(0), b.stride(1 if transposed else 0), transposed)
     LIBRARY.functions.product(*pointers(rows, b, bias, y), *sizes, torch.get_num_threads())
     return y if alpha == 1 else y.mul_(alpha)

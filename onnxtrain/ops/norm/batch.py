@@ -44,7 +44,7 @@ from onnxtrain.ops.fused import (
     total,
     wanted,
 )
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm.channels_last import (
     batch_norm_backward_channels_last,
     batch_norm_channels_last,

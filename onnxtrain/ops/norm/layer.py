@@ -31,7 +31,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, n
 from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, cast
 from onnxtrain.ops.definition import STANDARD, Call, Fusion, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import average, flags, fused, masked, only_first, plus, statistics_type, total, wanted
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm import rms_kernels
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onnxtrain.native import Library, pointers, text
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.definition import Call
 from onnxtrain.torch_compat import aten_kernels
 
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, axis: int, scale: Tensor | None, epsilon: float) -> tupl
     if LIBRARY.functions is None or not _are_plain(x, scale):
         return composed(x, axis, scale, epsilon)
     width = math.prod(x.shape[axis:])
-    y = large_memory.empty_like(x)
+    y = huge_pages.empty_like(x)
     inv_std = x.new_empty((*x.shape[:axis], *[1] * (x.ndim - axis)))
     run = getattr(LIBRARY.functions, f"forward_{_NAMES[x.dtype]}")
     run(*pointers(x, scale, y, inv_std), x.numel() // width, width, epsilon, torch.get_num_threads())
@@ -59,7 +59,7 @@ def rms_norm_backward(
     if LIBRARY.functions is None or not _are_plain(x, dy, scale, inv_std, added):
         return composed_backward(dy, x, scale, inv_std, added, axis, mask)
     width = math.prod(x.shape[axis:])
-    dx = large_memory.empty_like(x) if mask[0] else None
+    dx = huge_pages.empty_like(x) if mask[0] else None
     dscale = torch.empty_like(scale) if mask[1] and scale is not None else None
     run = getattr(LIBRARY.functions, f"backward_{_NAMES[x.dtype]}")
     run(*pointers(dy, x, scale, inv_std, added, dx, dscale), x.numel() // width, width, torch.get_num_threads())

@@ -25,7 +25,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
 from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched
-from onnxtrain.ops.spatial import names, product, sizes_per_axis, spatial
+from onnxtrain.ops.sliding_windows import names, product, sizes_per_axis, spatial
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten

@@ -23,8 +23,8 @@ from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, reshaped, total
 from onnxtrain.ops.pool.window import pooled_axes
-from onnxtrain.ops.spatial import Padding, names, paddings, per_axis, product, spatial, window_count
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.sliding_windows import Padding, names, paddings, per_axis, product, spatial, window_count
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _one_each(n: NodeView) -> Sequence[TensorType]:

@@ -28,7 +28,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, r
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, Layout, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped, times
 from onnxtrain.ops.registry import view
-from onnxtrain.ops.spatial import (
+from onnxtrain.ops.sliding_windows import (
     as_list,
     covered,
     cut_out,

@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, is_float
-from onnxtrain.ops.aten import AutocastState, ambient
-from onnxtrain.ops.randomness import dropped_out
+from onnxtrain.ops.aten_node import AutocastState, ambient
+from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.layer import WEIGHTS
 from onnxtrain.ops.registry import compose

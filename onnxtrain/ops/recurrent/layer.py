@@ -27,7 +27,7 @@ from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import cast, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.fused import nothing, reshaped, wanted
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.recurrent import kernels, lstm_compiled, unrolled
 from onnxtrain.ops.recurrent.cells import CELLS, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.unrolled import Side

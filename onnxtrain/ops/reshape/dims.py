@@ -16,7 +16,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, normalize_axes, normali
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, constant_ints, movement, names, vector
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 # Transpose(x, perm): axis i of y is axis perm[i] of x.
 

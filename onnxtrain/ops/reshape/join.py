@@ -19,7 +19,7 @@ from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names, vector
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 # Concat(xs..., axis)
 

@@ -18,7 +18,7 @@ from onnxtrain.ops.reshape.dims import inverse, moved, transposed
 from onnxtrain.ops.reshape.movement import axis_map, in_rank, movement, names
 from onnxtrain.ops.reshape.rows import along, counting, scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 # Trilu(x, k, upper): zeros below (upper) or above the k-th diagonal of the matrices of the last two axes.
 

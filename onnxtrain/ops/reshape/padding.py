@@ -24,7 +24,7 @@ from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, rank_
 from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import counting
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 _TORCH_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 _ONNX_MODES = {torch_mode: mode for mode, torch_mode in _TORCH_MODES.items()}

@@ -18,7 +18,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_map, movement, vector
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def sizes_on_device(given: int | Sequence[int], device: torch.device) -> torch.Tensor:

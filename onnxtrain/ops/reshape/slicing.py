@@ -29,7 +29,7 @@ from onnxtrain.ops.definition import REQUIRED, Call, NodeView
 from onnxtrain.ops.reshape.dims import expanded, squeezed, swapped, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.rows import counting, scatter_rows, zeros
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 _LAST = 2**63 - 1  # as an end: to the last element
 _BEFORE_FIRST = -(2**63)  # as an end of a backward slice: to the first element

@@ -19,7 +19,7 @@ from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.movement import axis_map, in_rank, movement, names, vector
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import repeated_rows, rolled
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 # Tile(x, repeats): x laid out repeats[i] times along axis i.
 

@@ -28,7 +28,7 @@ from onnxtrain.ops.reshape.dims import expanded, transposed
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, constant_ints, in_rank, names, vector
 from onnxtrain.ops.reshape.rows import along, counting
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _no_flops(n: NodeView) -> Size:

@@ -11,7 +11,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
-from onnxtrain.ops.aten import aten_node
+from onnxtrain.ops.aten_node import aten_node
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import another_call, plus, statistics_type, times, total
 from onnxtrain.ops.registry import compose

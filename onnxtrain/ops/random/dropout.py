@@ -40,9 +40,9 @@ from onnxtrain.ops.definition import (
     Replay,
     numel,
 )
-from onnxtrain.ops.draws import DRAWS as DRAWS
-from onnxtrain.ops.draws import draw_key, kept
 from onnxtrain.ops.index.fill import filled
+from onnxtrain.ops.random.keyed_bits import DRAWS as DRAWS
+from onnxtrain.ops.random.keyed_bits import draw_key, kept
 from onnxtrain.ops.registry import define
 
 _DEFAULT_RATIO = 0.5

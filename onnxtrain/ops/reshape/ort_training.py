@@ -21,7 +21,7 @@ from onnxtrain.ops.definition import REQUIRED, Call, NodeView
 from onnxtrain.ops.reshape.join import concatenated, split, split_count
 from onnxtrain.ops.reshape.movement import axis_map, axis_of, names
 from onnxtrain.ops.reshape.shape import sizes_on_device
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 
 def _lengths(n: NodeView) -> list[sizes.Size]:

@@ -17,7 +17,6 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops import draws
 from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never
 from onnxtrain.ops.definition import (
@@ -33,8 +32,9 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.fused import reshaped, times
-from onnxtrain.ops.native import may_compile
-from onnxtrain.ops.randomness import scale_of
+from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.random import keyed_bits
+from onnxtrain.ops.random.dropout import scale_of
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.rows import counting
@@ -67,7 +67,7 @@ DROPOUT_KEY = define(
         ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n: Call(draws.draw_key)),),
+        kernels=(Kernel(lower=lambda n: Call(keyed_bits.draw_key)),),
         axes=no_axes,
         effects=Effects.RANDOM,
         aliases={},
@@ -89,10 +89,10 @@ def _words(op: Builder, key: ir.Value, count: sizes.Size) -> ir.Value:
         return op.BitwiseXor(z, without_sign)  # type: ignore[no-any-return]
 
     first, second = (sliced(op, key, 0, i, i + 1) for i in (0, 1))
-    z = op.Add(op.Mul(counting(op, count), op.scalar(draws.GAMMA, _INT64)), first)
-    z = op.BitwiseXor(op.Mul(mixed(z, draws.SHIFTS[0]), op.scalar(draws.FIRST, _INT64)), second)
-    z = op.Mul(mixed(z, draws.SHIFTS[1]), op.scalar(draws.SECOND, _INT64))
-    return mixed(z, draws.SHIFTS[2])
+    z = op.Add(op.Mul(counting(op, count), op.scalar(keyed_bits.GAMMA, _INT64)), first)
+    z = op.BitwiseXor(op.Mul(mixed(z, keyed_bits.SHIFTS[0]), op.scalar(keyed_bits.FIRST, _INT64)), second)
+    z = op.Mul(mixed(z, keyed_bits.SHIFTS[1]), op.scalar(keyed_bits.SECOND, _INT64))
+    return mixed(z, keyed_bits.SHIFTS[2])
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
@@ -100,7 +100,7 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     z = unsqueezed(op, _words(op, n.key, sizes.floor_divide(sizes.add(count, 3), 4)), 1)
     quarters = op.own.FloorDivide(z, op.constant([1, 2**16, 2**32, 2**48], _INT64))
     # The sign bit of 16 bits flipped: numbers from 0 up, in the same order.
-    flipped = op.Mod(op.Add(quarters, op.scalar(draws.DRAWS // 2, _INT64)), op.scalar(draws.DRAWS, _INT64))
+    flipped = op.Mod(op.Add(quarters, op.scalar(keyed_bits.DRAWS // 2, _INT64)), op.scalar(keyed_bits.DRAWS, _INT64))
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.dims_of(n.x))
     y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), scale_by(n, n.x))
@@ -109,16 +109,17 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
 
 def scale_by(n: NodeView, x: ir.Value) -> float:
     """What kept elements of x are multiplied by."""
-    return scale_of(n.dropped / draws.DRAWS, TORCH_DTYPES[dtype_of(x)])
+    return scale_of(n.dropped / keyed_bits.DRAWS, TORCH_DTYPES[dtype_of(x)])
 
 
 def _lower(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
-    return InPlaceCapableCall(draws.drop, draws.drop_, x, key, n.dropped, scale_by(n, n.x), residual)
+    return InPlaceCapableCall(keyed_bits.drop, keyed_bits.drop_, x, key, n.dropped, scale_by(n, n.x), residual)
 
 
 def _lower_compiled(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
-    draws.LIBRARY.request()
-    return InPlaceCapableCall(draws.drop_compiled, draws.drop_compiled_, x, key, n.dropped, scale_by(n, n.x), residual)
+    keyed_bits.LIBRARY.request()
+    kernel, in_place = keyed_bits.drop_compiled, keyed_bits.drop_compiled_
+    return InPlaceCapableCall(kernel, in_place, x, key, n.dropped, scale_by(n, n.x), residual)
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:

@@ -40,8 +40,8 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.python_call import Learned, PythonCall
-from onnxtrain.ops.python_template import Slot, parts, slots
+from onnxtrain.ops.python_function.call import Learned, PythonCall
+from onnxtrain.ops.python_function.template import Slot, parts, slots
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import dispatch
 

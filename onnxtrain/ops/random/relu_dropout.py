@@ -18,7 +18,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, type_of
 from onnxtrain.native import pointers
-from onnxtrain.ops import draws, large_memory
+from onnxtrain.ops import huge_pages
 from onnxtrain.ops.activation.rectified import threshold_backward, threshold_backward_
 from onnxtrain.ops.composite import no_axes
 from onnxtrain.ops.constructors import always, never
@@ -35,8 +35,9 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.fused import times
-from onnxtrain.ops.keyed_dropout import scale_by
-from onnxtrain.ops.native import may_compile
+from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.random import keyed_bits
+from onnxtrain.ops.random.keyed_dropout import scale_by
 from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
@@ -44,12 +45,12 @@ Tensor = torch.Tensor
 
 def relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
     """Gives max(x, 0) with some elements times `scale` and the others times 0; see `draws.drop`."""
-    return draws.drop_(x.relu(), key, dropped, scale)
+    return keyed_bits.drop_(x.relu(), key, dropped, scale)
 
 
 def relu_drop_(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
     """The same, written over x."""
-    return draws.drop_(x.relu_(), key, dropped, scale)
+    return keyed_bits.drop_(x.relu_(), key, dropped, scale)
 
 
 def relu_drop_compiled(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
@@ -63,11 +64,11 @@ def relu_drop_compiled_(x: Tensor, key: Tensor, dropped: int, scale: float) -> T
 
 
 def _relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float, *, over: bool) -> Tensor:
-    run = draws.function("relu_dropout", x)
+    run = keyed_bits.function("relu_dropout", x)
     if run is None:
-        return draws.drop_compiled_(x.relu_() if over else x.relu(), key, dropped, scale)
-    y = x if over else large_memory.empty_like(x)
-    run(*pointers(x, y, key), draws.least_kept(dropped), scale, x.numel(), torch.get_num_threads())
+        return keyed_bits.drop_compiled_(x.relu_() if over else x.relu(), key, dropped, scale)
+    y = x if over else huge_pages.empty_like(x)
+    run(*pointers(x, y, key), keyed_bits.least_kept(dropped), scale, x.numel(), torch.get_num_threads())
     return y
 
 
@@ -92,10 +93,10 @@ def backward_compiled_(dy: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _backward(dy: Tensor, y: Tensor, scale: float, *, over: bool) -> Tensor:
-    run = draws.function("relu_dropout_backward", dy, y)
+    run = keyed_bits.function("relu_dropout_backward", dy, y)
     if run is None:
         return (backward_ if over else backward)(dy, y, scale)
-    dx = dy if over else large_memory.empty_like(dy)
+    dx = dy if over else huge_pages.empty_like(dy)
     run(*pointers(dy, y, dx), scale, dy.numel(), torch.get_num_threads())
     return dx
 
@@ -109,7 +110,7 @@ def _lower(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
 
 
 def _lower_compiled(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
-    draws.LIBRARY.request()
+    keyed_bits.LIBRARY.request()
     return InPlaceCapableCall(relu_drop_compiled, relu_drop_compiled_, x, key, n.dropped, scale_by(n, n.x))
 
 
@@ -155,7 +156,7 @@ def _lower_grad(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
 
 
 def _lower_grad_compiled(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
-    draws.LIBRARY.request()
+    keyed_bits.LIBRARY.request()
     return InPlaceCapableCall(backward_compiled, backward_compiled_, dy, y, scale_by(n, n.dy))
 
 

@@ -22,7 +22,7 @@ from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.composite import composite, no_axes
 from onnxtrain.ops.constructors import elementwise_flops
 from onnxtrain.ops.definition import Call, NodeView
-from onnxtrain.ops.spatial import per_axis, spatial, symmetric_pads, window_count
+from onnxtrain.ops.sliding_windows import per_axis, spatial, symmetric_pads, window_count
 
 # For each activation its attributes in order, with ONNX's defaults, and PyTorch's function of x and these.
 _ACTIVATIONS: dict[str, tuple[dict[str, float], Any]] = {

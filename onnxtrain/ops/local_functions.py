@@ -27,7 +27,7 @@ from onnxtrain.graph.values import ONNX, TensorType, dtype_of, set_type, type_of
 from onnxtrain.ops.bodies import body_of, build_body, close, import_opsets, inline_bodies
 from onnxtrain.ops.definition import OPSET, NoBody, OpDef
 from onnxtrain.ops.registry import builder, definition_of
-from onnxtrain.ops.symbolic import held_sizes
+from onnxtrain.ops.symbolic_ints import held_sizes
 
 _FEW = 64  # elements of an integer constant that a body may look at (axes, shapes)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from onnxtrain.native import Library, pointers, text
-from onnxtrain.ops import large_memory
+from onnxtrain.ops import huge_pages
 
 DRAWS = 65536  # what 16 bits tell apart
 GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as signed numbers
@@ -172,6 +172,6 @@ def _compiled(
     run = function("dropout", x, residual)
     if run is None:
         return _scaled(x, kept_compiled(key, x.numel(), dropped), scale, residual, over=over)
-    y = x if over else large_memory.empty_like(x)
+    y = x if over else huge_pages.empty_like(x)
     run(*pointers(x, residual, y, key), least_kept(dropped), scale, x.numel(), torch.get_num_threads())
     return y

@@ -26,7 +26,7 @@ from onnxtrain.ops.composite import composite, elementwise_axes, no_axes
 from onnxtrain.ops.constructors import TORCH_DTYPES, always, elementwise_flops, never
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, Replay, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
-from onnxtrain.ops.randomness import (
+from onnxtrain.ops.random.dropout import (
     DRAWS,
     draws_fast,
     dropout,

@@ -30,7 +30,7 @@ from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, statistics_type
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.rows import counting
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 Tensor = torch.Tensor
 

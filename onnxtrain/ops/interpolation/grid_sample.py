@@ -48,8 +48,8 @@ from onnxtrain.ops.fused import (
 from onnxtrain.ops.reshape.dims import expanded, unsqueezed
 from onnxtrain.ops.reshape.join import concatenated, split
 from onnxtrain.ops.reshape.rows import along, counting
-from onnxtrain.ops.spatial import names, product, spatial
-from onnxtrain.ops.symbolic import needed_sizes
+from onnxtrain.ops.sliding_windows import names, product, spatial
+from onnxtrain.ops.symbolic_ints import needed_sizes
 
 aten = torch.ops.aten
 INT64 = ir.DataType.INT64

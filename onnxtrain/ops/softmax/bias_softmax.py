@@ -22,7 +22,7 @@ from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_ax
 from onnxtrain.ops.composite import composite
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
 from onnxtrain.ops.fused import fused
-from onnxtrain.ops.randomness import dropout_backward_of_any_ratio, dropout_of_any_ratio
+from onnxtrain.ops.random.dropout import dropout_backward_of_any_ratio, dropout_of_any_ratio
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.torch_compat import aten_kernels
 

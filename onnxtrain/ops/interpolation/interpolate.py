@@ -39,7 +39,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import cast, unary
 from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, plus, reshaped, statistics_type, times
-from onnxtrain.ops.spatial import names, spatial
+from onnxtrain.ops.sliding_windows import names, spatial
 
 aten = torch.ops.aten
 INT64 = ir.DataType.INT64

@@ -21,7 +21,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
-from onnxtrain.ops.spatial import as_list, product, sizes_per_axis, symmetric_pads, window_count
+from onnxtrain.ops.sliding_windows import as_list, product, sizes_per_axis, symmetric_pads, window_count
 
 aten = torch.ops.aten
 _WINDOW: dict[str, Any] = {

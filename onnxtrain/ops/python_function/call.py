@@ -21,8 +21,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from onnxtrain.errors import PythonOpError
-from onnxtrain.ops.python_surroundings import BACKWARD, Autocast, GradientsChangedError, uncaptured, under
-from onnxtrain.ops.python_template import Sizes, collect, filled, slots
+from onnxtrain.ops.python_function.run_context import BACKWARD, Autocast, GradientsChangedError, uncaptured, under
+from onnxtrain.ops.python_function.template import Sizes, collect, filled, slots
 from onnxtrain.torch_compat import autograd
 
 # (sizes of the tensor inputs, the size arguments) -> sizes of the outputs

@@ -1,0 +1,1 @@
+"""The user's `torch.autograd.Function` as a node of the graph."""

@@ -1,0 +1,1 @@
+"""Fake quantization, and matmuls with frozen 4-bit weights."""

@@ -1,0 +1,1 @@
+"""Softmax and LogSoftmax, with the bias and dropout that ONNX Runtime Training fuses into them."""
