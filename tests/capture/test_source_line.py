@@ -9,7 +9,7 @@ import torch
 
 import onnxtrain
 from onnxtrain.capture import source_line
-from onnxtrain.capture.key.key import snapshot
+from onnxtrain.capture.key import snapshot
 
 pytestmark = pytest.mark.everywhere
 

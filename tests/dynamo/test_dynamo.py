@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule, errors
-from onnxtrain.capture.capture import patches
+from onnxtrain.capture.export import patches
 from onnxtrain.frontend import dynamo
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.zoo.checks import Comparison

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain import FallbackPolicy, ORTModule, prepare
-from onnxtrain.capture.key.key import executed_code
+from onnxtrain.capture.key import executed_code
 from onnxtrain.errors import MemoryBudgetError, ORTModuleFallbackException
 from onnxtrain.execute.tolerance import error_and_bound
 from tests.fuzz.configurations import Configuration

@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 from onnxtrain import ORTModule
-from onnxtrain.capture.capture import composite_shapes
+from onnxtrain.capture.export import composite_shapes
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
 

@@ -32,7 +32,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import onnxtrain
 import onnxtrain.frontend.engine
 from onnxtrain import ORTModule, log
-from onnxtrain.capture.key.key import executed_code, fingerprint
+from onnxtrain.capture.key import executed_code, fingerprint
 from onnxtrain.capture.stored import cache, folder
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 from onnxtrain.capture.structure import flatten_output
