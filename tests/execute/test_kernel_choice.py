@@ -25,6 +25,7 @@ from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, S
 from onnxtrain.ops.definition import Call, Kernel
 from onnxtrain.ops.matmul import compiled_product
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
+from tests.limits import WAIT_LIMIT_S
 from tests.machines import Describe
 
 # Times
@@ -257,7 +258,7 @@ def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(WAIT_LIMIT_S)
         assert process.exitcode == 0
     assert load(file).keys() == {f"{name}{number}" for name in "ab" for number in range(20)}
 
@@ -525,7 +526,7 @@ def test_waiting_for_a_core_is_seen() -> None:
         before = threads.seconds_waited()
         busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + WAIT_LIMIT_S
             while threads.seconds_since(before) == 0.0 and time.monotonic() < deadline:
                 sum(range(100_000))
         finally:

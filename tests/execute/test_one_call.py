@@ -27,6 +27,7 @@ from onnxtrain.execute.program import Program, Run
 from onnxtrain.native import Library
 from onnxtrain.native.compiler import has_torch_headers
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.compiler
 
@@ -211,7 +212,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[one_call.OneCall]:
 
 def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[one_call.OneCall], count: int) -> None:
     """Steps until this many programs are decided about."""
-    end = time.monotonic() + 100
+    end = time.monotonic() + WAIT_LIMIT_S
     while sum(call.settled for call in calls) < count:
         step(module, x)
         assert time.monotonic() < end, "nothing is compiled"
@@ -316,7 +317,7 @@ def test_a_broken_compiler_leaves_the_program(calls: list[one_call.OneCall], mon
 
     monkeypatch.setattr(Library, "wait", wait)
     module = ORTModule(mlp(nn.ReLU()))
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT_LIMIT_S
     while len(asked) < 2:
         step(module, torch.randn(5, 6))
         assert time.monotonic() < end

@@ -19,6 +19,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.execute.reused_memory import LIBRARY
+from tests.limits import WAIT_LIMIT_S
 
 MB = 1 << 20
 
@@ -320,5 +321,7 @@ def test_a_process_ends_with_tensors_alive() -> None:
         "x = torch.ones(1 << 20)\n"
         "print(x.sum().item())\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "1048576.0\n"), done.stderr

@@ -20,6 +20,7 @@ import torch
 from onnxtrain import log
 from onnxtrain.native import Library, background, build, compiler
 from onnxtrain.system.machine import current_machine
+from tests.limits import WAIT_LIMIT_S
 from tests.machines import Describe
 
 pytestmark = pytest.mark.compiler
@@ -46,7 +47,7 @@ def counter(source: str = COUNT) -> Library:
 
 def check(library: Library) -> None:
     """Every item is visited once, on any number of threads."""
-    assert library.wait(60), library.why_not
+    assert library.wait(WAIT_LIMIT_S), library.why_not
     for n, threads in ((0, 2), (1, 4), (7, 2), (1000, 1), (1000, 3), (5, 64)):
         seen = torch.zeros(n, dtype=torch.int64)
         library.functions.count(seen.data_ptr(), n, threads)
@@ -115,8 +116,8 @@ def test_a_damaged_file_is_compiled_again(damage, cache: Path) -> None:
 def test_what_does_not_compile_is_said_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     library = counter("this is no C++")
     with caplog.at_level(logging.INFO, "onnxtrain"):
-        assert not library.wait(60)
-        assert not library.wait(60)
+        assert not library.wait(WAIT_LIMIT_S)
+        assert not library.wait(WAIT_LIMIT_S)
     (record,) = [r for r in caplog.records if "the compiled kernel" in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert "error" in record.getMessage()
@@ -126,7 +127,7 @@ def test_what_does_not_compile_is_said_once(cache: Path, caplog: pytest.LogCaptu
 
 def test_a_function_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) -> None:
     library = Library("count", COUNT, {"another": "p"})
-    assert not library.wait(60)
+    assert not library.wait(WAIT_LIMIT_S)
     assert "another" in (library.why_not or "")
     assert any(r.levelno == logging.WARNING for r in caplog.records)
 
@@ -139,7 +140,7 @@ def test_without_a_compiler_one_warning_says_what_to_install(
     monkeypatch.setattr(log, "_logged", set())
     libraries = counter(), counter()
     with caplog.at_level(logging.INFO, "onnxtrain"):
-        assert not any(library.wait(60) for library in libraries)
+        assert not any(library.wait(WAIT_LIMIT_S) for library in libraries)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "apt install g++" in warning
     assert "ONNXTRAIN_NATIVE=0" in warning
@@ -151,7 +152,7 @@ def test_a_compiler_that_does_not_run_is_named(described_machine: Describe, monk
     monkeypatch.setenv("CXX", "false --fast")
     described_machine(current_machine(), compilers=(("false", "--fast"),))
     library = counter()
-    assert not library.wait(60)
+    assert not library.wait(WAIT_LIMIT_S)
     assert "'false --fast'" in (library.why_not or "")
 
 
@@ -162,7 +163,7 @@ def test_outside_linux_nothing_is_compiled(
     described_machine(current_machine(), system=system)
     library = counter()
     with caplog.at_level(logging.INFO, "onnxtrain"):
-        assert not library.wait(60)
+        assert not library.wait(WAIT_LIMIT_S)
     assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain")] == [logging.INFO]
     assert f"for Linux, this is {system}" in (library.why_not or "")
 
@@ -171,7 +172,7 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file in the place of the folder")
     library = counter()
-    assert not library.wait(60)
+    assert not library.wait(WAIT_LIMIT_S)
     assert "cannot be used" in (library.why_not or "")
 
 
@@ -188,7 +189,7 @@ def test_functions_of_python_objects() -> None:
     if not compiler.has_torch_headers():
         pytest.skip("needs Python's headers")
     library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
-    assert library.wait(60), library.why_not
+    assert library.wait(WAIT_LIMIT_S), library.why_not
     first, second = object(), object()
     assert library.functions.both(first, second) == (first, second)
     with pytest.raises(ValueError, match="twice the same"):
@@ -210,7 +211,7 @@ def test_missing_headers_are_said(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
     with caplog.at_level(logging.INFO, "onnxtrain"):
-        assert not library.wait(60)
+        assert not library.wait(WAIT_LIMIT_S)
     assert [r.levelno for r in caplog.records if "the compiled kernel" in r.getMessage()] == [logging.INFO]
     assert "python3-dev" in (library.why_not or "")
 
@@ -234,7 +235,7 @@ assert is_whole(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing
 
 def test_processes_build_side_by_side(cache: Path) -> None:
     for process in [in_process(BUILD) for _ in range(3)]:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=WAIT_LIMIT_S)
         assert process.returncode == 0, output
     assert len(list(cache.iterdir())) == 1  # and nothing that was half done
 
@@ -257,7 +258,7 @@ exit 1
     for library in libraries:
         library.request()
     for library in libraries:
-        assert not library.wait(60)
+        assert not library.wait(WAIT_LIMIT_S)
     assert notes.read_text().splitlines() == [f"{what} // {n}" for n in range(4) for what in ("begin", "end")]
 
 
@@ -337,7 +338,7 @@ sleep 100
     while not (notes.exists() and notes.read_text()):
         time.sleep(0.01)
     """
-    output, _ = (process := in_process(code, CXX=str(slow), PYTHONWARNINGS="always")).communicate(timeout=60)
+    output, _ = (process := in_process(code, CXX=str(slow), PYTHONWARNINGS="always")).communicate(timeout=WAIT_LIMIT_S)
     assert process.returncode == 0, output
     assert output == "", "what was ended is no failure"
     pid, niceness, session = map(int, notes.read_text().split())
@@ -370,7 +371,7 @@ def test_a_program_that_ends_begins_no_compile(
     monkeypatch.setattr(background, "_ending", ending := threading.Event())
     ending.set()
     library = counter()
-    assert not library.wait(60)
+    assert not library.wait(WAIT_LIMIT_S)
     assert list(cache.iterdir()) == []
     assert not caplog.records
     ending.clear()

@@ -16,6 +16,7 @@ import torch
 from onnxtrain import DebugOptions, LogLevel, Options, ORTModule
 from onnxtrain.observe import logs
 from onnxtrain.observe.logs import DEVINFO
+from tests.limits import WAIT_LIMIT_S
 
 LOG = logging.getLogger("onnxtrain")
 
@@ -220,7 +221,7 @@ def test_a_debugger_in_forward_has_its_terminal(tmp_path: Path) -> None:
         input="p 'seen', tuple(y.shape)\nc\n" * 2,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_LIMIT_S,
         check=True,
     )
     assert "('seen', (3,))" in done.stdout

@@ -19,6 +19,7 @@ from onnxtrain.observe import allocations
 from onnxtrain.observe.allocations import peak_bytes, profiled, record
 from onnxtrain.observe.memory_timeline import BANDS, Interval, MemoryTimeline, as_bytes, draw, held_by_band
 from onnxtrain.observe.step_memory import measure_step, predicted
+from tests.limits import WAIT_LIMIT_S
 
 MODEL = """
 import torch
@@ -180,6 +181,6 @@ def test_the_page_is_drawn_by_a_browser(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(render("a title", "", [], [Chart(timeline(MIB, 3 * MIB), "")], []))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True)
     assert "peak 3.0 MiB" in done.stdout
     assert done.stdout.count("<polygon") == 1

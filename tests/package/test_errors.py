@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnxtrain import errors
+from tests.limits import WAIT_LIMIT_S
 
 FALLBACK = [
     errors.ORTModuleInitException,
@@ -78,4 +79,4 @@ assert set(onnxtrain.__all__) <= set(dir(onnxtrain))
 assert not hasattr(onnxtrain, "nothing")
 assert "torch" not in sys.modules, "the options and errors must load without PyTorch"
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_LIMIT_S, cwd=Path(__file__).parents[2])

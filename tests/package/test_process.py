@@ -122,7 +122,7 @@ with warnings.catch_warnings(record=True):
 
 AFTER = """
 import time
-limit = time.monotonic() + 120
+limit = time.monotonic() + 240
 ours = lambda: [t.name for t in threading.enumerate() if "onnxtrain" in t.name]
 while (ours() or psutil.Process().children()) and time.monotonic() < limit:
     time.sleep(0.1)
