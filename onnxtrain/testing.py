@@ -29,6 +29,7 @@ from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import cut, single_part
+from onnxtrain.torch_compat.tensors import storage_id
 
 CPU = torch.device("cpu")
 
@@ -303,9 +304,9 @@ class CaseCheck:
 
     def _check_aliases(self, where: str, tensors: Sequence[torch.Tensor], got: Sequence[torch.Tensor | None]) -> None:
         """An output in an input's memory must be declared: others are written over."""
-        own = {t.untyped_storage()._cdata for t in tensors}
+        own = {storage_id(t) for t in tensors}
         for index, output in enumerate(got):
-            is_view = output is not None and output.untyped_storage()._cdata in own
+            is_view = output is not None and storage_id(output) in own
             declared = min(index, len(self.definition.outputs) - 1) in self.definition.aliases
             assert declared or not is_view, f"{where}: output {index} is a view, and `aliases` does not say so"
 

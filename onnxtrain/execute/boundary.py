@@ -19,7 +19,8 @@ from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_function.run_context import until_settled
-from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat import autograd, dispatch
+from onnxtrain.torch_compat.tensors import storage_id
 
 Flags = tuple[bool, ...]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -193,9 +194,9 @@ class Unit:
         So the user's in-place changes and gradients go through it as in eager. Whether it does shows only now: a
         reshape may copy.
         """
-        storage = result.untyped_storage()._cdata
+        storage = storage_id(result)
         for tensor in tensors:
-            if tensor.untyped_storage()._cdata == storage and tensor.dtype == result.dtype:
+            if storage_id(tensor) == storage and tensor.dtype == result.dtype:
                 base = tensor.detach() if self.views[index] == "detached" else tensor
                 if _same_place(tensor, result):
                     return base  # an input, or an operator that gave it back: contiguous() of what is so
@@ -357,10 +358,7 @@ def _cut_off(run: Callable[..., Sequence[Any]], unreached: frozenset[int]) -> Ca
 # two small operators (4 us of 60 for a forward of five layers).
 _APPLY: Callable[..., tuple[Any, ...]] = super(torch.autograd.Function, _Boundary).apply
 # The same the other way: what autograd calls looks for the function's backward, and for vjp and boxed gradients.
-_Boundary._backward_cls.apply = _Boundary.backward  # type: ignore[attr-defined]
-# PyTorch from 2.13 on hands cotangents over in a list, where it is asked to: a tuple holds them until backward ends.
-_Boundary.boxed_grads_call = True
-_Boundary._backward_cls.apply_boxed = _gradients  # type: ignore[attr-defined]
+autograd.call_backward_directly(_Boundary, _Boundary.backward, _gradients)
 
 
 def _zeros(ctx: Any, index: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
 from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat.operators import OpOverload, direct_call
 
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
@@ -430,8 +431,8 @@ class _Writer:
 
     def _function(self, function: Callable[..., Any]) -> str:
         name = getattr(function, "__name__", None) or type(function).__name__
-        if isinstance(function, torch._ops.OpOverload):
-            function = function._op  # what its __call__ calls: 0.5 us less
+        if isinstance(function, OpOverload):
+            function = direct_call(function)
         return self._function_like("kernel" if name == "<lambda>" else name, function)
 
     def _function_like(self, wish: str, thing: Any) -> str:

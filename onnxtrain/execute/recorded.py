@@ -36,6 +36,8 @@ from onnxtrain.ops.definition import NoBody
 from onnxtrain.plan.cut import Part
 from onnxtrain.report import Refusal
 from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat.optimizer_kernels import foreach_copy
+from onnxtrain.torch_compat.tensors import is_view, storage_id
 
 _NAME = "cuda_graphs"
 CALLS = 3  # of the same sizes go the ordinary way: to record takes as long as some ten of them
@@ -261,7 +263,7 @@ class Recording:
 
     def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._inputs:
-            torch._foreach_copy_(self._inputs, [tensors[i] for i in self._copied])
+            foreach_copy(self._inputs, [tensors[i] for i in self._copied])
 
 
 def _check_device(tensors: Iterable[torch.Tensor], device: torch.device, what: str) -> None:
@@ -293,7 +295,7 @@ class _Layout:
         self._sharing: dict[int, list[torch.Tensor]] = {}  # by storage
         for tensor in found:
             if tensor is not None:
-                self._sharing.setdefault(_storage(tensor), []).append(tensor)
+                self._sharing.setdefault(storage_id(tensor), []).append(tensor)
         sets, places = AliasSets(part.nodes, definition_of), {v: i for i, v in enumerate(part.inputs)}
         self.outputs: list[Output] = []
         for value, tensor in zip(part.outputs, found, strict=True):
@@ -312,7 +314,7 @@ class _Layout:
             self.passed.add(index)
             return lambda passed, copies: passed[index]
         alike = tensor.dtype == argument.dtype and argument.stride() == given.stride()
-        if _storage(tensor) != _storage(argument) or not alike:
+        if storage_id(tensor) != storage_id(argument) or not alike:
             return None
         self.passed.add(index)
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset() - argument.storage_offset()
@@ -320,7 +322,7 @@ class _Layout:
 
     def _copy(self, tensor: torch.Tensor) -> Output:
         """A result that is copied. Those that share memory share that of the copy: changes of one show in the other."""
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         sharing = self._sharing[storage]
         as_it_is = torch.empty_like(tensor).stride() == tensor.stride()  # a clone has the same strides then
         alone = as_it_is and all(other is tensor for other in sharing)
@@ -333,15 +335,10 @@ class _Layout:
         if alone:
             return lambda passed, copies: copies[number]
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        if tensor._is_view():
+        if is_view(tensor):
             return lambda passed, copies: copies[number].as_strided(size, stride, offset)
         # detach() gives a tensor of the same memory and version that is no view to autograd.
         return lambda passed, copies: copies[number].as_strided(size, stride, offset).detach()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

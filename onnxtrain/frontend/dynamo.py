@@ -23,6 +23,7 @@ from onnxtrain.frontend.engine import Call, Engine, EntryPoint
 from onnxtrain.options import Options
 from onnxtrain.options.without_effect import DORT_OPTIONS, warn_ineffective
 from onnxtrain.report import CompileReport
+from onnxtrain.torch_compat.dynamo import SUPPRESSED_ERRORS
 
 # By the graph and the options; as long as torch.compile keeps one of the graphs.
 _ENGINES: weakref.WeakValueDictionary[Hashable, Engine] = weakref.WeakValueDictionary()
@@ -98,7 +99,7 @@ def pieces(options: Options) -> Callable[[Call], Call]:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # What torch.compile itself cannot take runs in PyTorch, as the user of an ORTModule expects.
-            with torch._dynamo.config.patch(suppress_errors=True), logged_as_info():
+            with SUPPRESSED_ERRORS.get()(), logged_as_info():
                 return found(*args, **kwargs)
 
         return run

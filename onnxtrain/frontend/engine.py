@@ -12,10 +12,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch._C._dynamo import eval_frame
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.capture import Captured, Run, capture
@@ -122,7 +121,6 @@ _MOST_PATIENCE = 256  # to recognise the usual call takes as long to learn as a 
 
 
 Call: TypeAlias = Callable[..., Any]
-_F = TypeVar("_F", bound=Call)
 
 
 @dataclass(frozen=True)
@@ -430,17 +428,6 @@ def set_up(engine: Engine, name: str, options: Options) -> Call:
     if options.print_input_density:
         run = DensityWatch(run, engine.newest, name)
     return MemoryWatch(run, name) if options.print_memory_stats else run
-
-
-def untraced(function: _F) -> _F:
-    """Keeps torch.compile out: it breaks its graph at `function`, and traces nothing that is called from there.
-
-    torch.compiler.disable does the same, but imports all of dynamo (0.9 s).
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
-    return function
 
 
 class _RunBy(torch.nn.Module):

@@ -23,10 +23,11 @@ from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_line import depth_of_caller, hide_own_frames
 from onnxtrain.errors import ORTModuleTorchModelException
 from onnxtrain.frontend.dynamo import pieces
-from onnxtrain.frontend.engine import Engine, EntryPoint, set_up, untraced
+from onnxtrain.frontend.engine import Engine, EntryPoint, set_up
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.options.debug_options import DebugOptions
 from onnxtrain.report import CompileReport
+from onnxtrain.torch_compat.dynamo import untraced
 
 # What nn.Module does with its own parameters, buffers and children, the wrapped module does with its.
 _DELEGATED = (

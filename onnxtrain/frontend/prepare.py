@@ -22,11 +22,12 @@ from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.frontend.dynamo import pieces
-from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up, untraced
+from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up
 from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.observe import logs
 from onnxtrain.options import Options
 from onnxtrain.report import PrepareReport, Region
+from onnxtrain.torch_compat.dynamo import untraced
 
 M = TypeVar("M", bound=torch.nn.Module)
 Regional = bool | Literal["auto"]

@@ -18,7 +18,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from onnxtrain.autodiff import differentiate
 from onnxtrain.capture.capture import Captured
@@ -36,6 +35,7 @@ from onnxtrain.graph.values import is_float
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.passes import JOINT, optimize
 from onnxtrain.plan.cut import single_part
+from onnxtrain.torch_compat import pytree
 
 _SEED = 20_251
 

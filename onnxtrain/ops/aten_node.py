@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 import torch
-from torch.utils import _pytree as pytree
 
 from onnxtrain.errors import KernelError, UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
@@ -37,7 +36,8 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.registry import define
-from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat import dispatch, pytree
+from onnxtrain.torch_compat.operators import OpOverload, name_and_overload, written_arguments
 
 _NO_BODY = NoBody("PyTorch's own operator, which has no form in standard ops")
 
@@ -88,17 +88,19 @@ def aten_node(
     Raises:
         UnsupportedOperatorError: the call takes something that cannot stand in the graph.
     """
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         raise UnsupportedOperatorError(
             f"{target} is not an operator of PyTorch", todo="rewrite it with torch functions"
         )
-    if target._schema.name in _READS_STRIDES and not (contiguous and contiguous[0]):
+    name, overload = name_and_overload(target)
+    if name in _READS_STRIDES and not (contiguous and contiguous[0]):
         raise UnsupportedOperatorError(
             "as_strided reads memory by strides, which differ between PyTorch and the graph",
             todo="take as_strided of a contiguous tensor, or write it with view, expand, unfold or indexing",
         )
-    if target._overloadname == "default":
-        target = _PLAIN.get(target._schema.name, target)
+    if overload == "default":
+        target = _PLAIN.get(name, target)
+        name, overload = name_and_overload(target)
     packer = _Packer()
     spec = {"args": [packer.pack(a) for a in arguments], "kwargs": {k: packer.pack(v) for k, v in keywords.items()}}
     inputs = list(packer.tensors)
@@ -109,8 +111,8 @@ def aten_node(
         "ATen",
         inputs,
         {
-            "operator": target._schema.name,
-            "overload_name": target._overloadname,
+            "operator": name,
+            "overload_name": overload,
             "arguments": json.dumps(spec),
             "tensors": len(packer.tensors),
             "results": len(op.out),
@@ -129,7 +131,7 @@ def aten_sum(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
     return aten_node(op, torch.ops.aten.add.Tensor, [a, b], {}).outputs[0]
 
 
-def is_composite(target: torch._ops.OpOverload) -> bool:
+def is_composite(target: OpOverload) -> bool:
     """Whether an operator is a composition of others: autocast may cast inside it."""
     return dispatch.has_kernel_for_key(target.name(), "CompositeImplicitAutograd")
 
@@ -205,7 +207,7 @@ class AtenCall:
         namespace, name = view.operator.split("::")
         packet = getattr(getattr(torch.ops, namespace), name)
         self.function = getattr(packet, view.overload_name or "default")
-        self._writes = [a.name for a in self.function._schema.arguments if a.alias_info and a.alias_info.is_write]
+        self._writes = written_arguments(self.function)
         self._spec = json.loads(view.arguments)
         self._contiguous = frozenset(view.contiguous)
         self.autocast = [(d, TORCH_DTYPES[ir.DataType[t]]) for d, t in (s.split() for s in view.autocast)]

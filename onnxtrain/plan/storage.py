@@ -23,6 +23,8 @@ from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Kernel, Method
 from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.plan.channels_last import ChannelsLast
+from onnxtrain.torch_compat.operators import OpOverload, OpOverloadPacket
+from onnxtrain.torch_compat.tensors import storage_id
 
 
 def bind_symbols(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
@@ -161,7 +163,11 @@ class Storages:
                 continue
             self._tensors[value] = tensor
             for read in node.inputs:
-                if read in self._tensors and read not in copied and _share_storage(self._tensors[read], tensor):
+                if (
+                    read in self._tensors
+                    and read not in copied
+                    and storage_id(self._tensors[read]) == storage_id(tensor)
+                ):
                     self._sources[value] = read
 
     def _bind_data_dependent(self, node: ir.Node) -> None:
@@ -223,11 +229,7 @@ class Storages:
         return self._tensors[value]
 
 
-def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
-_BUILTIN = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_BUILTIN = (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)
 
 
 def _calls_torch_only(call: Call) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,6 +62,64 @@ raising_views = Internal[Callable[[bytes, Sequence[torch.Tensor]], Sequence[torc
     why="inputs for custom functions that require a gradient, may be changed, and let no backward past the function",
     without=_views_of_leaves,
     cost="a fault of onnxtrain that lets autograd past a custom function is not noticed",
+).get()
+
+
+def _find_backward_class() -> Callable[[Any], Any]:
+    if not hasattr(torch.autograd.Function, "_backward_cls"):
+        raise AttributeError("torch.autograd.Function has no _backward_cls")
+    return attrgetter("_backward_cls")
+
+
+backward_class = Internal[Callable[[Any], Any]](
+    "backward_class",
+    _find_backward_class,
+    why="the class of the contexts and grad_fn of a custom function",
+    without=missing("backward_class"),
+    cost="modules with custom autograd functions run in PyTorch",
+    check=lambda found: isinstance(found(torch.autograd.Function), type),
+).get()
+
+
+def _call_directly(
+    function: Any, backward: Callable[..., Any], boxed_backward: Callable[[Any, list[Any]], Any]
+) -> None:
+    # PyTorch from 2.13 on passes cotangents in a list if asked to: a tuple holds them until backward ends.
+    function.boxed_grads_call = True
+    function._backward_cls.apply = backward
+    function._backward_cls.apply_boxed = boxed_backward
+
+
+def _find_direct_calls() -> Callable[[Any, Callable[..., Any], Callable[[Any, list[Any]], Any]], None]:
+    _find_backward_class()
+    return _call_directly
+
+
+call_backward_directly = Internal[Callable[[Any, Callable[..., Any], Callable[[Any, list[Any]], Any]], None]](
+    "call_backward_directly",
+    _find_direct_calls,
+    why="autograd calls a Python function that looks for the function's backward, and for vjp and boxed gradients",
+    without=lambda function, backward, boxed_backward: None,
+    cost="a backward takes about 4 us longer, and cotangents live until it ends",
+).get()
+
+
+def _materializes_always(node: Any) -> bool:
+    return True  # PyTorch's default
+
+
+def _find_non_differentiable() -> Callable[[Any], bool]:
+    if not hasattr(torch._C._FunctionBase, "_materialize_non_diff_grads"):
+        raise AttributeError("torch._C._FunctionBase has no _materialize_non_diff_grads")
+    return attrgetter("_materialize_non_diff_grads")
+
+
+materializes_non_differentiable = Internal[Callable[[Any], bool]](
+    "materializes_non_differentiable",
+    _find_non_differentiable,
+    why="whether a custom function gets zeros for the cotangents of outputs that are not differentiable",
+    without=_materializes_always,
+    cost="custom functions that set it get zeros instead of None",
 ).get()
 set_materialize_grads = Internal[Callable[[Any, bool], None]](
     "set_materialize_grads",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -81,6 +82,25 @@ has_kernel_for_key = Internal[Callable[[str, str], bool]](
         found("aten::linear", "CompositeImplicitAutograd")
         and not found("aten::add.Tensor", "CompositeImplicitAutograd")
     ),
+).get()
+
+
+def _find_device_context() -> Callable[[object], bool]:
+    device_context = importlib.import_module("torch.utils._device").DeviceContext
+    return lambda mode: isinstance(mode, device_context)
+
+
+def _is_called_device_context(mode: object) -> bool:
+    return type(mode).__name__ == "DeviceContext"
+
+
+is_device_context = Internal[Callable[[object], bool]](
+    "is_device_context",
+    _find_device_context,
+    why="`with torch.device(...)` and torch.set_default_device hold in custom functions too, unlike other modes",
+    without=_is_called_device_context,
+    cost="they are told from other modes by the name of their class",
+    check=lambda found: not found(None),
 ).get()
 
 

@@ -119,6 +119,29 @@ foreach_zero = Internal[Callable[[Tensors], None]](
 ).get()
 
 
+def _copy(targets: Tensors, sources: Tensors) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _copies(kernel: Callable[[Tensors, Tensors], None]) -> bool:
+    return _elements_after(lambda tensors: kernel(tensors, _tensors(5.0, 6.0)), 1.0, 2.0) == [
+        [5.0, -10.0],
+        [6.0, -12.0],
+    ]
+
+
+foreach_copy = Internal[Callable[[Tensors, Tensors], None]](
+    "foreach_copy",
+    lambda: torch._foreach_copy_,
+    why="one kernel for all tensors",
+    without=_copy,
+    cost="one kernel per tensor",
+    check=takes("_foreach_copy_", "self src", results=0),
+    agrees=_copies,
+).get()
+
+
 def _multiply(tensors: Tensors, factor: float) -> None:
     for tensor in tensors:
         tensor.mul_(factor)

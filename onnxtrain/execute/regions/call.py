@@ -20,6 +20,7 @@ from onnxtrain.log import warn
 from onnxtrain.native.build import BuildError
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
+from onnxtrain.torch_compat import inductor
 
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _TRIALS = 10  # timed calls of each way
@@ -38,9 +39,9 @@ def load(path: Path, device: torch.device) -> Kernel:
     runner: Any
     try:
         if device.type == "cpu":
-            runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+            runner = inductor.CPU_RUNNER.get()(str(path), 1)
         else:
-            runner = torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device))
+            runner = inductor.CUDA_RUNNER.get()(str(path), 1, str(device))
     except (RuntimeError, AttributeError) as error:
         raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
     if device.type == "cpu":

@@ -28,6 +28,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.native.build import seal
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.plan.cut import single_part
+from onnxtrain.torch_compat import inductor
 
 
 class _Region(torch.nn.Module):
@@ -70,7 +71,7 @@ def compile_in(folder: Path) -> None:
     configs = {"cpp.threads": beside["threads"]}
     if device.type == "cuda":
         configs["aot_inductor.embed_kernel_binary"] = True  # one file, as on a CPU
-    torch._inductor.aoti_compile_and_package(traced, package_path=str(package), inductor_configs=configs)
+    inductor.COMPILE_PACKAGE.get()(traced, package_path=str(package), inductor_configs=configs)
     with zipfile.ZipFile(package) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".so")]
         library = folder / f"{request.LIBRARY}.partial"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.export.patches import capture_is_under_way
 from onnxtrain.capture.refusals import runs_in_graph
 from onnxtrain.observe.hooks.subscriber import RuntimeStates, SubscriberBase
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.tensors import is_fake
 
 _ImplOfTensor = Callable[[SubscriberBase, int, torch.Tensor], torch.Tensor]
 
@@ -135,7 +135,7 @@ class SubscriberManager:
 
 def is_computed(tensor: torch.Tensor) -> bool:
     """Whether the tensor has values: not during a capture."""
-    return not capture_is_under_way() and not isinstance(tensor, FakeTensor)
+    return not capture_is_under_way() and not is_fake(tensor)
 
 
 class _EndOfStep(torch.autograd.Function):

@@ -24,6 +24,7 @@ from onnxtrain.errors import PythonOpError
 from onnxtrain.ops.python_function.run_context import BACKWARD, Autocast, GradientsChangedError, uncaptured, under
 from onnxtrain.ops.python_function.template import Sizes, collect, filled, slots
 from onnxtrain.torch_compat import autograd
+from onnxtrain.torch_compat.tensors import storage_id
 
 # (sizes of the tensor inputs, the size arguments) -> sizes of the outputs
 ShapeRule: TypeAlias = Callable[[Sequence[Sizes], Sizes], list[list[Any]]]
@@ -122,7 +123,7 @@ class PythonCall:
     key: str = ""
 
     def __post_init__(self) -> None:
-        backward = self.function._backward_cls
+        backward = autograd.backward_class(self.function)
         if not isinstance(backward.__dict__.get("materialize_grads"), property):
             backward.materialize_grads = property(_materializes, _set_materializes)
 
@@ -233,17 +234,17 @@ class PythonCall:
         return sum(s.kind == "size" for s in slots((self.arguments, self.keywords)))
 
     def _context(self, given: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Context:
-        own = next((f for f in found if isinstance(f.grad_fn, self.function._backward_cls)), None)
+        own = next((f for f in found if isinstance(f.grad_fn, autograd.backward_class(self.function))), None)
         edge = None if own is None else get_gradient_edge(own)
         return Context(edge, list(map(_facts, given)), list(map(_facts, found)))
 
     def _free_of_inputs(self, given: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
         """Copies outputs that lie in an input's memory where nothing said that they would."""
-        memory = {t.untyped_storage()._cdata: i for i, t in enumerate(given) if i not in self.copied}
+        memory = {storage_id(t): i for i, t in enumerate(given) if i not in self.copied}
         for i, (tensor, known) in enumerate(zip(found, self.outputs, strict=True)):
             if known.alias >= 0:
                 continue
-            source = memory.get(tensor.untyped_storage()._cdata)
+            source = memory.get(storage_id(tensor))
             if source is not None:
                 found[i] = tensor.clone()
                 self._warn_of_alias(i, source)
@@ -344,7 +345,7 @@ class PythonCall:
             if output.result < 0:
                 continue
             if cotangent is None and node.materialize_grads and (
-                output.differentiable or node._materialize_non_diff_grads
+                output.differentiable or autograd.materializes_non_differentiable(node)
             ):  # fmt: skip
                 cotangent = torch.zeros(shape, dtype=dtype, device=device)
             found[output.result] = cotangent

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils._device import DeviceContext
 
 from onnxtrain.torch_compat import dispatch
 
@@ -64,7 +63,7 @@ def uncaptured() -> Iterator[None]:
     modes: list[Any] = []
     while dispatch.count_function_modes():
         modes.append(dispatch.pop_function_mode())
-    kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+    kept = [mode for mode in reversed(modes) if dispatch.is_device_context(mode)]
     try:
         for mode in kept:
             dispatch.push_function_mode(mode)

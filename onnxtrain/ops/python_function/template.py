@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from onnxtrain.torch_compat.tensors import is_fake
 
 Sizes: TypeAlias = Sequence[Any]  # ints, or symbolic ints on fake tensors
 
@@ -44,7 +45,7 @@ def filled(template: Any, tensors: Sequence[Any], sizes: Sizes) -> Any:
             return sizes[index]
         case Slot(kind="number", index=index):
             # On fake tensors its value does not matter: no size can follow from it.
-            return 1.0 if isinstance(tensors[index], FakeTensor) else tensors[index].item()
+            return 1.0 if is_fake(tensors[index]) else tensors[index].item()
     if next(slots(template), None) is None:
         return template
     return rebuilt(template, [filled(part, tensors, sizes) for part in parts(template)])

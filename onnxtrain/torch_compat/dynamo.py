@@ -1,0 +1,56 @@
+"""torch.compile's tracer: functions that it must leave alone, and errors after which it runs plain Python."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+
+from onnxtrain.torch_compat.internal import Internal
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _find_skip() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    frames = importlib.import_module("torch._C._dynamo.eval_frame")
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+
+    def skip(function: Callable[..., Any]) -> Callable[..., Any]:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        frames.set_code_exec_strategy(function.__code__, strategy)
+        return function
+
+    return skip
+
+
+_skip_frames = Internal[Callable[[Callable[..., Any]], Callable[..., Any]]](
+    "skip_frames",
+    _find_skip,
+    why="torch.compiler.disable does the same, but imports all of dynamo (0.9 s)",
+    without=torch.compiler.disable,
+    cost="importing onnxtrain takes a second longer",
+    check=callable,
+)
+
+
+def untraced(function: _F) -> _F:
+    """Decorate a function that torch.compile leaves alone, and what it calls too: the module is a graph already."""
+    return cast(_F, _skip_frames.get()(function))
+
+
+def _patch_of_suppressed_errors() -> AbstractContextManager[Any]:
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(suppress_errors=True)
+    return patch
+
+
+SUPPRESSED_ERRORS = Internal[Callable[[], AbstractContextManager[Any]]](
+    "suppressed_errors",
+    lambda: _patch_of_suppressed_errors,
+    why="what torch.compile itself cannot trace runs in Python; the option is documented, in a private module",
+    without=nullcontext,
+    cost="a part of a module that torch.compile cannot trace ends with its error",
+    check=lambda found: bool(torch._dynamo.config.suppress_errors) in (True, False),
+)

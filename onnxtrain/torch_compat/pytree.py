@@ -1,0 +1,29 @@
+"""PyTorch's pytrees, where users register their containers for torch.export and torch.compile."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from onnxtrain.torch_compat.internal import Internal, missing
+
+
+def _function(name: str) -> Callable[..., Any]:
+    return Internal[Callable[..., Any]](
+        f"pytree.{name}",
+        lambda: getattr(importlib.import_module("torch.utils._pytree"), name),
+        why="containers that users registered with PyTorch are known to its own pytrees only",
+        without=missing(f"pytree.{name}"),
+        cost="modules run in PyTorch",
+        check=callable,
+    ).get()
+
+
+keystr = _function("keystr")
+tree_flatten = _function("tree_flatten")
+tree_flatten_with_path = _function("tree_flatten_with_path")
+tree_leaves = _function("tree_leaves")
+tree_map = _function("tree_map")
+tree_map_only = _function("tree_map_only")
+tree_unflatten = _function("tree_unflatten")
