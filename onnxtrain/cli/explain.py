@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnxtrain.cli.model import model_arguments, model_of
-from onnxtrain.frontend.engine import Engine
-from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.frontend.ort_module import ORTModule, engine_of
 from onnxtrain.observe.logs import only_errors
 from onnxtrain.observe.memory_timeline import as_bytes
 from onnxtrain.options import FallbackPolicy
@@ -99,8 +98,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"[bold]{escape(model.name)}[/bold]")
     for line in (*work_lines(report), *pass_lines(report)):
         console.print(line, markup=False)
-    engine: Engine = module.__dict__["_engine"]
-    for regions in engine.newest().regions():
+    for regions in engine_of(module).newest().regions():
         for line in _lines_of_pass(regions.name, regions, label="region"):
             console.print(line, markup=False)
     for name, variant in report.variants.items():

@@ -17,7 +17,7 @@ from onnxtrain.capture.structure import flatten_output
 from onnxtrain.cli.argument_types import new_file, positive
 from onnxtrain.cli.model import LoadedModel, model_arguments, model_of
 from onnxtrain.cli.page import write_page
-from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.frontend.ort_module import ORTModule, engine_of
 from onnxtrain.frontend.verification import verify
 from onnxtrain.observe.allocations import profiled
 from onnxtrain.observe.logs import only_errors
@@ -93,10 +93,10 @@ def measure(loaded: LoadedModel, steps: int) -> ModelReport:
 
 def _memory(model: ORTModule) -> str:
     """The memory of a step as planned, with its largest tensors; "" for a graph without gradients."""
-    engine = model.__dict__["_engine"]
-    if engine.newest().parts is None:
+    compiled = engine_of(model).newest()
+    if compiled.parts is None:
         return ""
-    plan, storages = engine.newest().timeline()
+    plan, storages = compiled.timeline()
     parameters = {id(p): p.nbytes for p in (*model.parameters(), *model.buffers())}
     timeline = predicted("Memory of a step", plan, storages, {"parameters": sum(parameters.values())})
     return section(timeline, largest_tensors(plan, storages, _LARGEST, recomputed_in(plan)))

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from onnxtrain.errors import ORTModuleFallbackException
-from onnxtrain.frontend.engine import Engine
-from onnxtrain.frontend.ort_module import ORTModule, OwnForward
+from onnxtrain.frontend.ort_module import ORTModule, OwnForward, engine_of
 from onnxtrain.log import LOG
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.options import FallbackPolicy
@@ -66,7 +65,7 @@ class HierarchicalORTModule(ORTModule):
         """Of the graphs of this module and its parts."""
         for part in self.__dict__["_parts"]:
             yield from part._reports()
-        engine: Engine = self.__dict__["_engine"]
+        engine = engine_of(self)
         if engine.captures:
             yield engine.newest().report
 

@@ -138,8 +138,7 @@ class ORTModule(torch.nn.Module):
 
     def report(self) -> CompileReport:
         """What each stage of the newest compilation did. Raises RuntimeError before the first call."""
-        engine: Engine = self.__dict__["_engine"]
-        return engine.newest().report
+        return engine_of(self).newest().report
 
     def load_options(self, path: str | os.PathLike[str]) -> None:
         """Takes options from a JSON file; they win over the code's, and environment variables win over them.
@@ -231,6 +230,12 @@ class ORTModule(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (type(self),), self.__getstate__()
+
+
+def engine_of(module: ORTModule) -> Engine:
+    """The engine that captures, compiles and runs the module. A function: a method could hide one of the module's."""
+    engine: Engine = module.__dict__["_engine"]
+    return engine
 
 
 def _rebuild(cls: type[ORTModule]) -> ORTModule:
