@@ -20,7 +20,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import dtype_of, is_float, rank_of
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.attention.parts import accumulated, unrepeated, with_attribute
+from onnxtrain.ops.attention.heads import strip_repeat
+from onnxtrain.ops.attention.scores import scale_as_attribute, score_dtype
 from onnxtrain.ops.random.dropout import trains
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.shape import reshaped
@@ -81,7 +82,7 @@ def _attention(op: Builder, found: AttentionMatch) -> ir.Value:
     leading: Sizes = (*found.leading, *[1] * (2 - len(found.leading)))
     q = _by_heads(op, found.q, leading)
     k, v = _keys_and_values(op, found, leading)
-    q, scale = with_attribute(op, q, found.scale)
+    q, scale = scale_as_attribute(op, q, found.scale)
     bias, mask, fill = _masks(op, found, leading)
     attributes: dict[str, Any] = {"scale": scale, "safe": int(found.softmax.op_type == "SafeSoftmax") or None}
     if found.dropout is None:
@@ -106,7 +107,7 @@ def _keys_and_values(op: Builder, found: AttentionMatch, leading: Sizes) -> tupl
     """Return k and v by heads; if repeat_kv repeats both alike, as they are before it."""
     operands = [transposed(op, each.value, each.perm) for each in (found.k, found.v)]
     if all(sizes.dims_of(x)[:-2] == leading for x in operands):
-        (k, groups), (v, groups_v) = (unrepeated(op, x) for x in operands)
+        (k, groups), (v, groups_v) = (strip_repeat(op, x) for x in operands)
         if groups == groups_v:
             return k, v
     return _by_heads(op, found.k, leading), _by_heads(op, found.v, leading)
@@ -121,7 +122,7 @@ def _masks(
         return _sum(op, added[:-1]), added[-1] if added else None, None
     value = found.where.value
     visible = _broadcast(op, op.Not(value) if found.where.negated else value, found.where.rank, leading)
-    inner = accumulated(dtype_of(found.q.value))
+    inner = score_dtype(dtype_of(found.q.value))
     fill = None if found.where.fill == -float("inf") else op.scalar(found.where.fill, inner)
     return _sum(op, added), visible, fill
 

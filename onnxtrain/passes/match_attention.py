@@ -20,7 +20,7 @@ from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import definition_of, view
-from onnxtrain.ops.attention.parts import accumulated
+from onnxtrain.ops.attention.scores import score_dtype
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.passes.rewriting import only_user
 
@@ -106,7 +106,7 @@ def match_attention(softmax: ir.Node) -> AttentionMatch:
     last, dropout, between = _match_probabilities(softmax.outputs[0])
     p = next(v for v in last.inputs if v is not None and v.producer() in between)
     v, perm = _match_values(last, p)
-    if dtype_of(softmax.outputs[0]) not in (dtype_of(scores.q.value), accumulated(dtype_of(scores.q.value))):
+    if dtype_of(softmax.outputs[0]) not in (dtype_of(scores.q.value), score_dtype(dtype_of(scores.q.value))):
         raise NotAttention(_SOFTMAX_TYPE)
     if len({dtype_of(each) for each in (scores.q.value, scores.k.value, v.value, last.outputs[0])}) != 1:
         raise NotAttention("query, key, value and result have different element types")

@@ -18,7 +18,7 @@ from onnxtrain import log
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.native import compiler
 from onnxtrain.native.build import BuildError, usable_compiler
-from onnxtrain.ops.attention import compiled as compiled_attention
+from onnxtrain.ops.attention import compiled_kernels as compiled_attention
 from onnxtrain.ops.attention import flash
 from onnxtrain.ops.cost_model import moving_seconds, widening_seconds
 from onnxtrain.ops.recurrent import kernels as recurrent
@@ -161,8 +161,8 @@ def test_attention_in_bfloat16_is_compiled_where_the_processor_has_no_instructio
     name: str, described_machine: Describe
 ) -> None:
     machine = described_machine(name)
-    assert (compiled_attention.library_of(torch.bfloat16) is None) == multiplies(machine, torch.bfloat16)
-    assert compiled_attention.library_of(torch.float32) is not None
+    assert (compiled_attention.library_for_dtype(torch.bfloat16) is None) == multiplies(machine, torch.bfloat16)
+    assert compiled_attention.library_for_dtype(torch.float32) is not None
 
 
 @every_machine

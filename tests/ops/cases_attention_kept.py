@@ -77,14 +77,14 @@ def _case(label, *masks, inputs=QKV, dropout=False, sizes=SIZES, **attributes):
     )
 
 
-def _of_kept(dy, q, k, v, bias, mask, fill, y, p, noise=None, ratio=None, *, scale=None, of_scores=0):
+def _of_kept(dy, q, k, v, bias, mask, fill, y, p, noise=None, ratio=None, *, scale=None, output_dscores=0):
     """The gradients for given probabilities, which need not be those of q and k."""
     keep = 1 if noise is None else noise.to(p.dtype) / (1 - ratio.item())
     ds = torch._softmax_backward_data((dy @ v.mT) * keep, p, -1, p.dtype)
     if mask is not None and mask.dtype == torch.bool:
         ds = ds * mask
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return ds @ k * factor, ds.mT @ q * factor, (p * keep).mT @ dy, ds if of_scores else None
+    return ds @ k * factor, ds.mT @ q * factor, (p * keep).mT @ dy, ds if output_dscores else None
 
 
 def _grad_case(label, mask=None, fill=None, noise=None, **attributes):
@@ -237,7 +237,7 @@ CASES = [
     _case("masked", Spec("1 h l s"), SEEN, dropout=True, scale=0.5),
     _case("grouped", None, Spec("b 1 1 s"), inputs=GROUPED, dropout=True),
     _grad_case("plain"),
-    _grad_case("seen", SEEN, Spec(value=-1e4), scale=0.5, of_scores=1),
+    _grad_case("seen", SEEN, Spec(value=-1e4), scale=0.5, output_dscores=1),
     _grad_case("dropout", noise=Spec("b h l s", dtype="bool")),
     _varlen_case("plain"),
     _varlen_case("causal", is_causal=1, scale=0.25),

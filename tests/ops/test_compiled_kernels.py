@@ -19,9 +19,9 @@ from onnxtrain import ORTModule, testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import builder
 from onnxtrain.ops.activation import compiled_kernels as activations
-from onnxtrain.ops.attention import compiled, flash
-from onnxtrain.ops.attention.parts import causal_mask, hides_later
-from onnxtrain.ops.attention.scores import Drops, Packed, Scores
+from onnxtrain.ops.attention import compiled_kernels, flash
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
+from onnxtrain.ops.attention.masks import causal_mask, is_causal_mask
 from onnxtrain.ops.loss import rows
 from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.ops.norm import rms_kernels
@@ -96,7 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
         return model
 
     found: Counter[str] = Counter()
-    for library in (*compiled.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY):
+    for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, found))
     monkeypatch.setattr(rows, "_LEAST", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
@@ -396,7 +396,7 @@ def test_dropout_is_that_of_the_same_mask(
     lengths: tuple[int, int], widths: tuple[int, int], shared: int, causal: bool, dtype: torch.dtype
 ) -> None:
     """Against autograd through the formula with the mask that the key gives, in float32 and in float64."""
-    assert compiled.LIBRARIES[dtype].wait()
+    assert compiled_kernels.LIBRARIES[dtype].wait()
     (rows, columns), dropped = lengths, 6554
     q, dy = heads(3, 4, rows, widths[0], dtype), torch.randn(3, 4, rows, widths[1]).to(dtype)
     k, v = (heads(3, shared, columns, width, dtype) for width in widths)
@@ -414,10 +414,11 @@ def test_dropout_is_that_of_the_same_mask(
         y = (torch.softmax(scores, -1) * noise / (1 - dropped / 2**16)) @ v_
         return [y, *torch.autograd.grad(y, leaves, dy.to(wide))]
 
-    scores, drops = Scores(None, bias, shown, -1e4, causal, safe=False), Drops(key, dropped, 1 / (1 - dropped / 2**16))
-    forward = compiled.forward(q, k, v, scores, drops)
+    scores = ScoreOptions(None, bias, shown, -1e4, causal, safe=False)
+    dropout = DropoutOptions(key, dropped, 1 / (1 - dropped / 2**16))
+    forward = compiled_kernels.forward(q, k, v, scores, dropout)
     assert forward is not None
-    backward = compiled.backward(dy, q, k, v, scores, drops, of_scores=True)
+    backward = compiled_kernels.backward(dy, q, k, v, scores, dropout, output_dscores=True)
     assert backward is not None
     found = [forward[0], *backward[:3], backward[3].sum(0, keepdim=True)]
     for name, got, eager, exact in zip(
@@ -451,7 +452,7 @@ def _masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["later", "padding", "left", "nothing", "bias", "random", "bool", "bool-finite"])
 def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
     """Columns hidden from a block of rows are left out; rows that see nothing weigh all columns, as eager's do."""
-    assert compiled.LIBRARIES[dtype].wait()
+    assert compiled_kernels.LIBRARIES[dtype].wait()
     rows, columns, width = 70, 101, 24
     q, dy = heads(3, 4, rows, width, dtype), heads(3, 4, rows, width, dtype)
     k, v = heads(3, 4, columns, width, dtype), heads(3, 4, columns, width, dtype)
@@ -474,9 +475,9 @@ def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
         y = torch.softmax(scores, -1) @ leaves[2]
         return [y, *torch.autograd.grad(y, leaves, dy.to(wide))]
 
-    scores = Scores(None, added, mask, fill)
-    y, _ = compiled.forward(q, k, v, scores) or pytest.fail("not compiled")
-    found = [y, *(compiled.backward(dy, q, k, v, scores) or ())]
+    scores = ScoreOptions(None, added, mask, fill)
+    y, _ = compiled_kernels.forward(q, k, v, scores) or pytest.fail("not compiled")
+    found = [y, *(compiled_kernels.backward(dy, q, k, v, scores) or ())]
     for what, got, eager, exact in zip(
         ("y", "dq", "dk", "dv"), found, formula(dtype), formula(torch.float64), strict=True
     ):
@@ -486,16 +487,16 @@ def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["added", "shown"])
 def test_hidden_columns_are_not_read(name: str) -> None:
     """NaN there would get everywhere: 0 * NaN is NaN."""
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(2, 2, 96, 16) for _ in range(3))
     shown = torch.ones(2, 1, 1, 96, dtype=torch.bool)
     shown[0, ..., 32:] = False
     v[0, :, 32:] = math.nan
     k[0, :, 32:] = math.nan
     added = torch.zeros(2, 1, 1, 96).masked_fill_(~shown, torch.finfo().min)
-    scores = Scores(None, added) if name == "added" else Scores(None, None, shown)
-    y, _ = compiled.forward(q, k, v, scores) or pytest.fail("not compiled")
-    dq, dk, dv = compiled.backward(y, q, k, v, scores) or pytest.fail("not compiled")
+    scores = ScoreOptions(None, added) if name == "added" else ScoreOptions(None, None, shown)
+    y, _ = compiled_kernels.forward(q, k, v, scores) or pytest.fail("not compiled")
+    dq, dk, dv = compiled_kernels.backward(y, q, k, v, scores) or pytest.fail("not compiled")
     assert all(g.isfinite().all() for g in (y, dq, dk, dv))
     assert not dk[0, :, 32:].any()
     assert not dv[0, :, 32:].any()
@@ -504,47 +505,49 @@ def test_hidden_columns_are_not_read(name: str) -> None:
 def test_bfloat16_is_rounded_to_the_nearest(described_machine: Describe) -> None:
     """Cut off, it would be within twice eager's error."""
     described_machine("avx2")
-    assert compiled.LIBRARIES[torch.bfloat16].wait()
+    assert compiled_kernels.LIBRARIES[torch.bfloat16].wait()
     q = torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16)
     k, v = (heads(1, 2, 2, 16, torch.bfloat16) for _ in range(2))
-    y, _ = compiled.forward(q, k, v, Scores()) or pytest.fail("not compiled")
+    y, _ = compiled_kernels.forward(q, k, v, ScoreOptions()) or pytest.fail("not compiled")
     assert torch.equal(y, v.float().mean(2, keepdim=True).bfloat16().expand_as(y))
 
 
 @pytest.mark.parametrize("fill", [None, torch.finfo().min])
 def test_a_row_that_sees_nothing_beside_rows_that_see_few_columns(fill: float | None) -> None:
     """Its probabilities are 0, or those of equal scores, over all columns."""
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(1, 2, 96, 16) for _ in range(3))
     shown = torch.ones(1, 1, 96, 96, dtype=torch.bool)
     shown[..., 16:] = False
     shown[..., 5, :] = False
-    y, _ = compiled.forward(q, k, v, Scores(None, None, shown, fill)) or pytest.fail("not compiled")
+    y, _ = compiled_kernels.forward(q, k, v, ScoreOptions(None, None, shown, fill)) or pytest.fail("not compiled")
     expected = torch.zeros(1, 2, 16) if fill is None else v.mean(2)
     torch.testing.assert_close(y[:, :, 5], expected)
 
 
 def test_scores_that_causality_hides_have_no_gradient() -> None:
     """Also in the columns that no row of a block sees."""
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(1, 2, 96, 16) for _ in range(3))
     bias = torch.zeros(1, 2, 96, 96)
-    *_, dscores = compiled.backward(v, q, k, v, Scores(None, bias, causal=True), of_scores=True) or pytest.fail("none")
+    *_, dscores = compiled_kernels.backward(
+        v, q, k, v, ScoreOptions(None, bias, causal=True), output_dscores=True
+    ) or pytest.fail("none")
     assert dscores.tril().any()
     assert not dscores.triu(1).any()
 
 
 def test_threads_do_not_change_a_bit() -> None:
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(5, 3, 77, 24) for _ in range(3))
-    drops = Drops(keyed_bits.draw_key(), 6554, 1.1)
+    drops = DropoutOptions(keyed_bits.draw_key(), 6554, 1.1)
     found = []
     threads = torch.get_num_threads()
     for count in (1, 2, 7):
         torch.set_num_threads(count)
         try:
-            y, _ = compiled.forward(q, k, v, Scores(causal=True), drops) or pytest.fail("not compiled")
-            found.append((y, *(compiled.backward(y, q, k, v, Scores(causal=True), drops) or ())))
+            y, _ = compiled_kernels.forward(q, k, v, ScoreOptions(causal=True), drops) or pytest.fail("not compiled")
+            found.append((y, *(compiled_kernels.backward(y, q, k, v, ScoreOptions(causal=True), drops) or ())))
         finally:
             torch.set_num_threads(threads)
     for other in found[1:]:
@@ -552,11 +555,11 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 def test_nan_and_infinity_go_through() -> None:
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     q[0, 0, 1, 2] = math.nan
     v[0, 0, 3, 5] = math.inf
-    y, _ = compiled.forward(q, k, v, Scores()) or pytest.fail("not compiled")
+    y, _ = compiled_kernels.forward(q, k, v, ScoreOptions()) or pytest.fail("not compiled")
     expected = torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v
     torch.testing.assert_close(y, expected, equal_nan=True)
 
@@ -568,7 +571,7 @@ def test_only_the_type_that_a_graph_has_is_compiled(
     monkeypatch.setattr(Library, "request", lambda library: asked.append(library.name))
 
     def request(dtype: ir.DataType) -> None:
-        compiled.request(ir.Value(name="q", type=ir.TensorType(dtype)))
+        compiled_kernels.request(ir.Value(name="q", type=ir.TensorType(dtype)))
 
     request(ir.DataType.FLOAT16)
     assert asked == []
@@ -580,19 +583,19 @@ def test_only_the_type_that_a_graph_has_is_compiled(
 
 
 def test_offsets_outside_of_the_tokens_are_not_read() -> None:
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q = torch.randn(6, 2, 8)
     good = torch.tensor([0, 2, 6])
-    assert compiled.forward_of_sequences(q, q, q, Packed(good, good)) is not None
+    assert compiled_kernels.forward_varlen(q, q, q, PackedSequences(good, good)) is not None
     for bad in ([0, 2, 7], [0, 4, 2], [-1, 2, 6]):
-        assert compiled.forward_of_sequences(q, q, q, Packed(torch.tensor(bad), good)) is None
+        assert compiled_kernels.forward_varlen(q, q, q, PackedSequences(torch.tensor(bad), good)) is None
 
 
 def test_keys_of_a_sequence_without_queries_have_no_gradient() -> None:
-    assert compiled.LIBRARIES[torch.float32].wait()
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (torch.randn(count, 3, 24) for count in (40, 77, 77))
-    packed = Packed(torch.tensor([0, 0, 40, 40]), torch.tensor([0, 4, 44, 77]))
-    _, dk, dv = compiled.backward_of_sequences(q, q, k, v, packed) or pytest.fail("not compiled")
+    packed = PackedSequences(torch.tensor([0, 0, 40, 40]), torch.tensor([0, 4, 44, 77]))
+    _, dk, dv = compiled_kernels.backward_varlen(q, q, k, v, packed) or pytest.fail("not compiled")
     for gradient in (dk, dv):
         assert gradient[4:44].abs().sum(-1).all()
         assert not gradient[:4].any()
@@ -634,16 +637,16 @@ def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
-    assert compiled.LIBRARIES[torch.float32].wait()
-    seen: list[Scores] = []
+    assert compiled_kernels.LIBRARIES[torch.float32].wait()
+    seen: list[ScoreOptions] = []
     for way in ("forward", "backward"):
-        plain = getattr(compiled, way)
+        plain = getattr(compiled_kernels, way)
 
         def noted(*arguments: Any, plain: Any = plain, **named: Any) -> Any:
-            seen.extend(a for a in arguments if isinstance(a, Scores))
+            seen.extend(a for a in arguments if isinstance(a, ScoreOptions))
             return plain(*arguments, **named)
 
-        monkeypatch.setattr(compiled, way, noted)
+        monkeypatch.setattr(compiled_kernels, way, noted)
     module = OfTensors(
         lambda q, k, v: (torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True),)
     )
@@ -674,7 +677,7 @@ def test_masks_that_are_not_causal_are_read() -> None:
     ]
     not_causal += [op.constant(x, ir.DataType.FLOAT) for x in numbers]
     not_causal += [op.Trilu(op.constant(others[2], ir.DataType.BOOL), upper=1)]
-    assert [hides_later(m) for m in (*causal, *not_causal)] == [True] * len(causal) + [False] * len(not_causal)
+    assert [is_causal_mask(m) for m in (*causal, *not_causal)] == [True] * len(causal) + [False] * len(not_causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -750,7 +753,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
-    for library in (*compiled.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY, *others):
+    for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.ops.attention import compiled
+from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.random import keyed_bits
 from tests.ops.captures import OfTensors
 from tests.ops.cases_keyed_dropout import word
@@ -125,7 +125,7 @@ def masks(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def ours() -> ORTModule:
-    compiled.LIBRARIES[torch.float32].wait()  # where there is no compiler, PyTorch's operators draw the same
+    compiled_kernels.LIBRARIES[torch.float32].wait()  # where there is no compiler, PyTorch's operators draw the same
     return ORTModule(Layers(), rng="fast")
 
 
@@ -175,7 +175,7 @@ def test_forward_and_backward_may_take_different_ways(
     there: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that gets ready between forward and backward, and one that is gone."""
-    library = compiled.LIBRARIES[torch.float64]
+    library = compiled_kernels.LIBRARIES[torch.float64]
     if not library.wait():
         pytest.skip("needs a C++ compiler")
     functions = library.functions

@@ -11,8 +11,8 @@ import torch
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.attention import varlen, varlen_flash
-from onnxtrain.ops.attention.scores import Packed
-from onnxtrain.ops.attention.varlen_kernels import varlen_attention, varlen_attention_backward
+from onnxtrain.ops.attention.kernel_arguments import PackedSequences
+from onnxtrain.ops.attention.varlen_aten import varlen_attention, varlen_attention_backward
 from onnxtrain.testing import assert_no_worse_than_eager
 
 LENGTHS = [5, 1, 0, 7]
@@ -27,7 +27,7 @@ def heads(count: int, tokens: int, device: str, dtype: torch.dtype) -> torch.Ten
 @pytest.mark.parametrize("ratio", [0.0, 0.1])
 def test_pytorchs_kernels_take_these_arguments(ratio: float) -> None:
     q, k, v = (heads(count, 15, "meta", torch.bfloat16) for count in (4, 2, 2))
-    packed = Packed(CU.to("meta"), CU.to("meta"), causal=True)
+    packed = PackedSequences(CU.to("meta"), CU.to("meta"), causal=True)
     y, logsumexp, state = varlen_flash.varlen_dropout_flash(q, k, v, packed, ratio)
     assert (y.shape, y.dtype) == (q.shape, q.dtype)
     assert (logsumexp.shape, logsumexp.dtype) == ((4 * 15,), torch.float32)
@@ -39,7 +39,7 @@ def test_pytorchs_kernels_take_these_arguments(ratio: float) -> None:
 
 def test_tokens_of_no_sequence_are_zero() -> None:
     x = torch.full((6, 2, 3), torch.nan)
-    found = varlen_flash._of_sequences(x, torch.tensor([1, 3, 4]))
+    found = varlen_flash._zero_outside(x, torch.tensor([1, 3, 4]))
     assert [bool(row.isnan().any()) for row in found] == [False, True, True, True, False, False]
     assert not found.nan_to_num().any()
 
@@ -90,7 +90,7 @@ def test_which_nodes_it_runs(change: dict[str, object], chosen: bool, monkeypatc
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_no_further_off_than_the_formula(causal: bool) -> None:
     q, k, v = (heads(count, 15, "cuda", torch.float16) for count in (4, 2, 2))
-    packed, dy = Packed(CU.cuda(), CU.cuda(), causal=causal), heads(4, 15, "cuda", torch.float16)
+    packed, dy = PackedSequences(CU.cuda(), CU.cuda(), causal=causal), heads(4, 15, "cuda", torch.float16)
     y, logsumexp = varlen_flash.varlen_flash(q, k, v, packed)
     found = y, *varlen_flash.varlen_backward_flash(dy, q, k, v, packed, y, logsumexp, None, 0.0)
 

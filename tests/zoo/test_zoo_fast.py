@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
-from onnxtrain.ops.attention import compiled
+from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.random import keyed_bits
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import ZooModel
@@ -21,7 +21,7 @@ MODELS = [
 
 
 def fast(module: torch.nn.Module) -> torch.nn.Module:
-    for library in (compiled.LIBRARIES[torch.float32], keyed_bits.LIBRARY):
+    for library in (compiled_kernels.LIBRARIES[torch.float32], keyed_bits.LIBRARY):
         library.wait()
     return ORTModule(module, rng="fast")
 

@@ -1,1 +1,1 @@
-"""Attention: PyTorch's operator, the form that models write out, packed sequences, and ONNX's own op."""
+"""Attention: PyTorch's operator, attention written as matmuls and softmax, packed sequences, and ONNX's own ops."""

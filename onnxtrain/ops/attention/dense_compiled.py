@@ -1,39 +1,39 @@
-"""Attention as models write it out (`dense.py`), by the compiled kernel where it is there.
+"""Attention with saved probabilities (`dense.py`): the compiled kernel, with `dense_aten.py` as the fallback.
 
-What it keeps tells backward which way forward went: the compiled kernel gives the logsumexp [b, h, l] in the place of
-the probabilities, and the key [2] in the place of the noise.
+Backward sees from the saved tensors which of the two ran forward: the compiled kernel returns the logsumexp [b, h, l]
+in place of the probabilities, and the key [2] in place of the dropout mask.
 """
 
 from __future__ import annotations
 
 import torch
 
-from onnxtrain.ops.attention import compiled
-from onnxtrain.ops.attention.dense_kernels import attend, attend_backward
-from onnxtrain.ops.attention.scores import Drops, Scores
+from onnxtrain.ops.attention import compiled_kernels
+from onnxtrain.ops.attention.dense_aten import attend, attend_backward
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
 from onnxtrain.ops.random.keyed_bits import draw_key, kept_compiled
 
 Tensor = torch.Tensor
 
 
-def attend_compiled(q: Tensor, k: Tensor, v: Tensor, scores: Scores, contiguous: bool) -> tuple[Tensor, Tensor]:
-    """Gives y and the logsumexp, or else the probabilities; see `attend`.
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions, contiguous: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the logsumexp, or the probabilities of the fallback; see `attend`.
 
-    `contiguous`: y has to be, as eager's is; else it may be a transpose.
+    With `contiguous`, y is contiguous as eager's is; otherwise its memory may be in the order [b, l, h, d].
     """
-    return compiled.forward(q, k, v, scores, None, contiguous) or attend(q, k, v, scores)
+    return compiled_kernels.forward(q, k, v, scores, None, contiguous) or attend(q, k, v, scores)
 
 
 def attend_dropout_compiled(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, contiguous: bool, dropped: int, factor: float
+    q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions, contiguous: bool, drop_count: int, keep_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with dropout, and the key or else the noise."""
+    """Run `attend_compiled` with dropout; the third output is the key, or the dropout mask of the fallback."""
     key = draw_key()
-    found = compiled.forward(q, k, v, scores, Drops(key, dropped, factor), contiguous)
-    if found is not None:
-        return *found, key
-    noise = _noise(q, k, key, dropped)
-    return *attend(q, k, v, scores, noise, factor), noise
+    results = compiled_kernels.forward(q, k, v, scores, DropoutOptions(key, drop_count, keep_scale), contiguous)
+    if results is not None:
+        return *results, key
+    dropout_mask = _dropout_mask(q, k, key, drop_count)
+    return *attend(q, k, v, scores, dropout_mask, keep_scale), dropout_mask
 
 
 def attend_backward_compiled(
@@ -41,25 +41,25 @@ def attend_backward_compiled(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
     p: Tensor,
-    noise: Tensor | None,
-    of_scores: bool,
-    dropped: int,
-    factor: float,
+    dropout_mask: Tensor | None,
+    output_dscores: bool,
+    drop_count: int,
+    keep_scale: float,
 ) -> tuple[Tensor, ...]:
-    """The gradients, by the way that forward went: see `attend_backward`."""
+    """Return the gradients of `attend_backward`, by the kernel that belongs to the one that ran forward."""
     if p.dim() == 3:
-        drops = None if noise is None else Drops(noise, dropped, factor)
-        found = compiled.backward(dy, q, k, v, scores, drops, of_scores)
-        if found is not None:
-            return found
-        noise = None if noise is None else _noise(q, k, noise, dropped)
+        dropout = None if dropout_mask is None else DropoutOptions(dropout_mask, drop_count, keep_scale)
+        gradients = compiled_kernels.backward(dy, q, k, v, scores, dropout, output_dscores)
+        if gradients is not None:
+            return gradients
+        dropout_mask = None if dropout_mask is None else _dropout_mask(q, k, dropout_mask, drop_count)
         _, p = attend(q, k, v, scores)
-    return attend_backward(dy, q, k, v, scores, p, of_scores, noise, factor)
+    return attend_backward(dy, q, k, v, scores, p, output_dscores, dropout_mask, keep_scale)
 
 
-def _noise(q: Tensor, k: Tensor, key: Tensor, dropped: int) -> Tensor:
-    """The mask that the compiled kernel draws: bool [b, h, l, s]."""
+def _dropout_mask(q: Tensor, k: Tensor, key: Tensor, drop_count: int) -> Tensor:
+    """Return the mask that the compiled kernel draws from a key: bool [b, h, l, s], true for kept probabilities."""
     shape = (*q.shape[:3], k.size(2))
-    return kept_compiled(key, torch.Size(shape).numel(), dropped).view(shape).view(torch.bool)
+    return kept_compiled(key, torch.Size(shape).numel(), drop_count).view(shape).view(torch.bool)

@@ -6,8 +6,8 @@
     scores = scale * q @ kᵀ + mask      p = softmax(scores)      y = p @ v
     dv = pᵀ @ dy      dp = dy @ vᵀ      ds = p * (dp - Σ dy * y)      dq = scale * ds @ k      dk = scale * dsᵀ @ q
 
-`scale` is 1/√e by default. The mask is added, and broadcasts. A row that is masked whole gives 0, and its logsumexp is
-0. h is a multiple of g: h/g heads of q share one of k and v. Source: Dao 2023, https://arxiv.org/abs/2307.08691.
+`scale` is 1/√e by default. The mask broadcasts to the scores. y and logsumexp of a fully masked row are 0. h is a
+multiple of g: h/g heads of q share one head of k and v. Source: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.attention import compiled
-from onnxtrain.ops.attention.parts import (
-    accumulated,
-    causal_mask,
-    groups_of,
-    product_gradients,
-    repeated,
+from onnxtrain.graph.verify import format_type
+from onnxtrain.ops.attention import compiled_kernels
+from onnxtrain.ops.attention.heads import group_size, repeat_heads, sum_over_groups
+from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
+from onnxtrain.ops.attention.masks import causal_mask
+from onnxtrain.ops.attention.scores import (
+    check_operand_ranks,
+    matmul_gradients,
     scale_number,
-    scale_of,
-    scores_factor,
-    summed_heads,
+    scale_value,
+    score_dtype,
+    score_factor,
 )
-from onnxtrain.ops.attention.scores import Scores
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes
@@ -55,25 +55,27 @@ _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
 def _batch_and_heads(n: NodeView) -> Sizes:
-    shape = sizes.dims_of(n.q)
-    if any(rank_of(x) != 4 for x in (n.q, n.k, n.v)):
-        raise GraphError(f"{n.definition.name} takes q, k and v of four dimensions", got=f"q{list(shape)}")
+    check_operand_ranks(n, 4)
     if n.mask is not None and not is_float(dtype_of(n.mask)):
-        raise GraphError(f"{n.definition.name} adds its mask to the scores", got=f"a mask of {dtype_of(n.mask).name}")
-    return shape[:2]
+        raise GraphError(
+            f"{n.definition.name} supports only additive masks",
+            expected="a floating-point mask",
+            got=format_type(type_of(n.mask)),
+        )
+    return sizes.dims_of(n.q)[:2]
 
 
 def _forward_types(n: NodeView) -> Sequence[TensorType]:
     leading = (*_batch_and_heads(n), sizes.dims_of(n.q)[2])
     return (
         TensorType(dtype_of(n.q), (*leading, sizes.dims_of(n.v)[3])),
-        TensorType(accumulated(dtype_of(n.q)), leading),
+        TensorType(score_dtype(dtype_of(n.q)), leading),
     )
 
 
 def _head_axes(n: NodeView) -> tuple[str, str]:
-    """Heads pass where each head of q has one of k and v."""
-    return ("h", "h") if groups_of(n.q, n.k) == 1 else ("[h]", "g")
+    """Return the head axes of q and of k and v: heads pass through unless heads of q share one of k and v."""
+    return ("h", "h") if group_size(n.q, n.k) == 1 else ("[h]", "g")
 
 
 def _forward_axes(n: NodeView) -> str:
@@ -92,24 +94,24 @@ def _backward_axes(n: NodeView) -> str:
     return f"b {heads} [l] [d], {q}, {k}, {v}, {mask}, b {heads} [l] [d], b {heads} [l] -> {q}, {k}, {v}"
 
 
-def _products_flops(n: NodeView, count: int) -> Size:
-    """The flops of `count` products of the size of q @ kᵀ."""
-    return sizes.multiply(2 * count, *sizes.dims_of(n.q), sizes.dims_of(n.k)[2])
+def _flops(n: NodeView, matmuls: int) -> Size:
+    """Return the flops of `matmuls` matmuls of the size of q @ kᵀ."""
+    return sizes.multiply(2 * matmuls, *sizes.dims_of(n.q), sizes.dims_of(n.k)[2])
 
 
 # Kernels
 
-_LEAST_MASKED = 128  # columns: with 64 PyTorch's takes 0.9 of the compiled kernel's time, a causal mask or none
+_MIN_MASKED_COLUMNS = 128  # for 64 PyTorch's kernel takes 0.9 of the compiled kernel's time, with any mask or none
 
 
 def _runs_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> bool:
-    """Whether eager PyTorch takes its CPU flash kernel: it asks sizes, strides and the enabled backends."""
+    """Return whether eager PyTorch chooses its CPU flash kernel, by sizes, strides and the enabled backends."""
     if q.device.type != "cpu" or not aten_kernels.has_cpu_flash():
         return False
-    shared = q.size(1) != k.size(1)
-    return aten_kernels.SDP_CHOICE.get()(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=shared) == _FLASH
+    enable_gqa = q.size(1) != k.size(1)
+    return aten_kernels.SDP_CHOICE.get()(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa) == _FLASH
 
 
 def attention(
@@ -121,22 +123,22 @@ def attention(
     scale: float | None,
     may_compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel that eager PyTorch takes for these tensors on a CPU; elsewhere the formula.
+    """Return y and the logsumexp, by the kernel that eager PyTorch chooses on a CPU, or by PyTorch's math path.
 
-    With `may_compile`, the same numbers but for rounding by the compiled kernel, where it is there and faster.
+    With `may_compile`, the compiled kernel runs if it is compiled and faster; its results differ by rounding only.
     """
     if may_compile and _compiled_is_faster(q, k, v, mask, is_causal, scale):
-        found = compiled.forward(q, k, v, Scores(scale, mask=mask, causal=is_causal))
-        if found is not None:
-            return found
+        results = compiled_kernels.forward(q, k, v, ScoreOptions(scale, mask=mask, causal=is_causal))
+        if results is not None:
+            return results
     if _runs_flash(q, k, v, mask, is_causal, scale):
         return aten_kernels.CPU_FLASH.get()(  # type: ignore[no-any-return]
             q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-    scores, _, v_ = _scores(q, k, v, mask, is_causal, scale)
+    scores, _, wide_v = _masked_scores(q, k, v, mask, is_causal, scale)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-    return torch.matmul(safe_softmax(scores, -1), v_).to(q.dtype), logsumexp
+    return torch.matmul(safe_softmax(scores, -1), wide_v).to(q.dtype), logsumexp
 
 
 def attention_backward(
@@ -151,29 +153,30 @@ def attention_backward(
     scale: float | None,
     may_compile: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v. PyTorch's kernels are those that belong to the one that `attention` took."""
+    """Return the gradients of q, k and v, by the backward kernel of the kernel that `attention` chooses."""
     if may_compile and _compiled_is_faster(q, k, v, mask, is_causal, scale):
-        found = compiled.backward(dy, q, k, v, Scores(scale, mask=mask, causal=is_causal))
-        if found is not None:
-            return found
+        gradients = compiled_kernels.backward(dy, q, k, v, ScoreOptions(scale, mask=mask, causal=is_causal))
+        if gradients is not None:
+            return gradients
     if _runs_flash(q, k, v, mask, is_causal, scale):
         return aten_kernels.CPU_FLASH_GRAD.get()(  # type: ignore[no-any-return]
             dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-    scores, k_, v_ = _scores(q, k, v, mask, is_causal, scale)
-    # From the scores: for a row of float32's least number the logsumexp has lost the number of its columns.
+    scores, wide_k, wide_v = _masked_scores(q, k, v, mask, is_causal, scale)
+    # Not from the logsumexp: for a row of finfo.min, adding the log of the number of columns is lost to rounding.
     p = safe_softmax(scores, -1)
-    dy_, q_ = dy.to(p.dtype), q.to(p.dtype)
-    ds = (torch.matmul(dy_, v_.mT) - (dy_ * y).sum(-1, keepdim=True)).mul_(p).mul_(scale_number(scale, q))
-    dk = torch.matmul(ds.mT, q_).unflatten(1, (k.size(1), -1) if k.size(1) else (0, 1)).sum(2)
-    dv = torch.matmul(p.mT, dy_).unflatten(1, (k.size(1), -1) if k.size(1) else (0, 1)).sum(2)
-    return torch.matmul(ds, k_).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    wide_dy, wide_q = dy.to(p.dtype), q.to(p.dtype)
+    dp = torch.matmul(wide_dy, wide_v.mT)
+    ds = (dp - (wide_dy * y).sum(-1, keepdim=True)).mul_(p).mul_(scale_number(scale, q))
+    dk = torch.matmul(ds.mT, wide_q).unflatten(1, (k.size(1), -1) if k.size(1) else (0, 1)).sum(2)
+    dv = torch.matmul(p.mT, wide_dy).unflatten(1, (k.size(1), -1) if k.size(1) else (0, 1)).sum(2)
+    return torch.matmul(ds, wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(
+def _masked_scores(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Masked scores as PyTorch's math path computes them; k and v as they are multiplied."""
+    """Return masked scores as PyTorch's math path computes them; and k and v, widened, a head for each head of q."""
     if q.dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
     if q.size(1) != k.size(1):
@@ -193,13 +196,15 @@ def _scores(
 def _compiled_is_faster(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> bool:
-    """Against PyTorch's flash kernel where columns are hidden from whole blocks of rows; else as fast (`compiled.py`).
+    """Return whether the compiled kernel is faster than the kernel that PyTorch chooses.
 
-    A thread works on whole heads of k: with fewer heads than threads PyTorch's splits the rows too.
+    It is faster than PyTorch's flash kernel if a mask hides columns from whole blocks of rows, otherwise as fast
+    (`compiled_kernels.py`). Its threads split heads of k only; PyTorch's flash kernel splits rows too, and is faster
+    with few heads per thread.
     """
     if q.dtype == torch.bfloat16 or q.size(0) * k.size(1) * 2 < current_machine().threads:
         return False
-    masked = mask is not None and k.size(2) >= _LEAST_MASKED
+    masked = mask is not None and k.size(2) >= _MIN_MASKED_COLUMNS
     return is_causal or masked or not _runs_flash(q, k, v, mask, is_causal, scale)
 
 
@@ -208,7 +213,7 @@ def _lower(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
 
 
 def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
-    compiled.request(n.q)
+    compiled_kernels.request(n.q)
     return Call(attention, q, k, v, mask, bool(n.is_causal), n.scale, True)
 
 
@@ -217,20 +222,20 @@ def _lower_grad(n: NodeView, *inputs: Any) -> Call:
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
-    compiled.request(n.q)
+    compiled_kernels.request(n.q)
     return Call(attention_backward, *inputs, bool(n.is_causal), n.scale, True)
 
 
 # FlashAttention
 
 
-def _rows(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """q, k and v in the type of the scores, each head of k and v repeated; and the masked scores."""
-    inner = accumulated(dtype_of(n.q))
+def _operands_and_scores(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Return q, k and v in the scores' type, with a head of k and v for each of q's; and the masked scores."""
+    inner = score_dtype(dtype_of(n.q))
     q, k, v = (cast(op, x, inner) for x in (n.q, n.k, n.v))
-    groups = groups_of(n.q, n.k)
-    k, v = repeated(op, k, groups), repeated(op, v, groups)
-    scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), scale_of(op, q, n.scale))
+    group = group_size(n.q, n.k)
+    k, v = repeat_heads(op, k, group), repeat_heads(op, v, group)
+    scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), scale_value(op, q, n.scale))
     if n.mask is not None:
         scores = op.Add(scores, cast(op, n.mask, inner))
     if n.is_causal:
@@ -239,40 +244,46 @@ def _rows(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Va
 
 
 def _forward_body(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
-    _, _, v, scores = _rows(op, n)
+    _, _, v, scores = _operands_and_scores(op, n)
     last = constant_axes(op, 3)
-    top = op.ReduceMax(scores, last, keepdims=1)
-    masked = op.Equal(top, op.scalar(-math.inf, like=top))
-    top = op.Where(masked, op.scalar(0.0, like=top), top)
-    powers = op.Exp(op.Sub(scores, top))
-    total = op.Where(masked, op.scalar(1.0, like=top), op.ReduceSum(powers, last, keepdims=1))
-    y = op.MatMul(op.Div(powers, total), v)
-    return cast(op, y, dtype_of(n.q)), op.Squeeze(op.Add(op.Log(total), top), last)
+    maximum = op.ReduceMax(scores, last, keepdims=1)
+    masked = op.Equal(maximum, op.scalar(-math.inf, like=maximum))
+    maximum = op.Where(masked, op.scalar(0.0, like=maximum), maximum)
+    exponentials = op.Exp(op.Sub(scores, maximum))
+    total = op.Where(masked, op.scalar(1.0, like=maximum), op.ReduceSum(exponentials, last, keepdims=1))
+    y = op.MatMul(op.Div(exponentials, total), v)
+    return cast(op, y, dtype_of(n.q)), op.Squeeze(op.Add(op.Log(total), maximum), last)
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value | None, dlogsumexp: ir.Value | None) -> Sequence[Grad]:
     if dlogsumexp is not None:
-        raise GraphError("the logsumexp of FlashAttention is kept for its gradient and has none itself")
+        raise GraphError(
+            "the logsumexp of FlashAttention is not differentiable",
+            expected="a gradient of y only",
+            got="a gradient of logsumexp",
+        )
     if dy is None:
         return [None] * len(n.node.inputs)
     if n.mask is not None and n.wants("mask"):
-        return _formula(op, n, dy, n.y)
-    found = op.own.FlashAttentionGrad(
+        return _gradients_in_ops(op, n, dy, n.y)
+    gradients = op.own.FlashAttentionGrad(
         dy, n.q, n.k, n.v, n.mask, n.y, n.logsumexp, scale=n.scale, is_causal=n.is_causal or None
     )
-    return (*found, None)[: len(n.node.inputs)]
+    return (*gradients, None)[: len(n.node.inputs)]
 
 
-def _formula(op: Builder, n: NodeView, dy: ir.Value, y: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """dq, dk, dv and the gradient of the mask [b, h, l, s] in ops of their own."""
-    q, k, v, scores = _rows(op, n)
+def _gradients_in_ops(
+    op: Builder, n: NodeView, dy: ir.Value, y: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Return dq, dk, dv and the gradient of the mask [b, h, l, s], by matmuls and elementwise ops."""
+    q, k, v, scores = _operands_and_scores(op, n)
     inner = dtype_of(scores)
     dy, y = cast(op, dy, inner), cast(op, y, inner)
     p = op.own.SafeSoftmax(scores, axis=-1)
     dp = op.ms.FusedMatMul(dy, v, transB=1)
     ds = op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(dy, y), constant_axes(op, 3), keepdims=1)))
-    dq, dk, dv = product_gradients(op, ds, p, dy, q, k, n.scale)
-    dq, dk, dv = cast(op, dq, dtype_of(n.q)), summed_heads(op, dk, n.k), summed_heads(op, dv, n.v)
+    dq, dk, dv = matmul_gradients(op, ds, p, dy, q, k, n.scale)
+    dq, dk, dv = cast(op, dq, dtype_of(n.q)), sum_over_groups(op, dk, n.k), sum_over_groups(op, dv, n.v)
     return dq, dk, dv, cast(op, ds, inner if n.mask is None else dtype_of(n.mask))
 
 
@@ -294,10 +305,10 @@ FLASH_ATTENTION = define(
         axes=_forward_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: _products_flops(n, 2),
+        flops=lambda n: _flops(n, 2),
         host_eval=None,
         nondiff_outputs=frozenset({"logsumexp"}),
-        scalar_factor=scores_factor,
+        scalar_factor=score_factor,
     )
 )
 
@@ -311,7 +322,7 @@ FLASH_ATTENTION_GRAD = define(
         since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.q), type_of(n.k), type_of(n.v)),
-        body=lambda op, n: _formula(op, n, n.dy, n.y)[:3],
+        body=lambda op, n: _gradients_in_ops(op, n, n.dy, n.y)[:3],
         ort_compatible=lambda n: False,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
@@ -319,7 +330,7 @@ FLASH_ATTENTION_GRAD = define(
         axes=_backward_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: _products_flops(n, 5),
+        flops=lambda n: _flops(n, 5),
         host_eval=None,
     )
 )

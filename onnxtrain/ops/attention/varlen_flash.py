@@ -1,11 +1,11 @@
-"""Attention of sequences one after another (`varlen.py`) on a GPU, by PyTorch's flash attention.
+"""Attention of packed sequences (`varlen.py`) on a GPU, by PyTorch's flash attention.
 
-In float16 and bfloat16, for heads of up to 256 elements, from compute capability 8.0 on. Dao 2023,
+It runs in float16 and bfloat16, for heads of up to 256 elements, from compute capability 8.0 on. Source: Dao 2023,
 https://arxiv.org/abs/2307.08691. It was written from PyTorch's signatures, and has not run on a GPU yet.
 
-What is kept is its logsumexp as a vector and, with dropout, the state of the generator in the place of the noise. As
-long as the longest sequence the kernel is told that of all tokens together: which one is longest only the device knows,
-and blocks of rows that are not there end at once.
+Forward saves the logsumexp as a vector and, with dropout, the generator's state in place of the dropout mask. The
+kernel gets the number of all tokens as the length of the longest sequence: the lengths are known only on the device,
+and blocks of rows past the end of a sequence return at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from onnxtrain.graph.sizes import Size
-from onnxtrain.ops.attention.scores import Packed
+from onnxtrain.ops.attention.kernel_arguments import PackedSequences
 from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
@@ -23,27 +23,27 @@ _CAPABILITY = (8, 0)
 
 
 def flash_runs(device: str, dtype: torch.dtype, width: Size) -> bool:
-    """Whether flash attention does heads of this width."""
+    """Return whether flash attention supports heads of `width` elements of this type on this device."""
     if device != "cuda" or dtype not in (torch.float16, torch.bfloat16) or not isinstance(width, int):
         return False
     fits = 0 < width <= _LARGEST_HEAD and width % 8 == 0
     return fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def varlen_flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """Gives y[t, h, d] and the logsumexp [h * t]."""
+def varlen_flash(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
+    """Return y[t, h, d] and the logsumexp [h * t]."""
     y, logsumexp, _ = varlen_dropout_flash(q, k, v, packed, 0.0)
     return y, logsumexp
 
 
 def varlen_dropout_flash(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, ratio: float
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, ratio: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with dropout, and the state of the generator that it drew from."""
+    """Run `varlen_flash` with dropout; the third output is the state of the generator that it sampled from."""
     y, logsumexp, state, _, _ = aten_kernels.varlen_flash(
         *_operands(q, k, v, packed), ratio, packed.causal, False, scale=packed.scale
     )
-    return _of_sequences(y, packed.cu_q), logsumexp.flatten(), state
+    return _zero_outside(y, packed.cu_seqlens_q), logsumexp.flatten(), state
 
 
 def varlen_backward_flash(
@@ -51,13 +51,13 @@ def varlen_backward_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packed: Packed,
+    packed: PackedSequences,
     y: Tensor,
     logsumexp: Tensor,
     state: Tensor | None,
     ratio: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v; `state` is None without dropout."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device) if state is None else state
     q, k, v, rows, columns, *longest = _operands(q, k, v, packed)
     dq, dk, dv = aten_kernels.varlen_flash_grad(
@@ -65,19 +65,23 @@ def varlen_backward_flash(
         *(ratio, packed.causal, state, state.new_empty(0)),
         scale=packed.scale,
     )
-    return _of_sequences(dq, packed.cu_q), _of_sequences(dk, packed.cu_k), _of_sequences(dv, packed.cu_k)
+    return (
+        _zero_outside(dq, packed.cu_seqlens_q),
+        _zero_outside(dk, packed.cu_seqlens_k),
+        _zero_outside(dv, packed.cu_seqlens_k),
+    )
 
 
 def _operands(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-    """What both passes read first: q, k, v and the offsets as the kernels want them, and how long a sequence may be."""
+    """Return the first arguments of both kernels: q, k, v, the offsets, and upper bounds of the sequence lengths."""
     dense = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    rows, columns = (cu.to(torch.int32).contiguous() for cu in (packed.cu_q, packed.cu_k))
+    rows, columns = (cu.to(torch.int32).contiguous() for cu in (packed.cu_seqlens_q, packed.cu_seqlens_k))
     return *dense, rows, columns, q.size(0), k.size(0)  # type: ignore[return-value]  # three tensors are unpacked
 
 
-def _of_sequences(x: Tensor, cu: Tensor) -> Tensor:
-    """x[t, ...] with zeros where a token belongs to no sequence: the kernel writes nothing there."""
+def _zero_outside(x: Tensor, cu: Tensor) -> Tensor:
+    """Fill x[t, ...] with 0 at the tokens that belong to no sequence: the kernel does not write them."""
     token = torch.arange(x.size(0), device=x.device)
     return x.masked_fill_(((token < cu[0]) | (token >= cu[-1]))[:, None, None], 0.0)

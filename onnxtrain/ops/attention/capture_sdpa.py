@@ -1,8 +1,8 @@
-"""What PyTorch's scaled_dot_product_attention becomes.
+"""Capture of torch.nn.functional.scaled_dot_product_attention.
 
-Where PyTorch may take its flash kernel it is FlashAttention. What PyTorch computes in its math path whatever the sizes
-(dropout, other ranks) becomes the nodes of that path, in its order, so that the same random numbers are drawn; the pass
-`fuse_attention` makes one op of them where eager's bits are not asked for.
+A call for which PyTorch may choose its flash kernel becomes FlashAttention. A call that PyTorch runs in its math path
+for all sizes (dropout, ranks other than 4) becomes the nodes of that path in the same order, so that the same random
+numbers are sampled; the pass `fuse_attention` fuses them unless bitwise equality with eager is requested.
 """
 
 from __future__ import annotations
@@ -17,16 +17,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, is_float, rank_of
-from onnxtrain.ops.attention.parts import (
-    accumulated,
-    additive,
-    causal_mask,
-    groups_of,
-    repeated,
-    scale_of,
-    unrepeated,
-    with_attribute,
-)
+from onnxtrain.ops.attention.heads import group_size, repeat_heads, strip_repeat
+from onnxtrain.ops.attention.masks import additive_mask, causal_mask
+from onnxtrain.ops.attention.scores import scale_as_attribute, scale_value, score_dtype
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.registry import compose
@@ -48,19 +41,19 @@ def _capture(
         return NotImplemented
     mask = attn_mask
     if mask is not None and dtype_of(mask) == ir.DataType.BOOL:
-        mask = additive(op, mask, dtype_of(query))
-    groups = groups_of(query, key) if enable_gqa else 1
+        mask = additive_mask(op, mask, dtype_of(query))
+    groups = group_size(query, key) if enable_gqa else 1
     if dropout_p > 0 or not _has_flash_form(query, key, value, mask, groups):
         return _math_path(op, query, key, value, mask, dropout_p, is_causal, scale, groups)
-    query, scale = with_attribute(op, query, scale)
-    (k, groups_k), (v, groups_v) = unrepeated(op, key), unrepeated(op, value)
-    if groups_k == groups_v:  # heads that a model repeats by itself are shared in the kernel
+    query, scale = scale_as_attribute(op, query, scale)
+    (k, groups_k), (v, groups_v) = strip_repeat(op, key), strip_repeat(op, value)
+    if groups_k == groups_v:  # the kernel shares heads: the model's repeat_kv is not needed
         key, value = k, v
     return op.own.FlashAttention(query, key, value, mask, scale=scale, is_causal=int(is_causal) or None)[0]
 
 
 def _has_flash_form(q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, groups: Size) -> bool:
-    """Whether PyTorch may take its flash kernel: what it asks of ranks and sizes. The rest is asked when it runs."""
+    """Return whether ranks and sizes allow PyTorch's flash kernel; its other conditions are checked at run time."""
     if not torch.backends.cuda.flash_sdp_enabled() or any(rank_of(x) != 4 for x in (q, k, v)):
         return False
     if mask is not None and rank_of(mask) not in (2, 4):
@@ -70,8 +63,8 @@ def _has_flash_form(q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None
     return _may_be_equal(batch) and (groups != 1 or _may_be_equal(heads)) and _may_be_equal(width)
 
 
-def _may_be_equal(found: set[Size]) -> bool:
-    return sum(isinstance(size, int) for size in found) <= 1 and (1 not in found or len(found) == 1)
+def _may_be_equal(distinct: set[Size]) -> bool:
+    return sum(isinstance(size, int) for size in distinct) <= 1 and (1 not in distinct or len(distinct) == 1)
 
 
 def _math_path(
@@ -85,14 +78,14 @@ def _math_path(
     scale: float | None,
     groups: Size,
 ) -> ir.Value:
-    """The nodes of aten._scaled_dot_product_attention_math: √scale on q and on k, half types computed in float."""
-    wanted = dtype_of(q)
-    (k, groups_k), (v, groups_v) = ((k, groups), (v, groups)) if groups != 1 else (unrepeated(op, x) for x in (k, v))
-    inner = wanted if torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() else accumulated(wanted)
+    """Build aten._scaled_dot_product_attention_math: q and k are each scaled by √scale, half types run in float32."""
+    dtype = dtype_of(q)
+    (k, groups_k), (v, groups_v) = ((k, groups), (v, groups)) if groups != 1 else (strip_repeat(op, x) for x in (k, v))
+    inner = dtype if torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() else score_dtype(dtype)
     q, k, v = (cast(op, x, inner) for x in (q, k, v))
-    root = scale_of(op, q, scale, 0.5)
+    root = scale_value(op, q, scale, 0.5)
     positive = root if scale is None or scale >= 0 else op.scalar(math.sqrt(-scale), like=q)
-    k = repeated(op, op.Mul(k, positive), groups_k)
+    k = repeat_heads(op, op.Mul(k, positive), groups_k)
     scores = op.ms.FusedMatMul(op.Mul(q, root), k, transB=1)
     if is_causal:
         mask = causal_mask(op, sizes.dims_of(q)[-2], sizes.dims_of(k)[-2], inner)
@@ -101,7 +94,7 @@ def _math_path(
     p = op.own.SafeSoftmax(scores, axis=-1)
     if dropout_p > 0:
         p, _ = dropped_out(op, p, dropout_p)
-    return cast(op, op.MatMul(p, repeated(op, v, groups_v)), wanted)
+    return cast(op, op.MatMul(p, repeat_heads(op, v, groups_v)), dtype)
 
 
 compose({"aten.scaled_dot_product_attention.default": _capture})

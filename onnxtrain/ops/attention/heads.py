@@ -1,0 +1,67 @@
+"""Grouped-query attention: heads of q that share one head of k and v."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import dtype_of, rank_of
+from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.matmul import constant_axes
+
+
+def group_size(q: ir.Value, k: ir.Value) -> Size:
+    """Return how many heads of q[..., h, l, e] share one head of k[..., g, s, e]."""
+    if rank_of(q) < 3 or sizes.dims_of(q)[-3] == sizes.dims_of(k)[-3]:
+        return 1
+    return sizes.floor_divide(sizes.dims_of(q)[-3], sizes.dims_of(k)[-3])
+
+
+def repeat_heads(op: Builder, value: ir.Value, count: Size) -> ir.Value:
+    """Repeat each head `count` times, as repeat_interleave: [..., g, s, e] -> [..., g * count, s, e]."""
+    if count == 1:
+        return value
+    *batch, heads, rows, columns = sizes.dims_of(value)
+    expanded = op.Unsqueeze(value, constant_axes(op, len(batch) + 1))
+    expanded = op.Expand(expanded, op.sizes([*batch, heads, count, rows, columns]))
+    shape = op.sizes([*batch, sizes.multiply(heads, count), rows, columns])
+    result: ir.Value = op.Reshape(expanded, shape, allowzero=1)
+    return result
+
+
+def strip_repeat(op: Builder, value: ir.Value) -> tuple[ir.Value, Size]:
+    """Return the heads [..., g, s, e] that a model's `repeat_kv` repeats, and the count; without one, `value` and 1.
+
+    Models write it as Expand and Reshape, and autocast appends a Cast. Stripping the repeat before the Cast keeps the
+    sum over repeated heads in backward out of the narrow type.
+    """
+    source = input_of(value, "Cast") or value
+    expanded = input_of(source, "Reshape")
+    expanded = expanded and (input_of(expanded, "Clone") or expanded)
+    original = expanded and input_of(expanded, "Expand")
+    if expanded is None or original is None or rank_of(original) != rank_of(source) + 1 or rank_of(expanded) < 4:
+        return value, 1
+    *batch, heads, count, rows, columns = sizes.dims_of(expanded)
+    if sizes.dims_of(original) != (*batch, heads, 1, rows, columns):
+        return value, 1
+    if sizes.dims_of(source) != (*batch, sizes.multiply(heads, count), rows, columns):
+        return value, 1
+    return cast(op, op.Squeeze(original, constant_axes(op, len(batch) + 1)), dtype_of(value)), count
+
+
+def input_of(value: ir.Value, op_type: str) -> ir.Value | None:
+    """Return the first input of the node that computes `value`; None if that node is not of type `op_type`."""
+    node = value.producer()
+    return node.inputs[0] if node is not None and node.op_type == op_type else None
+
+
+def sum_over_groups(op: Builder, gradient: ir.Value, value: ir.Value) -> ir.Value:
+    """Sum a gradient [b, h, s, e] over the heads of q that share one head of `value` [b, g, s, e]."""
+    batch, heads, rows, columns = sizes.dims_of(value)
+    count = group_size(gradient, value)
+    if count != 1:
+        grouped = op.Reshape(gradient, op.sizes([batch, heads, count, rows, columns]), allowzero=1)
+        gradient = op.ReduceSum(grouped, constant_axes(op, 2), keepdims=0)
+    return cast(op, gradient, dtype_of(value))

@@ -1,0 +1,53 @@
+"""Masks of attention: additive masks, and masks that are the causal one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import constant_of, dtype_of
+from onnxtrain.ops.elementwise.arithmetic import number_of
+from onnxtrain.ops.index.fill import filled
+
+
+def causal_mask(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> ir.Value:
+    """Return the additive mask [rows, columns] with which row r attends to columns 0 to r."""
+    visible = op.Trilu(filled(op, [rows, columns], 1, ir.DataType.BOOL), upper=0)
+    return additive_mask(op, visible, dtype)
+
+
+def additive_mask(op: Builder, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Convert a bool mask, true for the columns that are attended to, to 0 and -inf."""
+    result: ir.Value = op.Where(mask, op.scalar(0.0, dtype), op.scalar(-math.inf, dtype))
+    return result
+
+
+def is_causal_mask(mask: ir.Value | None) -> bool:
+    """Return whether a mask is the causal one, additive or bool: a kernel with a causal flag need not read it."""
+    if mask is None or any(size != 1 for size in sizes.dims_of(mask)[:-2]):
+        return False
+    array = constant_of(mask)
+    if array is not None:
+        visible = np.tril(np.ones(array.shape[-2:], bool))
+        causal = visible if array.dtype == bool else np.where(visible, 0.0, -np.inf)
+        return array.size > 0 and bool((array == causal).all())
+    node = mask.producer()
+    if node is None:
+        return False
+    if node.op_type == "Where":
+        branches = [None if v is None else number_of(v) for v in node.inputs[1:]]
+        return branches == [0.0, -math.inf] and is_causal_mask(node.inputs[0])
+    if node.op_type != "Trilu" or len(node.inputs) > 1 or dtype_of(mask) != ir.DataType.BOOL:
+        return False
+    upper, ones = node.attributes.get_int("upper", 1), node.inputs[0].producer() if node.inputs[0] else None
+    return not upper and ones is not None and ones.op_type == "ConstantOfShape" and _fill_value(ones) == 1
+
+
+def _fill_value(constant_of_shape: ir.Node) -> float:
+    value = constant_of_shape.attributes.get("value")
+    return 0.0 if value is None else float(value.as_tensor().numpy().item())
