@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -94,17 +96,25 @@ def quantized(model: Path, folder: Path, weight_type: str = "QInt8", **options: 
     return path
 
 
-def logits(model: Path | onnx.ModelProto, *, fused: bool = True) -> np.ndarray:
+def run(model: Path | onnx.ModelProto, names: Sequence[str], *, fused: bool) -> list[np.ndarray]:
+    """The values of these names, for the test's images."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if not fused:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model if isinstance(model, onnx.ModelProto) else onnx.load(model))
+    known = {value.name for value in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
     # It would round biases that the model holds in float32.
     off = ["WeightBiasQuantization"]
+    content = shown.SerializeToString()
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], disabled_optimizers=off)
-    (found,) = session.run(["logits"], {"x": IMAGES[TRAINED:]})
-    return np.asarray(found)
+    return [np.asarray(found) for found in session.run(names, {"x": IMAGES[TRAINED:]})]
+
+
+def logits(model: Path | onnx.ModelProto) -> np.ndarray:
+    return run(model, ["logits"], fused=True)[0]
 
 
 def accuracy(found: np.ndarray) -> float:
@@ -135,13 +145,13 @@ class Training:
             self.optimizer.step()
             self.module.lazy_reset_grad()
 
-    def value(self, name: str) -> np.ndarray:
-        """A value of the graph with FakeQuant, for the test's images."""
+    def values(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Values of the graph with FakeQuant, for the test's images."""
         path = self.folder / "inference.onnx"
-        self.module.export_model_for_inferencing(path, [name])
+        self.module.export_model_for_inferencing(path, names)
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         inputs = {value.name: IMAGES[TRAINED:] for value in session.get_inputs()}
-        return np.asarray(session.run([name], inputs)[0])
+        return [np.asarray(found) for found in session.run(names, inputs)]
 
     def integers(self) -> onnx.ModelProto:
         found = quantize_trained(self.model, self.state)
@@ -169,18 +179,116 @@ def test_training_brings_accuracy_back(trained: Path, tmp_path: Path, learn_scal
     assert accuracy(logits(training.integers())) > reached
 
 
-def assert_same_levels(training: Training, model: onnx.ModelProto, weight_type: str, options: dict[str, Any]) -> None:
-    """The quantized model computes what the graph with FakeQuant does, in steps of the output's scale.
+ACTIVATIONS = ("x", "relu", "max_pool2d", "relu_1", "view", "logits")
+WEIGHTS, BIASES = ("0.weight", "3.weight", "6.weight"), ("0.bias", "3.bias", "6.bias")
+EPS = float(np.finfo(np.float32).eps)
 
-    Rounding of the sums in float32 decides on a value midway between two levels: one of 3970 on a machine with AVX2.
-    Steps of 16 bits are as fine as that rounding.
+
+def dequantized(name: str) -> str:
+    """The name of a rounded value, in a quantized model and in the graph with FakeQuant."""
+    return name if name in ("logits", *BIASES) else f"{name}_DequantizeLinear_Output"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the levels of a value mean."""
+
+    levels: str
+    scale: torch.Tensor
+    zero: torch.Tensor
+    lowest: int
+    highest: int
+
+
+def scales_of(model: onnx.ModelProto) -> dict[str, Scale]:
+    held, scales = initializers(model), {}
+    nodes = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear"}
+    for name in (*ACTIVATIONS, *WEIGHTS, *BIASES):
+        if (node := nodes.get(dequantized(name))) is not None:  # else a bias that stays float32
+            beside = (-1, *(1,) * {"0.weight": 3, "3.weight": 3, "6.weight": 1}.get(name, 0))  # the axis is 0
+            scale, zero = (held[each].reshape(beside) for each in node.input[1:])
+            limits = ml_dtypes.iinfo(zero.dtype)
+            as_tensors = (torch.from_numpy(each.astype(np.float64)) for each in (scale, zero))
+            scales[name] = Scale(node.input[0], *as_tensors, limits.min, limits.max)
+    return scales
+
+
+def rounded_by_integers(model: onnx.ModelProto, *, fused: bool) -> dict[str, torch.Tensor]:
+    """All values that a quantized model rounds. Fused kernels compute the levels of activations, and nothing else."""
+    scales, held = scales_of(model), initializers(model)
+    found = {name: torch.tensor(held[name], dtype=torch.float64) for name in BIASES if name not in scales}
+    parameters = [name for name in scales if name not in ACTIVATIONS]
+    real = run(model, [dequantized(name) for name in parameters], fused=False)
+    found |= {name: torch.from_numpy(value).double() for name, value in zip(parameters, real, strict=True)}
+    levels = run(model, [scales[name].levels for name in ACTIVATIONS], fused=fused)
+    for name, level in zip(ACTIVATIONS, levels, strict=True):
+        found[name] = (torch.from_numpy(level.astype(np.float64)) - scales[name].zero) * scales[name].scale
+    return found
+
+
+def rounded_by_training(training: Training) -> dict[str, torch.Tensor]:
+    names = [name for name in (*ACTIVATIONS, *WEIGHTS, *BIASES) if name in scales_of(onnx.load(training.model))]
+    shown = [f"{name}_rounded" if name in BIASES else dequantized(name) for name in names]
+    found = {n: torch.from_numpy(v).double() for n, v in zip(names, training.values(shown), strict=True)}
+    return trained_parameters(training) | found
+
+
+def trained_parameters(training: Training) -> dict[str, torch.Tensor]:
+    parameters = training.state.parameters
+    return {name: torch.from_numpy(parameters[name].data).double() for name in (*WEIGHTS, *BIASES)}
+
+
+Exact = tuple[str, torch.Tensor, torch.Tensor, int]
+
+
+def exact(found: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> Iterator[Exact]:
+    """Yield what each rounding rounds, in float64 and from what was rounded before.
+
+    Beside its name and value the sum of the magnitudes of its terms, and their number.
     """
-    step, found = initializers(model)["logits_scale"], training.value("logits")
-    fine = options.get("activation_type") == QuantType.QUInt16
+    given = {**parameters, "x": torch.from_numpy(IMAGES[TRAINED:]).double()}
+    given["max_pool2d"] = nn.functional.max_pool2d(found["relu"], 2)
+    given["view"] = found["relu_1"].flatten(1)
+    for name, value in given.items():
+        yield name, value, value.abs(), 1
+    layers: list[tuple[str, str, int, Callable[..., torch.Tensor]]] = [
+        ("relu", "x", 0, lambda x, w, b: nn.functional.conv2d(x, w, b, padding=1).relu()),
+        ("relu_1", "max_pool2d", 3, lambda x, w, b: nn.functional.conv2d(x, w, b).relu()),
+        ("logits", "view", 6, nn.functional.linear),
+    ]
+    for name, source, number, layer in layers:
+        operands = found[source], found[f"{number}.weight"], found[f"{number}.bias"]
+        yield name, layer(*operands), layer(*(t.abs() for t in operands)), operands[1][0].numel() + 1
+
+
+def assert_rounds(model: onnx.ModelProto, found: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
+    """Each value is the level of the model that is nearest to the exact value.
+
+    It may be another level only where float32 cannot tell. A sum of n terms is off by up to n · eps / 2 times the sum
+    of their magnitudes, in any order (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Terms, scales,
+    quotients and zero points are rounded 13 times at most, where scales are exponentials of what was learned.
+    """
+    scales = scales_of(model)
+    for name, value, magnitude, terms in exact(found, parameters):
+        if name not in scales:
+            assert torch.equal(found[name], value), f"{name} is rounded"
+            continue
+        s = scales[name]
+        level, nearest = found[name] / s.scale + s.zero, (value / s.scale + s.zero).clamp(s.lowest, s.highest)
+        slack = (terms + 13) * EPS / 2 * (magnitude / s.scale + s.zero.abs())
+        assert ((level - level.round()).abs() <= slack).all(), f"{name} is not rounded"
+        assert ((level - nearest).abs() <= 0.5 + slack).all(), f"{name} is rounded to another level"
+
+
+def assert_same_levels(training: Training, model: onnx.ModelProto, weight_type: str, options: dict[str, Any]) -> None:
+    """The graph with FakeQuant rounds to the levels of the quantized model, and this by fused kernels as well."""
+    parameters = trained_parameters(training)
+    assert_rounds(model, rounded_by_training(training), parameters)
     for fused in (False,) if saturates(weight_type, options) else (False, True):
-        gap = np.abs(logits(model, fused=fused) - found) / step
-        assert gap.max() < (8 if fine else 1.01)
-        assert (gap > 1e-2).mean() < (0.05 if fine else 0.001)
+        found = rounded_by_integers(model, fused=fused)
+        assert_rounds(model, found, parameters)
+        (plain,) = run(model, ["logits"], fused=fused)  # with no outputs that a kernel could not fuse
+        assert torch.equal(torch.from_numpy(plain), found["logits"].float())
 
 
 def saturates(weight_type: str, options: dict[str, Any]) -> bool:
@@ -214,13 +322,6 @@ def test_integers_compute_what_was_trained(
 
     training.steps(20)
     found = training.integers()
-    for number in (0, 3, 6):
-        name = next(n.output[0] for n in found.graph.node if n.output[0].startswith(f"{number}.weight"))
-        found.graph.output.append(onnx.ValueInfoProto(name=name))
-        session = ort.InferenceSession(found.SerializeToString(), providers=["CPUExecutionProvider"])
-        (weight,) = session.run([name], {"x": IMAGES[:1]})
-        found.graph.output.pop()
-        np.testing.assert_allclose(weight, training.value(name), rtol=1e-6 if learn_scales else 0, atol=0)
     assert_same_levels(training, found, weight_type, options)
 
 
