@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from onnxtrain.execute.reused_memory import LIBRARY as MEMORY
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY as CONVOLUTIONS
 from onnxtrain.ops.convolution.weight_gradient import convolution_gradients
-from onnxtrain.ops.matmul import compiled_product
-from onnxtrain.ops.matmul.candidates import in_float32, onednn_product, product_by_convolution
+from onnxtrain.ops.matmul import compiled_gemm
+from onnxtrain.ops.matmul.candidates import gemm_by_convolution, gemm_in_float32, onednn_gemm
 
 aten = torch.ops.aten
 Call = Callable[[], object]
@@ -142,22 +142,22 @@ def matrix_flops(step: Callable[[], object]) -> int:
 def _compiled_products() -> Iterator[list[int]]:
     """The operations of each product by the compiled kernel, which the profiler does not see."""
     found: list[int] = []
-    functions = compiled_product.LIBRARY.functions
+    functions = compiled_gemm.LIBRARY.functions
     if functions is None:
         yield found
         return
-    product = functions.product
+    gemm = functions.gemm
 
     def counted(*arguments: Any) -> None:
         m, n, k = arguments[4:7]
         found.append(2 * m * n * k)
-        product(*arguments)
+        gemm(*arguments)
 
-    functions.product = counted
+    functions.gemm = counted
     try:
         yield found
     finally:
-        functions.product = product
+        functions.gemm = gemm
 
 
 def _flops_of_product(shapes: Shapes) -> int:
@@ -172,7 +172,7 @@ def _flops_of_linear(shapes: Shapes) -> int:
 
 
 def _flops_of_weight_gradient(shapes: Shapes) -> int:
-    """Of `product_by_convolution`: dy[.., n, rows, 1], whose pictures are one wide, and weight[n, k, 1, 1]."""
+    """Of `gemm_by_convolution`: dy[.., n, rows, 1], whose images are one wide, and weight[n, k, 1, 1]."""
     dy, _, weight = shapes[:3]
     is_product = len(weight) == 4 and weight[2:] == [1, 1] and dy[3] == 1
     return 2 * math.prod(dy) * weight[1] if is_product else 0
@@ -212,13 +212,13 @@ def _ways_of_product(func: Any, given: list[Any]) -> list[Call]:
     if a.device.type != "cpu":
         return ways
     if a.dtype == torch.float32:
-        ways.append(functools.partial(onednn_product, a, b, added if added is None or added.dim() == 1 else None, 1.0))
-        if compiled_product.LIBRARY.wait() and (added is None or added.dim() == 1):
-            ways.append(functools.partial(compiled_product.product, a, b, added, 1.0))
+        ways.append(functools.partial(onednn_gemm, a, b, added if added is None or added.dim() == 1 else None, 1.0))
+        if compiled_gemm.LIBRARY.wait() and (added is None or added.dim() == 1):
+            ways.append(functools.partial(compiled_gemm.gemm, a, b, added, 1.0))
         if added is None and a.stride(0) == 1:  # a weight gradient
-            ways.append(functools.partial(product_by_convolution, a.t(), b, 1.0))
+            ways.append(functools.partial(gemm_by_convolution, a.t(), b, 1.0))
     elif a.dtype in (torch.bfloat16, torch.float16):
-        ways.append(functools.partial(in_float32, a, b, added, 1.0))
+        ways.append(functools.partial(gemm_in_float32, a, b, added, 1.0))
     return ways
 
 

@@ -22,7 +22,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of
 from onnxtrain.ops import NodeView, builder
 from onnxtrain.ops.fused import axes_constant, reshaped
-from onnxtrain.ops.pool.window import MAX_POOL, MAX_POOL_GRAD, pool_of
+from onnxtrain.ops.pool.window import MAX_POOL, MAX_POOL_GRAD, max_pool_of
 from onnxtrain.ops.registry import view
 from onnxtrain.ops.reshape.join import split
 from onnxtrain.ops.sliding_windows import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
@@ -40,7 +40,7 @@ def pool_without_indices(graph: ir.Graph, *, overlapping: bool) -> None:
     """
     op = builder(graph)
     for node in [n for n in graph if view(n).definition is MAX_POOL_GRAD]:
-        pool = pool_of(view(node))
+        pool = max_pool_of(view(node))
         if pool is None and overlapping:
             raise ArtifactError(
                 f"{traversal.describe(node)} is not portable: its indices are computed, and WebGPU returns none.",

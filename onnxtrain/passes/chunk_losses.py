@@ -24,7 +24,7 @@ from onnxtrain.ops import builder, view
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.copies import CAST, CLONE, IDENTITY
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
-from onnxtrain.ops.matmul.affine import LINEAR
+from onnxtrain.ops.matmul.linear import LINEAR
 from onnxtrain.ops.matmul.matmul import MATMUL
 from onnxtrain.ops.reshape.dims import SQUEEZE, UNSQUEEZE, transposed
 from onnxtrain.ops.reshape.shape import RESHAPE, reshaped

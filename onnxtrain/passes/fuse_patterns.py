@@ -21,7 +21,7 @@ from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of, normalize_axis, rank_of
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.matmul import is_exact_attribute
-from onnxtrain.ops.norm.layer import layer_normalized
+from onnxtrain.ops.norm.layer_norm import build_layer_norm
 from onnxtrain.ops.symbolic_ints import held_sizes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_value
@@ -134,7 +134,7 @@ def _layer_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
         return None
     if dtype_of(w) != dtype_of(b):
         return None
-    return layer_normalized(ops, x, w, b, rank_of(x) - 1, found.numbers["epsilon"])[0]
+    return build_layer_norm(ops, x, w, b, rank_of(x) - 1, found.numbers["epsilon"])[0]
 
 
 @_rewrite("SimplifiedLayerNormalization", op("Mul", _W, Cast(_RMS)))

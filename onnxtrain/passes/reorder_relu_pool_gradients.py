@@ -15,8 +15,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.activation.rectified import RELU_GRAD
 from onnxtrain.ops.definition import NodeView
-from onnxtrain.ops.norm.batch import BATCH_NORM_GRAD
-from onnxtrain.ops.pool.window import MAX_POOL_GRAD, pool_of
+from onnxtrain.ops.norm.batch_norm import BATCH_NORM_GRAD
+from onnxtrain.ops.pool.window import MAX_POOL_GRAD, max_pool_of
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
@@ -30,7 +30,7 @@ def reorder_relu_pool_gradients(graph: ir.Graph, changes: Changes) -> None:
         before = n.dy.producer() if masks else None
         if before is None or view(before).definition is not MAX_POOL_GRAD:
             continue
-        pool_grad, pool, name = view(before), pool_of(view(before)), n.y.name
+        pool_grad, pool, name = view(before), max_pool_of(view(before)), n.y.name
         if pool is None or pool.x is not n.y:
             changes.refuse(node, f"{name} is not the input of the pool")
             continue

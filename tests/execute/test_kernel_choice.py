@@ -23,7 +23,7 @@ from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
 from onnxtrain.ops.definition import Call, Kernel
-from onnxtrain.ops.matmul import compiled_product
+from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
 from tests.limits import WAIT_LIMIT_S
 from tests.machines import Describe
@@ -269,7 +269,7 @@ def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
 @pytest.fixture
 def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    compiled_product.LIBRARY.wait()  # else nothing is settled before it is there
+    compiled_gemm.LIBRARY.wait()  # else nothing is settled before it is there
     monkeypatch.setattr(trial, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(tuned, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", float("inf"))
@@ -330,7 +330,7 @@ def test_the_faster_kernel_is_found_and_kept(
     steps(module, x, 2 * SAMPLES + 4)
     chosen = {a.choice for q, a in load(file_of(tmp_path)).items() if "Linear" in q}
     assert chosen == {"onednn" if slow == "aten" else "aten"}
-    assert ("onednn_product" in forward_of(module).source) == (slow == "aten")
+    assert ("onednn_gemm" in forward_of(module).source) == (slow == "aten")
     with torch.profiler.profile() as profiled:  # sees what runs without it
         steps(module, x, 1)
     assert any("_linear_pointwise" in event.key for event in profiled.key_averages()) == (slow == "aten")
@@ -351,7 +351,7 @@ def test_a_capture_on_another_thread_takes_no_kernel_away(
     taking(monkeypatch, onednn=1e-3)
     module = ORTModule(Net(), tuning_results_path=tmp_path)
     steps(module, torch.randn(3, 5, 16), 2 * SAMPLES + 4)
-    assert "onednn_product" in forward_of(module).source
+    assert "onednn_gemm" in forward_of(module).source
 
 
 @pytest.mark.usefixtures("everything_is_worth_it")
@@ -382,7 +382,7 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
     module = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
     steps(module, torch.randn(8, 16), 3)
     assert not list(tmp_path.iterdir())
-    assert "onednn_product" not in forward_of(module).source
+    assert "onednn_gemm" not in forward_of(module).source
     tuned._ANSWERS.clear()
 
     taking(monkeypatch, onednn=1e-3)
@@ -390,7 +390,7 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
     tuned._ANSWERS.clear()
     again = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
     steps(again, torch.randn(8, 16), 2)
-    assert "onednn_product" in forward_of(again).source
+    assert "onednn_gemm" in forward_of(again).source
 
 
 @pytest.mark.usefixtures("everything_is_worth_it")

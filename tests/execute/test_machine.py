@@ -21,7 +21,7 @@ from onnxtrain.native.build import BuildError, usable_compiler
 from onnxtrain.ops.attention import compiled_kernels as compiled_attention
 from onnxtrain.ops.attention import flash
 from onnxtrain.ops.cost_model import moving_seconds, widening_seconds
-from onnxtrain.ops.recurrent import kernels as recurrent
+from onnxtrain.ops.recurrent import layer_kernels
 from onnxtrain.ops.recurrent.cells import GRU, LSTM
 from onnxtrain.system import machine as facts
 from onnxtrain.system.machine import Machine, current_machine
@@ -201,8 +201,8 @@ def test_lstm_by_onednn(name: str, dtype: torch.dtype, described_machine: Descri
     machine = described_machine(name)
     x = torch.empty(2, 3, 4, dtype=dtype)
     expected = machine.onednn_bfloat16 if dtype == torch.bfloat16 else torch.backends.mkldnn.is_available()
-    assert recurrent._onednn_runs(LSTM, x) == expected
-    assert not recurrent._onednn_runs(GRU, x)
+    assert layer_kernels._onednn_runs(LSTM, x) == expected
+    assert not layer_kernels._onednn_runs(GRU, x)
 
 
 # The facts themselves

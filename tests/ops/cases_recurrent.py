@@ -1,4 +1,4 @@
-"""Recurrent layers against PyTorch's own."""
+"""Recurrent layers, compared with PyTorch's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.recurrent import by_length, kernels
+from onnxtrain.ops.recurrent import layer_kernels, onnx_layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS
 from onnxtrain.testing import OpCase, Spec
 
@@ -20,13 +20,13 @@ Tensor = torch.Tensor
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 FUNCTIONS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh, "Relu": torch.rnn_relu}
 
-# Steps and samples. Stock onnxruntime's LSTM and GRU abort the process where there is no sample.
+# Steps and samples. Stock onnxruntime's LSTM and GRU abort the process for a batch of size 0.
 SIZES = [{"s": s, "b": b} for s, b in ((5, 3), (1, 1), (9, 1), (1, 7))]
 EMPTY = [{"s": 3, "b": 2}, {"s": 3, "b": 0}, {"s": 0, "b": 2}]
 
 
 def _weight(dims: str) -> Spec:
-    """In the range of PyTorch's own for some five hidden units."""
+    """In the range of PyTorch's initial weights for five hidden units."""
     return Spec(dims, low=-0.45, high=0.45)
 
 
@@ -71,27 +71,31 @@ LAYERS = [
 ]
 
 
-# ONNX's own, and what training keeps
+# ONNX's ops, and the training ops
 
 
 DIRECTIONS = {"forward": 1, "reverse": 1, "bidirectional": 2}
 REVERSED = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 HIDDEN, WIDTH = 5, 3
-ONNX_ORDER = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}  # where PyTorch's gates lie in ONNX's
+ONNX_ORDER = {
+    "LSTM": (0, 2, 3, 1),
+    "GRU": (1, 0, 2),
+    "RNN": (0,),
+}  # the index in ONNX's order of each of PyTorch's gates
 
 
-def _turned(name: str, weight: Tensor) -> Tensor:
+def _reorder_gates(name: str, weight: Tensor) -> Tensor:
     blocks = weight.chunk(GATES[name])
-    return torch.cat([blocks[place] for place in ONNX_ORDER[name]])
+    return torch.cat([blocks[index] for index in ONNX_ORDER[name]])
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Each sequence from its own end."""
+    """Reverse each sequence from its own end."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.size(0))[:, None]
-    places = torch.where(steps < lengths, lengths - 1 - steps, steps)
-    return x.gather(0, places[:, :, None].expand_as(x).to(torch.int64))
+    indices = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    return x.gather(0, indices[:, :, None].expand_as(x).to(torch.int64))
 
 
 def _onnx(
@@ -105,12 +109,12 @@ def _onnx(
     lengths: Tensor | None,
     *firsts: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """By PyTorch's layer. It has no reverse direction alone, and packs sequences of several lengths."""
+    """The result of PyTorch's layer, which has no sole reverse direction and packs sequences of different lengths."""
     count = DIRECTIONS[direction]
     weights = []
     for d in range(count):
-        both = [] if b is None else list(b[d].chunk(2))
-        weights += [_turned(name, v) for v in (w[d], r[d], *both)]
+        biases = [] if b is None else list(b[d].chunk(2))
+        weights += [_reorder_gates(name, v) for v in (w[d], r[d], *biases)]
     zeros = x.new_zeros(count, x.size(1), HIDDEN)
     states = [zeros if f is None else f for f in firsts]
     if direction == "reverse":
@@ -122,10 +126,9 @@ def _onnx(
         order, back = packed.sorted_indices, packed.unsorted_indices
         states = [state[:, order] for state in states]
         first = tuple(states) if name == "LSTM" else states[0]
-        found = FUNCTIONS[name](
+        y, *last = FUNCTIONS[name](
             packed.data, packed.batch_sizes, first, weights, b is not None, 1, 0.0, True, count == 2
         )  # type: ignore[operator]
-        y, *last = found
         y = pad_packed_sequence(PackedSequence(y, packed.batch_sizes, order, back), total_length=x.size(0))[0]
         last = [state[:, back] for state in last]
     if direction == "reverse":
@@ -156,7 +159,7 @@ def _case(
         "com.microsoft" if op else "",
         op or name,
         tuple(inputs),
-        lambda *given: _onnx(name, direction, activation, *given),
+        lambda *inputs: _onnx(name, direction, activation, *inputs),
         attributes,
         [{"s": 4, "b": 6}] if lengths else SIZES,
         bodies=bool(op) or torch.float32,
@@ -178,7 +181,7 @@ TRAINING = [
 ]
 
 
-# Their gradients, which the cases above run too, at all sizes: here on values that belong together
+# Gradient ops on the values of an actual forward; the cases above run them too, for all sizes
 
 
 def _fixed(shape: tuple[int, ...], seed: int, scale: float = 0.45) -> Tensor:
@@ -187,34 +190,36 @@ def _fixed(shape: tuple[int, ...], seed: int, scale: float = 0.45) -> Tensor:
 
 
 def _held(make: Callable[[torch.dtype], Tensor], dtype: str | torch.dtype = "float", grad: bool = False) -> Spec:
-    """A fixed value, made in the dtype under test."""
+    """A fixed value in the dtype under test."""
     dims = "k" if dtype == torch.uint8 else " ".join(map(str, make(torch.float32).shape))
     return Spec(dims, dtype, make=lambda shape, wanted, generator: make(wanted), grad=grad)
 
 
 def _parts(name: str, count: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Gives x and the first states; ONNX's w, r and b; cotangents of y[s, D, b, h] and of the last states."""
+    """x, the initial states, ONNX's w, r and b, and the cotangents of y[s, D, b, h] and the last states."""
     rows, many = GATES[name] * HIDDEN, 1 + (name == "LSTM")
     x, firsts = _fixed((4, 3, WIDTH), 1, 1.0), [_fixed((count, 3, HIDDEN), 2 + i) for i in range(many)]
     weights = [_fixed((count, rows, WIDTH), 5), _fixed((count, rows, HIDDEN), 6), _fixed((count, 2 * rows), 7)]
-    given = [_fixed((4, count, 3, HIDDEN), 8), *(_fixed((count, 3, HIDDEN), 9 + i) for i in range(many))]
-    return [x], firsts, weights, given
+    cotangents = [_fixed((4, count, 3, HIDDEN), 8), *(_fixed((count, 3, HIDDEN), 9 + i) for i in range(many))]
+    return [x], firsts, weights, cotangents
 
 
-def _differentiated(outputs: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(list(outputs), list(leaves), list(given))
+def _differentiated(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(list(outputs), list(leaves), list(cotangents))
 
 
 def _grad_case(name: str, direction: str) -> OpCase:
     count = DIRECTIONS[direction]
-    (x,), firsts, weights, given = _parts(name, count)
+    (x,), firsts, weights, cotangents = _parts(name, count)
     w, r, b = weights
-    layer = by_length.Layer(next(c for c in CELLS if c.name == name), REVERSED[direction], False)
+    layer = onnx_layer_kernels.Layer(next(c for c in CELLS if c.name == name), REVERSED[direction], False)
 
-    def kept(index: int) -> Callable[[torch.dtype], Tensor]:
+    def saved(index: int) -> Callable[[torch.dtype], Tensor]:
         def make(dtype: torch.dtype) -> Tensor:
             arrays = [v.to(dtype) for v in (x, w, r, b, *firsts)]
-            return by_length.run(layer, 9, *arrays[:4], None, *arrays[4:])[index]
+            return onnx_layer_kernels.run_layer(layer, 9, *arrays[:4], None, *arrays[4:])[index]
 
         return make
 
@@ -223,12 +228,12 @@ def _grad_case(name: str, direction: str) -> OpCase:
         leaves = [v.to(dtype, copy=True).requires_grad_() for v in (x, w, r, b, *firsts)]
         with torch.enable_grad():
             outputs = _onnx(name, direction, "", *leaves[:4], None, *leaves[4:])
-            return _differentiated(outputs, leaves, [v.to(dtype) for v in given])
+            return _differentiated(outputs, leaves, [v.to(dtype) for v in cotangents])
 
     many = len(firsts)
-    places = {"LSTM": (0, 3, 4), "GRU": (0, 2), "RNN": (0,)}[name]
+    saved_indices = {"LSTM": (0, 3, 4), "GRU": (0, 2), "RNN": (0,)}[name]
     specs = [_held(v.to) for v in (x, w, r)] + ([_held(b.to)] if name == "GRU" else [])
-    rest = [_held(v.to) for v in firsts] + [_held(kept(i)) for i in places] + [_held(v.to) for v in given]
+    rest = [_held(v.to) for v in firsts] + [_held(saved(i)) for i in saved_indices] + [_held(v.to) for v in cotangents]
     attributes: dict[str, Any] = {"hidden_size": HIDDEN, "direction": direction}
     if name == "GRU":
         attributes["linear_before_reset"] = 1
@@ -238,25 +243,25 @@ def _grad_case(name: str, direction: str) -> OpCase:
 
 
 def _layer_grad_case(name: str, count: int) -> OpCase:
-    (x,), firsts, weights, given = _parts(name, count)
+    (x,), firsts, weights, cotangents = _parts(name, count)
     cell = next(c for c in CELLS if c.name == name)
-    apart = [(w, r, *b.chunk(2)) for w, r, b in zip(*weights, strict=True)]
-    flat = [v for each in apart for v in each]
-    given = [given[0].transpose(1, 2).flatten(2), *given[1:]]
-    tested = torch.float32  # what is kept is bytes, of whatever dtype is under test: x, made before it, tells
+    by_direction = [(w, r, *b.chunk(2)) for w, r, b in zip(*weights, strict=True)]
+    flat = [v for each in by_direction for v in each]
+    cotangents = [cotangents[0].transpose(1, 2).flatten(2), *cotangents[1:]]
+    tested = torch.float32  # the dtype of the saved bytes: that of x, which is made before them
 
-    def noted(dtype: torch.dtype) -> Tensor:
+    def make_x(dtype: torch.dtype) -> Tensor:
         nonlocal tested
         tested = dtype
         return x.to(dtype)
 
-    def kept(index: int) -> Callable[[torch.dtype], Tensor]:
+    def saved(index: int) -> Callable[[torch.dtype], Tensor]:
         def make(dtype: torch.dtype) -> Tensor:
             dtype = tested if dtype == torch.uint8 else dtype
             many = [v.to(dtype) for v in (x, *firsts, *([None] if name != "LSTM" else []), *flat) if v is not None]
             arrays: list[Any] = many[: 1 + len(firsts)] + ([] if name == "LSTM" else [None]) + many[1 + len(firsts) :]
-            found: Tensor = kernels.layer(cell, False, True, False, *arrays)[index]
-            return found
+            output: Tensor = layer_kernels.layer(cell, False, True, False, *arrays)[index]
+            return output
 
         return make
 
@@ -265,16 +270,16 @@ def _layer_grad_case(name: str, count: int) -> OpCase:
         leaves = [v.to(dtype, copy=True).requires_grad_() for v in (x, *firsts, *flat)]
         with torch.enable_grad():
             outputs = _run(name, leaves[0], leaves[1 : 1 + len(firsts)], leaves[1 + len(firsts) :], count == 2)
-            return _differentiated(outputs, leaves, [v.to(dtype) for v in given])
+            return _differentiated(outputs, leaves, [v.to(dtype) for v in cotangents])
 
-    states = [_held(kept(2))] if name == "LSTM" else []
-    memory = [_held(kept(1 + len(firsts) + d), torch.uint8) for d in range(count)]
+    states = [_held(saved(2))] if name == "LSTM" else []
+    memory = [_held(saved(1 + len(firsts) + d), torch.uint8) for d in range(count)]
     absent = [None] * (8 - len(flat))
     inputs = (
-        *(_held(v.to) for v in given),
-        *(_held(make) for make in (noted, *(v.to for v in (*firsts, *flat)))),
+        *(_held(v.to) for v in cotangents),
+        *(_held(make) for make in (make_x, *(v.to for v in (*firsts, *flat)))),
         *absent,
-        _held(kept(0)),
+        _held(saved(0)),
         *states,
         *memory,
     )
@@ -286,7 +291,7 @@ GRADIENTS = [
     *(_layer_grad_case(name, count) for name in GATES for count in (1, 2)),
 ]
 
-# Scan: a running sum and product, and what each step gives, from the end for one of them
+# Scan: a running sum, a running product in reverse, and the outputs of all steps
 
 
 def _running() -> ir.Graph:
@@ -326,7 +331,7 @@ SCAN = OpCase(
     [{"b": 3, "s": 5}, {"b": 1, "s": 1}],
     differentiate=False,
 )
-# Stock onnxruntime 1.31 divides by the size where slices along another axis than the first are empty.
+# Stock onnxruntime 1.31 divides by zero for empty slices along another axis than the first.
 EMPTY_SCAN = replace(SCAN, sizes=[{"b": 3, "s": 5}, {"b": 0, "s": 2}], bodies=False, label="empty")
 
 CASES = LAYERS + STANDARD + TRAINING + GRADIENTS + [SCAN, EMPTY_SCAN]

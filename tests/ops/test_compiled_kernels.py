@@ -22,12 +22,11 @@ from onnxtrain.ops.activation import compiled_kernels as activations
 from onnxtrain.ops.attention import compiled_kernels, flash
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
 from onnxtrain.ops.attention.masks import causal_mask, is_causal_mask
-from onnxtrain.ops.loss import rows
+from onnxtrain.ops.loss import cross_entropy_saving_logits as cross_entropy
 from onnxtrain.ops.native_kernels import NOTE
-from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.norm import rms_norm_kernels
 from onnxtrain.ops.random import keyed_bits, relu_dropout
-from onnxtrain.ops.recurrent import kernels as recurrent_kernels
-from onnxtrain.ops.recurrent import lstm_compiled
+from onnxtrain.ops.recurrent import compiled_lstm, layer_kernels
 from onnxtrain.ops.recurrent.cells import LSTM
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
 from tests.machines import Describe
@@ -96,9 +95,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
         return model
 
     found: Counter[str] = Counter()
-    for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY):
+    for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, found))
-    monkeypatch.setattr(rows, "_LEAST", 1)
+    monkeypatch.setattr(cross_entropy, "_FEWEST_SCORES", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
     described_machine("avx2")  # bfloat16 too
@@ -282,8 +281,8 @@ def test_a_gated_block_runs_the_compiled_kernel(halves: bool, monkeypatch: pytes
 def test_rms_norm_of_few_elements_matches_autograd(
     case: OpCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, calls: Counter[str]
 ) -> None:
-    monkeypatch.setattr(rms_kernels, "_LEAST", 1)
-    monkeypatch.setattr(rms_kernels.LIBRARY, "functions", counting(rms_kernels.LIBRARY, calls))
+    monkeypatch.setattr(rms_norm_kernels, "_FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(rms_norm_kernels.LIBRARY, "functions", counting(rms_norm_kernels.LIBRARY, calls))
     check = CaseCheck(case, dtype)
     ran = [check.check_sizes(known) for known in case.size_sets()]
     assert ran[0]
@@ -300,7 +299,7 @@ def test_rms_norm_matches_autograd(
     shape: tuple[int, ...], axis: int, scaled: bool, sum_: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[str] = Counter()
-    monkeypatch.setattr(rms_kernels.LIBRARY, "functions", counting(rms_kernels.LIBRARY, found))
+    monkeypatch.setattr(rms_norm_kernels.LIBRARY, "functions", counting(rms_norm_kernels.LIBRARY, found))
     epsilon = 1e-6
 
     def eager(x: torch.Tensor, scale: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -313,8 +312,8 @@ def test_rms_norm_matches_autograd(
     added = torch.randn(shape, dtype=dtype) if sum_ else None
     scale = torch.randn(shape[axis:], dtype=dtype) if scaled else None
     x.view(-1, x[(0,) * axis].numel())[1] = 0  # epsilon alone
-    y, inv_std = rms_kernels.rms_norm(x, axis, scale, epsilon)
-    dx, dscale = rms_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, [True, True])
+    y, inv_std = rms_norm_kernels.rms_norm(x, axis, scale, epsilon)
+    dx, dscale = rms_norm_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, [True, True])
     assert len(found) == 2
     assert (dscale is None) == (scale is None)
     exact = eager(x.double(), None if scale is None else scale.double(), dy.double())
@@ -323,23 +322,23 @@ def test_rms_norm_matches_autograd(
     ):
         assert_no_worse_than_eager(what, ours, theirs, right)
     for mask in ([True, False], [False, True]):
-        one = rms_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, mask)
+        one = rms_norm_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, mask)
         assert [g is None for g in one] == [not mask[0], not mask[1] or scale is None]
         assert all(g is None or torch.equal(g, both) for g, both in zip(one, (dx, dscale), strict=True))
 
 
 def test_rms_norm_of_infinite_and_missing_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rms_kernels.LIBRARY.wait()
+    assert rms_norm_kernels.LIBRARY.wait()
     x = torch.randn(64, 257)
     x[1, 3], x[2, 256], x[5, 0] = torch.inf, torch.nan, -torch.inf
-    y, _ = rms_kernels.rms_norm(x, 1, None, 1e-5)
+    y, _ = rms_norm_kernels.rms_norm(x, 1, None, 1e-5)
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (257,), eps=1e-5), equal_nan=True)
 
 
 @pytest.mark.parametrize("label", [7, -1])
 def test_cross_entropy_refuses_a_label_that_is_no_class(label: int, calls: Counter[str]) -> None:
     with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
-        rows.rows_loss_compiled(torch.randn(3, 7), torch.tensor([0, label, -100]), None, 1, -100)
+        cross_entropy.compiled_loss(torch.randn(3, 7), torch.tensor([0, label, -100]), None, 1, -100)
     assert calls["forward_float"] == 1
 
 
@@ -364,9 +363,9 @@ def test_cross_entropy_of_scores_far_from_zero(dtype: torch.dtype, calls: Counte
     target = torch.tensor([3, 1002, 0, 500, 7])
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
-        loss, peak, log_sum, total = rows.rows_loss_compiled(x, target, None, 1, -100)
+        loss, peak, log_sum, total = cross_entropy.compiled_loss(x, target, None, 1, -100)
         dy = torch.ones((), dtype=x.dtype)
-        return [loss, rows.rows_gradient_compiled(dy, x, peak, log_sum, target, None, total, 1, -100)]
+        return [loss, cross_entropy.compiled_gradient(dy, x, peak, log_sum, target, None, total, 1, -100)]
 
     def eager(x: torch.Tensor) -> list[torch.Tensor]:
         x = x.detach().requires_grad_()
@@ -689,7 +688,7 @@ def test_lstm_matches_autograd(
     steps: int, samples: int, hidden: int, bias: bool, both: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Counter[str] = Counter()
-    monkeypatch.setattr(lstm_compiled.LIBRARY, "functions", counting(lstm_compiled.LIBRARY, found))
+    monkeypatch.setattr(compiled_lstm.LIBRARY, "functions", counting(compiled_lstm.LIBRARY, found))
     count, width = 1 + both, 11
     shapes = [(4 * hidden, width), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)][: 4 if bias else 2]
     weights = [torch.randn(shape).to(dtype) / math.sqrt(hidden) for _ in range(count) for shape in shapes]
@@ -704,9 +703,9 @@ def test_lstm_matches_autograd(
         return [*(r.detach() for r in results), *gradients]
 
     every = [w for d in range(count) for w in (*weights[d * len(shapes) : (d + 1) * len(shapes)], None, None)[:4]]
-    y, h, c, *kept = recurrent_kernels.layer(LSTM, False, True, True, x, h0, c0, *every)
+    y, h, c, *kept = layer_kernels.layer(LSTM, False, True, True, x, h0, c0, *every)
     asked = (True, True)
-    back = recurrent_kernels.layer_backward(LSTM, False, asked, True, *given, x, h0, c0, every, y, c, *kept)
+    back = layer_kernels.layer_backward(LSTM, False, asked, True, *given, x, h0, c0, every, y, c, *kept)
     names = ("y", "h", "c", "dx", "dh", "dc", *(f"weight {i}" for i in range(len(weights))))
     for what, got, theirs, exact in zip(names, (y, h, c, *back), eager(dtype), eager(torch.float64), strict=True):
         assert_no_worse_than_eager(what, got, theirs, exact)
@@ -715,7 +714,7 @@ def test_lstm_matches_autograd(
 
 
 def test_lstm_of_large_and_missing_numbers() -> None:
-    assert lstm_compiled.LIBRARY.wait()
+    assert compiled_lstm.LIBRARY.wait()
     torch.manual_seed(0)
     layer = torch.nn.LSTM(8, 32)
     x = torch.randn(4, 6, 8)
@@ -725,7 +724,7 @@ def test_lstm_of_large_and_missing_numbers() -> None:
     x[0, 4] = math.inf
     h0 = torch.zeros(1, 6, 32)
     weights = [p.detach() for p in layer.parameters()]
-    y, *_ = recurrent_kernels.layer(LSTM, False, True, True, x, h0, h0, *weights)
+    y, *_ = layer_kernels.layer(LSTM, False, True, True, x, h0, h0, *weights)
     first, wide = h0.double(), [w.double() for w in weights]
     expected, *_ = torch.lstm(x.double(), (first, first), wide, True, 1, 0.0, True, False, False)
     torch.testing.assert_close(y.double(), expected, equal_nan=True, atol=1e-6, rtol=1e-5)
@@ -733,7 +732,7 @@ def test_lstm_of_large_and_missing_numbers() -> None:
 
 def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[str] = Counter()
-    monkeypatch.setattr(lstm_compiled.LIBRARY, "functions", counting(lstm_compiled.LIBRARY, found))
+    monkeypatch.setattr(compiled_lstm.LIBRARY, "functions", counting(compiled_lstm.LIBRARY, found))
     for threads in (1, 2, 5):
         count = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -752,8 +751,8 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
-    others = (activations.LIBRARY, rms_kernels.LIBRARY, lstm_compiled.LIBRARY)
-    for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, rows.LIBRARY, *others):
+    others = (activations.LIBRARY, rms_norm_kernels.LIBRARY, compiled_lstm.LIBRARY)
+    for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
         assert narrow.wait(), narrow.why_not

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onnxtrain.ops import huge_pages
-from onnxtrain.ops.matmul.candidates import product_in_large_pages
+from onnxtrain.ops.matmul.candidates import gemm_in_large_pages
 from onnxtrain.testing import assert_no_worse_than_eager
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -41,7 +41,7 @@ def test_products_are_those_of_small_pages(monkeypatch: pytest.MonkeyPatch) -> N
     for rows in ((3, 5), (0,), (1,), (7, 1, 2)):
         a, b, bias = torch.randn(*rows, 4), torch.randn(4, 6), torch.randn(6)
         exact = a.double() @ b.double()
-        got = product_in_large_pages(a, b, bias, 1.0), product_in_large_pages(a, b, None, 0.5)
+        got = gemm_in_large_pages(a, b, bias, 1.0), gemm_in_large_pages(a, b, None, 0.5)
         assert_no_worse_than_eager("with bias", got[0], a @ b + bias, exact + bias)
         assert_no_worse_than_eager("scaled", got[1], 0.5 * (a @ b), 0.5 * exact)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.ops.matmul import is_exact_attribute, linear, rows_times_matrix
+from onnxtrain.ops.matmul import is_exact_attribute, rows_times_matrix
+from onnxtrain.ops.matmul.linear import linear
 from onnxtrain.testing import CaseCheck, Spec, assert_no_worse_than_eager, run_model
 from tests.ops.captures import check_capture
 from tests.ops.cases_matmul import CASES, FULL

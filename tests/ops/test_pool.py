@@ -119,8 +119,8 @@ def test_channels_last():
     check_module(net, *([x.to(memory_format=torch.channels_last)] for [x] in calls(2, 3, 2)))
 
 
-def test_pools_keep_no_input():
-    """Backward needs the indices of a maximum, and of the rest only sizes."""
+def test_pools_save_no_input():
+    """Backward needs the indices of max pooling, and otherwise only shapes."""
     ours = check_module(nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2)), *calls(2, 3, 2), exact=True)
     saved: list[torch.Size] = []
     [x] = calls(2, 3)[0]
@@ -130,8 +130,8 @@ def test_pools_keep_no_input():
 
 
 def unpool(x):
-    y, places = F.max_pool2d(x, 2, return_indices=True)
-    return F.max_unpool2d(y * 2, places, 2)
+    y, indices = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(y * 2, indices, 2)
 
 
 def test_max_unpool():

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN modules: one capture for all lengths, as exact as eager in every form."""
+"""LSTM, GRU and RNN modules: one capture for all lengths, as exact as eager with all options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from onnxtrain import DebugOptions, ORTModule
 from onnxtrain.onnx_file import known_name
-from onnxtrain.ops.recurrent import kernels
+from onnxtrain.ops.recurrent import layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS, Cell
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.processor import skip_without_narrow_lstms
@@ -43,8 +43,8 @@ def results(run: Any, module: nn.Module, inputs: list[torch.Tensor], autocast: b
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         outputs = run(*inputs)
     generator = torch.Generator().manual_seed(5)
-    given = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
-    torch.autograd.backward(outputs, given)
+    cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+    torch.autograd.backward(outputs, cotangents)
     leaves = [*inputs, *module.parameters()]
     return [*(o.detach() for o in outputs), *(t.grad for t in leaves if t.grad is not None)]
 
@@ -59,7 +59,7 @@ def inputs_of(module: Recurrent, steps: int, samples: int, hx: bool) -> list[tor
 
 
 def compare(module: Recurrent, hx: bool = False, autocast: bool = False, rng: str = "fast") -> ORTModule:
-    """At all lengths on one capture, in float32 and, without autocast, in float64."""
+    """Compare with eager at all lengths with one capture, in float32 and, without autocast, in float64."""
     for dtype in (torch.float32,) if autocast else (torch.float32, torch.float64):
         module = copy.deepcopy(module).to(dtype)
         ours, exact = ORTModule(copy.deepcopy(module), rng=rng), copy.deepcopy(module).double()
@@ -75,7 +75,7 @@ def compare(module: Recurrent, hx: bool = False, autocast: bool = False, rng: st
     return ours
 
 
-# Options of the module, and whether the first states are given.
+# Options of the module, and whether initial states are passed.
 FORMS: dict[str, tuple[dict[str, Any], bool]] = {
     "batch first": ({"batch_first": True}, False),
     "both directions, two layers": ({"bidirectional": True, "num_layers": 2}, True),
@@ -133,21 +133,21 @@ def test_frozen_weights(kind: str, frozen: str) -> None:
 
 
 def test_projections_stay_pytorchs() -> None:
-    """They have no form in ONNX; the number of steps stays open all the same."""
+    """ONNX cannot express them; the number of steps is a dynamic dimension nevertheless."""
     torch.manual_seed(0)
     compare(Recurrent("lstm", proj_size=3, batch_first=True), hx=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_it_is_cudnns(kind: str) -> None:
+def test_on_a_gpu_it_runs_cudnn(kind: str) -> None:
     """All layers are one ATen node, with eager's kernel."""
     torch.manual_seed(0)
     compare(Recurrent(kind, num_layers=2, bidirectional=True).cuda())
 
 
 def test_without_onednn() -> None:
-    """The LSTM's other kernel in float32; forward and backward need not agree on the flag."""
+    """Our LSTM kernels in float32; the flag may change between forward and backward."""
     torch.manual_seed(0)
     module = Recurrent("lstm", bidirectional=True)
     ours = ORTModule(copy.deepcopy(module))
@@ -169,7 +169,7 @@ def test_without_onednn() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_without_steps_is_refused_as_in_eager(kind: str) -> None:
+def test_a_sequence_without_steps_raises_as_in_eager(kind: str) -> None:
     module = Recurrent(kind)
     ours = ORTModule(copy.deepcopy(module))
     ours(torch.randn(3, 2, WIDTH))
@@ -198,19 +198,19 @@ def test_the_graph_shows_the_layers(tmp_path: Any) -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_share_no_memory(cell: Cell, count: int, dtype: torch.dtype) -> None:
-    """In a graph each may be written over: the last state is no view of y, nor a cell state of what is kept."""
+    """A program may overwrite each in place: the last h is no view of y, the last c no view of the saved bytes."""
     rows = cell.gates * HIDDEN
     shapes = [(rows, WIDTH), (rows, HIDDEN), (rows,), (rows,)] * count
     weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
     x, h0 = torch.randn(4, 3, WIDTH, dtype=dtype), torch.randn(count, 3, HIDDEN, dtype=dtype)
     c0 = h0.clone() if cell.has_state else None
-    found = kernels.layer(cell, False, True, False, x, h0, c0, *weights)
-    y, kept = found[0], found[-count:]
-    c = found[2] if cell.has_state else None
+    outputs = layer_kernels.layer(cell, False, True, False, x, h0, c0, *weights)
+    y, saved = outputs[0], outputs[-count:]
+    c = outputs[2] if cell.has_state else None
     dc = None if c is None else torch.ones_like(c)
-    back = kernels.layer_backward(
-        cell, False, (True, True), False, torch.ones_like(y), torch.ones_like(h0), dc, x, h0, c0, weights, y, c, *kept
+    gradients = layer_kernels.layer_backward(
+        cell, False, (True, True), False, torch.ones_like(y), torch.ones_like(h0), dc, x, h0, c0, weights, y, c, *saved
     )
-    for results in (found, back):
-        places = [t.untyped_storage().data_ptr() for t in (*results, x, h0, *weights) if t.numel()]
-        assert len(set(places)) == len(places)
+    for tensors in (outputs, gradients):
+        pointers = [t.untyped_storage().data_ptr() for t in (*tensors, x, h0, *weights) if t.numel()]
+        assert len(set(pointers)) == len(pointers)

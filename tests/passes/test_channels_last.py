@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.ops.norm import channels_last
-from onnxtrain.ops.norm.batch import batch_norm, batch_norm_backward
+from onnxtrain.ops.norm import batch_norm_channels_last
+from onnxtrain.ops.norm.batch_norm import batch_norm, batch_norm_backward
 from onnxtrain.system.machine import current_machine
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -153,7 +153,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of the compiled batch norm, which is there."""
     if not current_machine().compiles:
         pytest.skip("needs a C++ compiler")
-    library = channels_last.LIBRARY
+    library = batch_norm_channels_last.LIBRARY
     assert library.wait(), library.why_not
     found: list[str] = []
 

@@ -31,8 +31,8 @@ chunk_losses = importlib.import_module("onnxtrain.passes.chunk_losses")  # the p
 def _few_classes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models: 40 classes are a vocabulary, and eight rows a chunk."""
     monkeypatch.setattr(chunk_losses, "FEWEST_CLASSES", CLASSES)
-    monkeypatch.setattr(linear_cross_entropy, "_FEWEST_ROWS", 8)
-    monkeypatch.setattr(linear_cross_entropy, "_MOST_SCORES", 8 * CLASSES)
+    monkeypatch.setattr(linear_cross_entropy, "_FEWEST_CHUNK_ROWS", 8)
+    monkeypatch.setattr(linear_cross_entropy, "_CHUNK_LOGITS", 8 * CLASSES)
 
 
 class Words(nn.Module):
@@ -227,12 +227,12 @@ def test_few_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @contextmanager
 def _rows_of_a_chunk(count: int) -> Iterator[None]:
-    before = linear_cross_entropy._FEWEST_ROWS, linear_cross_entropy._MOST_SCORES
-    linear_cross_entropy._FEWEST_ROWS, linear_cross_entropy._MOST_SCORES = count, 1
+    before = linear_cross_entropy._FEWEST_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS
+    linear_cross_entropy._FEWEST_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS = count, 1
     try:
         yield
     finally:
-        linear_cross_entropy._FEWEST_ROWS, linear_cross_entropy._MOST_SCORES = before
+        linear_cross_entropy._FEWEST_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS = before
 
 
 @hypothesis.settings(max_examples=40, deadline=None)

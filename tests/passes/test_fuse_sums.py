@@ -20,7 +20,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.onnx_file import known_name
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.norm import rms_norm_kernels
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.fuse_sums import fuse_sums
@@ -368,7 +368,7 @@ class RmsNorms(nn.Module):
 def test_the_gradient_of_a_norm_adds_that_of_the_residual(
     least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rms_kernels, "_LEAST", least)
+    monkeypatch.setattr(rms_norm_kernels, "_FEWEST_ELEMENTS", least)
     torch.manual_seed(0)
     module = RmsNorms().to(dtype)
     ours, exact = ORTModule(module), copy.deepcopy(module).double()

@@ -57,8 +57,8 @@ from benchmarks.spent import REST, Spent, spent
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
 from onnxtrain.native import background as native_background
-from onnxtrain.ops.matmul import compiled_product
-from onnxtrain.ops.matmul.candidates import onednn_product, product_by_convolution
+from onnxtrain.ops.matmul import compiled_gemm
+from onnxtrain.ops.matmul.candidates import gemm_by_convolution, onednn_gemm
 from onnxtrain.options import knobs
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
@@ -187,14 +187,14 @@ def test_operations_are_counted_by_whichever_kernel() -> None:
         dy.t() @ x
 
     def others() -> None:
-        onednn_product(x, weight.t(), None, 1.0)
-        onednn_product(dy, weight, None, 1.0)
-        product_by_convolution(dy, x, 1.0)
+        onednn_gemm(x, weight.t(), None, 1.0)
+        onednn_gemm(dy, weight, None, 1.0)
+        gemm_by_convolution(dy, x, 1.0)
 
     assert matrix_flops(eager) == matrix_flops(others) == 3 * each
-    if compiled_product.LIBRARY.wait():  # there is a compiler
-        assert matrix_flops(lambda: compiled_product.product(x, weight.t(), None, 1.0)) == each
-        compiled_product.product(x, weight.t(), None, 1.0)  # not counted any more
+    if compiled_gemm.LIBRARY.wait():  # there is a compiler
+        assert matrix_flops(lambda: compiled_gemm.gemm(x, weight.t(), None, 1.0)) == each
+        compiled_gemm.gemm(x, weight.t(), None, 1.0)  # not counted any more
     assert matrix_flops(lambda: torch.nn.functional.conv2d(torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 1, 1))) == 0
 
 

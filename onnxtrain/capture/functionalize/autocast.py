@@ -28,7 +28,7 @@ from onnxtrain.errors import CaptureError, UnsupportedOperatorError
 from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.aten_node import ambient, is_composite
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
-from onnxtrain.ops.recurrent.capture import computes_in_one_type
+from onnxtrain.ops.recurrent.capture import computes_in_one_dtype
 
 _KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
@@ -87,7 +87,7 @@ def state_types(program: ExportedProgram, whole: set[Any]) -> None:
         if node.target not in whole:
             continue
         dtypes = _dtypes_under(node, now)
-        if str(node.target) in RECURRENT and computes_in_one_type(str(node.target), now):
+        if str(node.target) in RECURRENT and computes_in_one_dtype(str(node.target), now):
             _cast_arguments(node, dtypes[0])
             continue
         several = isinstance(node.meta.get("val"), (tuple, list))

@@ -22,7 +22,7 @@ from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.fused import average, axes_constant, reshaped, times
 from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
-from onnxtrain.ops.recurrent.standard import reason_against
+from onnxtrain.ops.recurrent.onnx_layers import unsupported_feature
 from onnxtrain.ops.sliding_windows import cut_out, padded_by_name, spatial
 from onnxtrain.ops.symbolic_ints import held_sizes
 
@@ -207,7 +207,7 @@ def _recurrent(cell: Cell) -> Converter:
 
     def convert(s: Source) -> Results:
         how = {name: attribute.value for name, attribute in s.node.attributes.items()}
-        trained = s.training and reason_against(cell, how, peepholes=s.input(7) is not None) is None
+        trained = s.training and unsupported_feature(cell, how, peepholes=s.input(7) is not None) is None
         domain, name = (MICROSOFT, f"{cell.name}Training") if trained else (ONNX, cell.name)
         found: Results = s.op.node(domain, name, s.inputs, how).outputs
         return found

@@ -1,1 +1,1 @@
-"""Losses: with class indices or probabilities (cross entropy), element by element, and those composed of others."""
+"""Losses: cross entropy with class indices or probabilities, pointwise losses, and decomposed losses."""

@@ -5,9 +5,9 @@
         log_prob = log softmax(scores) over c          loss[i] = -weights[labels[i]] * log_prob[i, labels[i]]
     NegativeLogLikelihoodLossInternal2(log_prob[n, c, d], labels[n, d], weights[c], ignore_index) -> loss, total_weight
 
-`d` stands for any further axes. Where labels is ignore_index the loss and its weight are 0. The mean is the sum over
-total_weight, the sum of all weights: NaN where all is ignored. Weights get no gradient, as in PyTorch. `output_type`
-is the type of loss, log_prob and total_weight where it is not that of scores.
+`d` stands for any further axes. The loss and its weight are 0 where the label is ignore_index. The mean divides the
+sum by total_weight, the sum of all weights: NaN if all labels are ignored. Weights get no gradient, as in PyTorch.
+`output_type` is the dtype of loss, log_prob and total_weight if it is not that of scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_floa
 from onnxtrain.ops.constructors import TORCH_DTYPES, cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, reshaped, times, total
-from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of
+from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 def nll_loss(
     x: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's kernels: loss and total_weight."""
+    """The loss and total_weight by PyTorch's kernels."""
     if x.ndim == 2:
         return aten.nll_loss_forward.default(x, labels, weights, reduction, ignore_index)  # type: ignore[no-any-return]
     if x.ndim == 4:
@@ -58,7 +58,7 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """PyTorch's kernels."""
+    """The gradient of x by PyTorch's kernels."""
     rest = (weights, reduction, ignore_index, total_weight)
     if x.ndim == 2:
         return aten.nll_loss_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
@@ -70,14 +70,14 @@ def nll_loss_backward(
 
 
 def _as_image(x: Tensor, leading: int) -> Tensor:
-    """All axes after the first `leading` as two."""
+    """Collapse all axes after the first `leading` ones into two."""
     return x.reshape(*x.shape[:leading], *((1, -1) if x.numel() else (0, 0)))
 
 
 def cross_entropy(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What cross_entropy_loss runs in PyTorch, with what it keeps for backward."""
+    """The kernels of PyTorch's cross_entropy_loss; returns the log-probabilities and total_weight for backward too."""
     log_prob = torch.log_softmax(scores, 1, dtype)
     loss, total_weight = nll_loss(log_prob, labels, weights, reduction, ignore_index)
     return loss, log_prob, total_weight
@@ -94,10 +94,10 @@ def cross_entropy_backward(
     ignore_index: int,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The backward kernels of what `cross_entropy` runs."""
+    """The backward kernels of `cross_entropy`."""
     d_log_prob = nll_loss_backward(dy, log_prob, labels, weights, reduction, ignore_index, total_weight)
     if dy.device.type == "cpu":
-        # Each row is summed before any of it is written: no second tensor as large as the scores.
+        # In place: the kernel sums a row before it writes it, so no second tensor of the scores' size is needed.
         dx: Tensor = aten_kernels.log_softmax_grad(d_log_prob, log_prob, 1, log_prob.dtype, out=d_log_prob)
     else:
         dx = aten_kernels.log_softmax_grad(d_log_prob, log_prob, 1, log_prob.dtype)
@@ -110,28 +110,28 @@ def cross_entropy_backward(
 
 
 def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
-    """Where labels say that nothing is to be learned."""
+    """A mask of the ignored labels; None if no label can be ignored."""
     if n.ignore_index is None:
         return None
     result: ir.Value = op.Equal(n.labels, n.ignore_index)
     return result
 
 
-def _kept(op: Builder, ignored: ir.Value | None, x: ir.Value) -> ir.Value:
-    """0 in place of x where ignored."""
+def _zero_ignored(op: Builder, ignored: ir.Value | None, x: ir.Value) -> ir.Value:
+    """`x` with 0 where `ignored`."""
     if ignored is None:
         return x
     result: ir.Value = op.Where(ignored, op.scalar(0, like=x), x)
     return result
 
 
-def _weight_of_each(op: Builder, n: NodeView, ignored: ir.Value | None, dtype: ir.DataType) -> ir.Value:
+def _label_weights(op: Builder, n: NodeView, ignored: ir.Value | None, dtype: ir.DataType) -> ir.Value:
     """The weight of each label, 0 where it is ignored."""
     if n.weights is None:
-        each = op.Expand(op.scalar(1, dtype), op.shape_of(n.labels))
+        weights = op.Expand(op.scalar(1, dtype), op.shape_of(n.labels))
     else:
-        each = op.Gather(cast(op, n.weights, dtype), _kept(op, ignored, n.labels), axis=0)
-    return _kept(op, ignored, each)
+        weights = op.Gather(cast(op, n.weights, dtype), _zero_ignored(op, ignored, n.labels), axis=0)
+    return _zero_ignored(op, ignored, weights)
 
 
 def _summed(op: Builder, x: ir.Value) -> ir.Value:
@@ -141,9 +141,9 @@ def _summed(op: Builder, x: ir.Value) -> ir.Value:
 def losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The reduced loss and total_weight."""
     ignored, one = _ignored(op, n), axes_constant(op, [1])
-    weight = _weight_of_each(op, n, ignored, dtype_of(log_prob))
-    found = op.GatherElements(log_prob, op.Unsqueeze(_kept(op, ignored, n.labels), one), axis=1)
-    loss = _kept(op, ignored, op.Neg(op.Mul(op.Squeeze(found, one), weight)))
+    weight = _label_weights(op, n, ignored, dtype_of(log_prob))
+    at_labels = op.GatherElements(log_prob, op.Unsqueeze(_zero_ignored(op, ignored, n.labels), one), axis=1)
+    loss = _zero_ignored(op, ignored, op.Neg(op.Mul(op.Squeeze(at_labels, one), weight)))
     total_weight = _summed(op, weight)
     if n.reduction == "mean":
         return op.Div(_summed(op, loss), total_weight), total_weight
@@ -152,16 +152,16 @@ def losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.V
 
 def weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value:
     """-dloss/dlog_prob at each label: [n, 1, d]."""
-    weight = _weight_of_each(op, n, _ignored(op, n), dtype)
+    weight = _label_weights(op, n, _ignored(op, n), dtype)
     dy = cast(op, n.dy, dtype)
     if n.reduction == "mean":
         dy = op.Div(dy, cast(op, n.total_weight, dtype))
-    result: ir.Value = op.Unsqueeze(_kept(op, _ignored(op, n), op.Mul(dy, weight)), axes_constant(op, [1]))
+    result: ir.Value = op.Unsqueeze(_zero_ignored(op, _ignored(op, n), op.Mul(dy, weight)), axes_constant(op, [1]))
     return result
 
 
-def at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    """Whether the class is the label: a mask of x's shape."""
+def label_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """The one-hot mask of the labels, of x's shape."""
     shape = sizes.dims_of(x)
     classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
     classes = reshaped(op, classes, [1, shape[1], *[1] * (len(shape) - 2)])
@@ -172,26 +172,26 @@ def at_label(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 # Axes and types
 
 
-def names_of(x: ir.Value) -> tuple[str, str]:
-    """The axes of scores and those of labels."""
+def axis_names(x: ir.Value) -> tuple[str, str]:
+    """The axes of the scores and those of the labels."""
     inner = [f"d{i}" for i in range(rank_of(x) - 2)]
     return " ".join(["n", "[c]", *inner]), " ".join(["n", *inner])
 
 
-def of_loss(n: NodeView, labels: str) -> str:
+def loss_axes(n: NodeView, labels: str) -> str:
     return labels if n.reduction == "none" else ""
 
 
-def axes_of(n: NodeView, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    given = [name if value is not None else "-" for name, value in zip(inputs, n.node.inputs, strict=False)]
-    return f"{', '.join(given)} -> {', '.join(outputs)}"
+def axis_map(n: NodeView, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    present = [name if value is not None else "-" for name, value in zip(inputs, n.node.inputs, strict=False)]
+    return f"{', '.join(present)} -> {', '.join(outputs)}"
 
 
 def loss_type(n: NodeView, dtype: ir.DataType) -> TensorType:
     return TensorType(dtype, sizes.dims_of(n.labels) if n.reduction == "none" else ())
 
 
-def _torch_type(n: NodeView) -> torch.dtype | None:
+def _output_dtype(n: NodeView) -> torch.dtype | None:
     return None if n.output_type is None else TORCH_DTYPES[ir.DataType(n.output_type)]
 
 
@@ -209,7 +209,7 @@ def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return loss, log_prob, total_weight
 
 
-# total_weight depends on labels and weights alone: a gradient that arrives there goes nowhere.
+# total_weight depends on labels and weights alone: its cotangent is dropped.
 
 
 def _gradient(
@@ -232,8 +232,8 @@ def _gradient(
 
 
 def _cross_entropy_axes(n: NodeView) -> str:
-    scores, labels = names_of(n.scores)
-    return axes_of(n, (scores, labels, "[c]", ""), (of_loss(n, labels), scores, ""))
+    scores, labels = axis_names(n.scores)
+    return axis_map(n, (scores, labels, "[c]", ""), (loss_axes(n, labels), scores, ""))
 
 
 def _capture(
@@ -245,8 +245,8 @@ def _capture(
     ignore_index: Size = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    single = rank_of(scores) == 1
-    if single:
+    unbatched = rank_of(scores) == 1
+    if unbatched:
         scores, target = _batch_of_one(op, scores), _batch_of_one(op, target)
     if is_float(dtype_of(target)):
         loss = _with_probabilities(op, scores, target, weight, reduction, label_smoothing)
@@ -257,10 +257,10 @@ def _capture(
             scores,
             cast(op, target, ir.DataType.INT64),
             weight,
-            _index(op, ignore_index),
+            op.size(ignore_index),
             reduction=REDUCTIONS[reduction],
         )
-    return reshaped(op, loss, ()) if single else loss
+    return reshaped(op, loss, ()) if unbatched else loss
 
 
 def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
@@ -268,16 +268,12 @@ def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
     return result
 
 
-def _index(op: Builder, ignore_index: Size) -> ir.Value:
-    return op.size(ignore_index)
-
-
-def _over_classes(op: Builder, weight: ir.Value, scores: ir.Value) -> ir.Value:
-    """A vector over classes, broadcasting over scores."""
+def _broadcast_over_classes(op: Builder, weight: ir.Value, scores: ir.Value) -> ir.Value:
+    """Reshape a vector of one value per class so that it broadcasts over scores."""
     return reshaped(op, weight, [1, sizes.dims_of(weight)[0], *[1] * (rank_of(scores) - 2)])
 
 
-def _of_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.DataType) -> ir.Value:
+def _divide_by_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.DataType) -> ir.Value:
     """`number` divided by the number of classes."""
     classes = sizes.dims_of(scores)[1]
     if isinstance(classes, int):
@@ -289,20 +285,20 @@ def _of_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.DataType
 def _smoothed(
     op: Builder, scores: ir.Value, target: ir.Value, weight: Any, reduction: int, ignore_index: Size, smoothing: float
 ) -> ir.Value:
-    """(1 - smoothing) * loss + smoothing / c * (the loss summed over all classes), as PyTorch composes it."""
+    """(1 - smoothing) * loss + smoothing / c * (the loss summed over all classes), as PyTorch decomposes it."""
     log_prob, labels = op.LogSoftmax(scores, axis=1), cast(op, target, ir.DataType.INT64)
-    index = _index(op, ignore_index)
+    index = op.size(ignore_index)
     loss, total_weight = op.ms.NegativeLogLikelihoodLossInternal2(
         log_prob, labels, weight, index, reduction=REDUCTIONS[reduction]
     )
-    each = log_prob if weight is None else op.Mul(log_prob, _over_classes(op, weight, scores))
-    over_classes = op.Neg(total(op, each, (1,), keepdims=False))
+    weighted = log_prob if weight is None else op.Mul(log_prob, _broadcast_over_classes(op, weight, scores))
+    over_classes = op.Neg(total(op, weighted, (1,), keepdims=False))
     over_classes = op.Where(op.Equal(labels, index), op.scalar(0, like=over_classes), over_classes)
     if REDUCTIONS[reduction] != "none":
         over_classes = _summed(op, over_classes)
     if REDUCTIONS[reduction] == "mean":
         over_classes = op.Div(over_classes, total_weight)
-    share = _of_classes(op, smoothing, scores, dtype_of(loss))
+    share = _divide_by_classes(op, smoothing, scores, dtype_of(loss))
     result: ir.Value = op.Add(times(op, loss, 1 - smoothing), op.Mul(over_classes, share))
     return result
 
@@ -310,19 +306,19 @@ def _smoothed(
 def _with_probabilities(
     op: Builder, scores: ir.Value, target: ir.Value, weight: Any, reduction: int, smoothing: float
 ) -> ir.Value:
-    """-sum(target * log_prob) over classes, as PyTorch composes it. The mean is over all but the classes."""
+    """-sum(target * log_prob) over classes, as PyTorch decomposes it. The mean is over all axes but the classes."""
     dtype = op.out[0].dtype
     log_prob = op.LogSoftmax(scores, axis=1)
     if smoothing:
-        share = _of_classes(op, smoothing, scores, dtype_of(target))
+        share = _divide_by_classes(op, smoothing, scores, dtype_of(target))
         target = op.Add(times(op, target, 1 - smoothing), share)
-    each = op.Mul(cast(op, log_prob, dtype), cast(op, target, dtype))
+    weighted = op.Mul(cast(op, log_prob, dtype), cast(op, target, dtype))
     if weight is not None:
-        each = op.Mul(each, cast(op, _over_classes(op, weight, scores), dtype))
+        weighted = op.Mul(weighted, cast(op, _broadcast_over_classes(op, weight, scores), dtype))
     if REDUCTIONS[reduction] == "none":
-        result: ir.Value = op.Neg(total(op, each, (1,), keepdims=False))
+        result: ir.Value = op.Neg(total(op, weighted, (1,), keepdims=False))
         return result
-    loss: ir.Value = op.Neg(_summed(op, each))
+    loss: ir.Value = op.Neg(_summed(op, weighted))
     if REDUCTIONS[reduction] == "mean":
         samples = sizes.multiply(1, *(s for axis, s in enumerate(sizes.dims_of(scores)) if axis != 1))
         loss = op.Div(loss, op.size(samples, dtype))
@@ -341,7 +337,13 @@ CROSS_ENTROPY = fused(
     gradient=(Gradient(_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
     nondiff_inputs=frozenset({"labels", "weights", "ignore_index"}),
     lower=lambda n, scores, labels, weights, ignore_index: Call(
-        cross_entropy, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index), _torch_type(n)
+        cross_entropy,
+        scores,
+        labels,
+        weights,
+        aten_reduction(n.reduction),
+        aten_ignore_index(ignore_index),
+        _output_dtype(n),
     ),
     host_inputs=frozenset({3}),
     axes=_cross_entropy_axes,
@@ -349,13 +351,12 @@ CROSS_ENTROPY = fused(
 )
 
 
-def index_or_none(ignore_index: Any) -> Any:
-    """PyTorch's kernels always ignore one label: where none is to be, one that no class can have."""
+def aten_ignore_index(ignore_index: Any) -> Any:
+    """The ignore_index for PyTorch's kernels, which always ignore one label; None becomes an index of no class."""
     return -100 if ignore_index is None else ignore_index
 
 
-# SoftmaxCrossEntropyLossInternalGrad: the softmax minus one at the label, times the label's weight and cotangent.
-# `bias` is added to it.
+# SoftmaxCrossEntropyLossInternalGrad: (softmax - one-hot label) * weight of the label * cotangent, plus `bias`.
 
 
 def _grad_type(n: NodeView) -> Sequence[TensorType]:
@@ -365,14 +366,14 @@ def _grad_type(n: NodeView) -> Sequence[TensorType]:
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     weighted = weighted_cotangent(op, n, dtype_of(n.log_prob))
-    hit = op.Where(at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
-    dx = cast(op, op.Sub(op.Mul(op.Exp(n.log_prob), weighted), hit), _grad_type(n)[0].dtype)
+    weighted_one_hot = op.Where(label_mask(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
+    dx = cast(op, op.Sub(op.Mul(op.Exp(n.log_prob), weighted), weighted_one_hot), _grad_type(n)[0].dtype)
     return dx if n.bias is None else op.Add(dx, n.bias)
 
 
 def _grad_axes(n: NodeView) -> str:
-    scores, labels = names_of(n.log_prob)
-    return axes_of(n, (of_loss(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
+    scores, labels = axis_names(n.log_prob)
+    return axis_map(n, (loss_axes(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
 
 
 fused(
@@ -391,9 +392,9 @@ fused(
         weights,
         bias,
         total_weight,
-        number_of(n.reduction),
-        index_or_none(ignore_index),
-        _torch_type(n),
+        aten_reduction(n.reduction),
+        aten_ignore_index(ignore_index),
+        _output_dtype(n),
     ),
     host_inputs=frozenset({4}),
     axes=_grad_axes,
@@ -418,21 +419,21 @@ def _nll_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dtotal: ir.Valu
 
 
 def _nll_axes(n: NodeView) -> str:
-    scores, labels = names_of(n.log_prob)
-    return axes_of(n, (scores, labels, "[c]", ""), (of_loss(n, labels), ""))
+    scores, labels = axis_names(n.log_prob)
+    return axis_map(n, (scores, labels, "[c]", ""), (loss_axes(n, labels), ""))
 
 
 def _capture_nll(
     op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1, ignore_index: Size = -100
 ) -> Any:
-    single = rank_of(x) == 1
-    if single:
+    unbatched = rank_of(x) == 1
+    if unbatched:
         x, target = _batch_of_one(op, x), _batch_of_one(op, target)
     labels = cast(op, target, ir.DataType.INT64)
     loss, _ = op.ms.NegativeLogLikelihoodLossInternal2(
-        x, labels, weight, _index(op, ignore_index), reduction=REDUCTIONS[reduction]
+        x, labels, weight, op.size(ignore_index), reduction=REDUCTIONS[reduction]
     )
-    return reshaped(op, loss, ()) if single else loss
+    return reshaped(op, loss, ()) if unbatched else loss
 
 
 NEGATIVE_LOG_LIKELIHOOD = fused(
@@ -451,7 +452,7 @@ NEGATIVE_LOG_LIKELIHOOD = fused(
     gradient=(Gradient(_nll_gradient, reads=("log_prob", "labels", "weights", "total_weight")),),
     nondiff_inputs=frozenset({"labels", "weights", "ignore_index"}),
     lower=lambda n, x, labels, weights, ignore_index: Call(
-        nll_loss, x, labels, weights, number_of(n.reduction), index_or_none(ignore_index)
+        nll_loss, x, labels, weights, aten_reduction(n.reduction), aten_ignore_index(ignore_index)
     ),
     host_inputs=frozenset({3}),
     axes=_nll_axes,
@@ -461,13 +462,13 @@ NEGATIVE_LOG_LIKELIHOOD = fused(
 
 def _nll_grad_body(op: Builder, n: NodeView) -> ir.Value:
     weighted = op.Neg(weighted_cotangent(op, n, dtype_of(n.log_prob)))
-    dx: ir.Value = op.Where(at_label(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
+    dx: ir.Value = op.Where(label_mask(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
     return dx
 
 
 def _nll_grad_axes(n: NodeView) -> str:
-    scores, labels = names_of(n.log_prob)
-    return axes_of(n, (of_loss(n, labels), scores, labels, "[c]", "", ""), (scores,))
+    scores, labels = axis_names(n.log_prob)
+    return axis_map(n, (loss_axes(n, labels), scores, labels, "[c]", "", ""), (scores,))
 
 
 fused(
@@ -479,7 +480,14 @@ fused(
     shapes=lambda n: (type_of(n.log_prob),),
     body=_nll_grad_body,
     lower=lambda n, dy, x, labels, weights, ignore_index, total_weight: Call(
-        nll_loss_backward, dy, x, labels, weights, number_of(n.reduction), index_or_none(ignore_index), total_weight
+        nll_loss_backward,
+        dy,
+        x,
+        labels,
+        weights,
+        aten_reduction(n.reduction),
+        aten_ignore_index(ignore_index),
+        total_weight,
     ),
     host_inputs=frozenset({4}),
     axes=_nll_grad_axes,

@@ -1,14 +1,15 @@
-"""Losses that compare two tensors element by element, then reduce.
+"""Pointwise losses: compare two tensors elementwise, then reduce.
 
     MseLoss          d^2                                       with d = x - target
     SmoothL1Loss     d^2 / (2 beta) where |d| < beta, else |d| - beta/2
     HuberLoss        d^2 / 2 where |d| <= delta, else delta (|d| - delta/2)
     KlDivLoss        target (log target - x), exp(target) (target - x) with log_target
     SoftMarginLoss   log(1 + exp(-target x))
-    BinaryCrossEntropy             -(target log x + (1 - target) log(1 - x)) weight        logarithms not below -100
+    BinaryCrossEntropy             -(target log x + (1 - target) log(1 - x)) weight, each log at least -100
     BinaryCrossEntropyWithLogits   ((1 - target) x - (1 + (pos_weight - 1) target) log sigmoid(x)) weight
 
-Each has a backward op, (dy, x, target) -> dx. Where PyTorch differentiates with respect to target, the rule says how.
+Each has a backward op, (dy, x, target) -> dx. Losses that PyTorch differentiates with respect to target too say so in
+their gradient rules.
 """
 
 from __future__ import annotations
@@ -27,19 +28,23 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast, promoted
 from onnxtrain.ops.definition import Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, plus, statistics_type, times
-from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced, unreduced
+from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction, reduced, unreduced
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-# (builder, x, target, node) -> the loss of each element, or its slope in x
+# (builder, x, target, node) -> the loss of each element, or its derivative in x
 PerElement = Callable[[Builder, ir.Value, ir.Value, NodeView], ir.Value]
 
 
 def _elements(n: NodeView) -> sizes.Sizes:
     shape = sizes.broadcast(sizes.dims_of(n.x), sizes.dims_of(n.target))
     if len(shape) != rank_of(n.x) or len(shape) != rank_of(n.target):
-        raise GraphError(f"{n.definition.name} takes two tensors of one shape")
+        raise GraphError(
+            f"x and target of {n.definition.name} have different ranks",
+            expected="two tensors of the same shape",
+            got=f"x{list(sizes.dims_of(n.x))} and target{list(sizes.dims_of(n.target))}",
+        )
     return shape
 
 
@@ -48,22 +53,22 @@ def _loss_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.x), shape if n.reduction == "none" else ()),)
 
 
-def _names(n: NodeView) -> tuple[str, str]:
-    """The axes of an element, and those of the loss."""
-    each = " ".join(f"a{i}" for i in range(rank_of(n.x)))
-    return each, each if n.reduction == "none" else ""
+def _axis_names(n: NodeView) -> tuple[str, str]:
+    """The axes of x and target, and those of the loss."""
+    elements = " ".join(f"a{i}" for i in range(rank_of(n.x)))
+    return elements, elements if n.reduction == "none" else ""
 
 
 def _loss_axes(n: NodeView) -> str:
-    each, loss = _names(n)
-    return f"{', '.join([each] * len(n.node.inputs))} -> {loss}"
+    elements, loss = _axis_names(n)
+    return f"{', '.join([elements] * len(n.node.inputs))} -> {loss}"
 
 
-def _slope_axes(n: NodeView) -> str:
+def _grad_axes(n: NodeView) -> str:
     if n.reduction == "mean":
-        return NO_AXES  # the slope hangs on the number of elements
-    each, loss = _names(n)
-    return f"{', '.join([loss] + [each] * (len(n.node.inputs) - 1))} -> {each}"
+        return NO_AXES  # the gradient depends on the number of elements
+    elements, loss = _axis_names(n)
+    return f"{', '.join([loss] + [elements] * (len(n.node.inputs) - 1))} -> {elements}"
 
 
 def _body_of(per_element: PerElement) -> Callable[[Builder, NodeView], ir.Value]:
@@ -75,58 +80,62 @@ def _body_of(per_element: PerElement) -> Callable[[Builder, NodeView], ir.Value]
     return body
 
 
-def _slope_body_of(slope: PerElement) -> Callable[[Builder, NodeView], ir.Value]:
+def _grad_body_of(derivative: PerElement) -> Callable[[Builder, NodeView], ir.Value]:
     def body(op: Builder, n: NodeView) -> ir.Value:
         dtype = statistics_type(dtype_of(n.x))
-        each = slope(op, cast(op, n.x, dtype), cast(op, n.target, dtype), n)
-        dy = unreduced(op, cast(op, n.dy, dtype), each, n.reduction)
-        return cast(op, op.Mul(each, dy), dtype_of(n.x))
+        slope = derivative(op, cast(op, n.x, dtype), cast(op, n.target, dtype), n)
+        dy = unreduced(op, cast(op, n.dy, dtype), slope, n.reduction)
+        return cast(op, op.Mul(slope, dy), dtype_of(n.x))
 
     return body
 
 
-def is_plain(x: ir.Value, target: ir.Value) -> bool:
-    """Whether both have one shape as far as is known. PyTorch broadcasts them before, where they have not."""
-    have, other = sizes.dims_of(x), sizes.dims_of(target)
-    agree = (a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(have, other, strict=False))
-    return len(have) == len(other) and all(agree)
+def same_shape(x: ir.Value, target: ir.Value) -> bool:
+    """Whether both may have the same shape; symbolic dimensions count as equal. PyTorch broadcasts different shapes."""
+    shape, target_shape = sizes.dims_of(x), sizes.dims_of(target)
+    agree = (a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(shape, target_shape, strict=False))
+    return len(shape) == len(target_shape) and all(agree)
 
 
-def _captured(name: str, *attributes: str, mixes: bool = False) -> FromTorch:
-    """An ATen loss (x, target, reduction, *attributes).
+def _capture_as(name: str, *attributes: str, promotes_first: bool = False) -> FromTorch:
+    """Capture an ATen loss (x, target, reduction, *attributes) as the op `name`.
 
-    One that `mixes` is a single kernel, which promotes first; those composed of several promote on the way.
+    Args:
+        name: the op.
+        attributes: the names of the loss's further arguments.
+        promotes_first: the loss is a single kernel, which promotes dtypes first; a decomposed loss promotes at each
+            of its operators, so mixed dtypes are not captured.
     """
 
     def capture(op: Builder, x: ir.Value, target: ir.Value, reduction: int = 1, *rest: Any, **named: Any) -> Any:
-        if not is_plain(x, target) or not (mixes or dtype_of(x) == dtype_of(target)):
+        if not same_shape(x, target) or not (promotes_first or dtype_of(x) == dtype_of(target)):
             return NotImplemented
         x, target = promoted(op, x, target)
-        given = {**dict(zip(attributes, rest, strict=False)), **named}
-        return op.op(OWN, name)(x, target, reduction=REDUCTIONS[reduction], **given)
+        settings = {**dict(zip(attributes, rest, strict=False)), **named}
+        return op.op(OWN, name)(x, target, reduction=REDUCTIONS[reduction], **settings)
 
     return capture
 
 
-def symmetric(
+def _define_symmetric(
     name: str,
     overload: str,
     kernel: Callable[..., Tensor],
     backward: Callable[..., Tensor],
     per_element: PerElement,
-    slope: PerElement,
+    derivative: PerElement,
     attributes: Mapping[str, float],
     flops: int,
 ) -> None:
-    """Defines a loss and its backward op, where exchanging x and target gives the gradient of target."""
+    """Define a loss and its backward op; exchanging x and target in the backward op gives the gradient of target."""
     settings = tuple(attributes)
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
         grad = op.op(OWN, f"{name}Grad")
-        given = {"reduction": n.reduction, **{a: getattr(n, a) for a in settings}}
+        attribute_values = {"reduction": n.reduction, **{a: getattr(n, a) for a in settings}}
         return [
-            grad(dy, n.x, n.target, **given) if n.wants("x") else None,
-            grad(dy, n.target, n.x, **given) if n.wants("target") else None,
+            grad(dy, n.x, n.target, **attribute_values) if n.wants("x") else None,
+            grad(dy, n.target, n.x, **attribute_values) if n.wants("target") else None,
         ]
 
     fused(
@@ -135,11 +144,11 @@ def symmetric(
         ("x", "target"),
         ("loss",),
         attributes={"reduction": "mean", **attributes},
-        from_torch={overload: _captured(name, *settings, mixes=True)},
+        from_torch={overload: _capture_as(name, *settings, promotes_first=True)},
         shapes=_loss_type,
         body=_body_of(per_element),
         gradient=(Gradient(gradient, reads=("x", "target")),),
-        lower=lambda n, x, t: Call(kernel, x, t, number_of(n.reduction), *(getattr(n, a) for a in settings)),
+        lower=lambda n, x, t: Call(kernel, x, t, aten_reduction(n.reduction), *(getattr(n, a) for a in settings)),
         axes=_loss_axes,
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
     )
@@ -150,9 +159,11 @@ def symmetric(
         ("dx",),
         attributes={"reduction": "mean", **attributes},
         shapes=lambda n: (TensorType(dtype_of(n.x), _elements(n)),),
-        body=_slope_body_of(slope),
-        lower=lambda n, dy, x, t: Call(backward, dy, x, t, number_of(n.reduction), *(getattr(n, a) for a in settings)),
-        axes=_slope_axes,
+        body=_grad_body_of(derivative),
+        lower=lambda n, dy, x, t: Call(
+            backward, dy, x, t, aten_reduction(n.reduction), *(getattr(n, a) for a in settings)
+        ),
+        axes=_grad_axes,
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
     )
 
@@ -167,38 +178,38 @@ def _squared_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> i
 
 
 def _smooth_l1(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
-    size = op.Abs(op.Sub(x, target))
-    near = op.Less(size, op.scalar(n.beta, like=x))
-    curved = op.Div(times(op, op.Mul(size, size), 0.5), op.scalar(n.beta, like=x))
-    return op.Where(near, curved, plus(op, size, -0.5 * n.beta))  # type: ignore[no-any-return]
+    distance = op.Abs(op.Sub(x, target))
+    near = op.Less(distance, op.scalar(n.beta, like=x))
+    quadratic = op.Div(times(op, op.Mul(distance, distance), 0.5), op.scalar(n.beta, like=x))
+    return op.Where(near, quadratic, plus(op, distance, -0.5 * n.beta))  # type: ignore[no-any-return]
 
 
 def _smooth_l1_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
     d = op.Sub(x, target)
     near = op.Less(op.Abs(d), op.scalar(n.beta, like=x))
-    return op.Where(near, op.Div(d, op.scalar(n.beta, like=x)), _side(op, d))  # type: ignore[no-any-return]
+    return op.Where(near, op.Div(d, op.scalar(n.beta, like=x)), _sign(op, d))  # type: ignore[no-any-return]
 
 
-def _side(op: Builder, d: ir.Value) -> ir.Value:
-    """1 where d > 0, else -1: PyTorch's slope of |d|, also where d is NaN, as here d is never 0."""
+def _sign(op: Builder, d: ir.Value) -> ir.Value:
+    """-1 where d < 0, else 1: PyTorch's derivative of |d|. NaN gives 1 too; d is never 0 here."""
     one = op.scalar(1, like=d)
     return op.Where(op.Less(d, op.scalar(0, like=d)), op.scalar(-1, like=d), one)  # type: ignore[no-any-return]
 
 
 def _huber(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
-    size = op.Abs(op.Sub(x, target))
-    near = op.LessOrEqual(size, op.scalar(n.delta, like=x))
-    straight = times(op, plus(op, size, -0.5 * n.delta), n.delta)
-    return op.Where(near, times(op, op.Mul(size, size), 0.5), straight)  # type: ignore[no-any-return]
+    distance = op.Abs(op.Sub(x, target))
+    near = op.LessOrEqual(distance, op.scalar(n.delta, like=x))
+    linear = times(op, plus(op, distance, -0.5 * n.delta), n.delta)
+    return op.Where(near, times(op, op.Mul(distance, distance), 0.5), linear)  # type: ignore[no-any-return]
 
 
 def _huber_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
     d = op.Sub(x, target)
     limit = op.scalar(n.delta, like=d)
-    return op.Where(op.LessOrEqual(op.Abs(d), limit), d, times(op, _side(op, d), n.delta))  # type: ignore[no-any-return]
+    return op.Where(op.LessOrEqual(op.Abs(d), limit), d, times(op, _sign(op, d), n.delta))  # type: ignore[no-any-return]
 
 
-symmetric(
+_define_symmetric(
     "MseLoss",
     "aten.mse_loss.default",
     aten_kernels.mse_loss,
@@ -208,7 +219,7 @@ symmetric(
     {},
     3,
 )
-symmetric(
+_define_symmetric(
     "SmoothL1Loss",
     "aten.smooth_l1_loss.default",
     aten_kernels.smooth_l1_loss,
@@ -218,7 +229,7 @@ symmetric(
     {"beta": 1.0},
     5,
 )
-symmetric(
+_define_symmetric(
     "HuberLoss",
     "aten.huber_loss.default",
     aten_kernels.huber_loss,
@@ -252,12 +263,12 @@ fused(
     ("x", "target"),
     ("loss",),
     attributes={"reduction": "mean"},
-    from_torch={"aten.soft_margin_loss.default": _captured("SoftMarginLoss")},
+    from_torch={"aten.soft_margin_loss.default": _capture_as("SoftMarginLoss")},
     shapes=_loss_type,
     body=_body_of(_soft_margin),
     gradient=(Gradient(_soft_margin_gradient, reads=("x", "target")),),
     nondiff_inputs=frozenset({"target"}),
-    lower=lambda n, x, t: Call(aten_kernels.soft_margin_loss, x, t, number_of(n.reduction)),
+    lower=lambda n, x, t: Call(aten_kernels.soft_margin_loss, x, t, aten_reduction(n.reduction)),
     axes=_loss_axes,
     flops=lambda n: sizes.multiply(4, numel(n.x)),
 )
@@ -268,9 +279,9 @@ fused(
     ("dx",),
     attributes={"reduction": "mean"},
     shapes=lambda n: (type_of(n.x),),
-    body=_slope_body_of(_soft_margin_slope),
-    lower=lambda n, dy, x, t: Call(aten.soft_margin_loss_backward.default, dy, x, t, number_of(n.reduction)),
-    axes=_slope_axes,
+    body=_grad_body_of(_soft_margin_slope),
+    lower=lambda n, dy, x, t: Call(aten.soft_margin_loss_backward.default, dy, x, t, aten_reduction(n.reduction)),
+    axes=_grad_axes,
     flops=lambda n: sizes.multiply(6, numel(n.x)),
 )
 
@@ -287,7 +298,7 @@ def _kl_div(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value
 
 
 def _kl_div_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    """In target the slope is log target + 1 - x, where target is not 0: there PyTorch gives NaN."""
+    """The derivative in target is log target + 1 - x; NaN where target is 0, as in PyTorch."""
     dy = unreduced(op, dy, n.x, n.reduction)
     dx = op.Neg(op.Mul(dy, op.Exp(n.target) if n.log_target else n.target))
     if not n.wants("target"):
@@ -305,11 +316,11 @@ fused(
     ("x", "target"),
     ("loss",),
     attributes={"reduction": "mean", "log_target": 0},
-    from_torch={"aten.kl_div.default": _captured("KlDivLoss", "log_target")},
+    from_torch={"aten.kl_div.default": _capture_as("KlDivLoss", "log_target")},
     shapes=_loss_type,
     body=_body_of(_kl_div),
     gradient=(Gradient(_kl_div_gradient, reads=("x", "target")),),
-    lower=lambda n, x, t: Call(torch.kl_div, x, t, number_of(n.reduction), log_target=bool(n.log_target)),
+    lower=lambda n, x, t: Call(torch.kl_div, x, t, aten_reduction(n.reduction), log_target=bool(n.log_target)),
     axes=_loss_axes,
     flops=lambda n: sizes.multiply(4, numel(n.x)),
 )

@@ -1,4 +1,4 @@
-"""How a loss is reduced: the attribute `reduction` is "none", "mean" or "sum"; ATen counts 0, 1, 2."""
+"""Reductions of losses: the attribute `reduction` is "none", "mean" or "sum"; ATen numbers them 0, 1, 2."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from onnxtrain.ops.fused import total
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def number_of(reduction: str) -> int:
-    """What ATen calls it."""
+def aten_reduction(reduction: str) -> int:
+    """ATen's number of the reduction."""
     return REDUCTIONS.index(reduction)
 
 
-def count_of(op: Builder, x: ir.Value) -> ir.Value:
-    """The number of x's elements, in x's type."""
+def element_count(op: Builder, x: ir.Value) -> ir.Value:
+    """The number of elements of x, in x's dtype."""
     return op.size(sizes.multiply(1, *sizes.dims_of(x)), dtype_of(x))
 
 
 def reduced(op: Builder, loss: ir.Value, reduction: str) -> ir.Value:
-    """The loss of each element, reduced: the mean of no elements is NaN."""
+    """Reduce the losses of the elements; the mean of no elements is NaN."""
     if reduction == "none":
         return loss
     summed = total(op, loss, range(rank_of(loss)), keepdims=False)
     if reduction == "sum":
         return summed
-    result: ir.Value = op.Div(summed, count_of(op, loss))
+    result: ir.Value = op.Div(summed, element_count(op, loss))
     return result
 
 
 def unreduced(op: Builder, dy: ir.Value, x: ir.Value, reduction: str) -> ir.Value:
-    """The cotangent of the loss of each of x's elements, or one for all of them."""
+    """The cotangent of the elementwise losses of x: of x's shape, or a scalar that holds for all elements."""
     if reduction != "mean":
         return dy
-    result: ir.Value = op.Div(dy, count_of(op, x))
+    result: ir.Value = op.Div(dy, element_count(op, x))
     return result

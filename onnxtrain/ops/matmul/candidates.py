@@ -1,15 +1,15 @@
-"""The libraries that can compute a matrix product, and what each is expected to take.
+"""Candidate kernels of the matmul ops, and the cost model of each.
 
-    aten           what PyTorch itself would call: MKL for float32 and float64, oneDNN for narrower types
-    large pages    the same, written to large pages of fresh memory: for results of 32 MB and more
-    onednn         oneDNN's inner product, which takes a transposed right operand as it lies
-    convolution    a weight gradient dyᵀ @ x as the backward of a 1×1 convolution: nothing is transposed in memory
-    compiled       a kernel of our own (`compiled_product`): for outputs much wider than the product is deep
-    float32        narrow operands widened before the product and its result rounded: as exact, and faster where the
-                   processor has no instructions for the narrow type
+    aten           PyTorch's own kernel: MKL for float32 and float64, oneDNN for narrower dtypes
+    large pages    the same, with the result in newly allocated huge pages: for results of 32 MB and more
+    onednn         oneDNN's inner product, which reads a transposed right operand without a copy
+    convolution    a weight gradient dyᵀ @ x as the backward of a 1×1 convolution: no operand is transposed in memory
+    compiled       our own kernel (`compiled_gemm`): for n much larger than k
+    float32        narrow operands are widened and the result is rounded: as exact, and faster if the processor has no
+                   instructions for the narrow dtype
 
-The bias gradient that the convolution's backward computes besides is not used: at 2048 rows its error is 12 times
-that of a sum, more than the one tolerance allows.
+The convolution's backward could compute the bias gradient too. It is not used: at 2048 rows its error is 12 times that
+of a sum, more than the one tolerance allows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onnxtrain.ops import huge_pages
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
-from onnxtrain.ops.matmul import compiled_product
+from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.system.machine import Machine, current_machine
 from onnxtrain.torch_compat import aten_kernels
@@ -37,30 +37,31 @@ _NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 
 
 @dataclass(frozen=True)
-class Product:
-    """A node's product y = alpha * a @ b + bias, as arguments of a Call.
+class GemmOperands:
+    """The operands of y = alpha * a @ b + bias, as arguments of a Call.
 
     Attributes:
-        a: [..., m, k] and b: [k, n], or [..., k, n] where the node multiplies batches: views where they are transposed.
+        a: [..., m, k]; a view if the node transposes it.
+        b: [k, n], or [..., k, n] for a batched matmul; a view if the node transposes it.
         bias: [n], or None.
-        of_matrix: whether b is a matrix.
-        transposed: for a weight gradient aᵀ @ b of two matrices, its operands as they lie; else None.
+        alpha: the scalar factor.
+        b_is_matrix: whether b is a matrix, not a batch of matrices.
+        weight_gradient: for a weight gradient aᵀ @ b of two matrices, the untransposed operands; else None.
     """
 
     a: Any
     b: Any
     bias: Any = None
     alpha: float = 1.0
-    of_matrix: bool = True
-    transposed: tuple[Any, Any] | None = None
+    b_is_matrix: bool = True
+    weight_gradient: tuple[Any, Any] | None = None
 
 
-# m, k, n of the product, with the batch in m where b is a matrix; and how many such products there are.
-Dims = tuple[int, int, int, int]
+GemmDims = tuple[int, int, int, int]  # m, k, n and the batch size; if b is a matrix, m includes the batch of a
 
 
-def product_dims(a: tuple[int, ...], b: tuple[int, ...]) -> Dims:
-    """Of a[..., m, k] @ b[..., k, n], in the shapes as they are multiplied."""
+def gemm_dims(a: tuple[int, ...], b: tuple[int, ...]) -> GemmDims:
+    """The dimensions of a[..., m, k] @ b[..., k, n], from the shapes after transpositions."""
     k, n = (b[-2], b[-1]) if len(b) > 1 else (b[0], 1)
     if len(b) <= 2:
         return math.prod(a[:-1]), k, n, 1
@@ -71,28 +72,28 @@ def product_dims(a: tuple[int, ...], b: tuple[int, ...]) -> Dims:
 # Kernels
 
 
-def product_in_large_pages(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
-    """Alpha * a[..., m, k] @ b[k, n] + bias[n]."""
+def gemm_in_large_pages(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
+    """`alpha` * a[..., m, k] @ b[k, n] + bias[n], with the result in huge pages."""
     y = huge_pages.empty((*a.shape[:-1], b.size(1)), a)
-    rows, into = a.flatten(0, -2), y.flatten(0, -2)
+    rows, out = a.flatten(0, -2), y.flatten(0, -2)
     if bias is None:
-        torch.mm(rows, b, out=into)
+        torch.mm(rows, b, out=out)
     else:
-        torch.addmm(bias, rows, b, out=into)
+        torch.addmm(bias, rows, b, out=out)
     return y if alpha == 1 else y.mul_(alpha)
 
 
-def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
-    """Alpha * a[..., m, k] @ b[k, n] + bias[n] in oneDNN, which has no products over k = 0."""
+def onednn_gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
+    """`alpha` * a[..., m, k] @ b[k, n] + bias[n] with oneDNN, which does not support k = 0."""
     if b.size(0) == 0:
-        empty = torch.matmul(a, b)
-        return empty if bias is None else empty.add_(bias)
+        zeros = torch.matmul(a, b)
+        return zeros if bias is None else zeros.add_(bias)
     y = aten_kernels.onednn_linear(a, b.t(), bias, "none", [], "")
     return y if alpha == 1 else y.mul_(alpha)
 
 
-def in_float32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
-    """Alpha * a @ b + bias, computed in float32 and rounded to the type of `a`."""
+def gemm_in_float32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
+    """`alpha` * a @ b + bias, computed in float32 and rounded to the dtype of `a`."""
     y = torch.matmul(a.float(), b.float())
     if alpha != 1:
         y.mul_(alpha)
@@ -101,82 +102,82 @@ def in_float32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alph
     return y.to(a.dtype)
 
 
-def _picture_height(rows: int) -> int:
-    """Rows are dealt into pictures of this height, for which the convolution's kernels are written."""
+def _image_height(rows: int) -> int:
+    """The height of the images that the rows are reshaped to, one that oneDNN has a kernel for; 0 if none divides."""
     return next((height for height in (128, 64, 32, 16) if rows % height == 0), 0)
 
 
-def product_by_convolution(dy: torch.Tensor, x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Alpha * dyᵀ @ x of dy[t, n] and x[t, k], where t is a multiple of 16; a plain product elsewhere."""
+def gemm_by_convolution(dy: torch.Tensor, x: torch.Tensor, alpha: float) -> torch.Tensor:
+    """`alpha` * dyᵀ @ x of dy[t, n] and x[t, k], as a convolution if t is a multiple of 16, else with torch.mm."""
     rows, n = dy.shape
     k = x.size(1)
-    height = _picture_height(rows)
+    height = _image_height(rows)
     if height == 0 or dy.numel() == 0 or x.numel() == 0:
         y = torch.mm(dy.t(), x)
     else:
-        pictures = [
+        images = [
             v.contiguous().view(rows // height, height, 1, v.size(1)).permute(0, 3, 1, 2) for v in (dy, x)
-        ]  # in channels-last order
+        ]  # channels_last
         weight = x.new_empty(()).expand(n, k, 1, 1)  # only its shape is read
         _, y, _ = torch.ops.aten.convolution_backward(
-            *pictures, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
+            *images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
         )
         y = y.view(n, k)
     return y if alpha == 1 else y.mul_(alpha)
 
 
-# What they are expected to take
+# Cost model
 
 
-def _seconds(way: str, dims: Dims, machine: Machine, dtype: torch.dtype = torch.float32) -> float:
-    return expected_seconds(way, 2.0 * math.prod(dims), machine, dtype)
+def _seconds(speed: str, dims: GemmDims, machine: Machine, dtype: torch.dtype = torch.float32) -> float:
+    return expected_seconds(speed, 2.0 * math.prod(dims), machine, dtype)
 
 
-def _large_pages_seconds(dims: Dims, machine: Machine, dtype: torch.dtype) -> float:
-    """A little less than small pages take, and not even tried where the allocator keeps such memory."""
+def _large_pages_seconds(dims: GemmDims, machine: Machine, dtype: torch.dtype) -> float:
+    """Slightly less than with small pages; not tried for sizes whose memory the allocator reuses."""
     m, _, n, _ = dims
     gains = m * n * dtype.itemsize >= huge_pages.LARGE
     return 0.95 * _seconds("aten", dims, machine, dtype) if gains else math.inf
 
 
-def _convolution_seconds(dims: Dims, machine: Machine) -> float:
-    return _seconds("convolution", dims, machine) if _picture_height(dims[1]) else math.inf
+def _convolution_seconds(dims: GemmDims, machine: Machine) -> float:
+    return _seconds("convolution", dims, machine) if _image_height(dims[1]) else math.inf
 
 
-def _float32_seconds(dims: Dims, machine: Machine) -> float:
+def _float32_seconds(dims: GemmDims, machine: Machine) -> float:
     m, k, n, batch = dims
     return _seconds("aten", dims, machine) + widening_seconds(batch * (m * k + k * n + m * n), machine)
 
 
-DimsOf = Callable[[NodeView, Shapes], Dims]
-ProductOf = Callable[..., Product | None]
+DimsOf = Callable[[NodeView, Shapes], GemmDims]
+OperandsOf = Callable[..., GemmOperands | None]
 
 
-def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf) -> tuple[Kernel, ...]:
-    """All candidates for an op that is a matrix product.
+def matmul_kernels(lower: Callable[..., Call], operands_of: OperandsOf, dims: DimsOf) -> tuple[Kernel, ...]:
+    """All candidate kernels of a matmul op.
 
     Args:
-        lower: what PyTorch itself would call, from the node and the arguments.
-        product: from the node and the arguments, the product that the other libraries compute for it; None where none
-            of them can.
-        dims: from the node and the shapes of its inputs, the sizes of the product.
+        lower: from the node and the arguments, PyTorch's own call.
+        operands_of: from the node and the arguments, the operands of the GEMM for the other libraries; None if they
+            cannot compute the node.
+        dims: from the node and the shapes of its inputs, the dimensions of the GEMM.
     """
-    of = functools.partial(_described, product)
+    without_tensors = functools.partial(_operands_without_tensors, operands_of)
 
-    def applies(kind: Callable[[NodeView, Product], bool]) -> Callable[[NodeView, str], bool]:
-        return lambda n, device: device == "cpu" and (found := of(n)) is not None and kind(n, found)
+    def applies(condition: Callable[[NodeView, GemmOperands], bool]) -> Callable[[NodeView, str], bool]:
+        return lambda n, device: device == "cpu" and (gemm := without_tensors(n)) is not None and condition(n, gemm)
 
     def call(function: Callable[..., torch.Tensor]) -> Callable[..., Call]:
-        def lower_it(n: NodeView, *arguments: Any) -> Call:
-            found = _sure(product(n, *arguments))
-            return Call(function, found.a, found.b, found.bias, found.alpha)
+        def lower_gemm(n: NodeView, *arguments: Any) -> Call:
+            gemm = _required(operands_of(n, *arguments))
+            return Call(function, gemm.a, gemm.b, gemm.bias, gemm.alpha)
 
-        return lower_it
+        return lower_gemm
 
     def lower_convolution(n: NodeView, *arguments: Any) -> Call:
-        found = _sure(product(n, *arguments))
-        assert found.transposed is not None
-        return Call(product_by_convolution, *found.transposed, found.alpha)
+        gemm = _required(operands_of(n, *arguments))
+        assert gemm.weight_gradient is not None
+        return Call(gemm_by_convolution, *gemm.weight_gradient, gemm.alpha)
 
     def aten_seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         return _seconds("aten", dims(n, shapes), machine, TORCH_DTYPES[_dtype(n)])
@@ -185,52 +186,52 @@ def product_kernels(lower: Callable[..., Call], product: ProductOf, dims: DimsOf
         return _large_pages_seconds(dims(n, shapes), machine, TORCH_DTYPES[_dtype(n)])
 
     def onednn_seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
-        way = "onednn transposed" if _sure(of(n)).transposed else "onednn"
-        return _seconds(way, dims(n, shapes), machine)
+        is_weight_gradient = _required(without_tensors(n)).weight_gradient is not None
+        return _seconds("onednn transposed" if is_weight_gradient else "onednn", dims(n, shapes), machine)
 
     return (
         Kernel(lower=lower, name="aten", seconds=aten_seconds),
         Kernel(
-            lower=call(product_in_large_pages),
+            lower=call(gemm_in_large_pages),
             name="large pages",
             seconds=large_pages_seconds,
-            applies=applies(lambda n, found: found.of_matrix and _may_be_large(n)),
+            applies=applies(lambda n, gemm: gemm.b_is_matrix and _may_be_large(n)),
         ),
-        Kernel(lower=call(onednn_product), name="onednn", seconds=onednn_seconds, applies=applies(_in_onednn)),
+        Kernel(lower=call(onednn_gemm), name="onednn", seconds=onednn_seconds, applies=applies(_onednn_applies)),
         Kernel(
             lower=lower_convolution,
             name="convolution",
             seconds=lambda n, s, machine: _convolution_seconds(dims(n, s), machine),
-            applies=applies(lambda n, found: found.transposed is not None and _in_onednn(n, found) and convolves()),
+            applies=applies(_convolution_applies),
         ),
-        _compiled(product, dims),
+        _compiled(operands_of, dims),
         Kernel(
-            lower=call(in_float32),
+            lower=call(gemm_in_float32),
             name="float32",
             seconds=lambda n, s, machine: _float32_seconds(dims(n, s), machine),
-            applies=applies(lambda n, found: _dtype(n) in _NARROW),
+            applies=applies(lambda n, gemm: _dtype(n) in _NARROW),
         ),
     )
 
 
-def _described(product: ProductOf, n: NodeView) -> Product | None:
-    """What the other libraries compute, without tensors."""
-    return product(n, *[None] * len(n.definition.inputs))
+def _operands_without_tensors(operands_of: OperandsOf, n: NodeView) -> GemmOperands | None:
+    """The node's operands with None for each tensor: enough to ask whether a kernel applies."""
+    return operands_of(n, *[None] * len(n.definition.inputs))
 
 
-_WIDE = 8  # times as many outputs as the product is deep, as scores of a vocabulary are
+_WIDE = 8  # the least n / k for which the compiled kernel is tried; the logits of a vocabulary reach it
 
 
-def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
-    """The candidate of our own kernel, which comes in mid-run: not expected to be faster before it is measured.
+def _compiled(operands_of: OperandsOf, dims: DimsOf) -> Kernel:
+    """The candidate of our own kernel. It becomes available in mid-run and is not expected to be faster until measured.
 
-    Where outputs are fewer it gains little on 2 threads of an AMD EPYC (Zen 3), and its compile takes a processor.
+    For smaller n it gains little on 2 threads of an AMD EPYC (Zen 3), and its compilation occupies a core.
     """
 
     def lower(n: NodeView, *arguments: Any) -> Call:
-        compiled_product.LIBRARY.request()
-        found = _sure(product(n, *arguments))
-        return Call(compiled_product.product, found.a, found.b, found.bias, found.alpha)
+        compiled_gemm.LIBRARY.request()
+        gemm = _required(operands_of(n, *arguments))
+        return Call(compiled_gemm.gemm, gemm.a, gemm.b, gemm.bias, gemm.alpha)
 
     def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         _, k, width, _ = sizes = dims(n, shapes)
@@ -239,22 +240,22 @@ def _compiled(product: ProductOf, dims: DimsOf) -> Kernel:
     def applies(n: NodeView, device: str) -> bool:
         if not may_compile(n, device) or _dtype(n) != ir.DataType.FLOAT:
             return False
-        found = _described(product, n)
-        return found is not None and found.of_matrix and found.transposed is None
+        gemm = _operands_without_tensors(operands_of, n)
+        return gemm is not None and gemm.b_is_matrix and gemm.weight_gradient is None
 
     return Kernel(
         lower=lower,
         name="compiled",
         seconds=seconds,
         applies=applies,
-        is_ready=compiled_product.LIBRARY.is_there,
-        prepare=compiled_product.LIBRARY.request,
+        is_ready=compiled_gemm.LIBRARY.is_there,
+        prepare=compiled_gemm.LIBRARY.request,
     )
 
 
-def _sure(product: Product | None) -> Product:
-    assert product is not None, "this kernel does not apply to the node"
-    return product
+def _required(operands: GemmOperands | None) -> GemmOperands:
+    assert operands is not None, "this kernel does not apply to the node"
+    return operands
 
 
 def _dtype(n: NodeView) -> ir.DataType:
@@ -264,27 +265,31 @@ def _dtype(n: NodeView) -> ir.DataType:
 
 
 def _may_be_large(n: NodeView) -> bool:
-    """Whether the result takes 32 MB or more at some sizes."""
+    """Whether the result can take 32 MB or more."""
     y = n.node.outputs[0]
     count = numel(y)
     return isinstance(count, str) or count * dtype_of(y).itemsize >= huge_pages.LARGE
 
 
-def convolves() -> bool:
+def may_use_convolution() -> bool:
     """Whether weight gradients by oneDNN's convolution are a candidate on this processor.
 
-    Without AVX-512 they take 3.4 times as long as MKL's product and add all rows one after the other: less exact than
-    the one tolerance allows.
+    Without AVX-512 they take 3.4 times as long as MKL's GEMM, and accumulate all rows sequentially: less exact than the
+    one tolerance allows.
     """
     return "avx512" in current_machine().onednn_instructions
 
 
-def _in_onednn(n: NodeView, product: Product) -> bool:
-    return product.of_matrix and in_onednn(_dtype(n))
+def _onednn_applies(n: NodeView, operands: GemmOperands) -> bool:
+    return operands.b_is_matrix and onednn_supports(_dtype(n))
 
 
-def in_onednn(dtype: ir.DataType) -> bool:
-    """Whether oneDNN multiplies matrices of this type, and in full precision, as the user wants it."""
-    onednn: Any = torch.backends.mkldnn  # has its flags as properties, of which its types know nothing
+def _convolution_applies(n: NodeView, operands: GemmOperands) -> bool:
+    return operands.weight_gradient is not None and _onednn_applies(n, operands) and may_use_convolution()
+
+
+def onednn_supports(dtype: ir.DataType) -> bool:
+    """Whether oneDNN's GEMM supports this dtype and is enabled, in full precision."""
+    onednn: Any = torch.backends.mkldnn  # its flags are properties that its type stubs lack
     usable = bool(onednn.is_available() and onednn.enabled and onednn.matmul.fp32_precision in ("none", "ieee"))
     return dtype == ir.DataType.FLOAT and usable

@@ -22,7 +22,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import always, cast
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.matmul import constant_axes, of_product_types
+from onnxtrain.ops.matmul import constant_axes, restrict_to_matmul_dtypes
 from onnxtrain.ops.registry import define
 
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase
@@ -176,10 +176,10 @@ EINSUM = define(
         attributes={"equation": REQUIRED},
         since_version=12,
         from_torch={
-            "aten.einsum.default": of_product_types(_capture_einsum),
-            "aten.tensordot.default": of_product_types(_capture_tensordot),
-            "aten.inner.default": of_product_types(_capture_inner),
-            "aten.bilinear.default": of_product_types(_capture_bilinear),
+            "aten.einsum.default": restrict_to_matmul_dtypes(_capture_einsum),
+            "aten.tensordot.default": restrict_to_matmul_dtypes(_capture_tensordot),
+            "aten.inner.default": restrict_to_matmul_dtypes(_capture_inner),
+            "aten.bilinear.default": restrict_to_matmul_dtypes(_capture_bilinear),
         },
         shapes=_type,
         body=STANDARD,

@@ -1,4 +1,4 @@
-"""Gemm: a product of matrices with a sum."""
+"""Gemm: y = alpha * a @ b + beta * c of matrices."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
-from onnxtrain.ops.matmul.product import (
+from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
+from onnxtrain.ops.matmul.rules import (
     INTEGERS,
     Grad,
     is_exact_attribute,
-    of_product_types,
-    product_call,
-    product_flops,
-    product_gradient,
-    product_shape,
-    scaled,
-    seen,
-    sum_with,
+    matmul_flops,
+    matmul_gradient,
+    matmul_shape,
+    restrict_to_matmul_dtypes,
+    scale,
+    scaled_matmul_call,
+    scaled_sum,
+    transposed_operand,
 )
 from onnxtrain.ops.registry import define
 
@@ -43,9 +43,13 @@ from onnxtrain.ops.registry import define
 
 def _gemm_type(n: NodeView) -> Sequence[TensorType]:
     if rank_of(n.a) != 2 or rank_of(n.b) != 2:
-        raise GraphError("Gemm multiplies matrices", got=f"{list(sizes.dims_of(n.a))} and {list(sizes.dims_of(n.b))}")
+        raise GraphError(
+            "Gemm got an operand that is not a matrix",
+            expected="a and b of rank 2",
+            got=f"{list(sizes.dims_of(n.a))} and {list(sizes.dims_of(n.b))}",
+        )
     a, b = sizes.dims_of(n.a), sizes.dims_of(n.b)
-    return (TensorType(dtype_of(n.a), product_shape(a[::-1] if n.transA else a, b[::-1] if n.transB else b)),)
+    return (TensorType(dtype_of(n.a), matmul_shape(a[::-1] if n.transA else a, b[::-1] if n.transB else b)),)
 
 
 def _gemm_axes(n: NodeView) -> str:
@@ -56,44 +60,43 @@ def _gemm_axes(n: NodeView) -> str:
 
 
 def _gemm_call(n: NodeView, a: Any, b: Any, c: Any) -> Call:
-    first, second = seen(a, n.transA, 0), seen(b, n.transB, 0)
+    first, second = transposed_operand(a, n.transA, 0), transposed_operand(b, n.transB, 0)
     if c is None:
-        return product_call(torch.mm, a, first, second, n.alpha)
+        return scaled_matmul_call(torch.mm, a, first, second, n.alpha)
     factors = {name: value for name, value in (("beta", n.beta), ("alpha", n.alpha)) if value != 1}
     return Call(torch.addmm, c, first, second, **factors)
 
 
-def _gemm_product(n: NodeView, a: Any, b: Any, c: Any) -> Product | None:
-    """Other libraries add a row only, and as it is."""
+def _gemm_operands(n: NodeView, a: Any, b: Any, c: Any) -> GemmOperands | None:
+    """The other libraries add an unscaled bias vector only."""
     if n.c is not None and (
         rank_of(n.c) != 1 or sizes.dims_of(n.c) != sizes.dims_of(n.y)[1:] or (n.alpha, n.beta) != (1, 1)
     ):
         return None
-    return Product(
-        seen(a, n.transA, 0),
-        seen(b, n.transB, 0),
+    return GemmOperands(
+        transposed_operand(a, n.transA, 0),
+        transposed_operand(b, n.transB, 0),
         c,
         n.alpha,
-        transposed=(a, b) if n.transA and not n.transB and n.c is None else None,
+        weight_gradient=(a, b) if n.transA and not n.transB and n.c is None else None,
     )
 
 
-def _gemm_dims(n: NodeView, shapes: Shapes) -> Dims:
+def _gemm_dims(n: NodeView, shapes: Shapes) -> GemmDims:
     a, b = shapes[0], shapes[1]
-    return product_dims(a[::-1] if n.transA else a, b[::-1] if n.transB else b)
+    return gemm_dims(a[::-1] if n.transA else a, b[::-1] if n.transB else b)
 
 
 def _gemm_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
-    da, db = product_gradient(op, n, n.a, n.b, dy, n.transA, n.transB, n.alpha)
-    found = da, db, scaled(op, dy, n.beta) if n.c is not None and n.wants("c") else None
-    return found[: len(n.node.inputs)]
+    da, db = matmul_gradient(op, n, n.a, n.b, dy, n.transA, n.transB, n.alpha)
+    dc = scale(op, dy, n.beta) if n.c is not None and n.wants("c") else None
+    return (da, db, dc)[: len(n.node.inputs)]
 
 
 def _capture_addmm(op: Builder, c: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     factors = alpha, beta
-    plain = factors == (1, 1)
-    if not plain and (not all(map(is_exact_attribute, factors)) or op.out[0].dtype in INTEGERS):
-        return sum_with(op, c, beta, op.MatMul(a, b), alpha)
+    if factors != (1, 1) and (not all(map(is_exact_attribute, factors)) or op.out[0].dtype in INTEGERS):
+        return scaled_sum(op, c, beta, op.MatMul(a, b), alpha)
     attributes = {name: None if f == 1 else float(f) for name, f in (("alpha", alpha), ("beta", beta))}
     return op.Gemm(a, b, alpha=attributes["alpha"]) if beta == 0 else op.Gemm(a, b, c, **attributes)
 
@@ -106,17 +109,17 @@ GEMM = define(
         outputs=("y",),
         attributes={"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0},
         since_version=13,
-        from_torch={"aten.addmm.default": of_product_types(_capture_addmm)},
+        from_torch={"aten.addmm.default": restrict_to_matmul_dtypes(_capture_addmm)},
         shapes=_gemm_type,
         body=STANDARD,
         ort_compatible=always,
         gradient=(Gradient(_gemm_gradient, reads=("a", "b")),),
         nondiff_inputs=frozenset(),
-        kernels=product_kernels(_gemm_call, _gemm_product, _gemm_dims),
+        kernels=matmul_kernels(_gemm_call, _gemm_operands, _gemm_dims),
         axes=_gemm_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]),
+        flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]),
         host_eval=None,
     )
 )

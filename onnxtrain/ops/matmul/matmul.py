@@ -1,4 +1,4 @@
-"""MatMul: NumPy's product, of matrices, of batches of them and of vectors."""
+"""MatMul: numpy.matmul of matrices, batches of matrices and vectors."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from onnxtrain.ops.definition import (
     ScalarFactor,
     numel,
 )
-from onnxtrain.ops.matmul.candidates import Product, product_dims, product_kernels
-from onnxtrain.ops.matmul.product import (
+from onnxtrain.ops.matmul.candidates import GemmOperands, gemm_dims, matmul_kernels
+from onnxtrain.ops.matmul.rules import (
     INTEGERS,
     Grad,
     as_rows,
+    build_matmul,
     constant_axes,
     is_exact_attribute,
-    of_product_types,
-    product_flops,
-    product_function,
-    product_gradient,
-    product_of,
-    product_shape,
-    sum_with,
+    matmul_flops,
+    matmul_function,
+    matmul_gradient,
+    matmul_shape,
+    restrict_to_matmul_dtypes,
+    scaled_sum,
     takes_factor,
 )
 from onnxtrain.ops.registry import define
 
 
 def _matmul_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.a), product_shape(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
+    return (TensorType(dtype_of(n.a), matmul_shape(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
 
 
 def _matmul_axes(n: NodeView) -> str:
@@ -62,11 +62,11 @@ def _matmul_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad
         return _row_vector_gradient(op, n, dy)
     if rank_b == 1:
         return _column_vector_gradient(op, n, dy)
-    return product_gradient(op, n, n.a, n.b, dy)
+    return matmul_gradient(op, n, n.a, n.b, dy)
 
 
 def _row_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    """Of a[k] @ b[..., k, n] -> y[..., n]."""
+    """The gradients of y[..., n] = a[k] @ b[..., k, n]."""
     da = db = None
     last = rank_of(dy) - 1
     if n.wants("a"):
@@ -80,7 +80,7 @@ def _row_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, 
 
 
 def _column_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    """Of a[..., m, k] @ b[k] -> y[..., m]."""
+    """The gradients of y[..., m] = a[..., m, k] @ b[k]."""
     da = db = None
     if n.wants("a"):
         da = op.Mul(op.Unsqueeze(dy, constant_axes(op, rank_of(dy))), n.b)
@@ -100,35 +100,35 @@ def _capture_outer(op: Builder, a: ir.Value, b: ir.Value) -> Any:
 
 def _capture_baddbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if is_exact_attribute(alpha) and op.out[0].dtype not in INTEGERS:
-        return sum_with(op, base, beta, product_of(op, a, b, 0, 0, alpha), 1)
-    return sum_with(op, base, beta, op.MatMul(a, b), alpha)
+        return scaled_sum(op, base, beta, build_matmul(op, a, b, 0, 0, alpha), 1)
+    return scaled_sum(op, base, beta, op.MatMul(a, b), alpha)
 
 
 def _capture_addbmm(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if not dtype_of(base) == dtype_of(a) == dtype_of(b):  # eager takes these where there is no matrix
+    if not dtype_of(base) == dtype_of(a) == dtype_of(b):  # eager accepts mixed dtypes for an empty batch
         return NotImplemented
-    return sum_with(op, base, beta, op.ReduceSum(op.MatMul(a, b), constant_axes(op, 0), keepdims=0), alpha)
+    return scaled_sum(op, base, beta, op.ReduceSum(op.MatMul(a, b), constant_axes(op, 0), keepdims=0), alpha)
 
 
 def _capture_addmv(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if sizes.dims_of(a)[0] == 0:  # PyTorch gives base's shape then, even where base is the larger one
+    if sizes.dims_of(a)[0] == 0:  # PyTorch then returns base's shape, even if base is larger
         return NotImplemented
-    return sum_with(op, base, beta, op.MatMul(a, b), alpha)
+    return scaled_sum(op, base, beta, op.MatMul(a, b), alpha)
 
 
 def _capture_addr(op: Builder, base: ir.Value, a: ir.Value, b: ir.Value, *, beta: Any = 1, alpha: Any = 1) -> Any:
     base, a, b = promoted(op, base, a, b)
-    return sum_with(op, base, beta, _capture_outer(op, a, b), alpha)
+    return scaled_sum(op, base, beta, _capture_outer(op, a, b), alpha)
 
 
 def _call(n: NodeView, a: Any, b: Any) -> Call:
-    return Call(product_function(sizes.dims_of(n.a), sizes.dims_of(n.b)), a, b)
+    return Call(matmul_function(sizes.dims_of(n.a), sizes.dims_of(n.b)), a, b)
 
 
-def _product(n: NodeView, a: Any, b: Any) -> Product | None:
+def _operands(n: NodeView, a: Any, b: Any) -> GemmOperands | None:
     if rank_of(n.a) == 1 or rank_of(n.b) == 1:
         return None
-    return Product(a, b, of_matrix=rank_of(n.b) == 2)
+    return GemmOperands(a, b, b_is_matrix=rank_of(n.b) == 2)
 
 
 _MATMUL_CAPTURES: Mapping[str, FromTorch] = {
@@ -137,7 +137,7 @@ _MATMUL_CAPTURES: Mapping[str, FromTorch] = {
     "aten.bmm.default": _capture_matmul,
     "aten.mv.default": _capture_matmul,
     "aten.dot.default": _capture_matmul,
-    "aten.vdot.default": _capture_matmul,  # conjugates complex operands, which do not come here
+    "aten.vdot.default": _capture_matmul,  # conjugates complex operands, which are not captured
     "aten.outer.default": _capture_outer,
     "aten.ger.default": _capture_outer,
     "aten.baddbmm.default": _capture_baddbmm,
@@ -154,7 +154,7 @@ def _factor(n: NodeView) -> ScalarFactor | None:
 
 
 def _scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | None:
-    return (product_of(op, n.a, n.b, 0, 0, number),) if takes_factor(dtype_of(n.a), number) else None
+    return (build_matmul(op, n.a, n.b, 0, 0, number),) if takes_factor(dtype_of(n.a), number) else None
 
 
 MATMUL = define(
@@ -165,17 +165,17 @@ MATMUL = define(
         outputs=("y",),
         attributes={},
         since_version=13,
-        from_torch={name: of_product_types(convert) for name, convert in _MATMUL_CAPTURES.items()},
+        from_torch={name: restrict_to_matmul_dtypes(convert) for name, convert in _MATMUL_CAPTURES.items()},
         shapes=_matmul_type,
         body=STANDARD,
         ort_compatible=always,
         gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
         nondiff_inputs=frozenset(),
-        kernels=product_kernels(_call, _product, lambda n, shapes: product_dims(shapes[0], shapes[1])),
+        kernels=matmul_kernels(_call, _operands, lambda n, shapes: gemm_dims(shapes[0], shapes[1])),
         axes=_matmul_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, sizes.dims_of(n.a)[-1]),
+        flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]),
         host_eval=None,
         scalar_factor=_factor,
     )

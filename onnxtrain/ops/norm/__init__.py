@@ -1,1 +1,1 @@
-"""Normalizations: over the last axes (layer), over the batch (batch), over groups of channels (group), of weights."""
+"""Normalizations: layer and RMS norm, batch norm, group norm, weight norm, and ONNX's own norms."""

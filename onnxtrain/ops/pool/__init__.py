@@ -1,1 +1,1 @@
-"""Pools: maximum and mean over sliding windows, and over windows that divide an axis into equal parts."""
+"""Pooling over sliding windows and adaptive pooling; ONNX's own pools."""

@@ -1,11 +1,11 @@
-"""Pools over windows that divide each axis into as many parts as are asked for.
+"""Adaptive pooling: windows that divide each axis into a given number of parts.
 
     AdaptiveAveragePool(x[n, c, d], size) -> y[n, c, e]
-    AdaptiveMaxPool(x[n, c, d], size) -> y[n, c, e], indices[n, c, e]        indices count within a plane
+    AdaptiveMaxPool(x[n, c, d], size) -> y[n, c, e], indices[n, c, e]        indices are relative to the image [d]
     AdaptiveAveragePoolGrad(dy, shape), AdaptiveMaxPoolGrad(dy, indices, shape) -> dx[n, c, d]
 
-Part i of an axis of size s, divided into e, is [floor(i*s/e), ceil((i + 1)*s/e)): parts may overlap. With one part for
-each axis the mean is GlobalAveragePool. Backward ops take the shape of x, so that x need not be kept.
+Part i of an axis of size s, divided into e parts, is [floor(i*s/e), ceil((i + 1)*s/e)): parts may overlap. With one
+part per axis the mean is GlobalAveragePool. Backward ops take the shape of x, so x need not be saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, reshaped
-from onnxtrain.ops.pool.window import batched, given_shape, scatter_body, stand_in, unbatched
+from onnxtrain.ops.pool.window import add_batch_axis, input_shape, max_pool_grad_body, remove_batch_axis, unread_input
 from onnxtrain.ops.sliding_windows import names, product, sizes_per_axis, spatial
 from onnxtrain.torch_compat import aten_kernels
 
@@ -33,10 +33,14 @@ Tensor = torch.Tensor
 INT64 = ir.DataType.INT64
 
 
-def _pooled(n: NodeView) -> Sizes:
+def _output_shape(n: NodeView) -> Sizes:
     parts = as_sizes(n.size)
     if parts is None:
-        raise GraphError(f"{n.definition.name} needs to know its sizes", got=f"{n.size.name}, of unknown contents")
+        raise GraphError(
+            f"the input size of {n.definition.name} is not shape arithmetic",
+            expected="a constant, or a value computed from shapes",
+            got=n.size.name,
+        )
     return (*sizes.dims_of(n.x)[:2], *parts)
 
 
@@ -49,19 +53,19 @@ def _axes(n: NodeView) -> str:
 
 
 def _bounds(op: Builder, size: Size, parts: Size) -> tuple[ir.Value, ir.Value]:
-    """Where each part of an axis starts and ends: two vectors."""
+    """The first index of each part of an axis, and the one after its last: two vectors."""
     one = op.scalar(1, INT64)
-    number = op.Range(op.scalar(0, INT64), op.size(parts), one)
-    start = op.Div(op.Mul(number, op.size(size)), op.size(parts))
-    beyond = op.Sub(op.Add(op.Mul(op.Add(number, one), op.size(size)), op.size(parts)), one)
-    return start, op.Div(beyond, op.size(parts))
+    part = op.Range(op.scalar(0, INT64), op.size(parts), one)
+    start = op.Div(op.Mul(part, op.size(size)), op.size(parts))
+    rounded_up = op.Sub(op.Add(op.Mul(op.Add(part, one), op.size(size)), op.size(parts)), one)
+    return start, op.Div(rounded_up, op.size(parts))
 
 
 def _within(op: Builder, size: Size, parts: Size) -> ir.Value:
-    """Whether a place lies in a part: [parts, size]."""
+    """The mask [parts, size] of the positions in each part."""
     start, end = (reshaped(op, bound, [parts, 1]) for bound in _bounds(op, size, parts))
-    place = op.Range(op.scalar(0, INT64), op.size(size), op.scalar(1, INT64))
-    result: ir.Value = op.And(op.GreaterOrEqual(place, start), op.Less(place, end))
+    position = op.Range(op.scalar(0, INT64), op.size(size), op.scalar(1, INT64))
+    result: ir.Value = op.And(op.GreaterOrEqual(position, start), op.Less(position, end))
     return result
 
 
@@ -72,13 +76,13 @@ def _lengths(op: Builder, size: Size, parts: Size, dtype: ir.DataType) -> ir.Val
 
 
 def _on_axes(op: Builder, x: ir.Value, rank: int, first: int, extents: Sequence[Size]) -> ir.Value:
-    """x, whose axes are `extents`, standing at axis `first` of `rank`."""
+    """Reshape x, of shape `extents`, to `rank` axes, with its own from axis `first` on."""
     return reshaped(op, x, [*[1] * first, *extents, *[1] * (rank - first - len(extents))])
 
 
 def _masked_sum(op: Builder, x: ir.Value, mask: ir.Value, axis: int) -> ir.Value:
-    kept = op.Where(mask, x, op.scalar(0, like=x))
-    result: ir.Value = op.ReduceSum(kept, axes_constant(op, [axis]), keepdims=0)
+    masked = op.Where(mask, x, op.scalar(0, like=x))
+    result: ir.Value = op.ReduceSum(masked, axes_constant(op, [axis]), keepdims=0)
     return result
 
 
@@ -86,10 +90,10 @@ def _masked_sum(op: Builder, x: ir.Value, mask: ir.Value, axis: int) -> ir.Value
 
 
 def _average_body(op: Builder, n: NodeView) -> ir.Value:
-    """One axis after another: a window is as long for all of the others."""
+    """Average along one axis after another: the length of a window along an axis does not depend on the others."""
     y: ir.Value = n.x
     rank = rank_of(y)
-    for axis, (size, parts) in enumerate(zip(spatial(n.x), _pooled(n)[2:], strict=True), 2):
+    for axis, (size, parts) in enumerate(zip(spatial(n.x), _output_shape(n)[2:], strict=True), 2):
         mask = _on_axes(op, _within(op, size, parts), rank + 1, axis, [parts, size])
         summed = _masked_sum(op, op.Unsqueeze(y, axes_constant(op, [axis])), mask, axis + 1)
         lengths = _lengths(op, size, parts, dtype_of(y))
@@ -106,13 +110,13 @@ def _lower_average(n: NodeView, x: Any, size: Any) -> Call:
     return Call(kernel[rank_of(n.x) - 2], x, list(size))
 
 
-def _captured_average(count: int) -> Any:
+def _capture_average(count: int) -> Any:
     def capture(op: Builder, x: ir.Value, output_size: Any) -> Any:
-        x, single = batched(op, x, count)
+        x, is_unbatched = add_batch_axis(op, x, count)
         parts = sizes_per_axis(output_size, count)
         if all(p == 1 for p in parts):
-            return unbatched(op, single, op.GlobalAveragePool(x))[0]
-        return unbatched(op, single, op.own.AdaptiveAveragePool(x, op.sizes(parts)))[0]
+            return remove_batch_axis(op, is_unbatched, op.GlobalAveragePool(x))[0]
+        return remove_batch_axis(op, is_unbatched, op.own.AdaptiveAveragePool(x, op.sizes(parts)))[0]
 
     return capture
 
@@ -123,13 +127,13 @@ fused(
     ("x", "size"),
     ("y",),
     from_torch={
-        "aten.adaptive_avg_pool1d.default": _captured_average(1),
-        "aten.adaptive_avg_pool2d.default": _captured_average(2),
-        "aten.adaptive_avg_pool3d.default": _captured_average(3),
-        "aten._adaptive_avg_pool2d.default": _captured_average(2),
-        "aten._adaptive_avg_pool3d.default": _captured_average(3),
+        "aten.adaptive_avg_pool1d.default": _capture_average(1),
+        "aten.adaptive_avg_pool2d.default": _capture_average(2),
+        "aten.adaptive_avg_pool3d.default": _capture_average(3),
+        "aten._adaptive_avg_pool2d.default": _capture_average(2),
+        "aten._adaptive_avg_pool3d.default": _capture_average(3),
     },
-    shapes=lambda n: (TensorType(dtype_of(n.x), _pooled(n)),),
+    shapes=lambda n: (TensorType(dtype_of(n.x), _output_shape(n)),),
     body=_average_body,
     gradient=(Gradient(_average_gradient, reads=()),),
     nondiff_inputs=frozenset({"size"}),
@@ -143,20 +147,20 @@ fused(
 def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
     dx: ir.Value = n.dy
     rank = rank_of(dx)
-    for axis, (size, parts) in enumerate(zip(given_shape(n)[2:], spatial(n.dy), strict=True), 2):
+    for axis, (size, parts) in enumerate(zip(input_shape(n)[2:], spatial(n.dy), strict=True), 2):
         lengths = _lengths(op, size, parts, dtype_of(dx))
-        each = op.Unsqueeze(op.Div(dx, _on_axes(op, lengths, rank, axis, [parts])), axes_constant(op, [axis + 1]))
+        shares = op.Unsqueeze(op.Div(dx, _on_axes(op, lengths, rank, axis, [parts])), axes_constant(op, [axis + 1]))
         mask = _on_axes(op, _within(op, size, parts), rank + 1, axis, [parts, size])
-        dx = _masked_sum(op, each, mask, axis)
+        dx = _masked_sum(op, shares, mask, axis)
     return dx
 
 
 def adaptive_average_backward(dy: Tensor, shape: Sequence[int]) -> Tensor:
-    """PyTorch's kernels."""
+    """The gradient of x with PyTorch's kernels. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
         return adaptive_average_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
     kernel = aten_kernels.adaptive_avg_pool2d_grad if dy.ndim == 4 else aten_kernels.adaptive_avg_pool3d_grad
-    return kernel(dy, stand_in(dy, shape, dy.dtype))
+    return kernel(dy, unread_input(dy, shape, dy.dtype))
 
 
 fused(
@@ -164,11 +168,11 @@ fused(
     "AdaptiveAveragePoolGrad",
     ("dy", "shape"),
     ("dx",),
-    shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
+    shapes=lambda n: (TensorType(dtype_of(n.dy), input_shape(n)),),
     body=_average_grad_body,
     lower=lambda n, dy, shape: Call(adaptive_average_backward, dy, shape),
     host_inputs=frozenset({1}),
-    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
+    axes=lambda n: NO_AXES,  # an axis that passes would have to change in the value of `shape` too
     flops=lambda n: numel(n.node.outputs[0]),
 )
 
@@ -177,27 +181,27 @@ fused(
 
 
 def _max_types(n: NodeView) -> Sequence[TensorType]:
-    shape = _pooled(n)
+    shape = _output_shape(n)
     return TensorType(dtype_of(n.x), shape), TensorType(INT64, shape)
 
 
 def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """Every window over the whole plane: [n, c, e, d], what lies outside masked."""
-    batch, inner, parts = sizes.dims_of(n.x)[:2], spatial(n.x), _pooled(n)[2:]
+    """The maximum over [n, c, e, d]: for each window the whole image, masked outside the window."""
+    batch, inner, parts = sizes.dims_of(n.x)[:2], spatial(n.x), _output_shape(n)[2:]
     count = len(inner)
     within: ir.Value | None = None
     for axis, (size, part) in enumerate(zip(inner, parts, strict=True)):
-        places = [1] * count
-        extents = [*places[:axis], part, *places[axis + 1 :], *places[:axis], size, *places[axis + 1 :]]
+        ones = [1] * count
+        extents = [*ones[:axis], part, *ones[axis + 1 :], *ones[:axis], size, *ones[axis + 1 :]]
         mask = reshaped(op, _within(op, size, part), [1, 1, *extents])
         within = mask if within is None else op.And(within, mask)
     x = reshaped(op, n.x, [*batch, *[1] * count, *inner])
     axes = axes_constant(op, range(2 + count, 2 + 2 * count))
     y = op.ReduceMax(op.Where(within, x, op.scalar(float("-inf"), like=x)), axes, keepdims=1)
-    number = op.Range(op.scalar(0, INT64), op.size(product(inner)), op.scalar(1, INT64))
-    number = reshaped(op, number, [*[1] * (2 + count), *inner])
-    found = op.Where(op.And(within, op.Equal(x, y)), number, op.size(product(inner)))
-    indices = op.ReduceMin(found, axes, keepdims=0)
+    position = op.Range(op.scalar(0, INT64), op.size(product(inner)), op.scalar(1, INT64))
+    position = reshaped(op, position, [*[1] * (2 + count), *inner])
+    candidates = op.Where(op.And(within, op.Equal(x, y)), position, op.size(product(inner)))
+    indices = op.ReduceMin(candidates, axes, keepdims=0)
     return reshaped(op, y, [*batch, *parts]), indices
 
 
@@ -210,10 +214,12 @@ def _lower_max(n: NodeView, x: Any, size: Any) -> Call:
     return Call(kernel[rank_of(n.x) - 2], x, list(size))
 
 
-def _captured_max(count: int) -> Any:
+def _capture_max(count: int) -> Any:
     def capture(op: Builder, x: ir.Value, output_size: Any) -> Any:
-        x, single = batched(op, x, count)
-        return unbatched(op, single, *op.own.AdaptiveMaxPool(x, op.sizes(sizes_per_axis(output_size, count))))
+        x, is_unbatched = add_batch_axis(op, x, count)
+        return remove_batch_axis(
+            op, is_unbatched, *op.own.AdaptiveMaxPool(x, op.sizes(sizes_per_axis(output_size, count)))
+        )
 
     return capture
 
@@ -223,7 +229,7 @@ fused(
     "AdaptiveMaxPool",
     ("x", "size"),
     ("y", "indices"),
-    from_torch={f"aten.adaptive_max_pool{count}d.default": _captured_max(count) for count in (1, 2, 3)},
+    from_torch={f"aten.adaptive_max_pool{count}d.default": _capture_max(count) for count in (1, 2, 3)},
     shapes=_max_types,
     body=_max_body,
     gradient=(Gradient(_max_gradient, reads=("indices",)),),
@@ -236,11 +242,11 @@ fused(
 
 
 def adaptive_max_backward(dy: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
-    """PyTorch's kernels."""
+    """The gradient of x with PyTorch's kernels. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
         return adaptive_max_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
     kernel = aten.adaptive_max_pool2d_backward if dy.ndim == 4 else aten.adaptive_max_pool3d_backward
-    return kernel.default(dy, stand_in(indices, shape, dy.dtype), indices)  # type: ignore[no-any-return]
+    return kernel.default(dy, unread_input(indices, shape, dy.dtype), indices)  # type: ignore[no-any-return]
 
 
 fused(
@@ -248,10 +254,10 @@ fused(
     "AdaptiveMaxPoolGrad",
     ("dy", "indices", "shape"),
     ("dx",),
-    shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
-    body=scatter_body,
+    shapes=lambda n: (TensorType(dtype_of(n.dy), input_shape(n)),),
+    body=max_pool_grad_body,
     lower=lambda n, dy, indices, shape: Call(adaptive_max_backward, dy, indices, shape),
     host_inputs=frozenset({2}),
-    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
+    axes=lambda n: NO_AXES,  # an axis that passes would have to change in the value of `shape` too
     flops=lambda n: numel(n.dy),
 )

@@ -1,14 +1,14 @@
-"""Pools over sliding windows.
+"""Pooling over sliding windows.
 
-    MaxPool(x[n, c, d]) -> y[n, c, e], indices[n, c, e]        the largest element of each window and where it lies
-    AveragePool(x[n, c, d]) -> y[n, c, e]                      the mean of each window, padding counted or not
+    MaxPool(x[n, c, d]) -> y[n, c, e], indices[n, c, e]        the maximum of each window and its index
+    AveragePool(x[n, c, d]) -> y[n, c, e]                      the mean of each window, with or without padding
     MaxPoolGrad(dy, indices, shape), AveragePoolGrad(dy, shape) -> dx[n, c, d]
 
-Indices count within a plane, one sample's one channel, as in PyTorch: MaxPool of our domain. Those of ONNX's MaxPool
-count through the whole tensor. Backward ops take the shape of x, so that x need not be kept.
+The indices of our own MaxPool are relative to the image [d] of one channel, as in PyTorch. Those of ONNX's MaxPool are
+relative to the whole tensor. Backward ops take the shape of x, so x need not be saved.
 
-`ceil_mode` lets the last window reach over the padding, but not start behind it. AveragePool divides by the window's
-part within x and its padding, or within x alone (`count_include_pad=0`).
+With `ceil_mode` the last window may extend past the padding, but not start after it. AveragePool divides by the number
+of elements of the window within x and its padding, or within x alone (`count_include_pad=0`).
 """
 
 from __future__ import annotations
@@ -50,53 +50,60 @@ _MAX: dict[str, Any] = {**_WINDOW, "dilations": None}
 _AVERAGE: dict[str, Any] = {**_WINDOW, "count_include_pad": 0}
 
 
-def pooled_axes(n: NodeView) -> str:
-    """Samples and channels pass."""
+def pool_axes(n: NodeView) -> str:
+    """The axis map: samples and channels of x are those of the outputs."""
     outputs = [f"n c {names('e', n.x)}"] * len(n.node.outputs)
     return f"n c {names('d', n.x)} -> {', '.join(outputs)}"
 
 
-def given_shape(n: NodeView) -> Sizes:
-    """The sizes of x, which a backward op is told."""
+def input_shape(n: NodeView) -> Sizes:
+    """The shape of x, from the input `shape` of a backward op."""
     shape = as_sizes(n.shape)
     if shape is None:
-        raise GraphError(f"{n.definition.name} needs to know its sizes", got=f"{n.shape.name}, of unknown contents")
+        raise GraphError(
+            f"the input shape of {n.definition.name} is not shape arithmetic",
+            expected="a constant, or a value computed from shapes",
+            got=n.shape.name,
+        )
     return shape
 
 
-def _layout(like: Tensor) -> torch.memory_format:
-    """How a tensor of pictures lies in memory."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
-    lies_last = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
-    return last if last is not None and lies_last else torch.contiguous_format
+def _memory_format(like: Tensor) -> torch.memory_format:
+    """The memory format of a tensor of images: contiguous or channels_last."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
+    if channels_last is None or like.is_contiguous() or not like.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format
+    return channels_last
 
 
-def stand_in(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What PyTorch's backward kernels take for x, of which they read sizes and layout: memory that is not touched."""
-    layout = _layout(like)
-    if layout is torch.contiguous_format and like.device.type == "cpu":
-        return torch.empty((), dtype=dtype).expand(*shape)  # no memory at all: a GPU's kernels would copy it
-    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
+def unread_input(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A stand-in for x in PyTorch's backward kernels, which read its shape and memory format but not its values."""
+    memory_format = _memory_format(like)
+    if memory_format is torch.contiguous_format and like.device.type == "cpu":
+        return torch.empty((), dtype=dtype).expand(
+            *shape
+        )  # takes no memory; CUDA kernels would copy an expanded tensor
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=memory_format)
 
 
 def _geometry(n: NodeView, x: ir.Value) -> list[list[int]]:
-    """Kernel, strides, padding, and for a maximum dilations, of each axis of x after the channels."""
+    """Kernel, strides, padding and, for max pooling, dilations: each a list over the axes of x after the channels."""
     count = rank_of(x) - 2
-    found = [list(n.kernel_shape), per_axis(n, "strides", count, 1), symmetric_pads(n, count)]
-    return [*found, per_axis(n, "dilations", count, 1)] if "dilations" in n.definition.attributes else found
+    geometry = [list(n.kernel_shape), per_axis(n, "strides", count, 1), symmetric_pads(n, count)]
+    return [*geometry, per_axis(n, "dilations", count, 1)] if "dilations" in n.definition.attributes else geometry
 
 
-def _attributes(n: NodeView) -> dict[str, Any]:
-    """Those of a backward op of the same windows."""
+def _attributes_for_backward(n: NodeView) -> dict[str, Any]:
+    """The attributes of the backward op: the same windows."""
     return {name: getattr(n, name) for name in n.definition.attributes}
 
 
-def _pooled(n: NodeView) -> Sizes:
-    how = [*_geometry(n, n.x)]
-    dilations = how[3] if len(how) == 4 else [1] * len(how[0])
+def _output_shape(n: NodeView) -> Sizes:
+    geometry = _geometry(n, n.x)
+    dilations = geometry[3] if len(geometry) == 4 else [1] * len(geometry[0])
     out = [
         window_count(s, k, stride, pad, dilation, bool(n.ceil_mode))
-        for s, k, stride, pad, dilation in zip(spatial(n.x), *how[:3], dilations, strict=True)
+        for s, k, stride, pad, dilation in zip(spatial(n.x), *geometry[:3], dilations, strict=True)
     ]
     return (*sizes.dims_of(n.x)[:2], *out)
 
@@ -108,12 +115,12 @@ def _flops(n: NodeView) -> Size:
 # MaxPool
 
 
-def _plane(x: ir.Value) -> Size:
+def _image_size(x: ir.Value) -> Size:
     return product(spatial(x))
 
 
 def _max_types(n: NodeView) -> Sequence[TensorType]:
-    shape = _pooled(n)
+    shape = _output_shape(n)
     return TensorType(dtype_of(n.x), shape), TensorType(ir.DataType.INT64, shape)
 
 
@@ -129,33 +136,33 @@ def _lower_max(n: NodeView, x: Any) -> Call:
 
 
 def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    y, flat = op.MaxPool(n.x, **_attributes(n))
-    return y, op.Mod(flat, op.size(_plane(n.x)))
+    y, tensor_indices = op.MaxPool(n.x, **_attributes_for_backward(n))
+    return y, op.Mod(tensor_indices, op.size(_image_size(n.x)))
 
 
 def _max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
-    dx: ir.Value = op.ms.MaxPoolGrad(dy, n.indices, op.shape_of(n.x), **_attributes(n))
+    dx: ir.Value = op.ms.MaxPoolGrad(dy, n.indices, op.shape_of(n.x), **_attributes_for_backward(n))
     return dx
 
 
-def windows(kernel: Any, stride: Any, padding: Any, count: int) -> dict[str, Any]:
-    """The attributes for ATen's arguments; no stride means that windows lie side by side."""
+def window_attributes(kernel: Any, stride: Any, padding: Any, count: int) -> dict[str, Any]:
+    """The ONNX attributes for ATen's arguments; without a stride, it is the kernel size."""
     shape = as_list(kernel, count)
     pads = as_list(padding, count)
     return {"kernel_shape": shape, "strides": as_list(stride, count) if stride else shape, "pads": pads * 2}
 
 
-def batched(op: Builder, x: ir.Value, count: int) -> tuple[ir.Value, bool]:
-    """Puts samples first. Gives x, and whether it was a single one."""
-    single = rank_of(x) == count + 1
-    return (op.Unsqueeze(x, axes_constant(op, [0])) if single else x), single
+def add_batch_axis(op: Builder, x: ir.Value, count: int) -> tuple[ir.Value, bool]:
+    """Return x with a batch axis, and whether it was unbatched; it has `count` axes after the channels."""
+    is_unbatched = rank_of(x) == count + 1
+    return (op.Unsqueeze(x, axes_constant(op, [0])) if is_unbatched else x), is_unbatched
 
 
-def unbatched(op: Builder, single: bool, *values: ir.Value) -> list[ir.Value]:
-    return [op.Squeeze(v, axes_constant(op, [0])) if single else v for v in values]
+def remove_batch_axis(op: Builder, is_unbatched: bool, *values: ir.Value) -> list[ir.Value]:
+    return [op.Squeeze(v, axes_constant(op, [0])) if is_unbatched else v for v in values]
 
 
-def _captured_max(count: int, with_indices: bool) -> Any:
+def _capture_max(count: int, with_indices: bool) -> Any:
     def capture(
         op: Builder,
         x: ir.Value,
@@ -165,10 +172,10 @@ def _captured_max(count: int, with_indices: bool) -> Any:
         dilation: Any = 1,
         ceil_mode: bool = False,
     ) -> Any:
-        x, single = batched(op, x, count)
-        how = windows(kernel_size, stride, padding, count)
-        found = op.own.MaxPool(x, **how, dilations=as_list(dilation, count), ceil_mode=int(ceil_mode))
-        y, indices = unbatched(op, single, *found)
+        x, is_unbatched = add_batch_axis(op, x, count)
+        attributes = window_attributes(kernel_size, stride, padding, count)
+        outputs = op.own.MaxPool(x, **attributes, dilations=as_list(dilation, count), ceil_mode=int(ceil_mode))
+        y, indices = remove_batch_axis(op, is_unbatched, *outputs)
         return (y, indices) if with_indices else y
 
     return capture
@@ -181,7 +188,7 @@ MAX_POOL = fused(
     ("y", "indices"),
     attributes=_MAX,
     from_torch={
-        f"aten.max_pool{count}d{suffix}.default": _captured_max(count, bool(suffix))
+        f"aten.max_pool{count}d{suffix}.default": _capture_max(count, bool(suffix))
         for count in (1, 2, 3)
         for suffix in ("", "_with_indices")
     },
@@ -189,25 +196,25 @@ MAX_POOL = fused(
     body=_max_body,
     gradient=(Gradient(_max_gradient, reads=("indices",)),),
     lower=_lower_max,
-    axes=pooled_axes,
+    axes=pool_axes,
     flops=_flops,
     layout=Layout(frozenset({"x", "y", "indices"})),
 )
 
 
-# MaxPool of ONNX: indices count through all samples and channels
+# MaxPool of ONNX: indices relative to the whole tensor
 
 
-def max_pool(kernel: Any, x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    """PyTorch's kernel, with indices made ONNX's."""
-    y, indices = kernel(x, *how)
-    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * (x.ndim - 2))
-    return y, indices + planes * x.shape[2:].numel()
+def max_pool(kernel: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """PyTorch's kernel, with its indices converted to ONNX's."""
+    y, indices = kernel(x, *arguments)
+    images = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * (x.ndim - 2))
+    return y, indices + images * x.shape[2:].numel()
 
 
-def _standard_max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
-    within = op.Mod(n.indices, op.size(_plane(n.x)))
-    dx: ir.Value = op.ms.MaxPoolGrad(dy, within, op.shape_of(n.x), **_attributes(n))
+def _onnx_max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
+    image_indices = op.Mod(n.indices, op.size(_image_size(n.x)))
+    dx: ir.Value = op.ms.MaxPoolGrad(dy, image_indices, op.shape_of(n.x), **_attributes_for_backward(n))
     return dx
 
 
@@ -220,43 +227,44 @@ fused(
     since_version=12,
     shapes=_max_types,
     body=STANDARD,
-    gradient=(Gradient(_standard_max_gradient, reads=("indices",)),),
+    gradient=(Gradient(_onnx_max_gradient, reads=("indices",)),),
     lower=lambda n, x: Call(max_pool, _MAX_KERNELS[rank_of(n.x) - 2], x, *_geometry(n, n.x), bool(n.ceil_mode)),
     axes=lambda n: f"[n] [c] {names('d', n.x)} -> [n] [c] {names('e', n.x)}, [n] [c] {names('e', n.x)}",
     flops=_flops,
 )
 
 
-# MaxPoolGrad: each element of dy goes where the largest element of its window was
+# MaxPoolGrad: scatters each element of dy to the index of the maximum of its window
 
 
-def planes_to(op: Builder, x: ir.Value, batch: Sequence[Size]) -> ir.Value:
-    """One row for each plane of x."""
+def flatten_images(op: Builder, x: ir.Value, batch: Sequence[Size]) -> ir.Value:
+    """Reshape x to one row per image: [n * c, d]."""
     return reshaped(op, x, [product(batch), product(spatial(x))])
 
 
-def scatter_body(op: Builder, n: NodeView) -> ir.Value:
-    shape = given_shape(n)
+def max_pool_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    shape = input_shape(n)
     zeros = op.Expand(op.scalar(0, like=n.dy), op.sizes([product(shape[:2]), product(shape[2:])]))
-    where, what = (planes_to(op, v, shape[:2]) for v in (n.indices, n.dy))
-    return reshaped(op, op.ScatterElements(zeros, where, what, axis=1, reduction="add"), shape)
+    indices, dy = (flatten_images(op, v, shape[:2]) for v in (n.indices, n.dy))
+    return reshaped(op, op.ScatterElements(zeros, indices, dy, axis=1, reduction="add"), shape)
 
 
-def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *how: Any) -> Tensor:
-    """PyTorch's kernels."""
+def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
+    """The gradient of x with PyTorch's kernels; `arguments` are those of forward. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
-        *per_window, ceil = how
-        wide = [[0 if i == 2 else 1, *w] for i, w in enumerate(per_window)]
-        found = max_pool_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2]), *wide, ceil)
-        return found.squeeze(2)
+        *geometry, ceil = arguments
+        geometry_2d = [[0 if i == 2 else 1, *w] for i, w in enumerate(geometry)]
+        dx = max_pool_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2]), *geometry_2d, ceil)
+        return dx.squeeze(2)
     kernel = aten.max_pool2d_with_indices_backward if dy.ndim == 4 else aten.max_pool3d_with_indices_backward
-    dx = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=_layout(indices))
-    kernel.grad_input(dy, dx, *how, indices, grad_input=dx)  # of x sizes and layout are read: dx has them too
+    dx = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=_memory_format(indices))
+    # The kernel reads only the shape and memory format of x: dx, which has the same, stands in for it.
+    kernel.grad_input(dy, dx, *arguments, indices, grad_input=dx)
     return dx
 
 
-def pool_of(n: NodeView) -> NodeView | None:
-    """The MaxPool whose indices this MaxPoolGrad reads: as they are, or those of ONNX's MaxPool within a plane."""
+def max_pool_of(n: NodeView) -> NodeView | None:
+    """The MaxPool whose indices this MaxPoolGrad reads, directly or, for ONNX's MaxPool, through Mod; else None."""
     producer = n.indices.producer()
     if producer is not None and producer.op_type == "Mod" and producer.inputs[0] is not None:
         producer = producer.inputs[0].producer()
@@ -270,13 +278,13 @@ MAX_POOL_GRAD = fused(
     ("dy", "indices", "shape"),
     ("dx",),
     attributes=_MAX,
-    shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
-    body=scatter_body,
+    shapes=lambda n: (TensorType(dtype_of(n.dy), input_shape(n)),),
+    body=max_pool_grad_body,
     lower=lambda n, dy, indices, shape: Call(
         max_pool_backward, dy, indices, shape, *_geometry(n, n.dy), bool(n.ceil_mode)
     ),
     host_inputs=frozenset({2}),
-    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
+    axes=lambda n: NO_AXES,  # an axis that passes would have to change in the value of `shape` too
     flops=lambda n: numel(n.dy),
     layout=Layout(frozenset({"dy", "indices", "dx"})),
 )
@@ -291,11 +299,11 @@ def _lower_average(n: NodeView, x: Any) -> Call:
 
 
 def _average_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.ms.AveragePoolGrad(dy, op.shape_of(n.x), **_attributes(n))
+    dx: ir.Value = op.ms.AveragePoolGrad(dy, op.shape_of(n.x), **_attributes_for_backward(n))
     return dx
 
 
-def _captured_average(count: int) -> Any:
+def _capture_average(count: int) -> Any:
     def capture(
         op: Builder,
         x: ir.Value,
@@ -306,17 +314,17 @@ def _captured_average(count: int) -> Any:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Any:
-        x, single = batched(op, x, count)
-        how = windows(kernel_size, stride, padding, count)
-        whole = count_include_pad or divisor_override is not None
-        y = op.AveragePool(x, **how, ceil_mode=int(ceil_mode), count_include_pad=int(whole))
+        x, is_unbatched = add_batch_axis(op, x, count)
+        attributes = window_attributes(kernel_size, stride, padding, count)
+        includes_pad = count_include_pad or divisor_override is not None
+        y = op.AveragePool(x, **attributes, ceil_mode=int(ceil_mode), count_include_pad=int(includes_pad))
         if divisor_override is not None:
-            if ceil_mode:  # windows are cut off at the end, each mean is over its own count
-                each = counted(op, view(y.producer()), y, sizes.dims_of(x)[2:])
-                y = times(op, op.Mul(y, op.Cast(each, to=dtype_of(y))), 1 / divisor_override)
+            if ceil_mode:  # the last windows are truncated: their means have smaller divisors
+                divisors = window_element_counts(op, view(y.producer()), y, sizes.dims_of(x)[2:])
+                y = times(op, op.Mul(y, op.Cast(divisors, to=dtype_of(y))), 1 / divisor_override)
             else:
-                y = times(op, y, int(product(how["kernel_shape"])) / divisor_override)
-        return unbatched(op, single, y)[0]
+                y = times(op, y, int(product(attributes["kernel_shape"])) / divisor_override)
+        return remove_batch_axis(op, is_unbatched, y)[0]
 
     return capture
 
@@ -328,60 +336,60 @@ fused(
     ("y",),
     attributes=_AVERAGE,
     since_version=19,
-    from_torch={f"aten.avg_pool{count}d.default": _captured_average(count) for count in (1, 2, 3)},
-    shapes=lambda n: (TensorType(dtype_of(n.x), _pooled(n)),),
+    from_torch={f"aten.avg_pool{count}d.default": _capture_average(count) for count in (1, 2, 3)},
+    shapes=lambda n: (TensorType(dtype_of(n.x), _output_shape(n)),),
     body=STANDARD,
     gradient=(Gradient(_average_gradient, reads=()),),
     lower=_lower_average,
-    axes=pooled_axes,
+    axes=pool_axes,
     flops=_flops,
     layout=Layout(frozenset({"x", "y"})),
 )
 
 
-# AveragePoolGrad: each element of dy is spread evenly over its window
+# AveragePoolGrad: distributes each element of dy evenly over its window
 
 
-def counted(op: Builder, n: NodeView, y: ir.Value, x_sizes: Sizes) -> ir.Value:
-    """By how many elements each window is divided: [1, 1, e]. `y` has the sizes of the average."""
+def window_element_counts(op: Builder, n: NodeView, y: ir.Value, x_sizes: Sizes) -> ir.Value:
+    """The divisor of each window: [1, 1, e]. `y` has the shape of the output."""
     result: ir.Value | None = None
     one = op.scalar(1, ir.DataType.INT64)
     for axis, (size, count, kernel, stride, pad) in enumerate(zip(x_sizes, spatial(y), *_geometry(n, y), strict=True)):
-        number = op.Range(op.scalar(0, ir.DataType.INT64), op.size(count), one)
-        start = op.Sub(op.Mul(number, op.size(stride)), op.size(pad))
+        window = op.Range(op.scalar(0, ir.DataType.INT64), op.size(count), one)
+        start = op.Sub(op.Mul(window, op.size(stride)), op.size(pad))
         end = op.Min(op.Add(start, op.size(kernel)), op.size(sizes.add(size, pad if n.count_include_pad else 0)))
         if not n.count_include_pad:
             start = op.Max(start, op.size(0))
-        places = [1] * rank_of(y)
-        each = reshaped(op, op.Sub(end, start), [*places[: 2 + axis], count, *places[3 + axis :]])
-        result = each if result is None else op.Mul(result, each)
+        ones = [1] * rank_of(y)
+        lengths = reshaped(op, op.Sub(end, start), [*ones[: 2 + axis], count, *ones[3 + axis :]])
+        result = lengths if result is None else op.Mul(result, lengths)
     assert result is not None
     return result
 
 
 def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """A transposed convolution with ones, of each plane by itself."""
-    shape = given_shape(n)
+    """A transposed convolution of each channel with a kernel of ones."""
+    shape = input_shape(n)
     kernel, strides, pads = _geometry(n, n.dy)
-    each = op.Div(n.dy, op.Cast(counted(op, n, n.dy, shape[2:]), to=dtype_of(n.dy)))
-    rows = reshaped(op, each, [product(shape[:2]), 1, *spatial(n.dy)])
+    shares = op.Div(n.dy, op.Cast(window_element_counts(op, n, n.dy, shape[2:]), to=dtype_of(n.dy)))
+    images = reshaped(op, shares, [product(shape[:2]), 1, *spatial(n.dy)])
     ones = op.Expand(op.scalar(1, like=n.dy), op.sizes([1, 1, *kernel]))
-    spread = op.ConvTranspose(rows, ones, strides=strides)
-    reached = [covered(e, k, s, 1) for e, k, s in zip(spatial(n.dy), kernel, strides, strict=True)]
+    dx = op.ConvTranspose(images, ones, strides=strides)
+    lengths = [covered(e, k, s, 1) for e, k, s in zip(spatial(n.dy), kernel, strides, strict=True)]
     ends = [sizes.add(size, pad) for size, pad in zip(shape[2:], pads, strict=True)]
-    missing = [sizes.maximum(0, sizes.subtract(end, have)) for end, have in zip(ends, reached, strict=True)]
-    return reshaped(op, cut_out(op, extended(op, spread, missing), pads, shape[2:]), shape)
+    missing = [sizes.maximum(0, sizes.subtract(end, length)) for end, length in zip(ends, lengths, strict=True)]
+    return reshaped(op, cut_out(op, extended(op, dx, missing), pads, shape[2:]), shape)
 
 
-def average_pool_backward(dy: Tensor, shape: Sequence[int], *how: Any) -> Tensor:
-    """PyTorch's kernels."""
+def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
+    """The gradient of x with PyTorch's kernels; `arguments` are those of forward. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
-        *per_window, ceil, pad_counts = how
-        wide = [[0 if i == 2 else 1, *w] for i, w in enumerate(per_window)]
-        found = average_pool_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2]), *wide, ceil, pad_counts)
-        return found.squeeze(2)
+        *geometry, ceil, count_include_pad = arguments
+        geometry_2d = [[0 if i == 2 else 1, *w] for i, w in enumerate(geometry)]
+        dx = average_pool_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2]), *geometry_2d, ceil, count_include_pad)
+        return dx.squeeze(2)
     kernel = aten.avg_pool2d_backward if dy.ndim == 4 else aten.avg_pool3d_backward
-    return kernel.default(dy, stand_in(dy, shape, dy.dtype), *how, None)  # type: ignore[no-any-return]
+    return kernel.default(dy, unread_input(dy, shape, dy.dtype), *arguments, None)  # type: ignore[no-any-return]
 
 
 fused(
@@ -390,13 +398,13 @@ fused(
     ("dy", "shape"),
     ("dx",),
     attributes=_AVERAGE,
-    shapes=lambda n: (TensorType(dtype_of(n.dy), given_shape(n)),),
+    shapes=lambda n: (TensorType(dtype_of(n.dy), input_shape(n)),),
     body=_average_grad_body,
     lower=lambda n, dy, shape: Call(
         average_pool_backward, dy, shape, *_geometry(n, n.dy), bool(n.ceil_mode), bool(n.count_include_pad)
     ),
     host_inputs=frozenset({1}),
-    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
+    axes=lambda n: NO_AXES,  # an axis that passes would have to change in the value of `shape` too
     flops=lambda n: sizes.multiply(numel(n.dy), product(n.kernel_shape)),
     layout=Layout(frozenset({"dy", "dx"})),
 )
@@ -406,8 +414,8 @@ fused(
 
 
 def _global_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    each = op.Div(dy, op.size(_plane(n.x), dtype_of(dy)))
-    dx: ir.Value = op.Expand(each, op.shape_of(n.x))
+    share = op.Div(dy, op.size(_image_size(n.x), dtype_of(dy)))
+    dx: ir.Value = op.Expand(share, op.shape_of(n.x))
     return dx
 
 

@@ -1,4 +1,5 @@
-"""Recurrent layers: PyTorch's (`layer`, captured in `capture`) and ONNX's own with what training keeps (`standard`).
+"""Recurrent layers of PyTorch (`torch_layers`, captured by `capture`) and of ONNX (`onnx_layers`).
 
-All share the facts of `cells`, the kernels of `steps` and the standard ops of `unrolled`.
+Both use the definitions in `cells`, and the kernels and bodies of one direction of a layer (`direction_kernels`,
+`direction_bodies`).
 """

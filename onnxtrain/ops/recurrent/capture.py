@@ -1,9 +1,9 @@
-"""What PyTorch's recurrent modules become: a layer after the other, with dropout between them.
+"""Capture PyTorch's recurrent modules as one node per layer, with dropout between layers.
 
-    lstm(x, (h0, c0), weights, layers=2)  ──>  LSTMLayer(x, ...), Dropout, LSTMLayer(...); the last states joined
+    lstm(x, (h0, c0), weights, layers=2)  ──>  LSTMLayer(x, ...), Dropout, LSTMLayer(...); last states concatenated
 
-What stays an ATen node, and why, stands in docs/explanation/aten.md: projections (proj_size), a GRU or RNN under
-autocast on a CPU, and all on a GPU, where eager PyTorch runs cuDNN's kernels.
+Some stay ATen nodes, see docs/explanation/aten.md: projections (proj_size), a GRU or RNN under autocast on a CPU, and
+all layers on a GPU, where eager PyTorch runs cuDNN's kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxtrain.graph.values import OWN, dtype_of, is_float
 from onnxtrain.ops.aten_node import AutocastState, ambient
 from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, RNN, Cell
-from onnxtrain.ops.recurrent.layer import WEIGHTS
+from onnxtrain.ops.recurrent.torch_layers import WEIGHTS
 from onnxtrain.ops.registry import compose
 from onnxtrain.ops.reshape.dims import transposed
 from onnxtrain.ops.reshape.join import concatenated, split
@@ -26,10 +26,10 @@ from onnxtrain.ops.reshape.join import concatenated, split
 _TIME_FIRST = [1, 0, 2]
 
 
-def computes_in_one_type(operator: str, autocast: AutocastState) -> bool:
-    """Whether all of a recurrent layer is computed in one element type, with autocast in this state.
+def computes_in_one_dtype(operator: str, autocast: AutocastState) -> bool:
+    """Whether a recurrent layer is computed in a single dtype under this autocast state.
 
-    So it is where one kernel of a library computes it: an LSTM on a CPU.
+    Under autocast this holds for operators that are one library kernel: an LSTM on a CPU.
     """
     return operator == "aten.lstm.input" or not autocast
 
@@ -47,33 +47,34 @@ def _capture(cell: Cell, activation: str | None) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        firsts = list(hx) if cell.has_state else [hx]
-        count = 2 if bidirectional else 1
-        each = 4 if has_biases else 2
-        if len(params) != num_layers * count * each or not is_float(dtype_of(x)):
+        initial_states = list(hx) if cell.has_state else [hx]
+        directions = 2 if bidirectional else 1
+        weight_count = 4 if has_biases else 2
+        if len(params) != num_layers * directions * weight_count or not is_float(dtype_of(x)):
             return NotImplemented
-        if op.device != "cpu" or not computes_in_one_type(f"aten.{cell.name.lower()}.input", ambient()):
+        if op.device != "cpu" or not computes_in_one_dtype(f"aten.{cell.name.lower()}.input", ambient()):
             return NotImplemented
         y = x
-        if batch_first:  # a copy: kernels of both passes read it so, and each would make its own
+        if batch_first:  # one contiguous copy here, instead of one in each of the forward and backward kernels
             y = op.own.Clone(transposed(op, x, _TIME_FIRST), memory_format="contiguous_format")
-        states = [split(op, first, [count] * num_layers, 0) for first in firsts]
-        last: list[Sequence[ir.Value]] = []
-        for number, first in enumerate(zip(*states, strict=True)):
-            if number:
+        states_by_layer = [split(op, state, [directions] * num_layers, 0) for state in initial_states]
+        last_states: list[Sequence[ir.Value]] = []
+        for layer, states in enumerate(zip(*states_by_layer, strict=True)):
+            if layer:
                 y = dropped_out(op, y, dropout, train)[0]
-            start = number * count * each
-            rows = [params[start + d * each : start + (d + 1) * each] for d in range(count)]
-            weights = [w for row in rows for w in (*row, *[None] * (len(WEIGHTS) // 2 - each))]
-            y, *rest = op.op(OWN, f"{cell.name}Layer")(y, *first, *weights, activation=activation)
-            last.append(rest[: len(firsts)])
-        found = [concatenated(op, layers, 0) for layers in zip(*last, strict=True)]
-        return transposed(op, y, _TIME_FIRST) if batch_first else y, *found
+            start = layer * directions * weight_count
+            starts = range(start, start + directions * weight_count, weight_count)
+            absent_biases = [None] * (len(WEIGHTS) // 2 - weight_count)
+            weights = [w for at in starts for w in (*params[at : at + weight_count], *absent_biases)]
+            y, *rest = op.op(OWN, f"{cell.name}Layer")(y, *states, *weights, activation=activation)
+            last_states.append(rest[: len(initial_states)])
+        joined = [concatenated(op, layers, 0) for layers in zip(*last_states, strict=True)]
+        return transposed(op, y, _TIME_FIRST) if batch_first else y, *joined
 
     return capture
 
 
-# The operators, by PyTorch's names: `capture` treats them as one.
+# By PyTorch's operators, which the capture does not decompose.
 OPERATORS = {
     "aten.lstm.input": _capture(LSTM, None),
     "aten.gru.input": _capture(GRU, None),

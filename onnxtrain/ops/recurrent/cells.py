@@ -1,11 +1,11 @@
-"""The three recurrent cells, and in which order their gates lie in weights.
+"""The three recurrent cells, and the order of their gates in the weights.
 
     LSTM    i, f, o = σ(·)   g = tanh(·)   c' = f c + i g   h' = o tanh(c')       Hochreiter & Schmidhuber 1997
     GRU     r, z = σ(·)      n = tanh(W_n x + b_n + r (R_n h + d_n))   h' = (1 - z) n + z h       Cho et al. 2014
     RNN     h' = tanh(·) or relu(·)                                                Elman 1990
 
-where · is W x + b + R h + d of this gate. PyTorch and ONNX put the gates' rows in different orders; ONNX's GRU is this
-one where linear_before_reset is 1. https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html,
+where · is W x + b + R h + d of that gate. PyTorch and ONNX order the rows of the gates differently. ONNX's GRU is this
+one if linear_before_reset is 1. https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html,
 https://onnx.ai/onnx/operators/onnx__LSTM.html
 """
 
@@ -20,17 +20,17 @@ class Cell:
 
     Attributes:
         name: its name in ONNX.
-        torch: PyTorch's order of the gates, a letter each.
-        onnx: ONNX's.
-        kept: what a step computes that its gradient needs beside h and c, a letter each: gates, and of a GRU "m",
-            which is R_n h + d_n. The gradient of an RNN needs h alone.
-        has_state: whether there is a cell state c beside h.
+        torch: PyTorch's order of the gates, one letter each.
+        onnx: ONNX's order of the gates, one letter each.
+        saved: the values of a step that backward needs besides h and c, one letter each: gates and, for a GRU, "m",
+            which is R_n h + d_n. The gradient of an RNN needs only h.
+        has_state: whether there is a cell state c besides h.
     """
 
     name: str
     torch: str
     onnx: str
-    kept: str
+    saved: str
     has_state: bool = False
 
     @property
@@ -44,6 +44,6 @@ RNN = Cell("RNN", "h", "h", "")
 CELLS = (LSTM, GRU, RNN)
 
 
-def places(source: str, target: str) -> list[int]:
-    """For each gate of the order `target` its place in the order `source`."""
+def gate_indices(source: str, target: str) -> list[int]:
+    """The index in the order `source` of each gate of the order `target`."""
     return [source.index(gate) for gate in target]

@@ -1,9 +1,9 @@
-"""ONNX's Scan: a loop over the first axis, in which bodies of recurrent layers go from step to step.
+"""ONNX's Scan: a loop over the first axis, with which the bodies of recurrent layers run their steps.
 
     Scan(states..., sequences..., body) -> last states..., stacked outputs...
 
-The body is a graph: (states, a slice of each sequence) -> (states, outputs); it may read values around it. It stands in
-graphs for stock onnxruntime. Of a Scan in a model of others no gradient is known: see `device/from_onnx`.
+The body is a graph (states, a slice of each sequence) -> (states, outputs), which may read values of the outer graph.
+Graphs for stock onnxruntime contain it. A Scan of an imported ONNX model has no gradient: see `device/from_onnx`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ Step = Callable[[Builder, Sequence[ir.Value], Sequence[ir.Value]], "tuple[Sequen
 def scan(
     op: Builder, states: Sequence[ir.Value], sequences: Sequence[ir.Value], step: Step, *, reverse: bool
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """A Scan over axis 0 of all sequences, from the last slice to the first where `reverse`; outputs lie as inputs do.
+    """Build a Scan over axis 0 of all sequences and outputs, from the last slice to the first if `reverse`.
 
-    Returns the last states and the outputs of all steps.
+    Returns:
+        The last states, and the outputs of all steps.
     """
-    names = f"scan_{len(op.graph)}"
+    prefix = f"scan_{len(op.graph)}"
     inputs = []
-    for index, (value, axes) in enumerate([*((v, 0) for v in states), *((v, 1) for v in sequences)]):
-        inner = ir.Value(name=f"{names}_{index}")
-        set_type(inner, TensorType(dtype_of(value), sizes.dims_of(value)[axes:]))
-        inputs.append(inner)
-    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(op.graph.opset_imports), name=names)
-    after, outputs = step(builder(body), inputs[: len(states)], inputs[len(states) :])
-    body.outputs.extend([*after, *outputs])
-    how: dict[str, Any] = {"body": body, "num_scan_inputs": len(sequences)}
+    for index, (value, scanned_axes) in enumerate([*((v, 0) for v in states), *((v, 1) for v in sequences)]):
+        body_input = ir.Value(name=f"{prefix}_{index}")
+        set_type(body_input, TensorType(dtype_of(value), sizes.dims_of(value)[scanned_axes:]))
+        inputs.append(body_input)
+    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(op.graph.opset_imports), name=prefix)
+    new_states, outputs = step(builder(body), inputs[: len(states)], inputs[len(states) :])
+    body.outputs.extend([*new_states, *outputs])
+    attributes: dict[str, Any] = {"body": body, "num_scan_inputs": len(sequences)}
     if reverse:
-        how["scan_input_directions"] = [1] * len(sequences)
-        how["scan_output_directions"] = [1] * len(outputs) or None
-    found = op.node(ONNX, "Scan", [*states, *sequences], how).outputs
-    return list(found[: len(states)]), list(found[len(states) :])
+        attributes["scan_input_directions"] = [1] * len(sequences)
+        attributes["scan_output_directions"] = [1] * len(outputs) or None
+    results = op.node(ONNX, "Scan", [*states, *sequences], attributes).outputs
+    return list(results[: len(states)]), list(results[len(states) :])
 
 
 def _state_count(n: NodeView) -> int:
@@ -57,10 +58,10 @@ def _state_count(n: NodeView) -> int:
 
 
 def _axes(n: NodeView, name: str, values: Sequence[ir.Value]) -> list[int]:
-    """The axis that is scanned, of each input or output; an output has it beside those of its slices."""
-    given = getattr(n, name) or [0] * len(values)
-    more = name == "scan_output_axes"
-    return [normalize_axis(int(axis), rank_of(v) + more) for axis, v in zip(given, values, strict=True)]
+    """The scanned axis of each input or output; an output has one axis more than its slices, which are `values`."""
+    axes = getattr(n, name) or [0] * len(values)
+    added = name == "scan_output_axes"
+    return [normalize_axis(int(axis), rank_of(v) + added) for axis, v in zip(axes, values, strict=True)]
 
 
 def _steps(n: NodeView) -> Size:
@@ -70,11 +71,11 @@ def _steps(n: NodeView) -> Size:
 
 def _types(n: NodeView) -> Sequence[TensorType]:
     count, length = _state_count(n), _steps(n)
-    found = list(map(type_of, n.body.outputs))
+    types = list(map(type_of, n.body.outputs))
     axes = _axes(n, "scan_output_axes", n.body.outputs[count:])
     return [
-        *found[:count],
-        *(TensorType(t.dtype, (*t.shape[:a], length, *t.shape[a:])) for t, a in zip(found[count:], axes, strict=True)),
+        *types[:count],
+        *(TensorType(t.dtype, (*t.shape[:a], length, *t.shape[a:])) for t, a in zip(types[count:], axes, strict=True)),
     ]
 
 
@@ -84,14 +85,14 @@ def _output_count(inputs: Sequence[ir.Value | None], attributes: Mapping[str, An
 
 def _no_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Sequence[ir.Value | None]:
     raise GraphError(
-        f"no gradient passes {traversal.describe(n.node)}",
+        f"{traversal.describe(n.node)} has no gradient",
         where=traversal.origin(n.node),
-        todo="write the loop as a recurrent layer, or unroll it",
+        todo="express the loop as a recurrent layer, or unroll it",
     )
 
 
 class Loop:
-    """Runs a Scan, each node of its body by its own kernel."""
+    """A Scan run in torch: each node of its body by its own kernel."""
 
     def __init__(self, n: NodeView) -> None:
         count = _state_count(n)
@@ -99,28 +100,30 @@ class Loop:
         self._body: ir.Graph = n.body
         self._count = count
         self._axes = _axes(n, "scan_input_axes", sequences)
-        self._back = [bool(d) for d in n.scan_input_directions or [0] * len(sequences)]
+        self._reverse = [bool(d) for d in n.scan_input_directions or [0] * len(sequences)]
         outputs = n.body.outputs[count:]
-        self._out_axes = _axes(n, "scan_output_axes", outputs)
-        self._out_back = [bool(d) for d in n.scan_output_directions or [0] * len(outputs)]
+        self._output_axes = _axes(n, "scan_output_axes", outputs)
+        self._outputs_reverse = [bool(d) for d in n.scan_output_directions or [0] * len(outputs)]
 
     def __call__(self, *values: torch.Tensor) -> Any:
         states, sequences = list(values[: self._count]), values[self._count :]
         slices = [s.unbind(a) for s, a in zip(sequences, self._axes, strict=True)]
-        steps = [tuple(reversed(s)) if back else s for s, back in zip(slices, self._back, strict=True)]
-        found: list[list[torch.Tensor]] = []
-        for at in zip(*steps, strict=True):
-            results = self._step([*states, *at])
+        steps = [tuple(reversed(s)) if reverse else s for s, reverse in zip(slices, self._reverse, strict=True)]
+        outputs: list[list[torch.Tensor]] = []
+        for step_slices in zip(*steps, strict=True):
+            results = self._step([*states, *step_slices])
             states = results[: self._count]
-            found.append(results[self._count :])
-        if not found:
+            outputs.append(results[self._count :])
+        if not outputs:
             stacked = [
-                self._empty(v, a) for v, a in zip(self._body.outputs[self._count :], self._out_axes, strict=True)
+                self._empty(v, a) for v, a in zip(self._body.outputs[self._count :], self._output_axes, strict=True)
             ]
         else:
             stacked = [
-                torch.stack(list(reversed(column) if back else column), axis)
-                for column, axis, back in zip(zip(*found, strict=True), self._out_axes, self._out_back, strict=True)
+                torch.stack(list(reversed(slices_of_output) if reverse else slices_of_output), axis)
+                for slices_of_output, axis, reverse in zip(
+                    zip(*outputs, strict=True), self._output_axes, self._outputs_reverse, strict=True
+                )
             ]
         results = [*states, *stacked]
         return results[0] if len(results) == 1 else tuple(results)
@@ -131,24 +134,28 @@ class Loop:
         return torch.empty([*shape[:axis], 0, *shape[axis:]], dtype=TORCH_DTYPES[dtype_of(value)])
 
     def _step(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        known = dict(zip(self._body.inputs, inputs, strict=True))
+        tensors = dict(zip(self._body.inputs, inputs, strict=True))
         for node in self._body:
             definition = definition_of(node)
-            arguments = [None if v is None else self._value(v, known) for v in node.inputs]
+            arguments = [None if v is None else self._value(v, tensors) for v in node.inputs]
             arguments += [None] * (len(definition.inputs) - len(arguments))
             if definition.inputs[-1].endswith("..."):
                 fixed = len(definition.inputs) - 1
                 arguments = [*arguments[:fixed], tuple(arguments[fixed:])]  # type: ignore[list-item]
             result = definition.kernel(node, "cpu").lower(definition.view(node), *arguments).evaluate()
-            known.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
-        return [self._value(v, known) for v in self._body.outputs]
+            tensors.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+        return [self._value(v, tensors) for v in self._body.outputs]
 
     @staticmethod
-    def _value(value: ir.Value, known: Mapping[ir.Value, torch.Tensor]) -> torch.Tensor:
-        if value in known:
-            return known[value]
+    def _value(value: ir.Value, tensors: Mapping[ir.Value, torch.Tensor]) -> torch.Tensor:
+        if value in tensors:
+            return tensors[value]
         if value.const_value is None:
-            raise GraphError("a Scan runs in torch only where its body reads nothing around it", got=value.name)
+            raise GraphError(
+                "the body of a Scan that runs in torch reads a value of the outer graph",
+                expected="only its inputs and constants",
+                got=value.name,
+            )
         return torch.from_numpy(value.const_value.numpy().copy())
 
 

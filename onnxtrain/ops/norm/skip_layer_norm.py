@@ -1,10 +1,10 @@
-"""Norms of a sum, as ONNX Runtime fuses them; and a norm's gradient from its output.
+"""ONNX Runtime's fusions of an addition and a norm; and the gradient of layer norm computed from its output.
 
     SkipLayerNormalization(x, skip, scale, b, bias) -> y, mean, inv_std, total           total = x + skip + bias
-    SkipSimplifiedLayerNormalization(x, skip, scale, bias) -> y, mean, inv_std, total    its mean is not computed
-    InvertibleLayerNormalizationGrad(dy, y, scale, b, inv_std) -> dx, dscale, db         the norm's input is not kept
+    SkipSimplifiedLayerNormalization(x, skip, scale, bias) -> y, mean, inv_std, total    mean is not computed: it is 0
+    InvertibleLayerNormalizationGrad(dy, y, scale, b, inv_std) -> dx, dscale, db         the norm's input is not saved
 
-The last divides by scale: where that is 0, the input cannot be told from the output.
+The last op divides by scale: where scale is 0, the input cannot be recovered from the output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onnxtrain.ops.composite import composite
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, NodeView, numel
 from onnxtrain.ops.fused import fused, reshaped, statistics_type
-from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.norm import rms_norm_kernels
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -36,10 +36,10 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 
 def _axes(n: NodeView) -> str:
     rows = " ".join(f"r{i}" for i in range(rank_of(n.x) - 1))
-    whole = f"{rows} [h]"
-    skip = whole if sizes.dims_of(n.skip) == sizes.dims_of(n.x) else " ".join(f"[s{i}]" for i in range(rank_of(n.skip)))
-    inputs = [whole, skip, *("-" if v is None else "[h]" for v in n.node.inputs[2:])]
-    outputs = [whole, f"{rows} 1", f"{rows} 1", whole][: len(n.node.outputs)]
+    x = f"{rows} [h]"
+    skip = x if sizes.dims_of(n.skip) == sizes.dims_of(n.x) else " ".join(f"[s{i}]" for i in range(rank_of(n.skip)))
+    inputs = [x, skip, *("-" if v is None else "[h]" for v in n.node.inputs[2:])]
+    outputs = [x, f"{rows} 1", f"{rows} 1", x][: len(n.node.outputs)]
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
@@ -48,29 +48,31 @@ def _total(op: Builder, n: NodeView) -> ir.Value:
     return total if n.bias is None else op.Add(total, n.bias)
 
 
-def _layer_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+def _layer_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     total = _total(op, n)
-    found = (*op.own.LayerNormalization(total, n.scale, n.b, axis=-1, epsilon=n.epsilon), total)
-    return found[: len(n.node.outputs)]
+    outputs = (*op.own.LayerNormalization(total, n.scale, n.b, axis=-1, epsilon=n.epsilon), total)
+    return outputs[: len(n.node.outputs)]
 
 
-def skip_layer_norm(x: Tensor, skip: Tensor, scale: Tensor, b: Any, bias: Any, epsilon: float, outputs: int) -> Any:
+def skip_layer_norm(x: Tensor, skip: Tensor, scale: Tensor, b: Any, bias: Any, epsilon: float, count: int) -> Any:
+    """The first `count` outputs."""
     total = x + skip if bias is None else x + skip + bias
-    found = (*torch.native_layer_norm(total, x.shape[-1:], scale, b, epsilon), total)
-    return found[:outputs] if outputs > 1 else found[0]
+    outputs = (*torch.native_layer_norm(total, x.shape[-1:], scale, b, epsilon), total)
+    return outputs[:count] if count > 1 else outputs[0]
 
 
-def _rms_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+def _rms_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     total = _total(op, n)
     y, inv_std = op.ms.SimplifiedLayerNormalization(total, n.scale, axis=-1, epsilon=n.epsilon)
-    nothing = op.Expand(op.scalar(0, like=inv_std), op.shape_of(inv_std))
-    return (y, nothing, inv_std, total)[: len(n.node.outputs)]
+    mean = op.Expand(op.scalar(0, like=inv_std), op.shape_of(inv_std))
+    return (y, mean, inv_std, total)[: len(n.node.outputs)]
 
 
-def skip_rms_norm(x: Tensor, skip: Tensor, scale: Tensor, bias: Any, epsilon: float, outputs: int) -> Any:
+def skip_rms_norm(x: Tensor, skip: Tensor, scale: Tensor, bias: Any, epsilon: float, count: int) -> Any:
+    """The first `count` outputs."""
     total = x + skip if bias is None else x + skip + bias
-    y, inv_std = rms_kernels.composed(total, x.ndim - 1, scale, epsilon)
-    return (y, torch.zeros_like(inv_std), inv_std, total)[:outputs] if outputs > 1 else y
+    y, inv_std = rms_norm_kernels.rms_norm_by_aten(total, x.ndim - 1, scale, epsilon)
+    return (y, torch.zeros_like(inv_std), inv_std, total)[:count] if count > 1 else y
 
 
 _OUTPUTS = ("y", "mean?", "inv_std?", "total?")
@@ -79,7 +81,7 @@ _EPSILON = {"epsilon": 1e-12}
 composite(
     "SkipLayerNormalization",
     ("x", "skip", "scale", "b?", "bias?"),
-    _layer_body,
+    _layer_norm_body,
     lambda n, *inputs: Call(skip_layer_norm, *inputs, n.epsilon, len(n.node.outputs)),
     domain=MICROSOFT,
     outputs=_OUTPUTS,
@@ -91,7 +93,7 @@ composite(
 composite(
     "SkipSimplifiedLayerNormalization",
     ("x", "skip", "scale", "bias?"),
-    _rms_body,
+    _rms_norm_body,
     lambda n, *inputs: Call(skip_rms_norm, *inputs, n.epsilon, len(n.node.outputs)),
     domain=MICROSOFT,
     outputs=_OUTPUTS,
@@ -110,18 +112,17 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """What was normalized is (y - b) / scale: with mean 0 and inv_std 1 it takes the input's place."""
+    """The normalized input is z = (y - b) / scale: the gradient for z, with mean 0 and inv_std 1, times inv_std."""
     dtype = statistics_type(dtype_of(n.y))
     scale, b = cast(op, n.scale, dtype), cast(op, n.b, dtype)
     z = op.Div(op.Sub(cast(op, n.y, dtype), b), scale)
     zero, one = (op.Expand(op.scalar(v, like=n.inv_std), op.shape_of(n.inv_std)) for v in (0, 1))
     dx, dscale, db = op.ms.LayerNormalizationGrad(cast(op, n.dy, dtype), z, scale, zero, one, axis=n.axis)
-    wide = cast(op, n.inv_std, dtype)
     shape = sizes.dims_of(n.y)
     axis = normalize_axis(n.axis, len(shape))
-    wide = reshaped(op, wide, (*shape[:axis], *[1] * (len(shape) - axis)))
+    inv_std = reshaped(op, cast(op, n.inv_std, dtype), (*shape[:axis], *[1] * (len(shape) - axis)))
     parameter = dtype_of(n.scale)
-    return cast(op, op.Mul(dx, wide), dtype_of(n.y)), cast(op, dscale, parameter), cast(op, db, parameter)
+    return cast(op, op.Mul(dx, inv_std), dtype_of(n.y)), cast(op, dscale, parameter), cast(op, db, parameter)
 
 
 def invertible_layer_norm_backward(
@@ -141,8 +142,8 @@ def _grad_axes(n: NodeView) -> str:
     rank = rank_of(n.y)
     axis = normalize_axis(n.axis, rank)
     rows = [f"r{i}" for i in range(axis)]
-    whole = [f"[h{i}]" for i in range(rank - axis)]
-    x, h, s = " ".join(rows + whole), " ".join(whole), " ".join(rows + ["1"] * len(whole))
+    normalized = [f"[h{i}]" for i in range(rank - axis)]
+    x, h, s = " ".join(rows + normalized), " ".join(normalized), " ".join(rows + ["1"] * len(normalized))
     return f"{x}, {x}, {h}, {h}, {s} -> {x}, {h}, {h}"
 
 

@@ -1,4 +1,4 @@
-"""Weight normalization: a weight as a direction and a length.
+"""Weight norm: a weight as the product of a direction and a magnitude.
 
     WeightNorm(v[o, i], g[o, 1]) -> w[o, i], norm[o, 1]        w = v * g / norm, norm = |v| over all axes but `dim`
 
@@ -27,8 +27,8 @@ from onnxtrain.torch_compat import aten_kernels
 aten = torch.ops.aten
 
 
-def _summed(n: NodeView) -> list[int]:
-    """The axes that the norm is over."""
+def _norm_axes(n: NodeView) -> list[int]:
+    """The axes over which the norm is computed."""
     return [axis for axis in range(rank_of(n.v)) if axis != n.dim]
 
 
@@ -41,15 +41,14 @@ def _types(n: NodeView) -> Sequence[TensorType]:
     return type_of(n.v), TensorType(statistics_type(dtype_of(n.v)), _norm_shape(n.v, n.dim))
 
 
-def _length_shaped(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    """Sums x to the norm's shape."""
-    return total(op, x, _summed(n), keepdims=n.dim != -1)
+def _sum_to_norm_shape(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    return total(op, x, _norm_axes(n), keepdims=n.dim != -1)
 
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = statistics_type(dtype_of(n.v))
     v = cast(op, n.v, dtype)
-    norm = op.Sqrt(_length_shaped(op, n, op.Mul(v, v)))
+    norm = op.Sqrt(_sum_to_norm_shape(op, n, op.Mul(v, v)))
     return cast(op, op.Mul(v, op.Div(cast(op, n.g, dtype), norm)), dtype_of(n.v)), norm
 
 
@@ -59,38 +58,38 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
     return masked(grads, (1, 1), n)
 
 
-def _has_kernel(n: NodeView, device: str) -> bool:
-    """PyTorch's kernels take a norm over all axes but the first or the last, and no float16."""
+def _is_fused(n: NodeView, device: str) -> bool:
+    """Whether PyTorch's fused kernels apply: `dim` is the first or the last axis, and the dtype is not float16."""
     return n.dim in (0, rank_of(n.v) - 1) and dtype_of(n.v) != ir.DataType.FLOAT16
 
 
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's kernel."""
+    """PyTorch's fused kernel."""
     return aten_kernels.weight_norm(v.contiguous(), g.contiguous(), dim)
 
 
-def composed_weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What PyTorch composes where it has no kernel."""
+def weight_norm_by_aten(v: torch.Tensor, g: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's decomposition, which it runs where it has no fused kernel."""
     norm = torch.norm_except_dim(v.contiguous(), 2, dim)
     return v * (g / norm), norm
 
 
 def weight_norm_backward(dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int) -> Any:
-    """PyTorch's kernel."""
+    """PyTorch's fused backward kernel."""
     return aten_kernels.weight_norm_grad(dw.contiguous(), v.contiguous(), g.contiguous(), norm, dim)
 
 
-def composed_weight_norm_backward(
+def weight_norm_backward_by_aten(
     dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, axes: list[int], keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `composed_weight_norm`."""
-    along = (dw * v).sum(axes, keepdim) / norm
-    return (dw - v * (along / norm)) * (g / norm), along
+    """The gradient of `weight_norm_by_aten`."""
+    dg = (dw * v).sum(axes, keepdim) / norm
+    return (dw - v * (dg / norm)) * (g / norm), dg
 
 
 def _capture(op: Builder, v: ir.Value, g: ir.Value, dim: int = 0) -> Any:
     if sizes.dims_of(g) != _norm_shape(v, dim) or dtype_of(g) != dtype_of(v):
-        return NotImplemented  # no module makes it: left to PyTorch
+        return NotImplemented  # no module does this: it stays an ATen node
     return op.own.WeightNorm(v, g, dim=dim)[0]
 
 
@@ -104,8 +103,8 @@ fused(
     shapes=_types,
     body=_body,
     gradient=(Gradient(_gradient, reads=("v", "g", "norm")),),
-    kernels=(Kernel(lower=lambda n, v, g: Call(weight_norm, v, g, n.dim), applies=_has_kernel),),
-    lower=lambda n, v, g: Call(composed_weight_norm, v, g, n.dim),
+    kernels=(Kernel(lower=lambda n, v, g: Call(weight_norm, v, g, n.dim), applies=_is_fused),),
+    lower=lambda n, v, g: Call(weight_norm_by_aten, v, g, n.dim),
     axes=lambda n: _axes(n, "V G -> V G"),
     flops=lambda n: sizes.multiply(3, numel(n.v)),
 )
@@ -113,12 +112,12 @@ fused(
 
 def _axes(n: NodeView, pattern: str) -> str:
     rank = rank_of(n.v)
-    named = {
+    axes_of = {
         "V": " ".join("o" if axis == n.dim else f"[i{axis}]" for axis in range(rank)),
         "G": " ".join("o" if axis == n.dim else "1" for axis in range(rank)) if n.dim != -1 else "",
     }
     left, right = (part.split() for part in pattern.split("->"))
-    return f"{', '.join(named[w] for w in left)} -> {', '.join(named[w] for w in right)}"
+    return f"{', '.join(axes_of[w] for w in left)} -> {', '.join(axes_of[w] for w in right)}"
 
 
 # WeightNormGrad(dw, v, g, norm) -> dv, dg
@@ -128,7 +127,7 @@ def _axes(n: NodeView, pattern: str) -> str:
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = statistics_type(dtype_of(n.v))
     dw, v, g = (cast(op, x, dtype) for x in (n.dw, n.v, n.g))
-    dg = op.Div(_length_shaped(op, n, op.Mul(dw, v)), n.norm)
+    dg = op.Div(_sum_to_norm_shape(op, n, op.Mul(dw, v)), n.norm)
     dv = op.Mul(op.Sub(dw, op.Mul(v, op.Div(dg, n.norm))), op.Div(g, n.norm))
     return cast(op, dv, dtype_of(n.v)), cast(op, dg, dtype_of(n.g))
 
@@ -142,9 +141,9 @@ fused(
     shapes=lambda n: (type_of(n.v), type_of(n.g)),
     body=_grad_body,
     kernels=(
-        Kernel(lower=lambda n, dw, v, g, norm: Call(weight_norm_backward, dw, v, g, norm, n.dim), applies=_has_kernel),
+        Kernel(lower=lambda n, dw, v, g, norm: Call(weight_norm_backward, dw, v, g, norm, n.dim), applies=_is_fused),
     ),
-    lower=lambda n, dw, v, g, norm: Call(composed_weight_norm_backward, dw, v, g, norm, _summed(n), n.dim != -1),
+    lower=lambda n, dw, v, g, norm: Call(weight_norm_backward_by_aten, dw, v, g, norm, _norm_axes(n), n.dim != -1),
     axes=lambda n: _axes(n, "V V G G -> V G"),
     flops=lambda n: sizes.multiply(6, numel(n.v)),
 )

@@ -1,15 +1,16 @@
-"""Norms over the last axes.
+"""Layer norm and RMS norm: normalize over the last axes.
 
     LayerNormalization(x[rows, h], scale[h], b[h]) -> y[rows, h], mean[rows, 1], inv_std[rows, 1]
         y = (x - mean(x)) * inv_std * scale + b        inv_std = 1 / sqrt(mean((x - mean(x))^2) + epsilon)
     SimplifiedLayerNormalization(x[rows, h], scale[h]) -> y[rows, h], inv_std[rows, 1]
         y = x * inv_std * scale                        inv_std = 1 / sqrt(mean(x^2) + epsilon)
 
-`h` stands for all axes from `axis` on, `rows` for those before. The statistics are float32, of a double x double. (On a
-CPU PyTorch keeps those of half-precision x and scale in x's own type; only the backward kernels read them.)
+`h` stands for all axes from `axis` on, `rows` for those before. The statistics are float32, or double for a double x.
+(On a CPU PyTorch keeps those of half-precision x and scale in the dtype of x; only the backward kernels read them.)
 
-ONNX's LayerNormalization knows one element type, and float32 statistics. The op of the same name in our domain also
-takes double, no scale, and the mix of PyTorch's CPU autocast: x in bfloat16, scale and b in float32.
+ONNX's LayerNormalization requires one dtype for all inputs and computes float32 statistics. The op of the same name in
+our domain also supports double, an absent scale, and the mixed dtypes of PyTorch's CPU autocast: x in bfloat16, scale
+and b in float32.
 
 Sources: Ba et al. 2016, https://arxiv.org/abs/1607.06450 (eq. 3); Zhang and Sennrich 2019,
 https://arxiv.org/abs/1910.07467 (eq. 4).
@@ -32,7 +33,7 @@ from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, cast
 from onnxtrain.ops.definition import STANDARD, Call, Fusion, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import average, flags, fused, masked, only_first, plus, statistics_type, total, wanted
 from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.norm import rms_kernels
+from onnxtrain.ops.norm import rms_norm_kernels
 
 aten = torch.ops.aten
 Grads = list[ir.Value | None]
@@ -42,13 +43,13 @@ def _axis(n: NodeView) -> int:
     return normalize_axis(n.axis, rank_of(n.x))
 
 
-def _rows_and_rest(n: NodeView) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes before `axis`, and the normalized ones."""
+def _row_and_normalized_axes(n: NodeView) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes before `axis`, and the normalized axes."""
     axis, rank = _axis(n), rank_of(n.x)
     return tuple(range(axis)), tuple(range(axis, rank))
 
 
-def _normalized(n: NodeView) -> Sizes:
+def _normalized_shape(n: NodeView) -> Sizes:
     return sizes.dims_of(n.x)[_axis(n) :]
 
 
@@ -60,21 +61,21 @@ def _statistics(n: NodeView) -> TensorType:
 
 def _parameter(n: NodeView) -> TensorType:
     """The type of scale and b, and of their gradients."""
-    return TensorType(dtype_of(n.x if n.scale is None else n.scale), _normalized(n))
+    return TensorType(dtype_of(n.x if n.scale is None else n.scale), _normalized_shape(n))
 
 
 def _norm_axes(pattern: str) -> Any:
-    """An axis map: in `pattern` X stands for x's axes, H for the normalized ones, S for those of the statistics."""
+    """The axis map of `pattern`: X stands for the axes of x, H for the normalized axes, S for the statistics."""
 
     def axes(n: NodeView) -> str:
-        rows, rest = _rows_and_rest(n)
-        before, whole = [f"r{i}" for i in rows], [f"[h{i}]" for i in rest]
-        named = {"X": before + whole, "H": whole, "S": before + ["1"] * len(whole)}
-        given = iter(n.node.inputs)
+        row_axes, normalized_axes = _row_and_normalized_axes(n)
+        rows, normalized = [f"r{i}" for i in row_axes], [f"[h{i}]" for i in normalized_axes]
+        axes_of = {"X": rows + normalized, "H": normalized, "S": rows + ["1"] * len(normalized)}
+        values = iter(n.node.inputs)
         left, right = pattern.split("->")
-        inputs = [" ".join(named[w.strip()]) if next(given, None) is not None else "-" for w in left.split(",")]
+        inputs = [" ".join(axes_of[w.strip()]) if next(values, None) is not None else "-" for w in left.split(",")]
         inputs = inputs[: len(n.node.inputs)]
-        return f"{', '.join(inputs)} -> {', '.join(' '.join(named[w.strip()]) for w in right.split(','))}"
+        return f"{', '.join(inputs)} -> {', '.join(' '.join(axes_of[w.strip()]) for w in right.split(','))}"
 
     return axes
 
@@ -84,7 +85,7 @@ def _flops(per_element: int) -> Any:
 
 
 def _static(shape: Sequence[Size]) -> list[int] | None:
-    """The sizes as a literal, where all are known."""
+    """The shape as ints; None if a dimension is symbolic."""
     return None if any(isinstance(s, str) for s in shape) else [int(s) for s in shape]
 
 
@@ -92,23 +93,24 @@ def _static(shape: Sequence[Size]) -> list[int] | None:
 
 
 def layer_norm(x: Any, axis: int, scale: Any, b: Any, epsilon: float) -> Any:
-    """PyTorch's kernel where the normalized sizes are not known in advance."""
+    """PyTorch's kernel, for a symbolic normalized shape."""
     return torch.native_layer_norm(x, x.shape[axis:], scale, b, epsilon)
 
 
 def _lower_layer_norm(n: NodeView, x: Any, scale: Any, b: Any) -> Call:
-    shape = _static(_normalized(n))
+    shape = _static(_normalized_shape(n))
     if shape is None:
         return Call(layer_norm, x, _axis(n), scale, b, n.epsilon)
     return Call(torch.native_layer_norm, x, shape, scale, b, n.epsilon)
 
 
-def _standard_types(n: NodeView) -> Sequence[TensorType]:
-    types = {dtype_of(v) for v in (n.x, n.scale, n.b) if v is not None}
-    if len(types) > 1 or ir.DataType.DOUBLE in types:
+def _onnx_types(n: NodeView) -> Sequence[TensorType]:
+    dtypes = {dtype_of(v) for v in (n.x, n.scale, n.b) if v is not None}
+    if len(dtypes) > 1 or ir.DataType.DOUBLE in dtypes:
         raise GraphError(
-            "ONNX's LayerNormalization takes one element type, and no double: its statistics are float32",
-            got=", ".join(sorted(t.name for t in types)),
+            "ONNX's LayerNormalization got unsupported dtypes",
+            expected="one dtype for x, scale and b, other than double: the statistics are float32",
+            got=", ".join(sorted(t.name for t in dtypes)),
             todo="use LayerNormalization of the onnxtrain domain",
         )
     return type_of(n.x), _statistics(n), _statistics(n)
@@ -119,13 +121,13 @@ def _own_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _layer_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    rest = _rows_and_rest(n)[1]
+    axes = _row_and_normalized_axes(n)[1]
     dtype = statistics_type(dtype_of(n.x))
     x = cast(op, n.x, dtype)
-    mean = average(op, x, rest)
-    centred = op.Sub(x, mean)
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centred, centred), rest), n.epsilon)))
-    y = op.Mul(centred, inv_std)
+    mean = average(op, x, axes)
+    centered = op.Sub(x, mean)
+    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centered, centered), axes), n.epsilon)))
+    y = op.Mul(centered, inv_std)
     if n.scale is not None:
         y = op.Mul(y, cast(op, n.scale, dtype))
     if n.b is not None:
@@ -144,28 +146,28 @@ def _capture_native(
     op: Builder, x: ir.Value, normalized_shape: Sequence[Size], weight: Any, bias: Any, epsilon: float
 ) -> Any:
     if weight is None and bias is not None:
-        return NotImplemented  # no module makes it: left to PyTorch
-    return layer_normalized(op, x, weight, bias, rank_of(x) - len(normalized_shape), epsilon)
+        return NotImplemented  # no module does this: it stays an ATen node
+    return build_layer_norm(op, x, weight, bias, rank_of(x) - len(normalized_shape), epsilon)
 
 
-def layer_normalized(
+def build_layer_norm(
     op: Builder, x: ir.Value, scale: ir.Value | None, b: ir.Value | None, axis: int, epsilon: float
 ) -> tuple[ir.Value, ...]:
-    """ONNX's LayerNormalization where it takes these element types, else ours: y, mean, inv_std."""
+    """Build ONNX's LayerNormalization if it supports these dtypes, else ours; returns y, mean, inv_std."""
     uniform = scale is not None and all(dtype_of(v) == dtype_of(x) for v in (scale, b) if v is not None)
-    standard = uniform and dtype_of(x) != ir.DataType.DOUBLE
-    outputs: tuple[ir.Value, ...] = op.op(ONNX if standard else OWN, "LayerNormalization")(
+    supported = uniform and dtype_of(x) != ir.DataType.DOUBLE
+    outputs: tuple[ir.Value, ...] = op.op(ONNX if supported else OWN, "LayerNormalization")(
         x, scale, b, axis=axis, epsilon=epsilon
     )
     return outputs
 
 
 def _capture_native_layer_norm(op: Builder, *arguments: Any) -> Any:
-    found = _capture_native(op, *arguments)
-    if found is NotImplemented:
-        return found
-    # On a CPU PyTorch's statistics may have x's half type. They are for backward, which is ours: nobody reads those.
-    return [v if dtype_of(v) == t.dtype else None for v, t in zip(found, op.out, strict=True)]
+    outputs = _capture_native(op, *arguments)
+    if outputs is NotImplemented:
+        return outputs
+    # On a CPU PyTorch's statistics may have the half-precision dtype of x. Only PyTorch's backward would read them.
+    return [v if dtype_of(v) == t.dtype else None for v, t in zip(outputs, op.out, strict=True)]
 
 
 def _capture_layer_norm(
@@ -177,8 +179,8 @@ def _capture_layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    found = _capture_native(op, x, normalized_shape, weight, bias, eps)
-    return found if found is NotImplemented else found[0]
+    outputs = _capture_native(op, x, normalized_shape, weight, bias, eps)
+    return outputs if outputs is NotImplemented else outputs[0]
 
 
 fused(
@@ -192,7 +194,7 @@ fused(
         "aten.layer_norm.default": _capture_layer_norm,
         "aten.native_layer_norm.default": _capture_native_layer_norm,
     },
-    shapes=_standard_types,
+    shapes=_onnx_types,
     body=STANDARD,
     gradient=(Gradient(_layer_norm_gradient, reads=("x", "scale", "mean", "inv_std")),),
     lower=_lower_layer_norm,
@@ -218,7 +220,7 @@ fused(
 
 # LayerNormalizationGrad(dy, x, scale, mean, inv_std) -> dx, dscale, db  with z = (x - mean) * inv_std, g = dy * scale
 #     dx = inv_std * (g - mean(g) - z * mean(g * z))        dscale = sum(dy * z)        db = sum(dy)
-# `output_mask` says which gradients are read; the kernel leaves the others out.
+# `output_mask` selects the gradients; the kernel skips the others.
 
 
 def _layer_norm_grad_types(n: NodeView) -> Sequence[TensorType]:
@@ -226,13 +228,13 @@ def _layer_norm_grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _layer_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    rows, rest = _rows_and_rest(n)
+    rows, axes = _row_and_normalized_axes(n)
     dtype = statistics_type(dtype_of(n.x))
     dy = cast(op, n.dy, dtype)
     z = op.Mul(op.Sub(cast(op, n.x, dtype), n.mean), n.inv_std)
     g = dy if n.scale is None else op.Mul(dy, cast(op, n.scale, dtype))
-    slope = op.Sub(op.Sub(g, average(op, g, rest)), op.Mul(z, average(op, op.Mul(g, z), rest)))
-    dx = cast(op, op.Mul(slope, n.inv_std), dtype_of(n.x))
+    dz = op.Sub(op.Sub(g, average(op, g, axes)), op.Mul(z, average(op, op.Mul(g, z), axes)))
+    dx = cast(op, op.Mul(dz, n.inv_std), dtype_of(n.x))
     dscale = total(op, op.Mul(dy, z), rows, keepdims=False)
     db = total(op, dy, rows, keepdims=False)
     parameter = _parameter(n).dtype
@@ -242,14 +244,14 @@ def _layer_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 def layer_norm_backward(
     dy: Any, x: Any, axis: int, mean: Any, inv_std: Any, scale: Any, b: Any, mask: list[bool]
 ) -> Any:
-    """PyTorch's kernel where the normalized sizes are not known in advance."""
+    """PyTorch's kernel, for a symbolic normalized shape."""
     return aten.native_layer_norm_backward.default(dy, x, x.shape[axis:], mean, inv_std, scale, b, mask)
 
 
 def _lower_layer_norm_grad(n: NodeView, dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Call:
     mask = flags(n.output_mask)
-    b = scale if mask[2] else None  # the kernel looks only at b's type and sizes: they are scale's
-    shape = _static(_normalized(n))
+    b = scale if mask[2] else None  # the kernel reads only the dtype and shape of b: those of scale
+    shape = _static(_normalized_shape(n))
     if shape is None:
         return Call(layer_norm_backward, dy, x, _axis(n), mean, inv_std, scale, b, mask)
     return Call(aten.native_layer_norm_backward.default, dy, x, shape, mean, inv_std, scale, b, mask)
@@ -270,14 +272,14 @@ fused(
 )
 
 
-# SimplifiedLayerNormalization: the root mean square norm. ONNX's RMSNormalization does not give inv_std.
+# SimplifiedLayerNormalization: RMS norm. ONNX's RMSNormalization does not return inv_std.
 
 
 def _capture_rms_norm(
     op: Builder, x: ir.Value, normalized_shape: Sequence[Size], weight: Any = None, eps: float | None = None
 ) -> Any:
     axis = rank_of(x) - len(normalized_shape)
-    if eps is None:  # that of the type in which PyTorch computes
+    if eps is None:  # PyTorch's default: that of the dtype it computes in
         eps = torch.finfo(TORCH_DTYPES[statistics_type(dtype_of(x))]).eps
     y, _ = op.ms.SimplifiedLayerNormalization(x, weight, axis=axis, epsilon=eps)
     return y
@@ -290,7 +292,7 @@ def _rms_norm_types(n: NodeView) -> Sequence[TensorType]:
 def _rms_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = statistics_type(dtype_of(n.x))
     x = cast(op, n.x, dtype)
-    mean_square = average(op, op.Mul(x, x), _rows_and_rest(n)[1])
+    mean_square = average(op, op.Mul(x, x), _row_and_normalized_axes(n)[1])
     inv_std = op.Reciprocal(op.Sqrt(plus(op, mean_square, n.epsilon)))
     y = op.Mul(x, inv_std)
     if n.scale is not None:
@@ -306,11 +308,11 @@ def _rms_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -
 
 
 def _wide_bytes(n: NodeView, tensors: int) -> Size:
-    """What so many tensors of x's shape take in the type in which norms compute."""
+    """The bytes of that many tensors of the shape of x in the dtype that norms compute in."""
     return sizes.multiply(tensors, numel(n.x), int(statistics_type(dtype_of(n.x)).itemsize))
 
 
-def _one_type_on_cuda(n: NodeView, device: str) -> bool:
+def _same_dtype_on_cuda(n: NodeView, device: str) -> bool:
     return device == "cuda" and (n.scale is None or dtype_of(n.scale) == dtype_of(n.x))
 
 
@@ -326,16 +328,16 @@ fused(
     gradient=(Gradient(_rms_norm_gradient, reads=("x", "scale", "inv_std")),),
     kernels=(
         Kernel(
-            lower=lambda n, x, scale: Call(rms_kernels.on_cuda, x, _axis(n), scale, n.epsilon),
-            applies=_one_type_on_cuda,
+            lower=lambda n, x, scale: Call(rms_norm_kernels.rms_norm_on_cuda, x, _axis(n), scale, n.epsilon),
+            applies=_same_dtype_on_cuda,
         ),
         Kernel(
-            lower=lambda n, x, scale: rms_kernels.lowered(x, _axis(n), scale, n.epsilon),
+            lower=lambda n, x, scale: rms_norm_kernels.lower_rms_norm(x, _axis(n), scale, n.epsilon),
             applies=may_compile,
-            workspace_bytes=lambda n: _wide_bytes(n, 1),  # of the operators that serve at first
+            workspace_bytes=lambda n: _wide_bytes(n, 1),  # of PyTorch's operators, which run until the kernel is loaded
         ),
     ),
-    lower=lambda n, x, scale: Call(rms_kernels.composed, x, _axis(n), scale, n.epsilon),
+    lower=lambda n, x, scale: Call(rms_norm_kernels.rms_norm_by_aten, x, _axis(n), scale, n.epsilon),
     workspace_bytes=lambda n: _wide_bytes(n, 1),
     axes=_norm_axes("X, H -> X, S"),
     flops=_flops(4),
@@ -352,12 +354,12 @@ def _rms_norm_grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _rms_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    rows, rest = _rows_and_rest(n)
+    rows, axes = _row_and_normalized_axes(n)
     dtype = statistics_type(dtype_of(n.x))
     dy = cast(op, n.dy, dtype)
     z = op.Mul(cast(op, n.x, dtype), n.inv_std)
     g = dy if n.scale is None else op.Mul(dy, cast(op, n.scale, dtype))
-    dx = op.Mul(op.Sub(g, op.Mul(z, average(op, op.Mul(g, z), rest))), n.inv_std)
+    dx = op.Mul(op.Sub(g, op.Mul(z, average(op, op.Mul(g, z), axes))), n.inv_std)
     dx = cast(op, dx, dtype_of(n.x))
     dscale = total(op, op.Mul(dy, z), rows, keepdims=False)
     return dx if n.added is None else op.Add(dx, n.added), cast(op, dscale, _parameter(n).dtype)
@@ -373,16 +375,22 @@ fused(
     body=_rms_norm_grad_body,
     kernels=(
         Kernel(
-            lower=lambda n, *tensors: Call(rms_kernels.on_cuda_backward, *tensors, _axis(n), flags(n.output_mask)),
-            applies=_one_type_on_cuda,
+            lower=lambda n, *tensors: Call(
+                rms_norm_kernels.rms_norm_backward_on_cuda, *tensors, _axis(n), flags(n.output_mask)
+            ),
+            applies=_same_dtype_on_cuda,
         ),
         Kernel(
-            lower=lambda n, *tensors: rms_kernels.lowered_backward(*tensors, _axis(n), flags(n.output_mask)),
+            lower=lambda n, *tensors: rms_norm_kernels.lower_rms_norm_backward(
+                *tensors, _axis(n), flags(n.output_mask)
+            ),
             applies=may_compile,
-            workspace_bytes=lambda n: _wide_bytes(n, 3),  # of the operators that serve at first
+            workspace_bytes=lambda n: _wide_bytes(n, 3),  # of PyTorch's operators, which run until the kernel is loaded
         ),
     ),
-    lower=lambda n, *tensors: Call(rms_kernels.composed_backward, *tensors, _axis(n), flags(n.output_mask)),
+    lower=lambda n, *tensors: Call(
+        rms_norm_kernels.rms_norm_backward_by_aten, *tensors, _axis(n), flags(n.output_mask)
+    ),
     workspace_bytes=lambda n: _wide_bytes(n, 3),
     axes=_norm_axes("X, X, H, S, X -> X, H"),
     flops=_flops(10),

@@ -1,11 +1,11 @@
-"""Norms as ONNX writes them, which give no statistics: in terms of ours, which do, for backward.
+"""ONNX's norms, which do not return statistics; their bodies use our norms, which do, for backward.
 
-    InstanceNormalization(x[n, c, d], scale[c], b[c])        over d, for each sample and channel
+    InstanceNormalization(x[n, c, d], scale[c], b[c])        over d, per sample and channel
     GroupNormalization(x[n, c, d], scale[c], b[c])           over d and the channels of a group
     RMSNormalization(x, scale)                               x / sqrt(mean(x^2) + epsilon) * scale, from `axis` on
     MeanVarianceNormalization(x)                             (x - mean) / (std + 1e-9) over `axes`
     LpNormalization(x)                                       x / norm(x) along `axis`; x where the norm is 0
-    LRN(x[n, c, d])         x / (bias + alpha / size * sum of x^2 over `size` channels around)^beta
+    LRN(x[n, c, d])         x / (bias + alpha / size * sum of x^2 over the `size` nearest channels)^beta
 
 Source of LRN: Krizhevsky et al. 2012, section 3.3.
 """
@@ -33,14 +33,14 @@ def _flops(per_element: int) -> Any:
     return lambda n: sizes.multiply(per_element, numel(n.x))
 
 
-def _axes(n: NodeView, words: Sequence[str]) -> str:
-    """Axes of x by name; those of its parameters do not pass."""
-    text = " ".join(words)
+def _axes(n: NodeView, x_axes: Sequence[str]) -> str:
+    """The axis map of an op that keeps the axes of x; the axes of its parameters do not reach the output."""
+    x = " ".join(x_axes)
     parameters = [" ".join(f"[p{i}]" for i in range(rank_of(v))) for v in n.node.inputs[1:] if v is not None]
-    return f"{', '.join([text, *parameters])} -> {text}"
+    return f"{', '.join([x, *parameters])} -> {x}"
 
 
-def _after_samples(n: NodeView) -> str:
+def _batch_axes(n: NodeView) -> str:
     return _axes(n, ["n", *(f"[d{i}]" for i in range(1, rank_of(n.x)))])
 
 
@@ -50,12 +50,14 @@ def _after_samples(n: NodeView) -> str:
 def _channels(n: NodeView) -> int:
     channels = sizes.dims_of(n.x)[1]
     if not isinstance(channels, int):
-        raise GraphError("InstanceNormalization needs to know the number of channels", got=channels)
+        raise GraphError(
+            "the number of channels of InstanceNormalization is symbolic", expected="a static dimension", got=channels
+        )
     return channels
 
 
 def instance_norm(x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As groups of one channel: PyTorch's own instance norm refuses a single place."""
+    """A group norm with groups of one channel: PyTorch's instance norm raises for a single spatial position."""
     return torch.group_norm(x, x.shape[1], scale, b, epsilon)
 
 
@@ -66,7 +68,7 @@ composite(
     lambda n, x, scale, b: Call(instance_norm, x, scale, b, n.epsilon),
     attributes={"epsilon": 1e-5},
     since_version=6,
-    axes=_after_samples,
+    axes=_batch_axes,
     flops=_flops(8),
     ort_compatible=not_double,
 )
@@ -77,7 +79,7 @@ composite(
     lambda n, x, scale, b: Call(torch.group_norm, x, n.num_groups, scale, b, n.epsilon),
     attributes={"num_groups": REQUIRED, "epsilon": 1e-5, "stash_type": 1},
     since_version=21,
-    axes=_after_samples,
+    axes=_batch_axes,
     flops=_flops(8),
     ort_compatible=not_double,
 )
@@ -119,24 +121,24 @@ composite(
 
 # MeanVarianceNormalization, LpNormalization
 
-_TINY = 1e-9  # ONNX's, added to the standard deviation
+_EPSILON = 1e-9  # ONNX adds it to the standard deviation
 
 
-def _whole(n: NodeView, axes: Sequence[int]) -> str:
+def _axes_with_normalized(n: NodeView, axes: Sequence[int]) -> str:
     return _axes(n, [f"[a{i}]" if i in axes else f"a{i}" for i in range(rank_of(n.x))])
 
 
 def _mvn_body(op: Builder, n: NodeView) -> ir.Value:
     axes = normalize_axes(n.axes, rank_of(n.x))
-    centred = op.Sub(n.x, average(op, n.x, axes))
-    deviation = op.Sqrt(average(op, op.Mul(centred, centred), axes))
-    result: ir.Value = op.Div(centred, plus(op, deviation, _TINY))
+    centered = op.Sub(n.x, average(op, n.x, axes))
+    deviation = op.Sqrt(average(op, op.Mul(centered, centered), axes))
+    result: ir.Value = op.Div(centered, plus(op, deviation, _EPSILON))
     return result
 
 
 def mean_variance_norm(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     variance, mean = torch.var_mean(x, list(axes), correction=0, keepdim=True)
-    return (x - mean) / (variance.sqrt() + _TINY)
+    return (x - mean) / (variance.sqrt() + _EPSILON)
 
 
 composite(
@@ -146,14 +148,14 @@ composite(
     lambda n, x: Call(mean_variance_norm, x, n.axes),
     attributes={"axes": (0, 2, 3)},
     since_version=13,
-    axes=lambda n: _whole(n, normalize_axes(n.axes, rank_of(n.x))),
+    axes=lambda n: _axes_with_normalized(n, normalize_axes(n.axes, rank_of(n.x))),
     flops=_flops(6),
 )
 
 
 def _lp_body(op: Builder, n: NodeView) -> ir.Value:
-    over = axes_constant(op, [normalize_axis(n.axis, rank_of(n.x))])
-    norm = op.op("", f"ReduceL{_order(n)}")(n.x, over, keepdims=1)
+    axes = axes_constant(op, [normalize_axis(n.axis, rank_of(n.x))])
+    norm = op.op("", f"ReduceL{_order(n)}")(n.x, axes, keepdims=1)
     one = op.scalar(1, like=norm)
     result: ir.Value = op.Div(n.x, op.Where(op.Equal(norm, op.scalar(0, like=norm)), one, norm))
     return result
@@ -161,7 +163,7 @@ def _lp_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _order(n: NodeView) -> int:
     if n.p not in (1, 2):
-        raise GraphError("LpNormalization knows the orders 1 and 2", got=n.p)
+        raise GraphError("the order p of LpNormalization is unsupported", expected="1 or 2", got=n.p)
     return int(n.p)
 
 
@@ -176,7 +178,7 @@ composite(
     _lp_body,
     lambda n, x: Call(lp_normalize, x, n.axis, _order(n)),
     attributes={"axis": -1, "p": 2},
-    axes=lambda n: _whole(n, [normalize_axis(n.axis, rank_of(n.x))]),
+    axes=lambda n: _axes_with_normalized(n, [normalize_axis(n.axis, rank_of(n.x))]),
     flops=_flops(4),
 )
 
@@ -185,11 +187,11 @@ composite(
 
 
 def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
-    """Sums over channels as a pool of planes [c, d] with windows [size, 1]."""
+    """Sum over neighbouring channels by average pooling of images [c, d] with windows [size, 1]."""
     batch, channels, *inner = sizes.dims_of(n.x)
-    plane: Size = sizes.multiply(1, *inner)
+    inner_size: Size = sizes.multiply(1, *inner)
     before = (n.size - 1) // 2
-    squares = reshaped(op, op.Mul(n.x, n.x), [batch, 1, channels, plane])
+    squares = reshaped(op, op.Mul(n.x, n.x), [batch, 1, channels, inner_size])
     amounts = axes_constant(op, [before, n.size - 1 - before])
     padded = op.Pad(squares, amounts, op.scalar(0, like=n.x), axes_constant(op, [2]))
     mean = op.AveragePool(padded, kernel_shape=[n.size, 1])
@@ -199,7 +201,7 @@ def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def local_response_norm(x: torch.Tensor, size: int, alpha: float, beta: float, bias: float) -> torch.Tensor:
-    """ONNX's window: of an even size, one channel more after than before; PyTorch's has it before."""
+    """LRN with ONNX's window: an even size has one more channel after than before; PyTorch's has it before."""
     before = (size - 1) // 2
     squares = torch.constant_pad_nd(x.square().flatten(2), [0, 0, before, size - 1 - before])
     mean = squares.unfold(1, size, 1).mean(-1).reshape(x.shape)

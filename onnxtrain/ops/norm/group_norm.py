@@ -1,11 +1,11 @@
-"""Norms over groups of channels, sample by sample.
+"""Group norm: normalizes groups of channels of each sample.
 
     GroupNormalization(x[n, c, d], scale[c], b[c]) -> y[n, c, d], mean[n, g], inv_std[n, g]
         y = (x - mean) * inv_std * scale + b       mean and variance over the c/g channels of a group and d
 
-`d` stands for all axes after the channels, g is `num_groups`. ONNX's op of this name gives no statistics for backward.
-They are float32, of a double x double. (On a CPU PyTorch keeps those of half-precision x and scale in x's own type;
-only the backward kernel reads them.)
+`d` stands for all axes after the channels, g is `num_groups`. ONNX's op of this name does not return the statistics,
+which backward needs. They are float32, or double for a double x. (On a CPU PyTorch keeps those of half-precision x and
+scale in the dtype of x; only the backward kernel reads them.)
 
 Source: Wu and He 2018, https://arxiv.org/abs/1803.08494 (eq. 1, 7).
 """
@@ -51,7 +51,7 @@ def _parameter(n: NodeView) -> TensorType:
 
 
 def _grouped(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    """Splits x into [n, g, c/g, d], in the type of the statistics."""
+    """Reshape x to [n, g, c/g, d], in the dtype of the statistics."""
     batch, channels, *rest = sizes.dims_of(n.x)
     shape = [batch, n.num_groups, sizes.floor_divide(channels, n.num_groups), sizes.multiply(1, *rest)]
     return reshaped(op, cast(op, x, _statistics(n).dtype), shape)
@@ -62,19 +62,19 @@ def _per_group(op: Builder, n: NodeView, statistics: ir.Value) -> ir.Value:
 
 
 def _per_channel(op: Builder, n: NodeView, parameter: ir.Value) -> ir.Value:
-    """Lays scale or b over x as [n, g, c/g, d]."""
+    """Reshape scale or b so that it broadcasts over x as [n, g, c/g, d]."""
     channels: Size = sizes.floor_divide(sizes.dims_of(n.x)[1], n.num_groups)
     return reshaped(op, cast(op, parameter, _statistics(n).dtype), [1, n.num_groups, channels, 1])
 
 
 def _axes(pattern: str) -> Any:
-    """An axis map: in `pattern` X stands for x's axes, C for a vector over channels, S for the statistics'."""
+    """The axis map of `pattern`: X stands for the axes of x, C for a vector over channels, S for the statistics."""
 
     def axes(n: NodeView) -> str:
-        named = {"X": " ".join(["n", "[c]", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "[c]", "S": "n [g]"}
+        axes_of = {"X": " ".join(["n", "[c]", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "[c]", "S": "n [g]"}
         left, right = (part.split() for part in pattern.split("->"))
-        inputs = [named[w] if v is not None else "-" for w, v in zip(left, n.node.inputs, strict=False)]
-        return f"{', '.join(inputs)} -> {', '.join(named[w] for w in right)}"
+        inputs = [axes_of[w] if v is not None else "-" for w, v in zip(left, n.node.inputs, strict=False)]
+        return f"{', '.join(inputs)} -> {', '.join(axes_of[w] for w in right)}"
 
     return axes
 
@@ -82,9 +82,9 @@ def _axes(pattern: str) -> Any:
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     x = _grouped(op, n, n.x)
     mean = average(op, x, (2, 3))
-    centred = op.Sub(x, mean)
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centred, centred), (2, 3)), n.epsilon)))
-    y = op.Mul(centred, inv_std)
+    centered = op.Sub(x, mean)
+    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centered, centered), (2, 3)), n.epsilon)))
+    y = op.Mul(centered, inv_std)
     if n.scale is not None:
         y = op.Mul(y, _per_channel(op, n, n.scale))
     if n.b is not None:
@@ -103,30 +103,30 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
     return masked(grads, mask, n)
 
 
-def _in_its_layout(x: torch.Tensor) -> torch.Tensor:
-    """What PyTorch gives its kernels: channels_last stays on a CPU, whatever else becomes contiguous."""
+def _in_kernel_format(x: torch.Tensor) -> torch.Tensor:
+    """Convert x as PyTorch does for its kernels: channels_last is kept on a CPU, all else becomes contiguous."""
     if x.is_contiguous():
         return x
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    if layout is not None and x.device.type == "cpu" and x.is_contiguous(memory_format=layout):
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if channels_last is not None and x.device.type == "cpu" and x.is_contiguous(memory_format=channels_last):
         return x
     return x.contiguous()
 
 
 def group_norm(x: torch.Tensor, scale: Any, b: Any, groups: int, epsilon: float) -> Any:
-    """PyTorch's kernel."""
+    """PyTorch's kernel: y, mean, inv_std."""
     batch, channels = x.shape[:2]
     inner = x.shape[2:].numel()
-    return torch.native_group_norm(_in_its_layout(x), scale, b, batch, channels, inner, groups, epsilon)
+    return torch.native_group_norm(_in_kernel_format(x), scale, b, batch, channels, inner, groups, epsilon)
 
 
 def group_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, scale: Any, mean: Any, inv_std: Any, groups: int, mask: list[bool]
 ) -> Any:
-    """PyTorch's kernel."""
+    """PyTorch's backward kernel: the gradients of x, scale and b."""
     batch, channels = x.shape[:2]
     inner = x.shape[2:].numel()
-    x = _in_its_layout(x)
+    x = _in_kernel_format(x)
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
     return aten.native_group_norm_backward.default(dy, x, mean, inv_std, scale, batch, channels, inner, groups, mask)
@@ -148,11 +148,11 @@ def _capture_native(
     op: Builder, x: ir.Value, weight: Any, bias: Any, n: Size, c: Size, inner: Size, group: int, eps: float
 ) -> Any:
     y = op.own.GroupNormalization(x, weight, bias, num_groups=group, epsilon=eps)[0]
-    # The op's statistics are for its own backward, PyTorch's are differentiable: whoever reads them gets others.
+    # PyTorch's statistics are differentiable, those of our op are saved for backward only: compute them separately.
     batch, channels, *rest = sizes.dims_of(x)
     dtype = statistics_type(dtype_of(x))
-    each = sizes.multiply(sizes.floor_divide(channels, group), *rest)
-    rows = reshaped(op, cast(op, x, dtype), [batch, group, each])
+    group_size = sizes.multiply(sizes.floor_divide(channels, group), *rest)
+    rows = reshaped(op, cast(op, x, dtype), [batch, group, group_size])
     axis = axes_constant(op, [2])
     variance = op.own.ReduceVar(rows, axis, keepdims=0, correction=0.0)
     inv_std = op.own.Rsqrt(plus(op, variance, eps))
@@ -184,8 +184,8 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dy, inv_std = _grouped(op, n, n.dy), _per_group(op, n, n.inv_std)
     z = op.Mul(op.Sub(_grouped(op, n, n.x), _per_group(op, n, n.mean)), inv_std)
     g = dy if n.scale is None else op.Mul(dy, _per_channel(op, n, n.scale))
-    slope = op.Sub(op.Sub(g, average(op, g, (2, 3))), op.Mul(z, average(op, op.Mul(g, z), (2, 3))))
-    dx = cast(op, reshaped(op, op.Mul(slope, inv_std), sizes.dims_of(n.x)), dtype_of(n.x))
+    dz = op.Sub(op.Sub(g, average(op, g, (2, 3))), op.Mul(z, average(op, op.Mul(g, z), (2, 3))))
+    dx = cast(op, reshaped(op, op.Mul(dz, inv_std), sizes.dims_of(n.x)), dtype_of(n.x))
     dtype, channels = _parameter(n)
     sums = (cast(op, reshaped(op, total(op, v, (0, 3)), channels), dtype) for v in (op.Mul(dy, z), dy))
     return dx, *sums

@@ -1,4 +1,4 @@
-"""FusedMatMul: a product whose operands may be transposed."""
+"""FusedMatMul: a scale matmul whose operands may be transposed."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from onnxtrain.ops.definition import (
     OpDef,
     ScalarFactor,
 )
-from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
-from onnxtrain.ops.matmul.product import (
+from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
+from onnxtrain.ops.matmul.rules import (
     Grad,
-    product_call,
-    product_flops,
-    product_function,
-    product_gradient,
-    product_shape,
-    scaled,
-    seen,
+    matmul_flops,
+    matmul_function,
+    matmul_gradient,
+    matmul_shape,
+    scale,
+    scaled_matmul_call,
     takes_factor,
+    transposed_operand,
 )
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import inverse, transposed
 
-# FusedMatMul: transBatchA and transBatchB move the first axis behind the batch axes, before transA and transB.
+# transBatchA and transBatchB move the first axis behind the batch axes, before transA and transB apply.
 
 
 def _fused_perm(rank: int, trans: int, trans_batch: int) -> list[int]:
@@ -48,28 +48,35 @@ def _fused_perm(rank: int, trans: int, trans_batch: int) -> list[int]:
 
 
 def _fused_shapes(n: NodeView) -> tuple[list[Size], list[Size]]:
-    """The shapes of both operands as they are multiplied."""
-    found = []
+    """The shapes of both operands after their transpositions."""
+    shapes = []
     for value, trans, trans_batch in ((n.a, n.transA, n.transBatchA), (n.b, n.transB, n.transBatchB)):
         shape = sizes.dims_of(value)
         if len(shape) < 2:
-            raise GraphError("FusedMatMul multiplies tensors of two dimensions or more", got=f"{list(shape)}")
-        found.append([shape[axis] for axis in _fused_perm(len(shape), trans, trans_batch)])
-    return found[0], found[1]
+            raise GraphError(
+                "FusedMatMul got an operand of too low a rank", expected="rank 2 or more", got=f"{list(shape)}"
+            )
+        shapes.append([shape[axis] for axis in _fused_perm(len(shape), trans, trans_batch)])
+    return shapes[0], shapes[1]
 
 
-def _seen_shape(value: ir.Value, trans: int) -> list[Size]:
+def _transposed_shape(value: ir.Value, trans: int) -> list[Size]:
     shape = sizes.dims_of(value)
     return [shape[axis] for axis in _fused_perm(len(shape), trans, 0)]
 
 
+def _transpose_matmul_type(n: NodeView) -> Sequence[TensorType]:
+    shape = matmul_shape(_transposed_shape(n.a, n.transA), _transposed_shape(n.b, n.transB))
+    return (TensorType(dtype_of(n.a), shape),)
+
+
 def transpose_matmul(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool, alpha: float) -> torch.Tensor:
-    product = torch.matmul(a.mT if trans_a else a, b.mT if trans_b else b)
-    return product if alpha == 1 else product.mul_(alpha)
+    y = torch.matmul(a.mT if trans_a else a, b.mT if trans_b else b)
+    return y if alpha == 1 else y.mul_(alpha)
 
 
 def _fused_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.a), product_shape(*_fused_shapes(n))),)
+    return (TensorType(dtype_of(n.a), matmul_shape(*_fused_shapes(n))),)
 
 
 def _fused_axes(n: NodeView) -> str:
@@ -85,41 +92,41 @@ def _fused_body(op: Builder, n: NodeView) -> ir.Value:
     for value, trans, trans_batch in ((n.a, n.transA, n.transBatchA), (n.b, n.transB, n.transBatchB)):
         perm = _fused_perm(rank_of(value), trans, trans_batch)
         operands.append(value if perm == sorted(perm) else op.Transpose(value, perm=perm))
-    return scaled(op, op.MatMul(*operands), n.alpha)
+    return scale(op, op.MatMul(*operands), n.alpha)
 
 
 def _fused_call(n: NodeView, a: Any, b: Any) -> Call:
-    first = seen(a, n.transA, n.transBatchA)
-    second = seen(b, n.transB, n.transBatchB)
-    return product_call(product_function(*_fused_shapes(n)), a, first, second, n.alpha)
+    first = transposed_operand(a, n.transA, n.transBatchA)
+    second = transposed_operand(b, n.transB, n.transBatchB)
+    return scaled_matmul_call(matmul_function(*_fused_shapes(n)), a, first, second, n.alpha)
 
 
-def _fused_product(n: NodeView, a: Any, b: Any) -> Product:
-    matrices = rank_of(n.a) == 2 and rank_of(n.b) == 2
-    plain = not (n.transBatchA or n.transBatchB)
-    return Product(
-        seen(a, n.transA, n.transBatchA),
-        seen(b, n.transB, n.transBatchB),
+def _fused_operands(n: NodeView, a: Any, b: Any) -> GemmOperands:
+    matrices = rank_of(n.a) == 2 and rank_of(n.b) == 2 and not (n.transBatchA or n.transBatchB)
+    is_weight_gradient = matrices and n.transA and not n.transB
+    return GemmOperands(
+        transposed_operand(a, n.transA, n.transBatchA),
+        transposed_operand(b, n.transB, n.transBatchB),
         alpha=n.alpha,
-        of_matrix=rank_of(n.b) == 2,
-        transposed=(a, b) if matrices and plain and n.transA and not n.transB else None,
+        b_is_matrix=rank_of(n.b) == 2,
+        weight_gradient=(a, b) if is_weight_gradient else None,
     )
 
 
-def _fused_dims(n: NodeView, shapes: Shapes) -> Dims:
+def _fused_dims(n: NodeView, shapes: Shapes) -> GemmDims:
     operands = zip(shapes, (n.transA, n.transB), (n.transBatchA, n.transBatchB), strict=True)
-    a, b = (tuple(shape[axis] for axis in _fused_perm(len(shape), *how)) for shape, *how in operands)
-    return product_dims(a, b)
+    a, b = (tuple(shape[axis] for axis in _fused_perm(len(shape), *flags)) for shape, *flags in operands)
+    return gemm_dims(a, b)
 
 
 def _fused_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
     perms = [_fused_perm(rank_of(v), 0, trans) for v, trans in ((n.a, n.transBatchA), (n.b, n.transBatchB))]
     a, b = (transposed(op, v, perm) for v, perm in zip((n.a, n.b), perms, strict=True))
-    found = product_gradient(op, n, a, b, dy, n.transA, n.transB, n.alpha)
-    # The batch axes of a gradient are those of y: more than the operand's, where it was broadcast.
+    gradients = matmul_gradient(op, n, a, b, dy, n.transA, n.transB, n.alpha)
+    # A gradient has the batch axes of y: more than those of an operand that was broadcast.
     da, db = (
         None if g is None else transposed(op, g, inverse(_fused_perm(rank_of(g), 0, trans)))
-        for g, trans in zip(found, (n.transBatchA, n.transBatchB), strict=True)
+        for g, trans in zip(gradients, (n.transBatchA, n.transBatchB), strict=True)
     )
     return da, db
 
@@ -140,15 +147,15 @@ FUSED_MATMUL = define(
         from_torch={},
         shapes=_fused_type,
         body=_fused_body,
-        # onnxruntime 1.31 ends the process where a transposed batch has size 0.
+        # onnxruntime 1.31 crashes on a transposed batch of size 0.
         ort_compatible=lambda n: dtype_of(n.a) == ir.DataType.FLOAT and not n.transBatchA and not n.transBatchB,
         gradient=(Gradient(_fused_gradient, reads=("a", "b")),),
         nondiff_inputs=frozenset(),
-        kernels=product_kernels(_fused_call, _fused_product, _fused_dims),
+        kernels=matmul_kernels(_fused_call, _fused_operands, _fused_dims),
         axes=_fused_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, _fused_shapes(n)[0][-1]),
+        flops=lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]),
         host_eval=None,
         scalar_factor=lambda n: ScalarFactor(frozenset({"a", "b"}), True, _scaled),
     )
@@ -162,9 +169,7 @@ composite(
     lambda n, a, b: Call(transpose_matmul, a, b, bool(n.transA), bool(n.transB), n.alpha),
     domain=MICROSOFT,
     attributes={"alpha": 1.0, "transA": 0, "transB": 0},
-    shapes=lambda n: (
-        TensorType(dtype_of(n.a), product_shape(_seen_shape(n.a, n.transA), _seen_shape(n.b, n.transB))),
-    ),
+    shapes=_transpose_matmul_type,
     axes=lambda n: f"... {'k m' if n.transA else 'm k'}, ... {'n k' if n.transB else 'k n'} -> ... m n",
-    flops=lambda n: product_flops(n.y, _seen_shape(n.a, n.transA)[-1]),
+    flops=lambda n: matmul_flops(n.y, _transposed_shape(n.a, n.transA)[-1]),
 )

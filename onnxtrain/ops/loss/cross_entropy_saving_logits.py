@@ -1,15 +1,15 @@
-"""Cross entropy that keeps its scores and two numbers a row for backward, and no log-probabilities.
+"""Cross entropy that saves its logits and two values per row for backward, instead of the log-probabilities.
 
     CrossEntropy(scores[n, c, d], labels[n, d], weights[c], ignore_index)
             -> loss, peak[n, d], log_sum[n, d], total_weight
     CrossEntropyGrad(dy, scores, peak, log_sum, labels, weights, ignore_index, total_weight) -> dscores
         log softmax(scores) = scores - peak - log_sum      peak = max scores      log_sum = log sum exp(scores - peak)
 
-Everything else is as in `cross_entropy.py`. The pass `save_logits_for_backward` replaces those ops with these. `peak`
-and `log_sum` stay separate: their sum would lose the low-order bits of log_sum where the scores are far from 0.
+All else is as in `cross_entropy.py`. The pass `save_logits_for_backward` replaces those ops with these. `peak` and
+`log_sum` stay separate: their sum would lose the low-order bits of log_sum for scores far from 0.
 
 Milliseconds of forward and backward of scores[1024, 8192], float32, 2 threads of a virtual Xeon: PyTorch's log_softmax
-and nll_loss 10.2 and 21.4, these ops by PyTorch's operators 15.5 and 14.1, by the compiled kernel
+and nll_loss 10.2 and 21.4; these ops with PyTorch's operators 15.5 and 14.1; with the compiled kernel
 (`native/cross_entropy.cpp`) 1.8 and 5.5.
 """
 
@@ -29,29 +29,29 @@ from onnxtrain.ops import huge_pages
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, only_first, total
 from onnxtrain.ops.loss.cross_entropy import (
-    at_label,
-    axes_of,
-    index_or_none,
+    aten_ignore_index,
+    axis_map,
+    axis_names,
+    label_mask,
+    loss_axes,
     loss_type,
     losses,
-    names_of,
     nll_loss,
-    of_loss,
     weighted_cotangent,
 )
-from onnxtrain.ops.loss.reduction import number_of
+from onnxtrain.ops.loss.reduction import aten_reduction
 from onnxtrain.ops.native_kernels import may_compile
 
 Tensor = torch.Tensor
 
-_NAMES = {torch.float32: "float", torch.float64: "double"}
-_LEAST = 4096  # scores: below it nothing is gained that is worth a compile of 0.4 s
+_CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
+_FEWEST_SCORES = 4096  # below, the gain is not worth a compile of 0.4 s
 LIBRARY = Library(
     "cross_entropy",
     text("vectors.h", "exponential.h", "cross_entropy.cpp"),
     {
-        **{f"forward_{name}": "pppipppppiii" for name in _NAMES.values()},
-        **{f"backward_{name}": "pppppipiii" for name in _NAMES.values()},
+        **{f"forward_{name}": "pppipppppiii" for name in _CPP_TYPES.values()},
+        **{f"backward_{name}": "pppppipiii" for name in _CPP_TYPES.values()},
     },
 )
 
@@ -59,10 +59,10 @@ LIBRARY = Library(
 # Kernels
 
 
-def rows_loss(
+def loss_by_aten(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """PyTorch's operators; the sum is read off the log-probability of the largest score."""
+    """The forward op with PyTorch's operators; log_sum is minus the log-probability of the largest score."""
     log_prob = torch.log_softmax(scores, 1)
     loss, total_weight = nll_loss(log_prob, labels, weights, reduction, ignore_index)
     if scores.size(1) == 0:
@@ -71,7 +71,7 @@ def rows_loss(
     return loss, scores.amax(1), log_prob.amax(1).neg_(), total_weight
 
 
-def rows_gradient(
+def gradient_by_aten(
     dy: Tensor,
     scores: Tensor,
     peak: Tensor,
@@ -82,48 +82,48 @@ def rows_gradient(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """PyTorch's operators, in one piece of memory."""
-    factor, known = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
+    """The backward op with PyTorch's operators, in one buffer."""
+    factor, class_indices = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.unsqueeze(1)
     dx = torch.sub(scores, peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).exp_().mul_(factor)
-    return dx.scatter_add_(1, known.unsqueeze(1), -factor) if scores.size(1) else dx
+    return dx.scatter_add_(1, class_indices.unsqueeze(1), -factor) if scores.size(1) else dx
 
 
 def _cotangents(
     dy: Tensor, labels: Tensor, weights: Tensor | None, total_weight: Tensor, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each row's loss, times its weight: 0 where the row is ignored. And the labels, with 0 there."""
+    """The cotangent of each row's loss times its weight, 0 for ignored rows; and the labels, 0 for ignored rows."""
     ignored = labels == ignore_index
-    known = labels.masked_fill(ignored, 0)
-    each = dy / total_weight if reduction == 1 else dy
+    class_indices = labels.masked_fill(ignored, 0)
+    factor = dy / total_weight if reduction == 1 else dy
     if weights is not None:
-        each = each * weights[known]
-    return torch.where(ignored, torch.zeros((), dtype=each.dtype, device=each.device), each), known
+        factor = factor * weights[class_indices]
+    return torch.where(ignored, torch.zeros((), dtype=factor.dtype, device=factor.device), factor), class_indices
 
 
-def rows_loss_compiled(
+def compiled_loss(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The compiled kernel as soon as it is there. A label that is no class is PyTorch's to refuse."""
-    native = _native(scores, labels, weights)
+    """The forward op with the compiled kernel once it is loaded. For an invalid label, PyTorch raises its own error."""
+    native = _compiled_functions(scores, labels, weights)
     if native is None:
-        return rows_loss(scores, labels, weights, reduction, ignore_index)
+        return loss_by_aten(scores, labels, weights, reduction, ignore_index)
     rows, classes = scores.shape
-    each, weight, peak, log_sum = (scores.new_empty(rows) for _ in range(4))
-    wrong = torch.empty((), dtype=torch.int64)
-    found = pointers(each, weight, peak, log_sum, wrong)
-    run = getattr(native, f"forward_{_NAMES[scores.dtype]}")
-    run(*pointers(scores, labels, weights), ignore_index, *found, rows, classes, torch.get_num_threads())
-    if wrong.item():
-        return rows_loss(scores, labels, weights, reduction, ignore_index)
+    row_losses, weight, peak, log_sum = (scores.new_empty(rows) for _ in range(4))
+    invalid_label = torch.empty((), dtype=torch.int64)
+    outputs = pointers(row_losses, weight, peak, log_sum, invalid_label)
+    run = getattr(native, f"forward_{_CPP_TYPES[scores.dtype]}")
+    run(*pointers(scores, labels, weights), ignore_index, *outputs, rows, classes, torch.get_num_threads())
+    if invalid_label.item():
+        return loss_by_aten(scores, labels, weights, reduction, ignore_index)
     total_weight = weight.sum()
     if reduction == 0:
-        return each, peak, log_sum, total_weight
-    loss = each.sum()
+        return row_losses, peak, log_sum, total_weight
+    loss = row_losses.sum()
     return loss / total_weight if reduction == 1 else loss, peak, log_sum, total_weight
 
 
-def rows_gradient_compiled(
+def compiled_gradient(
     dy: Tensor,
     scores: Tensor,
     peak: Tensor,
@@ -134,31 +134,31 @@ def rows_gradient_compiled(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The compiled kernel as soon as it is there, whichever way forward went."""
-    native = _native(scores, labels, weights)
+    """The backward op with the compiled kernel once it is loaded, whichever kernel forward used."""
+    native = _compiled_functions(scores, labels, weights)
     if native is None:
-        return rows_gradient(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
+        return gradient_by_aten(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
     rows, classes = scores.shape
     factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.expand(rows).contiguous()
     dx = huge_pages.empty_like(scores)
-    given = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())
-    run = getattr(native, f"backward_{_NAMES[scores.dtype]}")
-    run(*pointers(*given), ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())
+    inputs = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())
+    run = getattr(native, f"backward_{_CPP_TYPES[scores.dtype]}")
+    run(*pointers(*inputs), ignore_index, dx.data_ptr(), rows, classes, torch.get_num_threads())
     return dx
 
 
-def _native(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Any:
-    """The compiled functions, where they are there and such rows are theirs; asks for them where they are not."""
-    plain = (
-        scores.dtype in _NAMES
+def _compiled_functions(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Any:
+    """The compiled functions, else None: unsupported tensors, or still compiling. Requests the compile if needed."""
+    supported = (
+        scores.dtype in _CPP_TYPES
         and scores.dim() == 2
-        and scores.numel() >= _LEAST
+        and scores.numel() >= _FEWEST_SCORES
         and scores.is_contiguous()
         and labels.is_contiguous()
         and (weights is None or weights.is_contiguous())
     )
-    if not plain:
+    if not supported:
         return None
     LIBRARY.request()
     return LIBRARY.functions
@@ -200,21 +200,21 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
 
 
 def _axes(n: NodeView) -> str:
-    scores, labels = names_of(n.scores)
-    return axes_of(n, (scores, labels, "[c]", ""), (of_loss(n, labels), labels, labels, ""))
+    scores, labels = axis_names(n.scores)
+    return axis_map(n, (scores, labels, "[c]", ""), (loss_axes(n, labels), labels, labels, ""))
 
 
 def _lower(n: NodeView, scores: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int | None) -> Call:
-    return Call(rows_loss, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
+    return Call(loss_by_aten, scores, labels, weights, aten_reduction(n.reduction), aten_ignore_index(ignore_index))
 
 
 def _lower_compiled(
     n: NodeView, scores: Tensor, labels: Tensor, weights: Tensor | None, ignore_index: int | None
 ) -> Call:
-    return Call(rows_loss_compiled, scores, labels, weights, number_of(n.reduction), index_or_none(ignore_index))
+    return Call(compiled_loss, scores, labels, weights, aten_reduction(n.reduction), aten_ignore_index(ignore_index))
 
 
-CROSS_ENTROPY_OF_ROWS = fused(
+fused(
     OWN,
     "CrossEntropy",
     ("scores", "labels", "weights?", "ignore_index?"),
@@ -239,27 +239,27 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     one = axes_constant(op, [1])
     log_prob = op.Sub(op.Sub(n.scores, op.Unsqueeze(n.peak, one)), op.Unsqueeze(n.log_sum, one))
     weighted = weighted_cotangent(op, n, dtype_of(n.scores))
-    hit = op.Where(at_label(op, n, n.scores), weighted, op.scalar(0, like=weighted))
-    result: ir.Value = op.Sub(op.Mul(op.Exp(log_prob), weighted), hit)
+    weighted_one_hot = op.Where(label_mask(op, n, n.scores), weighted, op.scalar(0, like=weighted))
+    result: ir.Value = op.Sub(op.Mul(op.Exp(log_prob), weighted), weighted_one_hot)
     return result
 
 
 def _grad_axes(n: NodeView) -> str:
-    scores, labels = names_of(n.scores)
-    return axes_of(n, (of_loss(n, labels), scores, labels, labels, labels, "[c]", "", ""), (scores,))
+    scores, labels = axis_names(n.scores)
+    return axis_map(n, (loss_axes(n, labels), scores, labels, labels, labels, "[c]", "", ""), (scores,))
 
 
-def _grad_arguments(n: NodeView, *given: Tensor) -> tuple[object, ...]:
-    *tensors, ignore_index, total_weight = given
-    return (*tensors, total_weight, number_of(n.reduction), index_or_none(ignore_index))
+def _grad_arguments(n: NodeView, *operands: Tensor) -> tuple[object, ...]:
+    *tensors, ignore_index, total_weight = operands
+    return (*tensors, total_weight, aten_reduction(n.reduction), aten_ignore_index(ignore_index))
 
 
-def _lower_grad(n: NodeView, *given: Tensor) -> Call:
-    return Call(rows_gradient, *_grad_arguments(n, *given))
+def _lower_grad(n: NodeView, *operands: Tensor) -> Call:
+    return Call(gradient_by_aten, *_grad_arguments(n, *operands))
 
 
-def _lower_grad_compiled(n: NodeView, *given: Tensor) -> Call:
-    return Call(rows_gradient_compiled, *_grad_arguments(n, *given))
+def _lower_grad_compiled(n: NodeView, *operands: Tensor) -> Call:
+    return Call(compiled_gradient, *_grad_arguments(n, *operands))
 
 
 fused(

@@ -1,16 +1,16 @@
-"""Norms over the batch, channel by channel.
+"""Batch norm: normalizes each channel over the batch.
 
     BatchNormInternal(x[n, c, d], scale[c], b[c], input_mean[c], input_var[c], residual[n, c, d])
             -> y[n, c, d], running_mean[c], running_var[c], saved_mean[c], saved_inv_std[c]
         y = act((x - mean) * inv_std * scale + b + residual)   mean, var over n and d, inv_std = 1 / sqrt(var + epsilon)
         running_mean = momentum * input_mean + (1 - momentum) * mean
         running_var = momentum * input_var + (1 - momentum) * var * m / (m - 1)          m = n * d
-    BatchNormalization(x, scale, b, input_mean, input_var) -> y        with the running statistics: in eval mode
+    BatchNormalization(x, scale, b, input_mean, input_var) -> y        eval mode: normalizes with the running statistics
 
-`d` stands for all axes after the channels. Two things are PyTorch's and not ONNX's: the running variance is the
-unbiased one, and without running statistics (`track_running_stats=False`) there is nothing to update: the running
-outputs are then those of this batch, and the kernel leaves them out. `momentum` is ONNX's: 1 minus PyTorch's. The
-statistics are float32, of a double x double. `act` is the op that `activation` names, Relu, or nothing.
+`d` stands for all axes after the channels. Two points follow PyTorch, not ONNX: the running variance is unbiased; and
+without running statistics (`track_running_stats=False`) nothing is updated: the body then returns the statistics of
+this batch as the running outputs, and the kernel omits them. `momentum` is ONNX's: 1 minus PyTorch's. The statistics
+are float32, or double for a double x. `act` is the op named by `activation`: Relu or none.
 
 Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167 (algorithm 1).
 """
@@ -45,11 +45,11 @@ from onnxtrain.ops.fused import (
     wanted,
 )
 from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.norm.channels_last import (
+from onnxtrain.ops.norm.batch_norm_channels_last import (
+    add_residual_and_relu,
     batch_norm_backward_channels_last,
     batch_norm_channels_last,
-    before_relu,
-    finished,
+    gradient_before_relu,
     is_channels_last,
 )
 
@@ -58,38 +58,38 @@ Grads = list[ir.Value | None]
 
 
 def _complement(momentum: float) -> float:
-    """1 - momentum, between PyTorch's and ONNX's. In decimal, so that 0.1 becomes 0.9 and 0.9 becomes 0.1."""
+    """1 - momentum, to convert between PyTorch and ONNX; computed in decimal: 0.1 becomes 0.9 and 0.9 becomes 0.1."""
     return float(1 - Decimal(repr(momentum)))
 
 
-def _others(n: NodeView) -> list[int]:
-    """All axes but the channels'."""
+def _reduced_axes(n: NodeView) -> list[int]:
+    """All axes but that of the channels."""
     return [axis for axis in range(rank_of(n.x)) if axis != 1]
 
 
-def _per_channel(n: NodeView, dtype: ir.DataType) -> TensorType:
+def _channel_vector(n: NodeView, dtype: ir.DataType) -> TensorType:
     return TensorType(dtype, (sizes.dims_of(n.x)[1],))
 
 
 def _parameter(n: NodeView) -> TensorType:
     """The type of scale and b, and of their gradients."""
-    return _per_channel(n, dtype_of(n.x if n.scale is None else n.scale))
+    return _channel_vector(n, dtype_of(n.x if n.scale is None else n.scale))
 
 
-def _aligned(op: Builder, n: NodeView, channels: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """A vector over channels, in `dtype`, broadcasting over x."""
+def _broadcast_channels(op: Builder, n: NodeView, channels: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Reshape a vector of one value per channel, in `dtype`, so that it broadcasts over x."""
     rank = rank_of(n.x)
     return reshaped(op, cast(op, channels, dtype), [1, sizes.dims_of(n.x)[1], *[1] * (rank - 2)])
 
 
 def _channel_axes(pattern: str) -> Any:
-    """An axis map: in `pattern` X stands for x's axes, C for a vector over channels."""
+    """The axis map of `pattern`, in which X stands for the axes of x and C for a vector of one value per channel."""
 
     def axes(n: NodeView) -> str:
-        named = {"X": " ".join(["[n]", "c", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "c"}
+        axes_of = {"X": " ".join(["[n]", "c", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "c"}
         left, right = (part.split() for part in pattern.split("->"))
-        inputs = [named[w] if v is not None else "-" for w, v in zip(left, n.node.inputs, strict=False)]
-        return f"{', '.join(inputs)} -> {', '.join(named[w] for w in right)}"
+        inputs = [axes_of[w] if v is not None else "-" for w, v in zip(left, n.node.inputs, strict=False)]
+        return f"{', '.join(inputs)} -> {', '.join(axes_of[w] for w in right)}"
 
     return axes
 
@@ -109,13 +109,19 @@ def batch_norm(
     relu: bool = False,
     compiled: bool = False,
 ) -> tuple[Any, ...]:
-    """PyTorch's kernel, which updates the running statistics in place: here in copies. `compiled`: or one of ours."""
+    """Batch norm in training with PyTorch's kernel, or, if `compiled`, with our own where it applies.
+
+    PyTorch's kernel updates the running statistics in place; it gets copies.
+
+    Returns:
+        y, the updated running statistics (None without them), the mean and 1 / standard deviation of the batch.
+    """
     if is_channels_last(x):
         return batch_norm_channels_last(x, scale, b, mean, var, residual, momentum, epsilon, relu, compiled)
     if mean is not None:
         mean, var = mean.clone(), var.clone()
     y, *saved = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
-    return finished(y, residual, relu), mean, var, *saved
+    return add_residual_and_relu(y, residual, relu), mean, var, *saved
 
 
 def batch_norm_backward(
@@ -131,19 +137,33 @@ def batch_norm_backward(
     mask: list[bool],
     compiled: bool = False,
 ) -> tuple[Any, ...]:
-    """PyTorch's kernel; `deviation` is 1 / standard deviation of the `batch`, or else the running variance.
+    """The backward of `batch_norm` with PyTorch's kernel, or, if `compiled`, with our own where it applies.
 
-    Gives a fourth gradient, the residual's, where the mask has as many.
+    Args:
+        dy: the gradient of y.
+        x: the input of forward.
+        scale: that of forward, or None.
+        mean: the mean of the batch if `batch`, else the running mean.
+        deviation: 1 / standard deviation of the batch if `batch`, else the running variance.
+        y: the output of forward if it ended with a Relu, else None.
+        added: a further gradient of y, or None.
+        batch: whether forward normalized with the statistics of the batch.
+        epsilon: that of forward.
+        mask: which gradients to compute.
+        compiled: whether our kernel may run.
+
+    Returns:
+        The gradients of x, scale, b and, if the mask has four flags, the residual; None for those not in the mask.
     """
     if is_channels_last(x):
         inv_std = deviation if batch else (deviation + epsilon).rsqrt_()
-        whole = [*mask, False][:4]  # an op without a residual has no flag for it
-        found = batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, y, added, batch, whole, compiled)
-        return found[: len(mask)]
+        mask4 = [*mask, False][:4]  # an op without a residual has three flags
+        gradients = batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, y, added, batch, mask4, compiled)
+        return gradients[: len(mask)]
     statistics = (None, None, mean, deviation) if batch else (mean, deviation, None, None)
-    dy = before_relu(dy, y, added)
-    found = aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask[:3])
-    return *found, *(dy if m else None for m in mask[3:])
+    dy = gradient_before_relu(dy, y, added)
+    gradients = aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask[:3])
+    return *gradients, *(dy if m else None for m in mask[3:])
 
 
 def _lower_batch_norm(*, compiled: bool) -> Callable[..., Call]:
@@ -153,31 +173,31 @@ def _lower_batch_norm(*, compiled: bool) -> Callable[..., Call]:
 
 
 def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
-    saved = _per_channel(n, statistics_type(dtype_of(n.x)))
+    saved = _channel_vector(n, statistics_type(dtype_of(n.x)))
     running = [saved if v is None else type_of(v) for v in (n.input_mean, n.input_var)]
     return type_of(n.x), *running, saved, saved
 
 
 def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = statistics_type(dtype_of(n.x))
-    x, others = cast(op, n.x, dtype), _others(n)
-    mean = average(op, x, others)
-    centred = op.Sub(x, mean)
-    squares = total(op, op.Mul(centred, centred), others)
-    count = op.size(count_over(n.x, others), dtype)
+    x, axes = cast(op, n.x, dtype), _reduced_axes(n)
+    mean = average(op, x, axes)
+    centered = op.Sub(x, mean)
+    squares = total(op, op.Mul(centered, centered), axes)
+    count = op.size(count_over(n.x, axes), dtype)
     inv_std = op.Reciprocal(op.Sqrt(plus(op, op.Div(squares, count), n.epsilon)))
-    y = op.Mul(centred, inv_std)
+    y = op.Mul(centered, inv_std)
     if n.scale is not None:
-        y = op.Mul(y, _aligned(op, n, n.scale, dtype))
+        y = op.Mul(y, _broadcast_channels(op, n, n.scale, dtype))
     if n.b is not None:
-        y = op.Add(y, _aligned(op, n, n.b, dtype))
+        y = op.Add(y, _broadcast_channels(op, n, n.b, dtype))
     channels = [sizes.dims_of(n.x)[1]]
     saved_mean, saved_inv_std = reshaped(op, mean, channels), reshaped(op, inv_std, channels)
     running_mean, running_var = saved_mean, reshaped(op, op.Div(squares, plus(op, count, -1)), channels)
     if n.input_mean is not None:
-        running_mean = _moved(op, n, n.input_mean, running_mean)
+        running_mean = _update_running(op, n, n.input_mean, running_mean)
     if n.input_var is not None:
-        running_var = _moved(op, n, n.input_var, running_var)
+        running_var = _update_running(op, n, n.input_var, running_var)
     y = cast(op, y, dtype_of(n.x))
     if n.residual is not None:
         y = op.Add(y, n.residual)
@@ -186,15 +206,15 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return y, running_mean, running_var, saved_mean, saved_inv_std
 
 
-def _moved(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
-    """A running statistic moved towards that of this batch."""
+def _update_running(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
+    """The exponential moving average of a running statistic and that of this batch."""
     wide = cast(op, running, dtype_of(batch))
-    moved = op.Add(times(op, wide, n.momentum), times(op, batch, _complement(n.momentum)))
-    return cast(op, moved, dtype_of(running))
+    updated = op.Add(times(op, wide, n.momentum), times(op, batch, _complement(n.momentum)))
+    return cast(op, updated, dtype_of(running))
 
 
 def _batch_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
-    """Behind an activation the residual's gradient is the one in front of it, which the backward op computes anyway."""
+    """With an activation, the backward op returns the residual's gradient too; without one, it is the gradient of y."""
     dy, y = only_first(n, cotangents), n.y if n.activation else None
     mask = wanted(n, "x", "scale", "b", "residual")
     residual = mask.pop()
@@ -202,10 +222,10 @@ def _batch_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None)
     *grads, dresidual = op.ms.BatchNormalizationGrad(
         dy, n.x, n.scale, *statistics, y, epsilon=n.epsilon, output_mask=[*mask, residual if y is not None else 0]
     )
-    found = masked(grads, mask, n)
+    gradients = masked(grads, mask, n)
     if residual:
-        found[-1] = dy if y is None else dresidual
-    return found
+        gradients[-1] = dy if y is None else dresidual
+    return gradients
 
 
 def _capture_functional(
@@ -220,13 +240,13 @@ def _capture_functional(
     eps: float,
 ) -> Any:
     if not training:
-        found = _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)
-        return *found, running_mean, running_var
+        outputs = _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)
+        return *outputs, running_mean, running_var
     y, new_mean, new_var, *saved = op.ms.BatchNormInternal(
         x, weight, bias, running_mean, running_var, epsilon=eps, momentum=_complement(momentum)
     )
-    # PyTorch's export takes the running statistics of half-precision modules for float32: they are written back in the
-    # buffer's own type.
+    # PyTorch's export assumes float32 running statistics even in half-precision modules: they are cast back to the
+    # dtype of the buffer.
     return y, *(cast(op, v, t.dtype) for v, t in zip((*saved, new_mean, new_var), op.out[1:], strict=True))
 
 
@@ -249,22 +269,22 @@ def _capture_instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """As PyTorch runs it: a batch norm over one sample whose channels are all channels of all samples."""
+    """As PyTorch computes it: a batch norm of one sample whose channels are all channels of all samples."""
     if not use_input_stats:
         return _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if running_mean is not None:
         raise UnsupportedOperatorError(
-            "an instance norm that updates running statistics: PyTorch's export loses the update",
+            "an instance norm that updates running statistics is not supported: PyTorch's export loses the update",
             todo="set track_running_stats=False, or put the module in eval mode",
         )
     batch, channels, *rest = sizes.dims_of(x)
     flat = sizes.multiply(batch, channels)
-    parameters = (None if p is None else _repeated(op, p, batch, channels) for p in (weight, bias))
+    parameters = (None if p is None else _repeat(op, p, batch, channels) for p in (weight, bias))
     y = op.ms.BatchNormInternal(reshaped(op, x, [1, flat, *rest]), *parameters, epsilon=eps)[0]
     return reshaped(op, y, [batch, channels, *rest])
 
 
-def _repeated(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.Size) -> ir.Value:
+def _repeat(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.Size) -> ir.Value:
     return reshaped(op, op.Expand(vector, op.sizes([batch, channels])), [sizes.multiply(batch, channels)])
 
 
@@ -295,7 +315,7 @@ fused(
 
 # BatchNormalizationGrad(dy, x, scale, mean, inv_std, y, added) -> dx, dscale, db, dresidual
 #     dx = scale * inv_std * (g - (db + z * dscale) / m)   dscale = sum(g * z)   db = sum(g)   z = (x - mean) * inv_std
-#     g = dresidual = dy + added; where y, what Relu gave, is there: 0 where it is not above 0
+#     g = dresidual = dy + added; if y, the output of a Relu, is given: g is 0 where y <= 0
 
 
 def _grad_types(n: NodeView) -> Sequence[TensorType]:
@@ -303,29 +323,29 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """Dx = scale * inv_std * (g - c * (dscale * inv_std / m) - db / m) with c = x - mean; quotients are by channel."""
-    dtype, others = statistics_type(dtype_of(n.x)), _others(n)
+    """`dx` = scale * inv_std * (g - c * (dscale * inv_std / m) - db / m) with c = x - mean; divides per channel."""
+    dtype, axes = statistics_type(dtype_of(n.x)), _reduced_axes(n)
     dresidual = n.dy if n.added is None else op.Add(n.dy, n.added)
     if n.y is not None:
         dresidual = op.ms.ReluGrad(dresidual, n.y)
     dy = cast(op, dresidual, dtype)
-    inv_std = _aligned(op, n, n.inv_std, dtype)
-    centred = op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.mean, dtype))
-    db = total(op, dy, others)
-    dscale = op.Mul(total(op, op.Mul(dy, centred), others), inv_std)
-    count = op.size(count_over(n.x, others), dtype)
-    along = op.Mul(centred, op.Div(op.Mul(dscale, inv_std), count))
-    slope = op.Sub(dy, op.Add(along, op.Div(db, count)))
-    return *_results(op, n, op.Mul(slope, _factor(op, n, inv_std)), dscale, db), dresidual
+    inv_std = _broadcast_channels(op, n, n.inv_std, dtype)
+    centered = op.Sub(cast(op, n.x, dtype), _broadcast_channels(op, n, n.mean, dtype))
+    db = total(op, dy, axes)
+    dscale = op.Mul(total(op, op.Mul(dy, centered), axes), inv_std)
+    count = op.size(count_over(n.x, axes), dtype)
+    projection = op.Mul(centered, op.Div(op.Mul(dscale, inv_std), count))
+    dz = op.Sub(dy, op.Add(projection, op.Div(db, count)))
+    return *_cast_gradients(op, n, op.Mul(dz, _channel_factor(op, n, inv_std)), dscale, db), dresidual
 
 
-def _factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
-    """What each channel of a gradient is multiplied with: one pass over it, and not two."""
-    return inv_std if n.scale is None else op.Mul(inv_std, _aligned(op, n, n.scale, dtype_of(inv_std)))
+def _channel_factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
+    """The factor inv_std * scale of each channel: one pass over the gradient instead of two."""
+    return inv_std if n.scale is None else op.Mul(inv_std, _broadcast_channels(op, n, n.scale, dtype_of(inv_std)))
 
 
-def _results(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
-    """The gradients in the types of what they are gradients of."""
+def _cast_gradients(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
+    """The gradients in the dtypes of x, scale and b."""
     dtype, channels = _parameter(n)
     sums = (cast(op, reshaped(op, v, channels), dtype) for v in (dscale, db))
     return cast(op, dx, dtype_of(n.x)), *sums
@@ -342,7 +362,7 @@ def _define_grad(
     flops: int,
     input_addend: str = "",
 ) -> OpDef:
-    """A backward op that reads the statistics of the `batch`, or the running ones."""
+    """Define a backward op that reads the statistics of the batch if `batch`, else the running statistics."""
 
     def lower(*, compiled: bool) -> Callable[..., Call]:
         return lambda n, dy, x, scale, mean, deviation, y=None, added=None: Call(
@@ -350,8 +370,8 @@ def _define_grad(
             *(dy, x, scale, mean, deviation, y, added, batch, n.epsilon, flags(n.output_mask), compiled),
         )
 
-    pictures = {"dy": "X", "x": "X", "y": "X", "added": "X", "dx": "X", "dresidual": "X"}
-    sides = (" ".join(pictures.get(v.rstrip("?"), "C") for v in side) for side in (inputs, outputs))
+    image_axes = {"dy": "X", "x": "X", "y": "X", "added": "X", "dx": "X", "dresidual": "X"}
+    sides = (" ".join(image_axes.get(v.rstrip("?"), "C") for v in side) for side in (inputs, outputs))
     return fused(
         domain,
         name,
@@ -364,7 +384,7 @@ def _define_grad(
         lower=lower(compiled=False),
         axes=_channel_axes(" -> ".join(sides)),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
-        layout=Layout(frozenset(pictures) & {v.rstrip("?") for v in (*inputs, *outputs)}),
+        layout=Layout(frozenset(image_axes) & {v.rstrip("?") for v in (*inputs, *outputs)}),
         input_addend=input_addend,
     )
 
@@ -381,7 +401,7 @@ BATCH_NORM_GRAD = _define_grad(
 )
 
 
-# BatchNormalization with the running statistics, which get no gradient
+# BatchNormalization with the running statistics, which are not differentiable
 
 
 def _capture_no_training(
@@ -394,11 +414,11 @@ def _capture_no_training(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Without scale and b: with ones and zeros, which ONNX wants."""
+    """ONNX requires scale and b: ones and zeros stand for absent ones."""
     scale = _filled(op, running_mean, 1.0) if weight is None else weight
     b = _filled(op, running_mean, 0.0) if bias is None else bias
     y = op.BatchNormalization(x, scale, b, running_mean, running_var, epsilon=eps)
-    return y, *(op.constant([], t.dtype) if t.shape == (0,) else None for t in op.out[1:3])  # nothing was saved
+    return y, *(op.constant([], t.dtype) if t.shape == (0,) else None for t in op.out[1:3])  # no saved statistics
 
 
 def _filled(op: Builder, like: ir.Value, number: float) -> ir.Value:
@@ -440,13 +460,13 @@ fused(
 
 
 def _inference_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype, others = statistics_type(dtype_of(n.x)), _others(n)
+    dtype, axes = statistics_type(dtype_of(n.x)), _reduced_axes(n)
     dy = cast(op, n.dy, dtype)
-    var = _aligned(op, n, n.input_var, dtype)
+    var = _broadcast_channels(op, n, n.input_var, dtype)
     inv_std = op.Reciprocal(op.Sqrt(plus(op, var, n.epsilon)))
-    centred = op.Sub(cast(op, n.x, dtype), _aligned(op, n, n.input_mean, dtype))
-    dscale = op.Mul(total(op, op.Mul(dy, centred), others), inv_std)
-    return _results(op, n, op.Mul(dy, _factor(op, n, inv_std)), dscale, total(op, dy, others))
+    centered = op.Sub(cast(op, n.x, dtype), _broadcast_channels(op, n, n.input_mean, dtype))
+    dscale = op.Mul(total(op, op.Mul(dy, centered), axes), inv_std)
+    return _cast_gradients(op, n, op.Mul(dy, _channel_factor(op, n, inv_std)), dscale, total(op, dy, axes))
 
 
 _define_grad(

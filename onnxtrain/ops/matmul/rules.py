@@ -1,4 +1,4 @@
-"""What all matrix products share: types, shapes, gradients and sums."""
+"""Rules that all matmul ops share: dtypes, shapes, gradients, calls and scale sums."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from onnxtrain.ops.definition import (
 Grad = ir.Value | None
 
 
-# The element types of ai.onnx MatMul that PyTorch has as well.
+# The dtypes of ai.onnx MatMul that PyTorch supports too.
 INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 _FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
-def of_product_types(convert: FromTorch) -> FromTorch:
-    """Restricts a conversion to the element types that ONNX multiplies; other calls stay ATen nodes."""
+def restrict_to_matmul_dtypes(convert: FromTorch) -> FromTorch:
+    """Restrict a conversion to the dtypes of ONNX's MatMul; calls with other dtypes stay ATen nodes."""
 
     def capture(op: Builder, *arguments: Any, **keywords: Any) -> Any:
         return convert(op, *arguments, **keywords) if op.out[0].dtype in INTEGERS | _FLOATS else NotImplemented
@@ -42,7 +42,7 @@ def of_product_types(convert: FromTorch) -> FromTorch:
 
 
 def is_exact_attribute(number: Any) -> bool:
-    """Whether this is a number that survives as an ONNX attribute, which holds it in float32."""
+    """Whether this is a number that an ONNX attribute, which is a float32, represents exactly."""
     return isinstance(number, (int, float)) and float(np.float32(number)) == number
 
 
@@ -60,35 +60,41 @@ def as_rows(op: Builder, value: ir.Value) -> ir.Value:
     return result
 
 
-def product_shape(a: Sequence[Size], b: Sequence[Size]) -> Sizes:
+def matmul_shape(a: Sequence[Size], b: Sequence[Size]) -> Sizes:
     """NumPy's shape of a @ b."""
     if not a or not b:
-        raise GraphError("a matrix product needs operands of one dimension or more", got=f"{list(a)} @ {list(b)}")
+        raise GraphError(
+            "matmul got a scalar operand", expected="operands of rank 1 or more", got=f"{list(a)} @ {list(b)}"
+        )
     inner_a, inner_b = a[-1], b[-2] if len(b) > 1 else b[0]
     if isinstance(inner_a, int) and isinstance(inner_b, int) and inner_a != inner_b:
-        raise GraphError("the inner sizes of a matrix product differ", got=f"{list(a)} @ {list(b)}")
+        raise GraphError(
+            "matmul got operands whose inner dimensions differ",
+            expected="a[..., m, k] @ b[..., k, n]",
+            got=f"{list(a)} @ {list(b)}",
+        )
     rows = a[-2:-1] if len(a) > 1 else ()
     columns = b[-1:] if len(b) > 1 else ()
     return (*sizes.broadcast(a[:-2], b[:-2]), *rows, *columns)
 
 
-def product_flops(y: ir.Value, inner: Size) -> Size:
+def matmul_flops(y: ir.Value, inner: Size) -> Size:
     return sizes.multiply(2, inner, numel(y))
 
 
 def rows_times_matrix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a[..., m, k] @ b[k, n] as one product.
+    """a[..., m, k] @ b[k, n] as one GEMM, as in eager training.
 
-    Where `a` cannot be viewed as a matrix, torch.matmul multiplies each of its matrices by b, as here no tensor
-    requires a gradient; in eager PyTorch, where b does, it copies `a`.
+    If `a` cannot be viewed as a matrix, torch.matmul copies it when b requires a gradient, as in eager training. No
+    tensor requires a gradient here, so torch.matmul would multiply the matrices of `a` by b one by one.
     """
     if a.is_contiguous():
         return torch.matmul(a, b)
     return torch.mm(a.flatten(0, -2), b).view(a.shape[:-1] + b.shape[1:])
 
 
-def product_function(a: Sequence[Size], b: Sequence[Size]) -> Callable[..., Any]:
-    """The torch function for operands of these shapes: torch.matmul finds the same one, in a microsecond or two."""
+def matmul_function(a: Sequence[Size], b: Sequence[Size]) -> Callable[..., Any]:
+    """The torch function for operands of these shapes; torch.matmul takes 1 to 2 us to select the same one."""
     match len(a), len(b):
         case 2, 2:
             return torch.mm
@@ -103,8 +109,8 @@ def product_function(a: Sequence[Size], b: Sequence[Size]) -> Callable[..., Any]
     return torch.matmul
 
 
-def seen(argument: Any, trans: int, trans_batch: int) -> Any:
-    """A view of an operand as it is multiplied."""
+def transposed_operand(argument: Any, trans: int, trans_batch: int) -> Any:
+    """The view of an operand that FusedMatMul multiplies: see its attributes transA and transBatchA."""
     if trans_batch:
         argument = Method("movedim", argument, 0, -2)
     if trans:
@@ -112,18 +118,18 @@ def seen(argument: Any, trans: int, trans_batch: int) -> Any:
     return argument
 
 
-def product_call(function: Callable[..., Any], a: Any, first: Any, second: Any, alpha: float) -> Call:
-    """Calls for alpha * first @ second, by one of PyTorch's products; `a` is an operand, of the result's type."""
+def scaled_matmul_call(function: Callable[..., Any], a: Any, first: Any, second: Any, alpha: float) -> Call:
+    """Call `function` for alpha * first @ second; `a` is an operand of the result's dtype."""
     if alpha == 1:
         return Call(function, first, second)
     if function is not torch.mm and function is not torch.bmm:
         return Call(torch.mul, Call(function, first, second), alpha)
     scaling = torch.addmm if function is torch.mm else torch.baddbmm
-    # beta=0: the first operand only lends its element type.
+    # beta=0: only the dtype of the first operand is used.
     return Call(scaling, Method("new_empty", a, ()), first, second, beta=0, alpha=alpha)
 
 
-def product_of(op: Builder, a: ir.Value, b: ir.Value, trans_a: int, trans_b: int, alpha: float) -> ir.Value:
+def build_matmul(op: Builder, a: ir.Value, b: ir.Value, trans_a: int, trans_b: int, alpha: float) -> ir.Value:
     result: ir.Value
     if not trans_a and not trans_b and alpha == 1:
         result = op.MatMul(a, b)
@@ -134,7 +140,7 @@ def product_of(op: Builder, a: ir.Value, b: ir.Value, trans_a: int, trans_b: int
     return result
 
 
-def product_gradient(
+def matmul_gradient(
     op: Builder,
     n: NodeView,
     a: ir.Value,
@@ -144,25 +150,25 @@ def product_gradient(
     trans_b: int = 0,
     alpha: float = 1.0,
 ) -> tuple[Grad, Grad]:
-    """Of y = alpha * op(a) @ op(b), both of two dimensions or more; a gradient has the batch axes of y."""
+    """The gradients of y = alpha * op(a) @ op(b), of rank 2 or more; a gradient has the batch axes of y."""
     da = db = None
-    if n.wants("b"):  # a weight's first: `a` is freed before memory for its gradient is taken
-        # As rows: one product instead of a batch of them and their sum.
+    if n.wants("b"):  # the weight's gradient first: `a` is freed before its own gradient is allocated
+        # Flattened to rows: one GEMM instead of a batched one and a sum over the batch.
         left, right = (as_rows(op, a), as_rows(op, dy)) if rank_of(b) == 2 and not trans_a else (a, dy)
         if trans_b:
-            db = product_of(op, right, left, 1, trans_a, alpha)
+            db = build_matmul(op, right, left, 1, trans_a, alpha)
         else:
-            db = product_of(op, left, right, 1 - trans_a, 0, alpha)
+            db = build_matmul(op, left, right, 1 - trans_a, 0, alpha)
     if n.wants("a"):
         if trans_a:
-            da = product_of(op, b, dy, trans_b, 1, alpha)
+            da = build_matmul(op, b, dy, trans_b, 1, alpha)
         else:
-            da = product_of(op, dy, b, 0, 1 - trans_b, alpha)
+            da = build_matmul(op, dy, b, 0, 1 - trans_b, alpha)
     return da, db
 
 
-def scaled(op: Builder, value: ir.Value, factor: Any) -> ir.Value:
-    """`value` times the alpha or beta of an ATen call: a number, or a size used as one."""
+def scale(op: Builder, value: ir.Value, factor: Any) -> ir.Value:
+    """`value` times the alpha or beta of an ATen call: a number or a symbolic size."""
     if factor == 1:
         return value
     result: ir.Value = op.Mul(value, as_value(op, factor, dtype_of(value)))
@@ -170,13 +176,13 @@ def scaled(op: Builder, value: ir.Value, factor: Any) -> ir.Value:
 
 
 def takes_factor(dtype: ir.DataType, number: float) -> bool:
-    """Whether a number may become an attribute: it is held in float32, exact enough but for float64."""
+    """Whether a float32 attribute holds this factor precisely enough: always, except for float64 values."""
     return dtype != ir.DataType.DOUBLE or is_exact_attribute(number)
 
 
-def sum_with(op: Builder, base: ir.Value, beta: Any, product: ir.Value, alpha: Any) -> Any:
-    """The sum beta * base + alpha * product; where beta is 0 PyTorch does not read base."""
-    product = scaled(op, product, alpha)
+def scaled_sum(op: Builder, base: ir.Value, beta: Any, addend: ir.Value, alpha: Any) -> Any:
+    """The sum beta * base + alpha * addend; if beta is 0, base is not read, as in PyTorch."""
+    addend = scale(op, addend, alpha)
     if beta == 0:
-        return op.Expand(product, op.sizes(op.out[0].shape)) if sizes.dims_of(product) != op.out[0].shape else product
-    return op.Add(scaled(op, base, beta), product)
+        return op.Expand(addend, op.sizes(op.out[0].shape)) if sizes.dims_of(addend) != op.out[0].shape else addend
+    return op.Add(scale(op, base, beta), addend)

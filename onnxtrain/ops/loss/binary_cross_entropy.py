@@ -1,7 +1,7 @@
-"""Binary cross entropy: of probabilities, and of logits.
+"""Binary cross entropy of probabilities and of logits.
 
     BinaryCrossEntropy(x, target, weight) -> loss
-        -(target log x + (1 - target) log(1 - x)) weight               logarithms not below -100
+        -(target log x + (1 - target) log(1 - x)) weight               logarithms clamped to at least -100
     BinaryCrossEntropyWithLogits(x, target, weight, pos_weight) -> loss
         ((1 - target) x - (1 + (pos_weight - 1) target) log sigmoid(x)) weight
 
@@ -24,26 +24,30 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import cast
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.fused import fused, statistics_type
-from onnxtrain.ops.loss.reduction import REDUCTIONS, number_of, reduced, unreduced
+from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction, reduced, unreduced
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 _LOWEST_LOG = -100.0
-_SMALLEST_VARIANCE = 1e-12  # of x (1 - x), by which PyTorch divides
+_SMALLEST_VARIANCE = 1e-12  # PyTorch clamps its divisor x (1 - x) to this
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
     shape = sizes.dims_of(n.x)
     for name in n.definition.inputs[1:]:
-        other = getattr(n, name.rstrip("?"))
-        if other is not None and not _broadcasts(sizes.dims_of(other), shape):
-            raise GraphError(f"{n.definition.name} takes a target and weights that broadcast to x")
+        operand = getattr(n, name.rstrip("?"))
+        if operand is not None and not _may_broadcast(sizes.dims_of(operand), shape):
+            raise GraphError(
+                f"{name.rstrip('?')} of {n.definition.name} does not broadcast to x",
+                expected=f"a shape that broadcasts to {list(shape)}",
+                got=list(sizes.dims_of(operand)),
+            )
     return (TensorType(dtype_of(n.x), shape if n.reduction == "none" else ()),)
 
 
-def _broadcasts(source: sizes.Sizes, target: sizes.Sizes) -> bool:
-    """Whether nothing known speaks against it."""
+def _may_broadcast(source: sizes.Sizes, target: sizes.Sizes) -> bool:
+    """Whether `source` may broadcast to `target`; symbolic dimensions count as compatible."""
     if len(source) > len(target):
         return False
     pairs = zip(reversed(source), reversed(target), strict=False)
@@ -51,50 +55,47 @@ def _broadcasts(source: sizes.Sizes, target: sizes.Sizes) -> bool:
 
 
 def _axes(n: NodeView, inputs: Sequence[Any], loss_first: bool) -> str:
-    """The axes of x, under which those of the weights are aligned from the right. A mean's slope hangs on all sizes."""
+    """The axis map: weights align with x from the right. The gradient of a mean depends on every dimension."""
     if loss_first and n.reduction == "mean":
         return NO_AXES
     rank = rank_of(n.x)
-    each = [f"a{i}" for i in range(rank)]
-    loss = " ".join(each) if n.reduction == "none" else ""
-    given = ["-" if v is None else " ".join(each[rank - rank_of(v) :]) for v in inputs]
+    axes = [f"a{i}" for i in range(rank)]
+    loss = " ".join(axes) if n.reduction == "none" else ""
+    operands = ["-" if v is None else " ".join(axes[rank - rank_of(v) :]) for v in inputs]
     if loss_first:
-        return f"{', '.join([loss, *given])} -> {' '.join(each)}"
-    return f"{', '.join(given)} -> {loss}"
+        return f"{', '.join([loss, *operands])} -> {' '.join(axes)}"
+    return f"{', '.join(operands)} -> {loss}"
 
 
-def _present(n: NodeView, *names: str) -> list[Any]:
-    return [getattr(n, name) for name in names]
-
-
-def _wide(op: Builder, n: NodeView, *names: str) -> list[Any]:
-    """These inputs in the type of the computation; None where absent."""
+def _widened(op: Builder, n: NodeView, *names: str) -> list[Any]:
+    """The named inputs in the dtype of the computation; None for an absent one."""
     dtype = statistics_type(dtype_of(n.x))
-    return [None if v is None else cast(op, v, dtype) for v in _present(n, *names)]
+    inputs = (getattr(n, name) for name in names)
+    return [None if v is None else cast(op, v, dtype) for v in inputs]
 
 
 def _weighted(op: Builder, x: ir.Value, weight: ir.Value | None) -> ir.Value:
     return x if weight is None else op.Mul(x, weight)
 
 
-def _trimmed(n: NodeView, gradients: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+def _one_per_input(n: NodeView, gradients: Sequence[ir.Value | None]) -> list[ir.Value | None]:
     return [*gradients, None, None][: len(n.node.inputs)]
 
 
-# Of probabilities
+# BinaryCrossEntropy: x is a probability
 
 
-def _limited(op: Builder, log: ir.Value) -> ir.Value:
-    """Not below the lowest; NaN stays."""
+def _clamped_log(op: Builder, log: ir.Value) -> ir.Value:
+    """`log` clamped to at least `_LOWEST_LOG`; NaN stays NaN."""
     lowest = op.scalar(_LOWEST_LOG, like=log)
     return op.Where(op.Less(log, lowest), lowest, log)  # type: ignore[no-any-return]
 
 
 def _probability_body(op: Builder, n: NodeView) -> ir.Value:
-    x, target, weight = _wide(op, n, "x", "target", "weight")
+    x, target, weight = _widened(op, n, "x", "target", "weight")
     one = op.scalar(1, like=x)
-    log, other = _limited(op, op.Log(x)), _limited(op, op.own.Log1p(op.Neg(x)))
-    loss = op.Sub(op.Mul(op.Sub(target, one), other), op.Mul(target, log))
+    log_x, log_1_minus_x = _clamped_log(op, op.Log(x)), _clamped_log(op, op.own.Log1p(op.Neg(x)))
+    loss = op.Sub(op.Mul(op.Sub(target, one), log_1_minus_x), op.Mul(target, log_x))
     return cast(op, reduced(op, _weighted(op, loss, weight), n.reduction), dtype_of(n.x))
 
 
@@ -103,11 +104,11 @@ def _probability_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Val
     if n.wants("x"):
         dx = op.own.BinaryCrossEntropyGrad(dy, n.x, n.target, n.weight, reduction=n.reduction)
     if not n.wants("target"):
-        return _trimmed(n, [dx, None])
-    # In target the slope is log((1 - x) / x), without the limit, as in PyTorch.
+        return _one_per_input(n, [dx, None])
+    # The derivative in target is log((1 - x) / x), without the clamp, as in PyTorch.
     odds = op.Div(n.x, op.Sub(op.scalar(1, like=n.x), n.x))
     slope = _weighted(op, op.Neg(op.Log(odds)), n.weight)
-    return _trimmed(n, [dx, op.Mul(slope, unreduced(op, dy, n.x, n.reduction))])
+    return _one_per_input(n, [dx, op.Mul(slope, unreduced(op, dy, n.x, n.reduction))])
 
 
 def _capture_probability(op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, reduction: int = 1) -> Any:
@@ -126,7 +127,7 @@ fused(
     gradient=(Gradient(_probability_gradient, reads=("x", "target", "weight")),),
     nondiff_inputs=frozenset({"weight"}),
     lower=lambda n, x, target, weight: Call(
-        aten_kernels.binary_cross_entropy, x, target, weight, number_of(n.reduction)
+        aten_kernels.binary_cross_entropy, x, target, weight, aten_reduction(n.reduction)
     ),
     axes=lambda n: _axes(n, n.node.inputs, loss_first=False),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
@@ -134,7 +135,7 @@ fused(
 
 
 def _probability_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    dy, x, target, weight = _wide(op, n, "dy", "x", "target", "weight")
+    dy, x, target, weight = _widened(op, n, "dy", "x", "target", "weight")
     variance = op.Mul(op.Sub(op.scalar(1, like=x), x), x)
     smallest = op.scalar(_SMALLEST_VARIANCE, like=x)
     variance = op.Where(op.Less(variance, smallest), smallest, variance)
@@ -151,14 +152,14 @@ fused(
     shapes=lambda n: (type_of(n.x),),
     body=_probability_grad_body,
     lower=lambda n, dy, x, target, weight: Call(
-        aten.binary_cross_entropy_backward.default, dy, x, target, weight, number_of(n.reduction)
+        aten.binary_cross_entropy_backward.default, dy, x, target, weight, aten_reduction(n.reduction)
     ),
     axes=lambda n: _axes(n, n.node.inputs[1:], loss_first=True),
     flops=lambda n: sizes.multiply(6, numel(n.x)),
 )
 
 
-# Of logits
+# BinaryCrossEntropyWithLogits: x is a logit
 
 
 def _log_sigmoid(op: Builder, x: ir.Value) -> ir.Value:
@@ -168,7 +169,7 @@ def _log_sigmoid(op: Builder, x: ir.Value) -> ir.Value:
 
 
 def _logits_body(op: Builder, n: NodeView) -> ir.Value:
-    x, target, weight, pos_weight = _wide(op, n, "x", "target", "weight", "pos_weight")
+    x, target, weight, pos_weight = _widened(op, n, "x", "target", "weight", "pos_weight")
     one = op.scalar(1, like=x)
     log = _log_sigmoid(op, x)
     if pos_weight is not None:
@@ -182,20 +183,20 @@ def _logits_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | 
     if n.wants("x"):
         dx = op.own.BinaryCrossEntropyWithLogitsGrad(dy, n.x, n.target, n.weight, n.pos_weight, reduction=n.reduction)
     if not n.wants("target"):
-        return _trimmed(n, [dx, None])
+        return _one_per_input(n, [dx, None])
     slope = op.Neg(n.x)
     if n.pos_weight is not None:
         slope = op.Sub(_log_sigmoid(op, slope), op.Mul(n.pos_weight, _log_sigmoid(op, n.x)))
     slope = _weighted(op, slope, n.weight)
-    return _trimmed(n, [dx, op.Mul(slope, unreduced(op, dy, n.x, n.reduction))])
+    return _one_per_input(n, [dx, op.Mul(slope, unreduced(op, dy, n.x, n.reduction))])
 
 
 def _capture_logits(
     op: Builder, x: ir.Value, target: ir.Value, weight: Any = None, pos_weight: Any = None, reduction: int = 1
 ) -> Any:
-    given = [v for v in (x, target, weight, pos_weight) if v is not None]
-    if any(dtype_of(v) != op.out[0].dtype for v in given):
-        return NotImplemented  # PyTorch promotes on the way
+    operands = [v for v in (x, target, weight, pos_weight) if v is not None]
+    if any(dtype_of(v) != op.out[0].dtype for v in operands):
+        return NotImplemented  # PyTorch promotes the dtype at each of the operators it runs
     return op.own.BinaryCrossEntropyWithLogits(x, target, weight, pos_weight, reduction=REDUCTIONS[reduction])
 
 
@@ -211,7 +212,7 @@ fused(
     gradient=(Gradient(_logits_gradient, reads=("x", "target", "weight", "pos_weight")),),
     nondiff_inputs=frozenset({"weight", "pos_weight"}),
     lower=lambda n, x, target, weight, pos_weight: Call(
-        torch.binary_cross_entropy_with_logits, x, target, weight, pos_weight, number_of(n.reduction)
+        torch.binary_cross_entropy_with_logits, x, target, weight, pos_weight, aten_reduction(n.reduction)
     ),
     axes=lambda n: _axes(n, n.node.inputs, loss_first=False),
     flops=lambda n: sizes.multiply(9, numel(n.x)),
@@ -221,7 +222,7 @@ fused(
 def logits_backward(
     dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None, mean: bool
 ) -> Tensor:
-    """What PyTorch's autograd computes, which is no operator of its own there."""
+    """The formula of PyTorch's autograd, which has no single backward operator for it."""
     if pos_weight is None:
         slope = x.sigmoid().sub_(target)
     else:
@@ -234,7 +235,7 @@ def logits_backward(
 
 
 def _logits_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    dy, x, target, weight, pos_weight = _wide(op, n, "dy", "x", "target", "weight", "pos_weight")
+    dy, x, target, weight, pos_weight = _widened(op, n, "dy", "x", "target", "weight", "pos_weight")
     one = op.scalar(1, like=x)
     positive = target if pos_weight is None else op.Mul(pos_weight, target)
     slope = op.Sub(op.Mul(op.Sub(op.Add(positive, one), target), op.Sigmoid(x)), positive)

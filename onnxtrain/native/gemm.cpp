@@ -7,14 +7,14 @@ constexpr int64_t DEPTH = 384, ROWS = 96, COLUMNS = 128;
 constexpr int64_t COPIED = DEPTH + 16;  // floats between copied rows of a
 constexpr int64_t CLASHING = 512;       // floats: rows so many apart, or a multiple, meet in few sets of the first-level cache
 
-struct Product {
+struct Gemm {
     const float *a, *b, *bias;
     float *y;
     int64_t m, n, k, a_stride, b_stride;
     bool transposed;
 };
 
-static void pack(const Product &p, int64_t depth, int64_t count, int64_t column, int64_t width, float *panel) {
+static void pack(const Gemm &p, int64_t depth, int64_t count, int64_t column, int64_t width, float *panel) {
     if (!p.transposed) {
         const float *from = p.b + depth * p.b_stride + column;
         if (width == WIDE) return copy_pieces<WIDE>(from, p.b_stride, panel, count);
@@ -64,7 +64,7 @@ static __attribute__((noinline)) void multiply(int64_t count, const float *a, in
 }
 
 // The columns from `column` to `last` of some rows of y.
-static void part(const Product &p, int64_t row, int64_t last_row, int64_t column, int64_t last, float *panels, float *copied) {
+static void part(const Gemm &p, int64_t row, int64_t last_row, int64_t column, int64_t last, float *panels, float *copied) {
     const int64_t step = divided(divided(p.k, divided(p.k, DEPTH)), LANES<float>) * LANES<float>;
     for (int64_t depth = 0; depth < p.k; depth += step) {
         const int64_t count = std::min(step, p.k - depth);
@@ -98,8 +98,8 @@ static void part(const Product &p, int64_t row, int64_t last_row, int64_t column
 extern "C" {
 
 // Rows of a lie a_stride floats apart, those of b as it lies b_stride; y is contiguous, bias may be null. k is not 0.
-void product(const float *a, const float *b, const float *bias, float *y, int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t transposed, int64_t threads) {
-    const Product p{a, b, bias, y, m, n, k, a_stride, b_stride, bool(transposed)};
+void gemm(const float *a, const float *b, const float *bias, float *y, int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t transposed, int64_t threads) {
+    const Gemm p{a, b, bias, y, m, n, k, a_stride, b_stride, bool(transposed)};
     const bool low = divided(n, COLUMNS) * divided(m, ROWS) < 2 * threads;  // fewer rows than threads could share
     const int64_t columns = std::min(COLUMNS, divided(divided(n, low ? 2 * threads : 1), WIDE) * WIDE), across = divided(n, columns);
     const int64_t parts = std::min(divided(2 * threads, across), divided(m, ROWS)), rows = divided(divided(m, parts), TALL) * TALL;

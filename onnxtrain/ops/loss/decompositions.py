@@ -1,6 +1,6 @@
-"""Losses and distances that PyTorch composes of other operators, and so do we: no op of their own.
+"""Losses and distances that PyTorch decomposes into other operators: captured as the same decompositions.
 
-What they are composed of has its own definitions; the same kernels run in the same order as in eager PyTorch.
+They have no op of their own. The same kernels run in the same order as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.constructors import promoted
 from onnxtrain.ops.fused import another_call, plus, times
-from onnxtrain.ops.loss.pointwise import is_plain
+from onnxtrain.ops.loss.pointwise import same_shape
 from onnxtrain.ops.loss.reduction import REDUCTIONS
 from onnxtrain.ops.registry import compose
 
 
-def _of_one_type(*values: ir.Value) -> bool:
-    """Whether nothing has to be promoted. PyTorch would on the way, at each of the operators it composes."""
+def _same_dtype(*values: ir.Value) -> bool:
+    """Whether all values have one dtype. Otherwise PyTorch promotes at each operator of the decomposition."""
     return len({dtype_of(v) for v in values}) == 1
 
 
@@ -52,7 +52,7 @@ def _l1_loss(op: Builder, x: ir.Value, target: ir.Value, reduction: int = 1) -> 
 
 
 def _hinge_embedding_loss(op: Builder, x: ir.Value, target: ir.Value, margin: float = 1.0, reduction: int = 1) -> Any:
-    """X where target is 1, max(0, margin - x) where it is -1."""
+    """`x` where target is 1, max(0, margin - x) where it is -1."""
     zero = op.scalar(0, like=x)
     is_one = op.Equal(target, op.scalar(1, like=target))
     is_minus_one = op.Equal(target, op.scalar(-1, like=target))
@@ -65,7 +65,7 @@ def _margin_ranking_loss(
     op: Builder, first: ir.Value, second: ir.Value, target: ir.Value, margin: float = 0.0, reduction: int = 1
 ) -> Any:
     """max(0, -target (first - second) + margin)."""
-    if not _of_one_type(first, second, target):
+    if not _same_dtype(first, second, target):
         return NotImplemented
     loss = plus(op, op.Mul(op.Neg(target), op.Sub(first, second)), margin)
     return _reduced(op, _at_least(op, loss, 0), reduction)
@@ -74,8 +74,8 @@ def _margin_ranking_loss(
 def _pairwise_distance(
     op: Builder, first: ir.Value, second: ir.Value, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
-    """|first - second + eps| over the last axis."""
-    if not _of_one_type(first, second):
+    """The p-norm of first - second + eps over the last axis."""
+    if not _same_dtype(first, second):
         return NotImplemented
     return _norm(op, plus(op, op.Sub(first, second), eps), p, -1, keepdim)
 
@@ -92,13 +92,13 @@ def _triplet_margin_loss(
     reduction: int = 1,
 ) -> Any:
     """max(0, margin + distance to positive - distance to negative)."""
-    if not _of_one_type(anchor, positive, negative):
+    if not _same_dtype(anchor, positive, negative):
         return NotImplemented
     near = _pairwise_distance(op, anchor, positive, p, eps)
     far = _pairwise_distance(op, anchor, negative, p, eps)
     if swap:
-        other = _pairwise_distance(op, positive, negative, p, eps)
-        far = another_call(op, "aten.minimum.default", type_of(far), far, other)
+        positive_to_negative = _pairwise_distance(op, positive, negative, p, eps)
+        far = another_call(op, "aten.minimum.default", type_of(far), far, positive_to_negative)
     return _reduced(op, _at_least(op, op.Sub(plus(op, near, margin), far), 0), reduction)
 
 
@@ -106,7 +106,7 @@ def _poisson_nll_loss(
     op: Builder, x: ir.Value, target: ir.Value, log_input: bool, full: bool, eps: float, reduction: int
 ) -> Any:
     """exp(x) - target x, or x - target log(x + eps); `full` adds Stirling's approximation of log target!."""
-    if not _of_one_type(x, target):
+    if not _same_dtype(x, target):
         return NotImplemented
     if log_input:
         loss = op.Sub(op.Exp(x), op.Mul(target, x))
@@ -121,23 +121,23 @@ def _poisson_nll_loss(
 
 
 def _cosine_similarity(op: Builder, first: ir.Value, second: ir.Value, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The sum of the products of both, each divided by its norm, which is at least eps."""
-    if not is_plain(first, second):
+    """The dot product of both, each divided by its norm, clamped to at least eps."""
+    if not same_shape(first, second):
         return NotImplemented
-    first, second = promoted(op, first, second)  # PyTorch does too
-    units = (op.Div(x, _limited_norm(op, x, dim, eps)) for x in (first, second))
+    first, second = promoted(op, first, second)  # as PyTorch does
+    units = (op.Div(x, _clamped_norm(op, x, dim, eps)) for x in (first, second))
     return another_call(op, "aten.sum.dim_IntList", op.out[0], op.Mul(*units), [dim])
 
 
-def _limited_norm(op: Builder, x: ir.Value, dim: int, eps: float) -> ir.Value:
-    """The norm, at least eps. Its gradient does not see the limit, as in PyTorch."""
+def _clamped_norm(op: Builder, x: ir.Value, dim: int, eps: float) -> ir.Value:
+    """The norm, clamped to at least eps. Its gradient ignores the clamp, as in PyTorch."""
     norm = _norm(op, x, 2, dim, True)
-    missing = op.Sub(_at_least(op, norm, eps), norm)
-    result: ir.Value = op.Add(norm, op.own.Detach(missing))
+    deficit = op.Sub(_at_least(op, norm, eps), norm)
+    result: ir.Value = op.Add(norm, op.own.Detach(deficit))
     return result
 
 
-_SMALLEST_SQUARE = 1e-12  # what PyTorch adds to squared norms
+_SQUARED_NORM_EPSILON = 1e-12  # PyTorch adds it to squared norms
 
 
 def _cosine_embedding_loss(
@@ -145,14 +145,14 @@ def _cosine_embedding_loss(
 ) -> Any:
     """1 - cosine where target is 1, max(0, cosine - margin) where it is -1, else 0."""
     axis = rank_of(target)
-    gives = TensorType(dtype_of(first), type_of(target).shape)
+    result_type = TensorType(dtype_of(first), type_of(target).shape)
     if dtype_of(second) != dtype_of(first) or not rank_of(first) == rank_of(second) == axis + 1:
         return NotImplemented
 
     def dot(a: ir.Value, b: ir.Value) -> ir.Value:
-        return another_call(op, "aten.sum.dim_IntList", gives, op.Mul(a, b), [axis])
+        return another_call(op, "aten.sum.dim_IntList", result_type, op.Mul(a, b), [axis])
 
-    squares = (plus(op, dot(x, x), _SMALLEST_SQUARE) for x in (first, second))
+    squares = (plus(op, dot(x, x), _SQUARED_NORM_EPSILON) for x in (first, second))
     cosine = op.Div(dot(first, second), op.Sqrt(op.Mul(*squares)))
     zero = op.scalar(0, like=cosine)
     is_one = op.Equal(target, op.scalar(1, like=target))

@@ -1,15 +1,15 @@
-"""Losses of ONNX, and the older ones of ONNX Runtime Training, in terms of the ops that PyTorch's losses become.
+"""Losses of ONNX and the older losses of ONNX Runtime Training; their bodies use the ops of PyTorch's losses.
 
     SoftmaxCrossEntropyLoss(scores[n, c, d], labels[n, d], weights[c]) -> loss, log_prob[n, c, d]
     NegativeLogLikelihoodLoss(log_prob[n, c, d], labels[n, d], weights[c]) -> loss
     NegativeLogLikelihoodLossInternal(log_prob, labels, weights, ignore_index) -> loss
     SoftmaxCrossEntropyLossGrad(dy, log_prob, labels, weights) -> dscores
-    SoftmaxCrossEntropy(scores[.., c], shares[.., c]) -> loss, log_prob       the labels are shares of each class
+    SoftmaxCrossEntropy(scores[.., c], shares[.., c]) -> loss, log_prob       labels are class probabilities
     SparseSoftmaxCrossEntropy(scores[.., c], labels[..], weights[..]) -> loss, log_prob
     SoftmaxCrossEntropyGrad, SparseSoftmaxCrossEntropyGrad(dy, log_prob, labels, weights) -> dscores
 
-The last four have their classes on the last axis, and reduce by the number of rows or, where there are weights, which
-then are those of rows and not of classes, by their sum.
+The last four have their classes on the last axis. Their weights are per row, not per class; a mean divides by the sum
+of the weights, or without weights by the number of rows.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from onnxtrain.ops.composite import composite, no_axes
 from onnxtrain.ops.constructors import cast, never
 from onnxtrain.ops.definition import Call, NodeView, numel
 from onnxtrain.ops.fused import axes_constant, fused, total
-from onnxtrain.ops.loss.reduction import number_of
+from onnxtrain.ops.loss.reduction import aten_reduction
 
 Tensor = torch.Tensor
 INT64 = ir.DataType.INT64
 _STOPS = frozenset({"labels", "weights", "ignore_index"})
-_NOTHING = -100  # an ignore_index that no label has
+_NO_INDEX = -100  # an ignore_index that no label has
 
 
 def _flops(name: str) -> Any:
     return lambda n: sizes.multiply(5, numel(getattr(n, name)))
 
 
-def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
+def _ignore_index(op: Builder, n: NodeView) -> ir.Value | None:
     return None if n.ignore_index is None else op.scalar(n.ignore_index, INT64)
 
 
@@ -48,7 +48,7 @@ def _loss_shape(n: NodeView) -> tuple[Size, ...]:
     return sizes.dims_of(n.labels) if n.reduction == "none" else ()
 
 
-# SoftmaxCrossEntropyLoss, NegativeLogLikelihoodLoss. Of no rows, onnxruntime's have the mean 0, or fail.
+# SoftmaxCrossEntropyLoss, NegativeLogLikelihoodLoss. For no rows, onnxruntime's mean is 0, or its kernel fails.
 
 
 def _cross_entropy_types(n: NodeView) -> Sequence[TensorType]:
@@ -57,22 +57,27 @@ def _cross_entropy_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _cross_entropy_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """The loss in one op; log_prob, which then is differentiable too, beside it."""
+    """The loss in one op; log_prob separately, because it is differentiable too."""
     loss = op.ms.SoftmaxCrossEntropyLossInternal(
-        n.scores, cast(op, n.labels, INT64), n.weights, _ignored(op, n), reduction=n.reduction
+        n.scores, cast(op, n.labels, INT64), n.weights, _ignore_index(op, n), reduction=n.reduction
     )[0]
     return [loss] if len(n.node.outputs) == 1 else [loss, op.LogSoftmax(n.scores, axis=1)]
 
 
 def cross_entropy(
-    scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: str, ignore_index: int | None, both: bool
+    scores: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    reduction: str,
+    ignore_index: int | None,
+    needs_log_prob: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    how: dict[str, Any] = {"weight": weights, "reduction": reduction}
-    index = _NOTHING if ignore_index is None else ignore_index
-    if not both:
-        return torch.nn.functional.cross_entropy(scores, labels.long(), ignore_index=index, **how)
+    index = _NO_INDEX if ignore_index is None else ignore_index
+    settings: dict[str, Any] = {"weight": weights, "reduction": reduction, "ignore_index": index}
+    if not needs_log_prob:
+        return torch.nn.functional.cross_entropy(scores, labels.long(), **settings)
     log_prob = torch.log_softmax(scores, 1)
-    return torch.nn.functional.nll_loss(log_prob, labels.long(), ignore_index=index, **how), log_prob
+    return torch.nn.functional.nll_loss(log_prob, labels.long(), **settings), log_prob
 
 
 composite(
@@ -94,16 +99,15 @@ composite(
 
 
 def _nll_body(op: Builder, n: NodeView) -> ir.Value:
-    inputs = (n.log_prob, cast(op, n.labels, INT64), n.weights, _ignored(op, n))
+    inputs = (n.log_prob, cast(op, n.labels, INT64), n.weights, _ignore_index(op, n))
     return op.ms.NegativeLogLikelihoodLossInternal2(*inputs, reduction=n.reduction)[0]  # type: ignore[no-any-return]
 
 
 def nll_loss(
     log_prob: Tensor, labels: Tensor, weights: Tensor | None, reduction: str, ignore_index: int | None
 ) -> Tensor:
-    index = _NOTHING if ignore_index is None else ignore_index
-    how: dict[str, Any] = {"weight": weights, "reduction": reduction}
-    return torch.nn.functional.nll_loss(log_prob, labels.long(), ignore_index=index, **how)
+    index = _NO_INDEX if ignore_index is None else ignore_index
+    return torch.nn.functional.nll_loss(log_prob, labels.long(), weights, ignore_index=index, reduction=reduction)
 
 
 def _nll_type(n: NodeView) -> Sequence[TensorType]:
@@ -139,11 +143,11 @@ composite(
 )
 
 
-# SoftmaxCrossEntropyLossGrad: what the loss's own backward op does, without total_weight
+# SoftmaxCrossEntropyLossGrad: as SoftmaxCrossEntropyLossInternalGrad, but without the input total_weight
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    labels, index = cast(op, n.labels, INT64), _ignored(op, n)
+    labels, index = cast(op, n.labels, INT64), _ignore_index(op, n)
     total_weight = None
     if n.reduction == "mean":
         total_weight = op.ms.NegativeLogLikelihoodLossInternal2(n.log_prob, labels, n.weights, index)[1]
@@ -157,16 +161,16 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 def cross_entropy_grad(
     dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> Tensor:
-    """The backward kernels of PyTorch's loss, which need the sum of the weights."""
+    """The gradient of the scores: (softmax - one-hot label) * weight of the label * cotangent."""
     labels = labels.long().reshape(labels.shape[0], -1)
-    planes = log_prob.reshape(*log_prob.shape[:2], -1)
-    kept = labels != ignore_index
-    each = torch.ones_like(labels, dtype=log_prob.dtype) if weights is None else weights[labels * kept]
-    each = each * kept
+    flat_log_prob = log_prob.reshape(*log_prob.shape[:2], -1)
+    counted = labels != ignore_index
+    label_weights = torch.ones_like(labels, dtype=log_prob.dtype) if weights is None else weights[labels * counted]
+    label_weights = label_weights * counted
     dy = dy.reshape(labels.shape) if reduction == 0 else dy
-    weighted = (dy * each if reduction != 1 else dy * each / each.sum()).unsqueeze(1)
-    dx = weighted * planes.exp()
-    return dx.scatter_add_(1, (labels * kept).unsqueeze(1), -weighted).reshape(log_prob.shape)
+    weighted = (dy * label_weights if reduction != 1 else dy * label_weights / label_weights.sum()).unsqueeze(1)
+    dx = weighted * flat_log_prob.exp()
+    return dx.scatter_add_(1, (labels * counted).unsqueeze(1), -weighted).reshape(log_prob.shape)
 
 
 fused(
@@ -183,8 +187,8 @@ fused(
         log_prob,
         labels,
         weights,
-        number_of(n.reduction),
-        _NOTHING if n.ignore_index is None else n.ignore_index,
+        aten_reduction(n.reduction),
+        _NO_INDEX if n.ignore_index is None else n.ignore_index,
     ),
     axes=no_axes,
     flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
@@ -198,14 +202,14 @@ def _rows(x: ir.Value) -> Size:
     return sizes.multiply(1, *sizes.dims_of(x)[:-1])
 
 
-def _old_types(n: NodeView) -> Sequence[TensorType]:
+def _last_axis_types(n: NodeView) -> Sequence[TensorType]:
     return TensorType(dtype_of(n.scores), ()), type_of(n.scores)
 
 
-def _shares_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+def _shares_loss_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(n.scores, axis=-1)
-    every = range(len(sizes.dims_of(n.scores)))
-    loss = op.Neg(total(op, op.Mul(n.shares, log_prob), every, keepdims=False))
+    all_axes = range(len(sizes.dims_of(n.scores)))
+    loss = op.Neg(total(op, op.Mul(n.shares, log_prob), all_axes, keepdims=False))
     if n.reduction == "mean":
         loss = op.Div(loss, op.size(_rows(n.scores), dtype_of(loss)))
     return loss, log_prob
@@ -217,40 +221,41 @@ def shares_loss(scores: Tensor, shares: Tensor, mean: bool) -> tuple[Tensor, Ten
     return loss / scores.shape[:-1].numel() if mean else loss, log_prob
 
 
-def _labels_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+def _labels_loss_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(n.scores, axis=-1)
     last = axes_constant(op, [len(sizes.dims_of(n.labels))])
-    places = op.Unsqueeze(cast(op, n.labels, INT64), last)
-    found = op.Neg(op.Squeeze(op.GatherElements(log_prob, places, axis=-1), last))
-    every = range(len(sizes.dims_of(n.labels)))
+    indices = op.Unsqueeze(cast(op, n.labels, INT64), last)
+    row_losses = op.Neg(op.Squeeze(op.GatherElements(log_prob, indices, axis=-1), last))
+    all_axes = range(len(sizes.dims_of(n.labels)))
     weights = n.weights
-    loss = total(op, found if weights is None else op.Mul(found, weights), every, keepdims=False)
+    loss = total(op, row_losses if weights is None else op.Mul(row_losses, weights), all_axes, keepdims=False)
     if n.reduction == "mean":
-        count = (
-            op.size(_rows(n.scores), dtype_of(loss)) if weights is None else total(op, weights, every, keepdims=False)
-        )
-        loss = op.Div(loss, count)
+        if weights is None:
+            divisor = op.size(_rows(n.scores), dtype_of(loss))
+        else:
+            divisor = total(op, weights, all_axes, keepdims=False)
+        loss = op.Div(loss, divisor)
     return loss, log_prob
 
 
 def labels_loss(scores: Tensor, labels: Tensor, weights: Tensor | None, mean: bool) -> tuple[Tensor, Tensor]:
     log_prob = torch.log_softmax(scores, -1)
-    each = -log_prob.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+    row_losses = -log_prob.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
     if weights is not None:
-        loss = (each * weights).sum()
+        loss = (row_losses * weights).sum()
         return loss / weights.sum() if mean else loss, log_prob
-    return each.mean() if mean else each.sum(), log_prob
+    return row_losses.mean() if mean else row_losses.sum(), log_prob
 
 
 composite(
     "SoftmaxCrossEntropy",
     ("scores", "shares"),
-    _shares_body,
+    _shares_loss_body,
     lambda n, scores, shares: Call(shares_loss, scores, shares, n.reduction == "mean"),
     domain=MICROSOFT,
     outputs=("loss", "log_prob"),
     attributes={"reduction": "mean"},
-    shapes=_old_types,
+    shapes=_last_axis_types,
     axes=no_axes,
     nondiff_inputs=frozenset({"shares"}),
     flops=_flops("scores"),
@@ -258,20 +263,20 @@ composite(
 composite(
     "SparseSoftmaxCrossEntropy",
     ("scores", "labels", "weights?"),
-    _labels_body,
+    _labels_loss_body,
     lambda n, scores, labels, weights: Call(labels_loss, scores, labels, weights, n.reduction == "mean"),
     domain=MICROSOFT,
     outputs=("loss", "log_prob"),
     attributes={"reduction": "mean"},
-    shapes=_old_types,
+    shapes=_last_axis_types,
     axes=no_axes,
     nondiff_inputs=_STOPS,
     flops=_flops("scores"),
 )
 
 
-def _shares_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """exp(log_prob) * sum(shares) - shares, times dy, by the number of rows."""
+def _shares_loss_grad_body(op: Builder, n: NodeView) -> ir.Value:
+    """(exp(log_prob) * sum(shares) - shares) * dy; for a mean, divided by the number of rows."""
     mass = total(op, n.shares, [len(sizes.dims_of(n.shares)) - 1])
     dx = op.Mul(op.Sub(op.Mul(op.Exp(n.log_prob), mass), n.shares), n.dy)
     return op.Div(dx, op.size(_rows(n.log_prob), dtype_of(dx))) if n.reduction == "mean" else dx  # type: ignore[no-any-return]
@@ -282,23 +287,24 @@ def shares_loss_grad(dy: Tensor, log_prob: Tensor, shares: Tensor, mean: bool) -
     return dx / log_prob.shape[:-1].numel() if mean else dx
 
 
-def _labels_grad_body(op: Builder, n: NodeView) -> ir.Value:
+def _labels_loss_grad_body(op: Builder, n: NodeView) -> ir.Value:
     rank = len(sizes.dims_of(n.labels))
     last, weights = axes_constant(op, [rank]), n.weights
     classes = op.Range(op.size(0), op.size(sizes.dims_of(n.log_prob)[-1]), op.size(1))
-    hot = op.Cast(op.Equal(op.Unsqueeze(cast(op, n.labels, INT64), last), classes), to=dtype_of(n.log_prob))
+    one_hot = op.Cast(op.Equal(op.Unsqueeze(cast(op, n.labels, INT64), last), classes), to=dtype_of(n.log_prob))
     scale = n.dy
     if n.reduction == "mean" and weights is None:
         scale = op.Div(scale, op.size(_rows(n.log_prob), dtype_of(scale)))
     elif n.reduction == "mean":
         scale = op.Div(scale, total(op, weights, range(rank), keepdims=False))
     scale = scale if weights is None else op.Unsqueeze(op.Mul(weights, scale), last)
-    return op.Mul(op.Sub(op.Exp(n.log_prob), hot), scale)  # type: ignore[no-any-return]
+    return op.Mul(op.Sub(op.Exp(n.log_prob), one_hot), scale)  # type: ignore[no-any-return]
 
 
 def labels_loss_grad(dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    each = torch.ones(labels.shape, dtype=log_prob.dtype, device=log_prob.device) if weights is None else weights
-    scale = (each * dy / each.sum() if mean else each * dy).unsqueeze(-1)
+    if weights is None:
+        weights = torch.ones(labels.shape, dtype=log_prob.dtype, device=log_prob.device)
+    scale = (weights * dy / weights.sum() if mean else weights * dy).unsqueeze(-1)
     dx = log_prob.exp() * scale
     return dx.scatter_add_(-1, labels.long().unsqueeze(-1), -scale)
 
@@ -310,7 +316,7 @@ fused(
     ("dscores",),
     attributes={"reduction": "mean"},
     shapes=lambda n: (type_of(n.log_prob),),
-    body=_shares_grad_body,
+    body=_shares_loss_grad_body,
     lower=lambda n, dy, log_prob, shares: Call(shares_loss_grad, dy, log_prob, shares, n.reduction == "mean"),
     axes=no_axes,
     flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
@@ -322,7 +328,7 @@ fused(
     ("dscores",),
     attributes={"reduction": "mean"},
     shapes=lambda n: (type_of(n.log_prob),),
-    body=_labels_grad_body,
+    body=_labels_loss_grad_body,
     lower=lambda n, dy, log_prob, labels, weights: Call(
         labels_loss_grad, dy, log_prob, labels, weights, n.reduction == "mean"
     ),

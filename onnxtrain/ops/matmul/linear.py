@@ -1,4 +1,4 @@
-"""Linear: rows times a transposed weight, with bias."""
+"""Linear: y = x @ wᵀ + b, with the weight stored as torch.nn.Linear stores it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from onnxtrain.ops.definition import (
     OpDef,
     ScalarFactor,
 )
-from onnxtrain.ops.matmul.candidates import Dims, Product, product_dims, product_kernels
-from onnxtrain.ops.matmul.product import (
+from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
+from onnxtrain.ops.matmul.rules import (
     Grad,
     as_rows,
     constant_axes,
-    of_product_types,
-    product_flops,
-    product_shape,
+    matmul_flops,
+    matmul_shape,
+    restrict_to_matmul_dtypes,
     rows_times_matrix,
-    seen,
+    transposed_operand,
 )
 from onnxtrain.ops.registry import define
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """As F.linear where w requires a gradient, see `rows_times_matrix`."""
+    """F.linear with the GEMM that it uses in eager training, where w requires a gradient; see `rows_times_matrix`."""
     if x.dim() < 3 or x.is_contiguous():
         return torch.nn.functional.linear(x, w, b)
     y = rows_times_matrix(x, w.t())
@@ -49,13 +49,16 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Te
 def _linear_type(n: NodeView) -> Sequence[TensorType]:
     x, w = sizes.dims_of(n.x), sizes.dims_of(n.w)
     if len(w) != 2 or (n.b is not None and rank_of(n.b) != 1):
-        raise GraphError("Linear takes w[n, k] and b[n]", got=f"w{list(w)}")
-    return (TensorType(dtype_of(n.x), (*product_shape(x, (w[1], w[0])),)),)
+        bias = "" if n.b is None else f" and b{list(sizes.dims_of(n.b))}"
+        raise GraphError(
+            "the weight or bias of Linear has the wrong rank", expected="w[n, k] and b[n]", got=f"w{list(w)}{bias}"
+        )
+    return (TensorType(dtype_of(n.x), (*matmul_shape(x, (w[1], w[0])),)),)
 
 
 def _linear_body(op: Builder, n: NodeView) -> ir.Value:
-    product: ir.Value = op.MatMul(n.x, op.Transpose(n.w, perm=[1, 0]))
-    result: ir.Value = product if n.b is None else op.Add(product, n.b)
+    y: ir.Value = op.MatMul(n.x, op.Transpose(n.w, perm=[1, 0]))
+    result: ir.Value = y if n.b is None else op.Add(y, n.b)
     return result
 
 
@@ -63,17 +66,17 @@ def _linear_call(n: NodeView, x: Any, w: Any, b: Any) -> Call:
     return Call(torch.nn.functional.linear if rank_of(n.x) < 3 else linear, x, w, b)
 
 
-def _linear_product(n: NodeView, x: Any, w: Any, b: Any) -> Product | None:
-    return None if rank_of(n.x) == 1 else Product(x, seen(w, 1, 0), b)
+def _linear_operands(n: NodeView, x: Any, w: Any, b: Any) -> GemmOperands | None:
+    return None if rank_of(n.x) == 1 else GemmOperands(x, transposed_operand(w, 1, 0), b)
 
 
-def _linear_dims(n: NodeView, shapes: Shapes) -> Dims:
-    return product_dims(shapes[0], shapes[1][::-1])
+def _linear_dims(n: NodeView, shapes: Shapes) -> GemmDims:
+    return gemm_dims(shapes[0], shapes[1][::-1])
 
 
 def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
     rows = as_rows(op, dy)
-    # The weight's first: x is freed before memory for its gradient is taken.
+    # dw first: x is freed before dx is allocated.
     dw = op.ms.FusedMatMul(rows, as_rows(op, n.x), transA=1) if n.wants("w") else None
     db = op.ReduceSum(rows, constant_axes(op, 0), keepdims=0) if n.b is not None and n.wants("b") else None
     dx = None
@@ -85,12 +88,12 @@ def _linear_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]
 
 def _capture_linear(op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = None) -> Any:
     if rank_of(w) == 1:
-        product = op.MatMul(x, w)
+        y = op.MatMul(x, w)
     elif b is not None and sizes.dims_of(b) == sizes.dims_of(w)[:1]:
         return op.own.Linear(x, w, b)
     else:
-        product = op.own.Linear(x, w)
-    return product if b is None else op.Add(product, b)
+        y = op.own.Linear(x, w)
+    return y if b is None else op.Add(y, b)
 
 
 LINEAR = define(
@@ -101,17 +104,17 @@ LINEAR = define(
         outputs=("y",),
         attributes={},
         since_version=1,
-        from_torch={"aten.linear.default": of_product_types(_capture_linear)},
+        from_torch={"aten.linear.default": restrict_to_matmul_dtypes(_capture_linear)},
         shapes=_linear_type,
         body=_linear_body,
         ort_compatible=lambda n: False,
         gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
         nondiff_inputs=frozenset(),
-        kernels=product_kernels(_linear_call, _linear_product, _linear_dims),
+        kernels=matmul_kernels(_linear_call, _linear_operands, _linear_dims),
         axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: product_flops(n.y, sizes.dims_of(n.x)[-1]),
+        flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]),
         host_eval=None,
         scalar_factor=lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None,
     )
