@@ -1,4 +1,4 @@
-"""Convolutions and their transposes (`conv`), and the compiled kernel of a weight's gradient (`weight_gradient`)."""
+"""Convolutions and transposed convolutions (`conv`), and a compiled kernel of the weight gradient (`weight_gradient`)."""
 
 from onnxtrain.ops.convolution.conv import CONV
 

@@ -1,18 +1,18 @@
-"""Convolutions and their transposes, over one, two or three axes.
+"""Convolutions and transposed convolutions, over one, two or three spatial axes.
 
     Conv(x[n, c, d], w[o, c/g, k], b[o]) -> y[n, o, e]
         y[n, o, e] = b[o] + sum over c, k of x[n, c, e*stride - pad + k*dilation] * w[o, c, k]
     ConvTranspose(x[n, c, d], w[c, o/g, k], b[o]) -> y[n, o, e]        Conv's gradient in its input, and b
     ConvGrad, ConvTransposeGrad(dy, x, w) -> dx, dw, db
 
-g is `group`. Padding is the same at both ends of an axis, as in PyTorch; what "same" pads more at one end is a Pad
-node. `output_mask` of a backward op says which gradients are read; the kernel leaves the others out.
+g is `group`. Padding is the same at both ends of an axis, as in PyTorch; the additional padding at one end that "same"
+may need is a Pad node. `output_mask` of a backward op selects the gradients to compute.
 
-A gradient is a convolution again. In x it is the transposed one. In w it is one where samples and channels change
-places, dy is the weight, and stride and dilation change places:
+Both gradients are convolutions. The gradient of x is the transposed convolution of dy. The gradient of w is a
+convolution of x with dy as the weight, with samples and channels swapped, and stride and dilation swapped:
     dw[o, c, k] = sum over n, e of x[n, c, e*stride - pad + k*dilation] * dy[n, o, e]
-Its body is that, or for windows of few places matrix products: onnxruntime's Conv is slow where the weight is as large
-as an image.
+The body of dw is that convolution or, for small kernels, matmuls: onnxruntime's Conv is slow for a weight as large as
+an image.
 
 Source: Dumoulin and Visin 2016, https://arxiv.org/abs/1603.07285 (sections 2, 4).
 """
@@ -33,6 +33,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
@@ -57,22 +58,22 @@ from onnxtrain.system.machine import Machine
 aten = torch.ops.aten
 
 _GEOMETRY: dict[str, Any] = {"dilations": None, "group": 1, "pads": None, "strides": None}
-# How the weight's gradient is computed, by the weight's sizes. Onnxruntime 1.31, one thread, windows of 3 x 3: a
-# product for each place is 1.7 to 3.5 times as fast as Conv with 16 and 64 channels, but slower with 1 and 3; one
-# product for all is 1.5 to 1.9 times as fast there, and is done where its columns are no larger than twice dy.
-_MANY = 16  # channels, or places of a window
-_LARGER = 2
+# Thresholds that choose the body of the weight gradient by the weight's sizes. Onnxruntime 1.31, one thread, kernels of
+# 3 x 3: one matmul per kernel position is 1.7 to 3.5 times as fast as Conv with 16 and 64 channels, but slower with 1
+# and 3; there one matmul for all positions is 1.5 to 1.9 times as fast, and is used if its columns have at most twice
+# the elements of dy.
+_MIN_CHANNELS = 16  # also the number of kernel positions from which Conv is used
+_MAX_COLUMNS_PER_OUTPUT = 2
 _TRANSPOSED: dict[str, Any] = {**_GEOMETRY, "output_padding": None}
 
 
 def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int]]:
-    """Strides, padding and dilations of each axis."""
+    """Return strides, padding and dilations of the spatial axes."""
     count = rank_of(n.x) - 2
     return per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
 
 
-def _same_geometry(n: NodeView) -> dict[str, Any]:
-    """The attributes, for a node of the same geometry."""
+def _geometry_attributes(n: NodeView) -> dict[str, Any]:
     return {name: getattr(n, name) for name in _GEOMETRY}
 
 
@@ -88,24 +89,28 @@ def _convolve(
     padding: Any = 0,
     dilation: Any = 1,
     groups: Size = 1,
-    more: Any = None,
+    output_padding: Any = None,
 ) -> Any:
-    """A Conv, or with `more` (output_padding) a ConvTranspose; x may be a single sample."""
+    """Build a Conv or, with `output_padding`, a ConvTranspose; x may be a single sample without a batch axis."""
     if isinstance(groups, str):
-        raise TypeError(f"groups is {groups}, and an attribute is a number")
-    if 0 in sizes.dims_of(weight)[:2]:  # of no channels PyTorch gives another shape than ONNX
+        raise TypeError(f"expected a constant number of groups, got the symbolic size {groups}")
+    if 0 in sizes.dims_of(weight)[:2]:  # without channels, PyTorch's result has another shape than ONNX's
         return NotImplemented
     count = rank_of(weight) - 2
-    pads = as_list(padding, count)
-    how = {"strides": as_list(stride, count), "pads": pads * 2, "dilations": as_list(dilation, count), "group": groups}
-    single = rank_of(x) == count + 1
-    if single:
+    attributes = {
+        "strides": as_list(stride, count),
+        "pads": as_list(padding, count) * 2,
+        "dilations": as_list(dilation, count),
+        "group": groups,
+    }
+    is_single_sample = rank_of(x) == count + 1
+    if is_single_sample:
         x = op.Unsqueeze(x, axes_constant(op, [0]))
-    if more is None:
-        y = op.Conv(x, weight, bias, **how)
+    if output_padding is None:
+        y = op.Conv(x, weight, bias, **attributes)
     else:
-        y = op.ConvTranspose(x, weight, bias, output_padding=as_list(more, count), **how)
-    return op.Squeeze(y, axes_constant(op, [0])) if single else y
+        y = op.ConvTranspose(x, weight, bias, output_padding=as_list(output_padding, count), **attributes)
+    return op.Squeeze(y, axes_constant(op, [0])) if is_single_sample else y
 
 
 def _capture_named_padding(
@@ -118,20 +123,23 @@ def _capture_named_padding(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Padding "same" gives y the size of x; where it is odd, one place more at the end."""
+    """Capture padding "valid" or "same"; "same" keeps the size of x, with an odd total padded once more at the end."""
     if padding == "valid":
         return _convolve(op, x, weight, bias, stride, 0, dilation, groups)
     count = rank_of(weight) - 2
     kernel = spatial(weight)
     if any(isinstance(k, str) for k in kernel):
-        return NotImplemented  # a kernel whose size changes
-    whole = [d * (int(k) - 1) for d, k in zip(as_list(dilation, count), kernel, strict=True)]
-    if any(w % 2 for w in whole):
-        longer = (sizes.add(size, w % 2) for size, w in zip(sizes.dims_of(x)[-count:], whole, strict=True))
-        padded = TensorType(dtype_of(x), (*sizes.dims_of(x)[:-count], *longer))
-        ends = [end for w in reversed(whole) for end in (0, w % 2)]
-        x = another_call(op, "aten.constant_pad_nd.default", padded, x, ends, 0)
-    return _convolve(op, x, weight, bias, stride, [w // 2 for w in whole], dilation, groups)
+        return NotImplemented  # "same" padding of a kernel with symbolic sizes
+    totals = [d * (int(k) - 1) for d, k in zip(as_list(dilation, count), kernel, strict=True)]
+    if any(total_padding % 2 for total_padding in totals):
+        spatial_sizes = (
+            sizes.add(size, total_padding % 2)
+            for size, total_padding in zip(sizes.dims_of(x)[-count:], totals, strict=True)
+        )
+        padded_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:-count], *spatial_sizes))
+        paddings = [padding for total_padding in reversed(totals) for padding in (0, total_padding % 2)]
+        x = another_call(op, "aten.constant_pad_nd.default", padded_type, x, paddings, 0)
+    return _convolve(op, x, weight, bias, stride, [padding // 2 for padding in totals], dilation, groups)
 
 
 def _capture_transposed(
@@ -160,8 +168,8 @@ def _capture_convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    more = output_padding if transposed else None
-    return _convolve(op, x, weight, bias, stride, padding, dilation, groups, more)
+    output_padding = output_padding if transposed else None
+    return _convolve(op, x, weight, bias, stride, padding, dilation, groups, output_padding)
 
 
 # Conv
@@ -171,7 +179,9 @@ def _conv_type(n: NodeView) -> Sequence[TensorType]:
     kernel = spatial(n.w)
     if len(kernel) != rank_of(n.x) - 2:
         raise GraphError(
-            "Conv's x and w have the same number of axes", got=f"{sizes.dims_of(n.x)} and {sizes.dims_of(n.w)}"
+            f"x and w of {n.definition.name} have different ranks",
+            expected="x[n, c, d...] and w[o, c/g, k...] of the same rank",
+            got=f"{format_type(type_of(n.x))} and {format_type(type_of(n.w))}",
         )
     axes = zip(spatial(n.x), kernel, *_geometry(n), strict=True)
     out = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
@@ -180,7 +190,7 @@ def _conv_type(n: NodeView) -> Sequence[TensorType]:
 
 def _conv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     mask = wanted(n, "x", "w", "b")
-    return masked(op.ms.ConvGrad(dy, n.x, n.w, **_same_geometry(n), output_mask=mask), mask, n)
+    return masked(op.ms.ConvGrad(dy, n.x, n.w, **_geometry_attributes(n), output_mask=mask), mask, n)
 
 
 def _lower_conv(n: NodeView, x: Any, w: Any, b: Any) -> Call:
@@ -189,7 +199,7 @@ def _lower_conv(n: NodeView, x: Any, w: Any, b: Any) -> Call:
 
 
 def _conv_axes(n: NodeView, transposed: bool = False, backward: bool = False) -> str:
-    """Samples pass; channels too, where they are in one group."""
+    """Return the axis map: samples pass through, and channels if there is one group."""
     c, o = ("c", "o") if n.group == 1 else ("[c]", "[o]")
     data = f"n {c} {names('d', n.x)}"
     result = f"n {o} {names('e', n.x)}"
@@ -201,14 +211,14 @@ def _conv_axes(n: NodeView, transposed: bool = False, backward: bool = False) ->
 
 
 def _conv_flops(n: NodeView) -> Size:
-    """Two for each product of an element of the smaller side with the weights it meets."""
+    """Count a multiplication and an addition for each position of the smaller side and element of the weight."""
     transposed = "output_padding" in n.definition.attributes
     positions = spatial(n.x) if transposed else _conv_type(n)[0].shape[2:]
     return sizes.multiply(2, sizes.dims_of(n.x)[0], product(positions), product(sizes.dims_of(n.w)))
 
 
 def _seconds(positions: Callable[[NodeView, Shapes], int]) -> Callable[[NodeView, Shapes, Machine], float]:
-    """The cost model; `positions` counts those of the smaller side, at each of which x meets all of w in a sample."""
+    """Return the cost model of a node; `positions` counts the spatial positions at which a sample meets the weight."""
 
     def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         x, w = (shapes[list(n.definition.inputs).index(name)] for name in ("x", "w"))
@@ -220,16 +230,16 @@ def _seconds(positions: Callable[[NodeView, Shapes], int]) -> Callable[[NodeView
 
 
 def _in_float32(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Widens tensors, and rounds the results again."""
+    """Run a call on tensors widened to float32, and round its results to their type."""
     dtype = next(a.dtype for a in arguments if isinstance(a, torch.Tensor))
-    found = call(*(a.float() if isinstance(a, torch.Tensor) else a for a in arguments))
-    if isinstance(found, torch.Tensor):
-        return found.to(dtype)
-    return tuple(None if v is None else v.to(dtype) for v in found)
+    results = call(*(a.float() if isinstance(a, torch.Tensor) else a for a in arguments))
+    if isinstance(results, torch.Tensor):
+        return results.to(dtype)
+    return tuple(None if v is None else v.to(dtype) for v in results)
 
 
 def in_float32(lower: Callable[..., Call]) -> Kernel:
-    """The same call on narrow elements that are widened before and rounded after it."""
+    """Return the kernel that runs bfloat16 and float16 tensors in float32."""
 
     def lower_wide(n: NodeView, *arguments: Any) -> Call:
         call = lower(n, *arguments)
@@ -286,8 +296,8 @@ def _output_padding(n: NodeView) -> list[int]:
 def _conv_transpose_type(n: NodeView) -> Sequence[TensorType]:
     channels = sizes.multiply(sizes.dims_of(n.w)[1], n.group)
     out = [
-        sizes.add(covered(s, k, stride, dilation), more - 2 * pad)
-        for s, k, stride, pad, dilation, more in zip(
+        sizes.add(covered(s, k, stride, dilation), output_padding - 2 * pad)
+        for s, k, stride, pad, dilation, output_padding in zip(
             spatial(n.x), spatial(n.w), *_geometry(n), _output_padding(n), strict=True
         )
     ]
@@ -297,7 +307,7 @@ def _conv_transpose_type(n: NodeView) -> Sequence[TensorType]:
 def _conv_transpose_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     mask = wanted(n, "x", "w", "b")
     grads = op.ms.ConvTransposeGrad(
-        dy, n.x, n.w, **_same_geometry(n), output_padding=n.output_padding, output_mask=mask
+        dy, n.x, n.w, **_geometry_attributes(n), output_padding=n.output_padding, output_mask=mask
     )
     return masked(grads, mask, n)
 
@@ -342,111 +352,114 @@ def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
     return total(op, n.dy, [axis for axis in range(rank_of(n.dy)) if axis != 1], keepdims=False)
 
 
-def _weight_gradient(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
-    """The gradient of w[o, c/g, k], where windows of `source`[n, c, d] meet `moving`[n, o, e]."""
-    numbers = [size for size in sizes.dims_of(n.w) if isinstance(size, int)]
-    if n.group == 1 and len(numbers) == rank_of(n.w):
-        outs, channels, *kernel = numbers
-        places = math.prod(kernel)
-        if channels * places <= _LARGER * outs:
-            return _weight_gradient_by_columns(op, n, source, moving)
-        if channels >= _MANY > places:
-            return _weight_gradient_by_place(op, n, source, moving)
-    return _weight_gradient_by_convolution(op, n, source, moving)
+def _weight_gradient(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> ir.Value:
+    """Return the gradient of w[o, c/g, k] from `image`[n, c, d] and `cotangent`[n, o, e].
+
+    They are x and dy of a Conv, dy and x of a ConvTranspose.
+    """
+    known_sizes = [size for size in sizes.dims_of(n.w) if isinstance(size, int)]
+    if n.group == 1 and len(known_sizes) == rank_of(n.w):
+        out_channels, channels, *kernel = known_sizes
+        kernel_positions = math.prod(kernel)
+        if channels * kernel_positions <= _MAX_COLUMNS_PER_OUTPUT * out_channels:
+            return _weight_gradient_by_one_matmul(op, n, image, cotangent)
+        if channels >= _MIN_CHANNELS > kernel_positions:
+            return _weight_gradient_by_matmuls(op, n, image, cotangent)
+    return _weight_gradient_by_convolution(op, n, image, cotangent)
 
 
-def _weight_gradient_by_convolution(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
-    """Samples and channels change places, and so do strides and dilations."""
-    source, moving = (_with_samples(op, x) for x in (source, moving))
-    batch, channels, *inner = sizes.dims_of(source)
+def _weight_gradient_by_convolution(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> ir.Value:
+    """Swap samples and channels, and strides and dilations."""
+    image, cotangent = (_with_samples(op, x) for x in (image, cotangent))
+    batch, channels, *inner = sizes.dims_of(image)
     strides, pads, dilations = _geometry(n)
-    inner_axes = list(range(2, rank_of(source)))
+    inner_axes = list(range(2, rank_of(image)))
     if n.group == 1:
-        source = op.Transpose(source, perm=[1, 0, *inner_axes])
+        image = op.Transpose(image, perm=[1, 0, *inner_axes])
     else:
-        each = sizes.floor_divide(channels, n.group)
-        source = reshaped(op, source, [batch, n.group, each, *inner])
-        source = op.Transpose(source, perm=[2, 1, 0, *(axis + 1 for axis in inner_axes)])
-        source = reshaped(op, source, [each, sizes.multiply(n.group, batch), *inner])
-    moving = op.Transpose(moving, perm=[1, 0, *inner_axes])
-    found = op.Conv(source, moving, strides=dilations, dilations=strides, pads=[*pads, *pads], group=n.group)
-    found = cut_out(op, found, [0] * len(inner), spatial(n.w))
-    result: ir.Value = op.Transpose(found, perm=[1, 0, *inner_axes])
+        group_channels = sizes.floor_divide(channels, n.group)
+        image = reshaped(op, image, [batch, n.group, group_channels, *inner])
+        image = op.Transpose(image, perm=[2, 1, 0, *(axis + 1 for axis in inner_axes)])
+        image = reshaped(op, image, [group_channels, sizes.multiply(n.group, batch), *inner])
+    cotangent = op.Transpose(cotangent, perm=[1, 0, *inner_axes])
+    dw = op.Conv(image, cotangent, strides=dilations, dilations=strides, pads=[*pads, *pads], group=n.group)
+    dw = cut_out(op, dw, [0] * len(inner), spatial(n.w))
+    result: ir.Value = op.Transpose(dw, perm=[1, 0, *inner_axes])
     return result
 
 
-def _weight_gradient_by_place(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
-    """Without groups: for each place of a window the product over all positions, then the sum over samples."""
-    rows = _rows(op, moving)
-    found = [
+def _weight_gradient_by_matmuls(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> ir.Value:
+    """Compute one matmul per kernel position, over all positions of a sample, and sum over samples; without groups."""
+    rows = _rows(op, cotangent)
+    gradients = [
         total(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True)
-        for columns in _columns(op, n, source, moving)
+        for columns in _columns(op, n, image, cotangent)
     ]
-    places = op.Concat(*found, axis=0) if len(found) > 1 else found[0]
-    return reshaped(op, op.Transpose(places, perm=[1, 2, 0]), sizes.dims_of(n.w))
+    dw = op.Concat(*gradients, axis=0) if len(gradients) > 1 else gradients[0]
+    return reshaped(op, op.Transpose(dw, perm=[1, 2, 0]), sizes.dims_of(n.w))
 
 
-def _weight_gradient_by_columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> ir.Value:
-    """Without groups: one product for all places of a window, whose columns stand below each other."""
-    outs, channels, *kernel = sizes.dims_of(n.w)
-    found = _columns(op, n, source, moving)
-    columns = op.Concat(*found, axis=1) if len(found) > 1 else found[0]
-    products = op.MatMul(columns, op.Transpose(_rows(op, moving), perm=[0, 2, 1]))
-    places = reshaped(op, total(op, products, [0], keepdims=True), [product(kernel), channels, outs])
-    return reshaped(op, op.Transpose(places, perm=[2, 1, 0]), sizes.dims_of(n.w))
+def _weight_gradient_by_one_matmul(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> ir.Value:
+    """Concatenate the columns of all kernel positions for a single matmul; without groups."""
+    out_channels, channels, *kernel = sizes.dims_of(n.w)
+    parts = _columns(op, n, image, cotangent)
+    columns = op.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
+    per_sample = op.MatMul(columns, op.Transpose(_rows(op, cotangent), perm=[0, 2, 1]))
+    dw = reshaped(op, total(op, per_sample, [0], keepdims=True), [product(kernel), channels, out_channels])
+    return reshaped(op, op.Transpose(dw, perm=[2, 1, 0]), sizes.dims_of(n.w))
 
 
-def _rows(op: Builder, moving: ir.Value) -> ir.Value:
-    """The positions of each plane in a row: [n, o, positions]."""
-    batch, outs, *positions = sizes.dims_of(moving)
-    return reshaped(op, moving, [batch, outs, product(positions)])
+def _rows(op: Builder, cotangent: ir.Value) -> ir.Value:
+    """Flatten the spatial axes: [n, o, positions]."""
+    batch, channels, *positions = sizes.dims_of(cotangent)
+    return reshaped(op, cotangent, [batch, channels, product(positions)])
 
 
-def _columns(op: Builder, n: NodeView, source: ir.Value, moving: ir.Value) -> list[ir.Value]:
-    """For each place of a window what the weight there meets at each position of `moving`: [n, c, positions]."""
+def _columns(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> list[ir.Value]:
+    """Return for each kernel position the elements it reads at each position of `cotangent`: [n, c, positions]."""
     strides, pads, dilations = _geometry(n)
-    batch, channels, *inner = sizes.dims_of(source)
-    positions = spatial(moving)
+    batch, channels, *inner = sizes.dims_of(image)
+    positions = spatial(cotangent)
     if any(pads):
-        longer = [sizes.add(s, 2 * pad) for s, pad in zip(inner, pads, strict=True)]
+        padded_sizes = [sizes.add(s, 2 * pad) for s, pad in zip(inner, pads, strict=True)]
         inputs = (
-            source,
+            image,
             op.sizes([*pads, *pads]),
-            op.scalar(0, like=source),
+            op.scalar(0, like=image),
             axes_constant(op, range(2, 2 + len(pads))),
         )
-        kind = TensorType(dtype_of(source), (batch, channels, *longer))
-        source = op.node(ONNX, "Pad", inputs, {}, types=[kind]).outputs[0]
-    found = []
-    for place in itertools.product(*(range(int(k)) for k in spatial(n.w))):
-        starts = [index * dilation for index, dilation in zip(place, dilations, strict=True)]
-        met = every(op, source, starts, strides, positions)
-        found.append(reshaped(op, met, [batch, channels, product(positions)]))
-    return found
+        padded_type = TensorType(dtype_of(image), (batch, channels, *padded_sizes))
+        image = op.node(ONNX, "Pad", inputs, {}, types=[padded_type]).outputs[0]
+    columns = []
+    for kernel_position in itertools.product(*(range(int(k)) for k in spatial(n.w))):
+        starts = [index * dilation for index, dilation in zip(kernel_position, dilations, strict=True)]
+        elements = every(op, image, starts, strides, positions)
+        columns.append(reshaped(op, elements, [batch, channels, product(positions)]))
+    return columns
 
 
 def _with_samples(op: Builder, x: ir.Value) -> ir.Value:
-    """A sample of zeros where there is none: onnxruntime 1.31 does not return from a Conv over no channels."""
+    """Append a sample of zeros to an empty batch: onnxruntime 1.31 does not return from a Conv over no channels."""
     batch, *rest = sizes.dims_of(x)
     missing = sizes.maximum(0, sizes.subtract(1, batch))
     if missing == 0:
         return x
-    padded = TensorType(dtype_of(x), (sizes.maximum(1, batch), *rest))
+    padded_type = TensorType(dtype_of(x), (sizes.maximum(1, batch), *rest))
     inputs = (x, op.sizes([0, missing]), op.scalar(0, like=x), axes_constant(op, [0]))
-    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded]).outputs[0]
+    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
     return result
 
 
 def _input_gradient(op: Builder, n: NodeView) -> ir.Value:
-    """The transposed convolution of dy; where windows leave places at the end of x uncovered, dx has zeros."""
+    """Return the transposed convolution of dy, with zeros for the elements at the end of x that no window covers."""
     strides, pads, dilations = _geometry(n)
-    how = {"strides": strides, "dilations": dilations, "group": n.group}
+    attributes = {"strides": strides, "dilations": dilations, "group": n.group}
     axes = zip(spatial(n.x), spatial(n.dy), spatial(n.w), strides, pads, dilations, strict=True)
-    left = [sizes.subtract(sizes.add(s, 2 * p), covered(e, k, stride, dil)) for s, e, k, stride, p, dil in axes]
-    if all(isinstance(rest, int) for rest in left):
-        dx: ir.Value = op.ConvTranspose(n.dy, n.w, pads=[*pads, *pads], output_padding=left, **how)
+    uncovered = [sizes.subtract(sizes.add(s, 2 * p), covered(e, k, stride, dil)) for s, e, k, stride, p, dil in axes]
+    if all(isinstance(size, int) for size in uncovered):
+        dx: ir.Value = op.ConvTranspose(n.dy, n.w, pads=[*pads, *pads], output_padding=uncovered, **attributes)
         return dx
-    padded = extended(op, op.ConvTranspose(n.dy, n.w, **how), left)
+    padded = extended(op, op.ConvTranspose(n.dy, n.w, **attributes), uncovered)
     return cut_out(op, padded, pads, spatial(n.x))
 
 
@@ -455,24 +468,24 @@ def _conv_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _conv_transpose_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    found = op.Conv(n.dy, n.w, **_same_geometry(n))
-    dx = cut_out(op, found, [0] * len(spatial(n.x)), spatial(n.x))
+    dx = op.Conv(n.dy, n.w, **_geometry_attributes(n))
+    dx = cut_out(op, dx, [0] * len(spatial(n.x)), spatial(n.x))
     return dx, _weight_gradient(op, n, n.dy, n.x), _bias_gradient(op, n)
 
 
-def convolution_backward(dy: Any, x: Any, w: Any, *how: Any) -> Any:
-    """PyTorch's kernel where the number of output channels is not known in advance."""
-    return aten.convolution_backward.default(dy, x, w, [dy.shape[1]], *how)
+def convolution_backward(dy: Any, x: Any, w: Any, *options: Any) -> Any:
+    """Call PyTorch's kernel for a number of output channels that is known at run time only."""
+    return aten.convolution_backward.default(dy, x, w, [dy.shape[1]], *options)
 
 
 def _lower_grad(n: NodeView, dy: Any, x: Any, w: Any, output_padding: list[int], transposed: bool) -> Call:
     strides, pads, dilations = _geometry(n)
     mask = flags(n.output_mask)
-    how = (strides, pads, dilations, transposed, output_padding, n.group, mask)
+    options = (strides, pads, dilations, transposed, output_padding, n.group, mask)
     channels = sizes.dims_of(n.dy)[1]
     if mask[2] and isinstance(channels, str):
-        return Call(convolution_backward, dy, x, w, *how)
-    return Call(aten.convolution_backward.default, dy, x, w, [channels] if mask[2] else None, *how)
+        return Call(convolution_backward, dy, x, w, *options)
+    return Call(aten.convolution_backward.default, dy, x, w, [channels] if mask[2] else None, *options)
 
 
 def _lower_conv_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
@@ -484,9 +497,9 @@ def _lower_compiled(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     return Call(convolution_gradients, dy, x, w, *_geometry(n), flags(n.output_mask))
 
 
-def _compiles(n: NodeView, device: str) -> bool:
-    of_pictures = rank_of(n.x) == 4 and n.group == 1 and dtype_of(n.x) == ir.DataType.FLOAT
-    return of_pictures and bool(n.output_mask[1]) and may_compile(n, device)
+def _can_compile(n: NodeView, device: str) -> bool:
+    is_supported = rank_of(n.x) == 4 and n.group == 1 and dtype_of(n.x) == ir.DataType.FLOAT
+    return is_supported and bool(n.output_mask[1]) and may_compile(n, device)
 
 
 def _lower_conv_transpose_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
@@ -507,9 +520,9 @@ fused(
         Kernel(
             lower=_lower_compiled,
             name="compiled",
-            # Not before it is measured: it comes in mid-run.
+            # Expected to be slower, so that it runs only after it was measured: it becomes ready during a run.
             seconds=lambda n, shapes, machine: 1.05 * n.definition.kernels[0].seconds(n, shapes, machine),
-            applies=_compiles,
+            applies=_can_compile,
             is_ready=LIBRARY.is_there,
             prepare=LIBRARY.request,
         ),

@@ -1,6 +1,6 @@
-"""The gradient of a convolution's weight by a compiled kernel (`native/convolution.cpp`), a candidate beside oneDNN's.
+"""The compiled kernel of a convolution's weight gradient (`native/convolution.cpp`), an alternative to oneDNN's.
 
-It reads pictures that lie channels-last, and copies others to that order. How fast it is:
+It reads images in channels_last memory format, and copies images in other formats. For measurements see
 docs/explanation/kernel-choice.md.
 """
 
@@ -26,39 +26,40 @@ def weight_gradient(
     pads: Sequence[int],
     dilations: Sequence[int],
 ) -> torch.Tensor:
-    """The gradient of w[o, c, k, l], of a convolution of x[n, c, h, w] without groups whose result's is dy[n, o, e, f].
+    """Return the gradient of w[o, c, k, l] in the convolution of x[n, c, h, w] to [n, o, e, f], without groups.
 
-    Float32 on a CPU; PyTorch's kernel runs where there are no elements, and until the compiled one is there.
+    All tensors are float32 on a CPU. PyTorch's kernel runs for tensors without elements, and until the library is
+    compiled.
     """
     if LIBRARY.functions is None or not (dy.numel() and x.numel() and w.numel()):
-        how = (None, strides, pads, dilations, False, [0, 0], 1, [False, True, False])
-        return torch.ops.aten.convolution_backward.default(dy, x, w, *how)[1]  # type: ignore[no-any-return]
+        options = (None, strides, pads, dilations, False, [0, 0], 1, [False, True, False])
+        return torch.ops.aten.convolution_backward.default(dy, x, w, *options)[1]  # type: ignore[no-any-return]
     dy, x = (v.contiguous(memory_format=torch.channels_last) for v in (dy, x))
     axes = zip(x.shape[2:], dy.shape[2:], w.shape[2:], strides, pads, dilations, strict=True)
-    sizes = _sizes((x.size(0), x.size(1), dy.size(1), *(number for axis in axes for number in axis)))
+    sizes = _int64_array((x.size(0), x.size(1), dy.size(1), *(size for axis in axes for size in axis)))
     dw = torch.empty(w.shape, dtype=w.dtype)
     LIBRARY.functions.weight_gradient(*pointers(x, dy, dw), ctypes.addressof(sizes), torch.get_num_threads())
     return dw
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(numbers: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """As the kernel reads them; kept, as the address alone is handed on."""
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+def _int64_array(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Return the values as the kernel reads them; the cache keeps alive the array, of which only the address is passed."""
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def convolution_gradients(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *how: Any
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *geometry_and_mask: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x, w and b, of those that the mask names.
+    """Return the gradients of x, w and b; None for those that the output mask excludes.
 
     Args:
         dy: the gradient of the result.
-        x: the pictures.
+        x: the images.
         w: the weight.
-        how: strides, pads, dilations and the mask.
+        geometry_and_mask: strides, pads, dilations and the output mask.
     """
-    *geometry, mask = how
+    *geometry, mask = geometry_and_mask
     dx, dw, db = None, None, None
     if mask[0]:
         only_x = (None, *geometry, False, [0, 0], 1, [True, False, False])
