@@ -1,4 +1,4 @@
-"""Convolutions and transposed convolutions (`conv`), and a compiled kernel of the weight gradient (`weight_gradient`)."""
+"""Convolutions and transposed convolutions (`conv`); a compiled kernel of the weight gradient (`weight_gradient`)."""
 
 from onnxtrain.ops.convolution.conv import CONV
 

@@ -44,7 +44,7 @@ def weight_gradient(
 
 @functools.lru_cache(maxsize=1024)
 def _int64_array(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """Return the values as the kernel reads them; the cache keeps alive the array, of which only the address is passed."""
+    """Return the values as the kernel reads them. Only the array's address is passed on: the cache keeps it alive."""
     return (ctypes.c_int64 * len(values))(*values)
 
 

@@ -1,5 +1,5 @@
 """Elementwise arithmetic, functions, comparisons, logic, selection and copies.
 
-Both operands of a node have one element type: PyTorch's promotion becomes explicit Casts when a model is captured.
-A gradient has the shape of the output; the differentiator sums it to the operand's shape.
+The operands of a node have the same element type: capture turns PyTorch's type promotion into explicit Casts. Gradient
+rules return gradients of the output's shape; the differentiator sums them to the operands' shapes.
 """

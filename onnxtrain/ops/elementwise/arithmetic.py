@@ -1,11 +1,11 @@
-"""Sums, products, quotients and remainders, signs, and the fused multiply-adds.
+"""Arithmetic: addition, multiplication, division and remainders, signs, and PyTorch's fused multiply-adds.
 
 Add Sub Mul Div Neg Abs Sign Reciprocal Sum      as in ONNX; Div of integers truncates
-Mod(a, b)                 integers: Python's %; with fmod=1 C's fmod
-Remainder(a, b)           floats: Python's %: the sign of b
-FloorDivide(a, b)         floor(a / b), exact for floats as in Python's //
+Mod(a, b)                 Python's a % b of integers; C's fmod if `fmod` is 1
+Remainder(a, b)           Python's a % b of floats, which has the sign of b
+FloorDivide(a, b)         Python's a // b, for floats too
 TruncDivide(a, b)         trunc(a / b) of floats
-Lerp, Addcmul, Addcdiv    PyTorch's
+Lerp, Addcmul, Addcdiv    as in PyTorch
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Grad = ir.Value | None
 
 
 def zeros_like(op: Builder, value: ir.Value) -> ir.Value:
-    """Zeros of a value's shape: the gradient of a step function, which PyTorch gives as zeros and not as none."""
+    """Return zeros of a value's shape: the gradient of a step function, for which PyTorch returns zeros, not None."""
     shape = op.shape_of(value)
     result: ir.Value = op.ConstantOfShape(shape, value=ir.tensor([0.0], dtype=dtype_of(value)))
     return result
 
 
 def number_of(value: ir.Value) -> Any:
-    """The Python number that a 0-dimensional constant stands for; None for any other value."""
+    """Return a 0-dimensional constant as a Python number, in the precision it was captured with; None otherwise."""
     if value.const_value is None or rank_of(value):
         return None
     return value.meta.get("scalar", value.const_value.numpy().item())
@@ -54,16 +54,16 @@ def number_of(value: ir.Value) -> Any:
 # Add Sub Mul Div
 
 
-def _arithmetic(name: str, on_bool: str | None = None) -> FromTorch:
-    """`aten.add(a, b, alpha=1)` and its like: promote, scale b, compute. `on_bool` is what it is for truth values."""
+def _capture_arithmetic(name: str, bool_op: str | None = None) -> FromTorch:
+    """Capture `aten.add(a, b, alpha=1)` and its variants: promote, scale b, compute; bools by `bool_op`."""
 
     def capture(op: Builder, a: Any, b: Any, alpha: Any = 1) -> Any:
-        logical = op.out[0].dtype == ir.DataType.BOOL
-        if logical and (on_bool is None or alpha not in (1, True)):
+        is_bool = op.out[0].dtype == ir.DataType.BOOL
+        if is_bool and (bool_op is None or alpha not in (1, True)):
             return NotImplemented
         a, b = promoted(op, a, b)
-        if logical:
-            return op.op("", on_bool)(a, b)  # type: ignore[arg-type]  # not None: see above
+        if is_bool:
+            return op.op("", bool_op)(a, b)  # type: ignore[arg-type]  # not None: see above
         if alpha != 1:
             b = op.Mul(b, op.scalar(alpha, like=b))
         return op.op("", name)(a, b)
@@ -71,8 +71,8 @@ def _arithmetic(name: str, on_bool: str | None = None) -> FromTorch:
     return capture
 
 
-def _reversed(op: Builder, a: Any, b: Any, alpha: Any = 1) -> Any:
-    """`rsub(a, b)`: b - alpha * a."""
+def _capture_rsub(op: Builder, a: Any, b: Any, alpha: Any = 1) -> Any:
+    """Capture `rsub(a, b)`: b - alpha * a."""
     a, b = promoted(op, a, b)
     return op.Sub(b, op.Mul(a, op.scalar(alpha, like=a)) if alpha != 1 else a)
 
@@ -94,7 +94,7 @@ def _div_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
     return da, op.Mul(op.Neg(dy), op.Div(n.y, n.b)) if n.wants("b") else None
 
 
-def _quotient(op: Builder, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
+def _capture_div(op: Builder, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     a, b = promoted(op, a, b)
     if rounding_mode == "floor":
         return op.own.FloorDivide(a, b)
@@ -111,7 +111,7 @@ def _div_call(n: NodeView, a: Any, b: Any) -> Call:
 
 ADD = binary(
     "Add",
-    dict.fromkeys(_overloads("add"), _arithmetic("Add", "Or")),
+    dict.fromkeys(_overloads("add"), _capture_arithmetic("Add", "Or")),
     operator.add,
     lambda op, n, dy: (dy, dy),
     reads=(),
@@ -123,7 +123,8 @@ ADD = binary(
 )
 SUB = binary(
     "Sub",
-    dict.fromkeys(_overloads("sub", "subtract"), _arithmetic("Sub")) | dict.fromkeys(_overloads("rsub"), _reversed),
+    dict.fromkeys(_overloads("sub", "subtract"), _capture_arithmetic("Sub"))
+    | dict.fromkeys(_overloads("rsub"), _capture_rsub),
     operator.sub,
     _sub_gradient,
     reads=(),
@@ -134,7 +135,7 @@ SUB = binary(
 )
 MUL = binary(
     "Mul",
-    dict.fromkeys(_overloads("mul", "multiply"), _arithmetic("Mul", "And")),
+    dict.fromkeys(_overloads("mul", "multiply"), _capture_arithmetic("Mul", "And")),
     operator.mul,
     _mul_gradient,
     symbol="*",
@@ -148,9 +149,9 @@ DIV = binary(
     dict.fromkeys(
         [
             *_overloads("div", "divide", "true_divide"),
-            *(f"aten.{name}.{kind}_mode" for name in ("div", "divide") for kind in ("Tensor", "Scalar")),
+            *(f"aten.{name}.{operand}_mode" for name in ("div", "divide") for operand in ("Tensor", "Scalar")),
         ],
-        _quotient,
+        _capture_div,
     ),
     operator.truediv,
     _div_gradient,
@@ -163,34 +164,34 @@ DIV = binary(
 )
 
 
-# Rounded quotients and remainders
+# Rounded division and remainders
 
 
-def _no_slope(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
+def _zero_gradients(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
     return zeros_like(op, n.a) if n.wants("a") else None, zeros_like(op, n.b) if n.wants("b") else None
 
 
 def _floor_divide_body(op: Builder, n: NodeView) -> ir.Value:
-    """PyTorch's own steps, which are those of Python's //: a quotient that was rounded up is not one too large."""
+    """Follow PyTorch's algorithm, which is Python's: it does not round a / b before the floor."""
     a, b = n.a, n.b
     if not is_float(dtype_of(a)):
         return op.Div(op.Sub(a, op.Mod(a, b)), b)  # type: ignore[no-any-return]
     zero, half, one = (op.scalar(v, like=a) for v in (0.0, 0.5, 1.0))
-    rest = op.Mod(a, b, fmod=1)
-    whole = op.Div(op.Sub(a, rest), b)
-    whole = op.Where(_signs_differ(op, rest, b), op.Sub(whole, one), whole)
-    floor = op.Floor(whole)
-    floor = op.Where(op.Greater(op.Sub(whole, floor), half), op.Add(floor, one), floor)
+    remainder = op.Mod(a, b, fmod=1)
+    quotient = op.Div(op.Sub(a, remainder), b)
+    quotient = op.Where(_signs_differ(op, remainder, b), op.Sub(quotient, one), quotient)
+    floor = op.Floor(quotient)
+    floor = op.Where(op.Greater(op.Sub(quotient, floor), half), op.Add(floor, one), floor)
     signed_zero = op.Mul(op.Div(a, b), zero)
-    floor = op.Where(op.Equal(whole, zero), signed_zero, floor)
+    floor = op.Where(op.Equal(quotient, zero), signed_zero, floor)
     return op.Where(op.Equal(b, zero), op.Div(a, b), floor)  # type: ignore[no-any-return]
 
 
-def _signs_differ(op: Builder, rest: ir.Value, b: ir.Value) -> ir.Value:
-    """Whether a remainder that is not 0 and its divisor have different signs."""
+def _signs_differ(op: Builder, remainder: ir.Value, b: ir.Value) -> ir.Value:
+    """Return whether a remainder is not 0 and has another sign than its divisor."""
     zero = op.scalar(0.0, like=b)
-    differ = op.Xor(op.Less(rest, zero), op.Less(b, zero))
-    result: ir.Value = op.And(op.Not(op.Equal(rest, zero)), differ)
+    differ = op.Xor(op.Less(remainder, zero), op.Less(b, zero))
+    result: ir.Value = op.And(op.Not(op.Equal(remainder, zero)), differ)
     return result
 
 
@@ -201,7 +202,7 @@ FLOOR_DIVIDE = binary(
         "aten.floor_divide.Scalar": lambda op, a, b: op.own.FloorDivide(*promoted(op, a, b)),
     },
     torch.floor_divide,
-    _no_slope,
+    _zero_gradients,
     reads=(),
     domain=OWN,
     body=_floor_divide_body,
@@ -212,7 +213,7 @@ TRUNC_DIVIDE = binary(
     "TruncDivide",
     {},
     torch.div,
-    _no_slope,
+    _zero_gradients,
     reads=(),
     domain=OWN,
     body=lambda op, n: op.own.Trunc(op.Div(n.a, n.b)),
@@ -230,9 +231,10 @@ def _remainder_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, G
 
 
 def _remainder_body(op: Builder, n: NodeView) -> ir.Value:
-    """Fmod has the sign of a; where b's sign differs, one b more."""
-    rest = op.Mod(n.a, n.b, fmod=1)
-    return op.Where(_signs_differ(op, rest, n.b), op.Add(rest, n.b), rest)  # type: ignore[no-any-return]
+    """Add b to fmod(a, b), which has the sign of a, where the signs of the two differ."""
+    remainder = op.Mod(n.a, n.b, fmod=1)
+    has_wrong_sign = _signs_differ(op, remainder, n.b)
+    return op.Where(has_wrong_sign, op.Add(remainder, n.b), remainder)  # type: ignore[no-any-return]
 
 
 def _capture_remainder(op: Builder, a: Any, b: Any) -> Any:
@@ -273,7 +275,7 @@ def _host_neg(n: NodeView, x: Any) -> Any:
 
 
 def _sign_body(op: Builder, n: NodeView) -> ir.Value:
-    """(x > 0) - (x < 0), as PyTorch: NaN has the sign 0."""
+    """Return (x > 0) - (x < 0): as in PyTorch, the sign of NaN is 0."""
     zero, dtype = op.scalar(0, like=n.x), dtype_of(n.x)
     return op.Sub(op.Cast(op.Greater(n.x, zero), to=dtype), op.Cast(op.Less(n.x, zero), to=dtype))  # type: ignore[no-any-return]
 
@@ -324,7 +326,7 @@ RECIPROCAL = unary(
 # Several operands
 
 
-def _broadcast(*names: str) -> Any:
+def _broadcast_types(*names: str) -> Any:
     def shapes(n: NodeView) -> Sequence[TensorType]:
         operands = [type_of(getattr(n, name)) for name in names]
         return (TensorType(operands[0].dtype, sizes.broadcast(*(t.shape for t in operands))),)
@@ -368,18 +370,18 @@ SUM = define(
 
 
 def _lerp_body(op: Builder, n: NodeView) -> ir.Value:
-    """A + w (b - a) where w is small, b - (1 - w) (b - a) where it is large: exact at both ends."""
+    """Return a + w (b - a) for |w| < 0.5, else b - (1 - w) (b - a): the result is exact for w = 0 and w = 1."""
     difference = op.Sub(n.b, n.a)
     one, half = op.scalar(1.0, like=n.a), op.scalar(0.5, like=n.a)
-    near = op.Add(n.a, op.Mul(n.weight, difference))
-    far = op.Sub(n.b, op.Mul(difference, op.Sub(one, n.weight)))
-    return op.Where(op.Less(op.Abs(n.weight), half), near, far)  # type: ignore[no-any-return]
+    from_a = op.Add(n.a, op.Mul(n.weight, difference))
+    from_b = op.Sub(n.b, op.Mul(difference, op.Sub(one, n.weight)))
+    return op.Where(op.Less(op.Abs(n.weight), half), from_a, from_b)  # type: ignore[no-any-return]
 
 
 def _lerp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
     number, one = number_of(n.weight), op.scalar(1.0, like=dy)
-    rest = op.Sub(one, n.weight) if number is None else op.scalar(1 - number, like=dy)
-    da = op.Mul(dy, rest) if n.wants("a") else None
+    weight_of_a = op.Sub(one, n.weight) if number is None else op.scalar(1 - number, like=dy)
+    da = op.Mul(dy, weight_of_a) if n.wants("a") else None
     dweight = op.Mul(dy, op.Sub(n.b, n.a)) if n.wants("weight") else None
     return da, op.Mul(dy, n.weight) if n.wants("b") else None, dweight
 
@@ -408,7 +410,7 @@ def _ternary(
             attributes=attributes or {},
             since_version=1,
             from_torch=dict.fromkeys(torch_names, capture),
-            shapes=_broadcast(*inputs),
+            shapes=_broadcast_types(*inputs),
             body=body,
             ort_compatible=never,
             gradient=(gradient,),
@@ -458,7 +460,7 @@ def _addcdiv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Gra
     return dy, db, op.Mul(op.Neg(dy), op.Div(op.Mul(_value(op, n), n.b), op.Mul(n.c, n.c)))
 
 
-def _fused(name: str) -> FromTorch:
+def _capture_addc(name: str) -> FromTorch:
     def capture(op: Builder, a: Any, b: Any, c: Any, *, value: Any = 1) -> Any:
         if not is_float(op.out[0].dtype):
             return NotImplemented
@@ -471,7 +473,7 @@ ADDCMUL = _ternary(
     "Addcmul",
     ("aten.addcmul.default",),
     ("a", "b", "c"),
-    _fused("Addcmul"),
+    _capture_addc("Addcmul"),
     lambda n, a, b, c: Call(torch.addcmul, a, b, c, value=n.value),
     _addcmul_body,
     Gradient(_addcmul_gradient, ("b", "c")),
@@ -481,7 +483,7 @@ ADDCDIV = _ternary(
     "Addcdiv",
     ("aten.addcdiv.default",),
     ("a", "b", "c"),
-    _fused("Addcdiv"),
+    _capture_addc("Addcdiv"),
     lambda n, a, b, c: Call(torch.addcdiv, a, b, c, value=n.value),
     _addcdiv_body,
     Gradient(_addcdiv_gradient, ("b", "c")),

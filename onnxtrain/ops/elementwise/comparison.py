@@ -1,4 +1,4 @@
-"""Comparisons of two tensors, and questions about one: is it NaN, infinite, finite."""
+"""Comparisons of two tensors, and the predicates IsNaN, IsInf and IsFinite."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects
 from onnxtrain.ops.registry import define
 
 
-def _compared(n: NodeView) -> Sequence[TensorType]:
+def _types(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(ir.DataType.BOOL, sizes.broadcast(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
 
 
-def _capture(domain: str, name: str, takes_bool: bool) -> FromTorch:
+def _capture_comparison(domain: str, name: str, supports_bool: bool) -> FromTorch:
     def capture(op: Builder, a: ir.Value, b: Any) -> Any:
         dtype = compared_dtype(op, a, b)
-        if dtype == ir.DataType.BOOL and not takes_bool:
+        if dtype == ir.DataType.BOOL and not supports_bool:
             a, dtype = cast(op, a, ir.DataType.UINT8), ir.DataType.UINT8
             b = cast(op, b, dtype) if isinstance(b, ir.Value) else int(b)
         return op.op(domain, name)(as_value(op, a, dtype), as_value(op, b, dtype))
@@ -41,18 +41,18 @@ def _comparison(
     domain: str = ONNX,
     since_version: int = 1,
     body: Any = STANDARD,
-    takes_bool: bool = False,
+    supports_bool: bool = False,
 ) -> OpDef:
-    """Defines a comparison of two tensors of one type."""
-    overloads = [f"aten.{n}.{kind}" for n in torch_names for kind in ("Tensor", "Scalar")]
+    """Define a comparison of two tensors of the same element type."""
+    overloads = [f"aten.{n}.{overload}" for n in torch_names for overload in ("Tensor", "Scalar")]
     return binary(
         name,
-        dict.fromkeys(overloads, _capture(domain, name, takes_bool)),
+        dict.fromkeys(overloads, _capture_comparison(domain, name, supports_bool)),
         kernel,
         None,
         symbol=symbol,
         domain=domain,
-        shapes=_compared,
+        shapes=_types,
         body=body,
         since_version=since_version,
         commutative=symbol in ("==", "!="),
@@ -60,7 +60,7 @@ def _comparison(
     )
 
 
-EQUAL = _comparison("Equal", ("eq",), operator.eq, "==", since_version=13, takes_bool=True)
+EQUAL = _comparison("Equal", ("eq",), operator.eq, "==", since_version=13, supports_bool=True)
 NOT_EQUAL = _comparison(
     "NotEqual",
     ("ne", "not_equal"),
@@ -68,7 +68,7 @@ NOT_EQUAL = _comparison(
     "!=",
     domain=OWN,
     body=lambda op, n: op.Not(op.Equal(n.a, n.b)),
-    takes_bool=True,
+    supports_bool=True,
 )
 LESS = _comparison("Less", ("lt", "less"), operator.lt, "<", since_version=13)
 LESS_OR_EQUAL = _comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since_version=16)
@@ -76,10 +76,10 @@ GREATER = _comparison("Greater", ("gt", "greater"), operator.gt, ">", since_vers
 GREATER_OR_EQUAL = _comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since_version=16)
 
 
-# Questions about one tensor
+# Predicates of one tensor
 
 
-def _question(
+def _predicate(
     name: str,
     torch_name: str,
     kernel: Callable[..., Any],
@@ -92,7 +92,7 @@ def _question(
     lower: Callable[..., Call] | None = None,
     cpp_expression: str = "",
 ) -> OpDef:
-    """Defines y = f(x), elementwise, a truth value. Integers, which ONNX does not take, are asked as floats."""
+    """Define an elementwise predicate. Integers are captured as floats, because ONNX's ops do not support them."""
 
     def capture(op: Builder, x: ir.Value) -> Any:
         return op.op(domain, name)(_as_float(op, x))
@@ -138,8 +138,8 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
-IS_NAN = _question("IsNaN", "aten.isnan.default", torch.isnan, since_version=20, cpp_expression="{0} != {0}")
-IS_INF = _question(
+IS_NAN = _predicate("IsNaN", "aten.isnan.default", torch.isnan, since_version=20, cpp_expression="{0} != {0}")
+IS_INF = _predicate(
     "IsInf",
     "aten.isinf.default",
     torch.isinf,
@@ -151,4 +151,4 @@ IS_INF = _question(
     },
     lower=_isinf_call,
 )
-IS_FINITE = _question("IsFinite", "aten.isfinite.default", torch.isfinite, domain=MICROSOFT, body=_is_finite_body)
+IS_FINITE = _predicate("IsFinite", "aten.isfinite.default", torch.isfinite, domain=MICROSOFT, body=_is_finite_body)

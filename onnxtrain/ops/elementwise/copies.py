@@ -1,9 +1,10 @@
-"""Ops that give their input again: in another element type, as it is, or cut off from its gradient.
+"""Ops that return their input: in another element type, unchanged, copied, or detached from its gradient.
 
-Cast(x, to)             float to integer truncates; a number that is out of range is undefined in PyTorch too
-Identity(x)             clones and no-op copies
-Detach(x)               no gradient flows back
-Overwritten(old, new)   new, where PyTorch writes it over old in place: the gradient of old is zeros
+Cast(x, to)             float to integer truncates; for values out of range the result is undefined, as in PyTorch
+Identity(x)             x, which may share its memory
+Clone(x)                a copy of x, in a memory format
+Detach(x)               x, without a gradient
+Overwritten(old, new)   new, which PyTorch writes over old in place: the gradient of old is zeros, not None
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ _COMPLEX = frozenset({ir.DataType.COMPLEX64, ir.DataType.COMPLEX128})
 
 
 def _converted(op: Builder, x: ir.Value, copy: bool, memory_format: torch.memory_format | None) -> Any:
-    """`to`: in the element type of PyTorch's output; the graph lies on one device."""
+    """Convert x to the element type of PyTorch's output; devices are ignored, because a graph has only one."""
     source, target = dtype_of(x), op.out[0].dtype
     if source in _COMPLEX or target in _COMPLEX:
         return NotImplemented
-    same_layout = memory_format in (None, torch.preserve_format)
+    preserves_format = memory_format in (None, torch.preserve_format)
     if source == target:
-        return op.Identity(x) if same_layout and not copy else _cloned(op, x, memory_format=memory_format)
+        return op.Identity(x) if preserves_format and not copy else _capture_clone(op, x, memory_format=memory_format)
     if is_float(source) and target == ir.DataType.UINT8:
-        x = op.Cast(x, to=ir.DataType.INT64)  # PyTorch's way: numbers wrap around
+        x = op.Cast(x, to=ir.DataType.INT64)  # values wrap around, as in PyTorch
     result = cast(op, x, target)
-    return result if same_layout else _cloned(op, result, memory_format=memory_format)
+    return result if preserves_format else _capture_clone(op, result, memory_format=memory_format)
 
 
-def _copied(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None, **_: Any) -> Any:
+def _capture_to_copy(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None, **_: Any) -> Any:
     return _converted(op, x, True, memory_format)
 
 
-def _to(
+def _capture_to(
     op: Builder,
     x: ir.Value,
     target: Any = None,
@@ -68,13 +69,13 @@ def _to(
     memory_format: torch.memory_format | None = None,
     **_: Any,
 ) -> Any:
-    """`to.dtype`, `to.other`, `to.dtype_layout`, `type_as`."""
+    """Capture `to.dtype`, `to.other`, `to.dtype_layout` and `type_as`."""
     return _converted(op, x, copy, memory_format)
 
 
-def _to_device(op: Builder, x: ir.Value, device: Any, *rest: Any, **named: Any) -> Any:
-    """`to.device`, which has the element type after the device."""
-    return _to(op, x, *rest, **named)
+def _capture_to_device(op: Builder, x: ir.Value, device: Any, *arguments: Any, **options: Any) -> Any:
+    """Capture `to.device`, whose arguments after the device are those of `to.dtype`."""
+    return _capture_to(op, x, *arguments, **options)
 
 
 def _cast_call(n: NodeView, x: Any) -> Method:
@@ -91,9 +92,11 @@ CAST = define(
         attributes={"to": REQUIRED, "saturate": 1},
         since_version=19,
         from_torch={
-            "aten._to_copy.default": _copied,
-            "aten.to.device": _to_device,
-            **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"), _to),
+            "aten._to_copy.default": _capture_to_copy,
+            "aten.to.device": _capture_to_device,
+            **dict.fromkeys(
+                ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"), _capture_to
+            ),
         },
         shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.dims_of(n.x)),),
         body=STANDARD,
@@ -115,24 +118,27 @@ CAST = define(
 # Identity, Clone, Detach
 
 
-def _cloned(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None) -> Any:
-    layout = None if memory_format is None else str(memory_format).removeprefix("torch.")
-    return op.own.Clone(x, memory_format=layout)
+def _capture_clone(op: Builder, x: ir.Value, *, memory_format: torch.memory_format | None = None) -> Any:
+    format_name = None if memory_format is None else str(memory_format).removeprefix("torch.")
+    return op.own.Clone(x, memory_format=format_name)
 
 
-def _contiguous(op: Builder, x: ir.Value, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-    return _cloned(op, x, memory_format=memory_format)
+def _capture_contiguous(
+    op: Builder, x: ir.Value, *, memory_format: torch.memory_format = torch.contiguous_format
+) -> Any:
+    return _capture_clone(op, x, memory_format=memory_format)
 
 
 def _capture_copy(op: Builder, x: ir.Value, source: ir.Value, non_blocking: bool = False) -> Any:
-    """`x.copy_(source)`, functionalized: source in x's type and shape."""
+    """Capture `x.copy_(source)`, functionalized: source in x's type and shape."""
     return overwritten(op, x, op.own.Clone(op.Expand(cast(op, source, dtype_of(x)), op.shape_of(x))))
 
 
 def overwritten(op: Builder, old: ir.Value, new: ir.Value) -> ir.Value:
-    """`new` where it is written over `old`, whose gradient is zeros then, and not None.
+    """Return `new`, written over `old` in place, so that the gradient of `old` is zeros and not None.
 
-    A part of a tensor is written back into it, which gives the tensor a gradient already.
+    Where `old` is a part of another tensor, `new` is returned as it is: functionalization writes it back into that
+    tensor, which thereby has a gradient.
     """
     node = old.producer()
     if not is_float(dtype_of(old)) or old.const_value is not None:
@@ -152,7 +158,7 @@ def _clone_call(n: NodeView, x: Any) -> Method:
     return Method("clone", x, memory_format=getattr(torch, n.memory_format))
 
 
-def _same(
+def _define_copy(
     name: str,
     domain: str,
     from_torch: dict[str, FromTorch],
@@ -162,7 +168,7 @@ def _same(
     aliases: Mapping[int, int],
     attributes: Mapping[str, Any] | None = None,
 ) -> OpDef:
-    """Defines y = x."""
+    """Define an op y = x."""
     return define(
         OpDef(
             domain=domain,
@@ -189,12 +195,12 @@ def _same(
     )
 
 
-# The cheapest way to a second tensor on the same memory; programs run without autograd.
 def _alias_call(n: NodeView, x: Any) -> Method:
+    """Call detach, the fastest way to a second tensor with the same memory; programs run without autograd."""
     return Method("detach", x)
 
 
-IDENTITY = _same(
+IDENTITY = _define_copy(
     "Identity",
     ONNX,
     dict.fromkeys(
@@ -210,12 +216,12 @@ IDENTITY = _same(
     _alias_call,
     aliases={0: 0},
 )
-CLONE = _same(
+CLONE = _define_copy(
     "Clone",
     OWN,
     {
-        "aten.clone.default": _cloned,
-        "aten.contiguous.default": _contiguous,
+        "aten.clone.default": _capture_clone,
+        "aten.contiguous.default": _capture_contiguous,
         "aten.copy.default": _capture_copy,
         **dict.fromkeys(
             ("aten.lift_fresh_copy.default", "aten.alias_copy.default"),
@@ -226,7 +232,7 @@ CLONE = _same(
     aliases={},
     attributes={"memory_format": None},
 )
-DETACH = _same(
+DETACH = _define_copy(
     "Detach",
     OWN,
     dict.fromkeys(("aten.detach.default", "aten.detach_copy.default"), lambda op, x: op.own.Detach(x)),

@@ -1,9 +1,9 @@
-"""Elementwise ops of ONNX that PyTorch writes otherwise.
+"""Elementwise ops of ONNX and of onnxruntime that PyTorch composes of several operators.
 
-Mean(terms...)          the sum of the terms by their number
+Mean(terms...)          the sum of the terms, divided by their number
 CastLike(x, target)     x in the element type of target
-BitShift(a, b)          a shifted by b bits, "LEFT" or "RIGHT"
-Scale(x, scale)         x * scale, or x / scale                     (com.microsoft)
+BitShift(a, b)          a shifted by b bits; `direction` is "LEFT" or "RIGHT"
+Scale(x, scale)         x * scale, or x / scale if `scale_down` is 1            (com.microsoft)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onnxtrain.ops.fused import reshaped
 # Mean
 
 
-def _mean_type(n: NodeView) -> Sequence[TensorType]:
+def _mean_types(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
@@ -42,15 +42,15 @@ def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:
     return Infix("/", operator.truediv, total, len(terms))
 
 
-composite("Mean", ("terms...",), _mean_body, _mean_call, since_version=13, shapes=_mean_type)
+composite("Mean", ("terms...",), _mean_body, _mean_call, since_version=13, shapes=_mean_types)
 
 
 # CastLike, BitShift, Scale
 
 
-def _scaled(x: torch.Tensor, scale: torch.Tensor, down: bool) -> torch.Tensor:
+def _scaled(x: torch.Tensor, scale: torch.Tensor, scale_down: bool) -> torch.Tensor:
     scale = scale.reshape(()).to(x.dtype)
-    return x / scale if down else x * scale
+    return x / scale if scale_down else x * scale
 
 
 composite(

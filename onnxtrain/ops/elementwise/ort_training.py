@@ -1,6 +1,6 @@
-"""Sums with factors, and the gradient of a quotient, under the names of ONNX Runtime Training.
+"""Elementwise ops of ONNX Runtime Training: scaled sums and the gradient of Div.
 
-ScaledSum(a, b, c) -> scale_0 * a + scale_1 * b + scale_2 * c          all of one shape
+ScaledSum(a, b, c?) -> scale_0 * a + scale_1 * b + scale_2 * c         of tensors of the same shape
 BatchScale(x) -> scale_0 * x, scale_1 * x, scale_2 * x                 its gradient
 DivGrad(dy, a, b) -> da, db                                            summed to the shapes of a and b
 """
@@ -37,9 +37,9 @@ def _sum_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def scaled_sum(terms: Sequence[torch.Tensor | None], factors: Sequence[float]) -> torch.Tensor:
-    given = [t for t in terms if t is not None]
-    result = given[0] * factors[0]
-    for term, factor in zip(given[1:], factors[1:], strict=False):
+    first, *others = [t for t in terms if t is not None]
+    result = first * factors[0]
+    for term, factor in zip(others, factors[1:], strict=False):
         result.add_(term, alpha=factor)
     return result
 
@@ -52,7 +52,7 @@ def scaled(x: torch.Tensor, factors: Sequence[float]) -> tuple[torch.Tensor, ...
     return tuple(x * factor for factor in factors)
 
 
-def _outputs_of(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
+def _count_outputs(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
     return 2 if attributes.get("scale_2") is None else 3
 
 
@@ -74,7 +74,7 @@ composite(
     outputs=("y_0", "y_1", "y_2?"),
     attributes=_SCALES,
     shapes=_scaled_types,
-    count_outputs=_outputs_of,
+    count_outputs=_count_outputs,
     flops=lambda n: sizes.multiply(len(n.node.outputs), numel(n.x)),
 )
 

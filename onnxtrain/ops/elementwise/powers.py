@@ -1,6 +1,6 @@
 """Powers, roots, exponentials and logarithms.
 
-PyTorch's gradients at the edges: a^0 has slope 0 in a, and 0^b has slope 0 in b for b >= 0.
+As in PyTorch, the derivative of a^0 by a is 0, and so is the derivative of 0^b by b for b >= 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of, zeros_like
 
 Grad = ir.Value | None
-_POWER_TYPES = frozenset(
+_POW_TYPES = frozenset(
     {
         ir.DataType.FLOAT,
         ir.DataType.DOUBLE,
@@ -34,39 +34,39 @@ _POWER_TYPES = frozenset(
 
 
 def _capture_pow(op: Builder, a: Any, b: Any) -> Any:
-    if op.out[0].dtype not in _POWER_TYPES:
+    if op.out[0].dtype not in _POW_TYPES:
         return NotImplemented
     return op.Pow(*promoted(op, a, b))
 
 
-def _pow_slope(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """Dy * (b * a^(b - 1)), and 0 where b is 0."""
+def _base_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """Return dy * (b * a^(b - 1)), and 0 where b is 0."""
     exponent = number_of(n.b)
     if exponent == 0:
         return zeros_like(op, n.a)
     if exponent == 1:
         return dy
     if exponent is not None:
-        less = n.a if exponent == 2 else op.Pow(n.a, op.scalar(exponent - 1, like=n.a))
-        return op.Mul(dy, op.Mul(less, op.scalar(exponent, like=n.a)))  # type: ignore[no-any-return]
-    b = cast(op, n.b, dtype_of(n.a))  # ONNX lets them differ
+        power = n.a if exponent == 2 else op.Pow(n.a, op.scalar(exponent - 1, like=n.a))
+        return op.Mul(dy, op.Mul(power, op.scalar(exponent, like=n.a)))  # type: ignore[no-any-return]
+    b = cast(op, n.b, dtype_of(n.a))  # ONNX allows different types of a and b
     zero, one = op.scalar(0.0, like=b), op.scalar(1.0, like=b)
-    slope = op.Mul(dy, op.Mul(b, op.Pow(n.a, op.Sub(b, one))))
-    return op.Where(op.Equal(b, zero), zero, slope)  # type: ignore[no-any-return]
+    gradient = op.Mul(dy, op.Mul(b, op.Pow(n.a, op.Sub(b, one))))
+    return op.Where(op.Equal(b, zero), zero, gradient)  # type: ignore[no-any-return]
 
 
-def _exponent_slope(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """Dy * (y * log a), and 0 where a is 0 and b >= 0."""
+def _exponent_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """Return dy * (y * log a), and 0 where a is 0 and b >= 0."""
     base = number_of(n.a)
     if base is not None and base > 0:
         return op.Mul(dy, op.Mul(n.y, op.scalar(math.log(base), like=n.y)))  # type: ignore[no-any-return]
     zero = op.scalar(0.0, like=n.b)
-    flat = op.And(op.Equal(n.a, zero), op.GreaterOrEqual(n.b, zero))
-    return op.Mul(dy, op.Where(flat, zero, op.Mul(n.y, op.Log(n.a))))  # type: ignore[no-any-return]
+    is_constant = op.And(op.Equal(n.a, zero), op.GreaterOrEqual(n.b, zero))
+    return op.Mul(dy, op.Where(is_constant, zero, op.Mul(n.y, op.Log(n.a))))  # type: ignore[no-any-return]
 
 
 def _pow_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    return _pow_slope(op, n, dy) if n.wants("a") else None, _exponent_slope(op, n, dy) if n.wants("b") else None
+    return _base_gradient(op, n, dy) if n.wants("a") else None, _exponent_gradient(op, n, dy) if n.wants("b") else None
 
 
 POW = binary(
@@ -124,12 +124,12 @@ RSQRT = unary(
 
 
 def _expm1_body(op: Builder, n: NodeView) -> ir.Value:
-    """(u - 1) * x / log u with u = exp x (Kahan): exact for small x, where u - 1 cancels."""
+    """Return (u - 1) * x / log u with u = exp x (Kahan), which is accurate for small x, where u - 1 cancels."""
     one, minus_one = op.scalar(1.0, like=n.x), op.scalar(-1.0, like=n.x)
     u = op.Exp(n.x)
-    less = op.Sub(u, one)
-    kahan = op.Div(op.Mul(less, n.x), op.Log(u))
-    kahan = op.Where(op.Or(op.Equal(less, minus_one), op.IsInf(u)), less, kahan)
+    u_minus_one = op.Sub(u, one)
+    kahan = op.Div(op.Mul(u_minus_one, n.x), op.Log(u))
+    kahan = op.Where(op.Or(op.Equal(u_minus_one, minus_one), op.IsInf(u)), u_minus_one, kahan)
     return op.Where(op.Equal(u, one), n.x, kahan)  # type: ignore[no-any-return]
 
 
@@ -174,7 +174,7 @@ EXP2 = unary(
 
 
 def _log1p_body(op: Builder, n: NodeView) -> ir.Value:
-    """Log u * x / (u - 1) with u = 1 + x (Kahan): exact for small x, which u loses."""
+    """Return log u * x / (u - 1) with u = 1 + x (Kahan), which is accurate for small x, which u loses to rounding."""
     one = op.scalar(1.0, like=n.x)
     u = op.Add(n.x, one)
     kahan = op.Div(op.Mul(op.Log(u), n.x), op.Sub(u, one))
@@ -187,7 +187,7 @@ def _log1p_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 
 def _logarithm(name: str, log_of_base: float, kernel: Any) -> None:
-    """Defines the logarithm to a base that ONNX does not have."""
+    """Define a logarithm whose base has no ONNX op."""
 
     def body(op: Builder, n: NodeView) -> ir.Value:
         return op.Mul(op.Log(n.x), op.scalar(1 / log_of_base, like=n.x))  # type: ignore[no-any-return]
@@ -215,20 +215,21 @@ LOG1P = unary(
     body=_log1p_body,
 )
 _logarithm("Log2", 0.6931471805599453, torch.log2)
-_logarithm("Log10", 2.3025850929940456, torch.log10)  # as PyTorch's gradient writes log 10
+_logarithm("Log10", 2.3025850929940456, torch.log10)  # log 10 as in PyTorch's gradient
 
 
 def _logaddexp_body(op: Builder, n: NodeView) -> ir.Value:
-    """max(a, b) + log1p(exp(-|a - b|)); of equal infinities, that infinity."""
-    largest = op.Max(n.a, n.b)
-    far = op.Neg(op.Abs(op.Sub(n.a, n.b)))
-    same = op.And(op.IsInf(n.a), op.Equal(n.a, n.b))
-    return op.Where(same, n.a, op.Add(largest, op.own.Log1p(op.Exp(far))))  # type: ignore[no-any-return]
+    """Return max(a, b) + log1p(exp(-|a - b|)); for a = b = ±inf that is NaN, and a is returned instead."""
+    maximum = op.Max(n.a, n.b)
+    minus_distance = op.Neg(op.Abs(op.Sub(n.a, n.b)))
+    is_same_infinity = op.And(op.IsInf(n.a), op.Equal(n.a, n.b))
+    log_sum = op.Add(maximum, op.own.Log1p(op.Exp(minus_distance)))
+    return op.Where(is_same_infinity, n.a, log_sum)  # type: ignore[no-any-return]
 
 
 def _logaddexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    def share(own: ir.Value, other: ir.Value) -> Any:
-        return op.Div(dy, op.Add(op.Exp(op.Sub(other, own)), op.scalar(1, like=dy)))
+    def share(operand: ir.Value, other: ir.Value) -> Any:
+        return op.Div(dy, op.Add(op.Exp(op.Sub(other, operand)), op.scalar(1, like=dy)))
 
     return share(n.a, n.b) if n.wants("a") else None, share(n.b, n.a) if n.wants("b") else None
 

@@ -1,4 +1,4 @@
-"""Rounding to whole numbers. Their slope is zero, and PyTorch gives zeros, not no gradient."""
+"""Rounding to integers. The derivative is 0: as in PyTorch, the gradient is a tensor of zeros, not None."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def _rounding(
     name: str,
     kernel: Callable[..., Any],
     *,
-    also: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
     domain: str = ONNX,
     since_version: int = 1,
     body: Any = STANDARD,
     cpp_expression: str = "",
 ) -> OpDef:
     def capture(op: Builder, x: ir.Value) -> Any:
-        """Integers are whole already: PyTorch copies them, ONNX does not take them."""
+        """Capture integers as Identity: PyTorch copies them, ONNX's op does not support them."""
         return op.op(domain, name)(x) if is_float(dtype_of(x)) else op.Identity(x)
 
     return unary(
         name,
-        dict.fromkeys((f"aten.{n}.default" for n in (name.lower(), *also)), capture),
+        dict.fromkeys((f"aten.{n}.default" for n in (name.lower(), *aliases)), capture),
         kernel,
         lambda op, n, dy: zeros_like(op, n.x),
         reads=(),
@@ -49,4 +49,4 @@ def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
 FLOOR = _rounding("Floor", torch.floor, since_version=13, cpp_expression="std::floor({0})")
 CEIL = _rounding("Ceil", torch.ceil, since_version=13, cpp_expression="std::ceil({0})")
 ROUND = _rounding("Round", torch.round, since_version=11)
-TRUNC = _rounding("Trunc", torch.trunc, also=("fix",), domain=OWN, body=_trunc_body)
+TRUNC = _rounding("Trunc", torch.trunc, aliases=("fix",), domain=OWN, body=_trunc_body)

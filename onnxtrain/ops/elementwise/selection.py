@@ -1,10 +1,10 @@
-"""Choosing among values: Where, extremes of two tensors, clamping, replacing NaN.
+"""Selection among values: Where, maxima and minima of tensors, clamping, and replacing NaN.
 
 Where(condition, a, b)
-Max(terms...), Min(terms...)    NaN if one is; a tie of two gives each half of the gradient
-Clip(x, min?, max?)       0-dimensional bounds, not differentiated; the bounds themselves pass the gradient
-Clamp(x, min?, max?)      bounds that are tensors, and differentiable
-NanToNum(x)               NaN, inf and -inf replaced
+Max(terms...), Min(terms...)    NaN if a term is NaN; of two equal terms each gets half of the gradient
+Clip(x, min?, max?)             bounds are 0-dimensional and not differentiated; where x is a bound, x gets the gradient
+Clamp(x, min?, max?)            bounds are tensors and differentiable
+NanToNum(x)                     NaN, inf and -inf replaced
 """
 
 from __future__ import annotations
@@ -104,30 +104,30 @@ WHERE = define(
 # Max, Min
 
 
-def _loser(name: str, op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Where a is not chosen."""
+def _is_not_chosen(name: str, op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Return whether b is chosen over a; False if they are equal or one is NaN."""
     result: ir.Value = op.Less(a, b) if name == "Max" else op.Greater(a, b)
     return result
 
 
-def _between_two(name: str, op: Builder, dy: ir.Value, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """To the chosen operand; half to each where they are equal; all to both where one is NaN."""
+def _gradients_of_two(name: str, op: Builder, dy: ir.Value, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return da and db: dy for the chosen operand; half of it for each if they are equal; dy for both if one is NaN."""
     zero, two = _zero(op, dy), op.scalar(2.0, like=dy)
-    shared = op.Where(op.Equal(a, b), op.Div(dy, two), dy)
-    da, db = (op.Where(_loser(name, op, x, y), zero, shared) for x, y in ((a, b), (b, a)))
+    share = op.Where(op.Equal(a, b), op.Div(dy, two), dy)
+    da, db = (op.Where(_is_not_chosen(name, op, x, y), zero, share) for x, y in ((a, b), (b, a)))
     return da, db
 
 
 def _extreme_gradient(name: str) -> Any:
-    """Of several terms: one after the other, as PyTorch's maximum(maximum(a, b), c)."""
+    """Return the gradient rule for any number of terms, which is that of maximum(maximum(a, b), c) in PyTorch."""
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[Grad]:
-        so_far = list(itertools.accumulate(n.terms, op.op("", name)))
-        found: list[Grad] = []
-        for best, term in zip(reversed(so_far[:-1]), reversed(n.terms[1:]), strict=True):
-            dy, dterm = _between_two(name, op, dy, best, term)
-            found.append(dterm)
-        return [*reversed([*found, dy])]
+        running = list(itertools.accumulate(n.terms, op.op("", name)))
+        gradients: list[Grad] = []
+        for extreme, term in zip(reversed(running[:-1]), reversed(n.terms[1:]), strict=True):
+            dy, dterm = _gradients_of_two(name, op, dy, extreme, term)
+            gradients.append(dterm)
+        return [*reversed([*gradients, dy])]
 
     return gradient
 
@@ -146,13 +146,13 @@ def _host_extreme(name: str) -> Callable[[Any, Any], Any]:
     def choose(a: Any, b: Any) -> Any:
         if isinstance(a, int) and isinstance(b, int):
             return max(a, b) if name == "Max" else min(a, b)
-        known, other = (b, a) if isinstance(a, int) else (a, b)
-        return known.largest(other) if name == "Max" else known.smallest(other)
+        symbolic, other = (b, a) if isinstance(a, int) else (a, b)
+        return symbolic.largest(other) if name == "Max" else symbolic.smallest(other)
 
     return choose
 
 
-def _terms_type(n: NodeView) -> Sequence[TensorType]:
+def _terms_types(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
@@ -175,7 +175,7 @@ def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any], symb
             from_torch=dict.fromkeys(
                 (f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)
             ),
-            shapes=_terms_type,
+            shapes=_terms_types,
             body=STANDARD,
             ort_compatible=always,
             gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
@@ -198,20 +198,20 @@ MIN = _extreme("Min", "minimum", torch.minimum, "<")
 # Clip and Clamp
 
 
-def _bounded(op: Builder, x: ir.Value, low: Any, high: Any) -> Any:
-    """`clamp(x, min, max)` with numbers or tensors for bounds."""
+def _capture_clamp(op: Builder, x: ir.Value, low: Any, high: Any) -> Any:
+    """Capture `clamp(x, min, max)`, whose bounds are numbers or tensors."""
     dtype = op.out[0].dtype
     x = as_value(op, x, dtype)
     if isinstance(low, (ir.Value, str)) or isinstance(high, (ir.Value, str)):
         return op.own.Clamp(x, *(None if v is None else as_value(op, v, dtype) for v in (low, high)))
-    if is_float(dtype):  # ONNX takes the largest finite number for an absent bound, and so would change an infinity
+    if is_float(dtype):  # ONNX clips to the largest finite number without a bound, which would change infinities
         low, high = -math.inf if low is None else low, math.inf if high is None else high
     return op.Clip(x, *(None if v is None else op.scalar(v, like=x) for v in (low, high)))
 
 
 def _clip_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
-    inside = _inside(op, n)
-    return (op.Where(inside, dy, _zero(op, dy)) if inside else dy, None, None)[: len(n.node.inputs)]
+    is_within = _is_within_bounds(op, n)
+    return (op.Where(is_within, dy, _zero(op, dy)) if is_within else dy, None, None)[: len(n.node.inputs)]
 
 
 def _has_min(n: NodeView) -> bool:
@@ -228,25 +228,25 @@ def _clip_call(n: NodeView, x: Any, low: Any, high: Any) -> Call:
     return Call(torch.clamp, x, low if _has_min(n) else None, high if _has_max(n) else None)
 
 
-def _inside(op: Builder, n: NodeView) -> ir.Value | None:
-    """Whether x lies within the bounds, themselves included; None where there are none."""
+def _is_within_bounds(op: Builder, n: NodeView) -> ir.Value | None:
+    """Return whether min <= x <= max; None without bounds."""
     above = op.GreaterOrEqual(n.x, n.min) if _has_min(n) else None
     below = op.LessOrEqual(n.x, n.max) if _has_max(n) else None
     return op.And(above, below) if above is not None and below is not None else above or below
 
 
 def _clamp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
-    """A bound gets the gradient where it is the result; where min > max, max is."""
+    """Return dx, dmin and dmax: dy for the one that is the result, which is max where min > max."""
     dx, dlow, dhigh = _clip_gradient(op, n, dy)[0], None, None
     zero = _zero(op, dy)
     if n.min is not None and n.wants("min"):
-        chosen = op.Less(n.x, n.min)
-        chosen = chosen if n.max is None else op.And(op.Less(n.min, n.max), chosen)
-        dlow = op.Where(chosen, dy, zero)
+        is_min = op.Less(n.x, n.min)
+        is_min = is_min if n.max is None else op.And(op.Less(n.min, n.max), is_min)
+        dlow = op.Where(is_min, dy, zero)
     if n.max is not None and n.wants("max"):
-        chosen = op.Greater(n.x, n.max)
-        chosen = chosen if n.min is None else op.Or(op.Less(n.max, n.min), chosen)
-        dhigh = op.Where(chosen, dy, zero)
+        is_max = op.Greater(n.x, n.max)
+        is_max = is_max if n.min is None else op.Or(op.Less(n.max, n.min), is_max)
+        dhigh = op.Where(is_max, dy, zero)
     return (dx, dlow, dhigh)[: len(n.node.inputs)]
 
 
@@ -255,7 +255,7 @@ def _clamp_body(op: Builder, n: NodeView) -> ir.Value:
     return above if n.max is None else op.Min(above, n.max)  # type: ignore[no-any-return]
 
 
-def _clamp_type(n: NodeView) -> Sequence[TensorType]:
+def _clamp_types(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.x), sizes.broadcast(*(sizes.dims_of(v) for v in n.node.inputs if v is not None))),)
 
 
@@ -272,10 +272,10 @@ CLIP = define(
         attributes={},
         since_version=13,
         from_torch={
-            "aten.clamp.default": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
-            "aten.clip.default": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
-            "aten.clamp_min.default": lambda op, x, min: _bounded(op, x, min, None),
-            "aten.clamp_max.default": lambda op, x, max: _bounded(op, x, None, max),
+            "aten.clamp.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+            "aten.clip.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+            "aten.clamp_min.default": lambda op, x, min: _capture_clamp(op, x, min, None),
+            "aten.clamp_max.default": lambda op, x, max: _capture_clamp(op, x, None, max),
         },
         shapes=same_as("x"),
         body=STANDARD,
@@ -299,12 +299,12 @@ CLAMP = define(
         attributes={},
         since_version=1,
         from_torch={
-            "aten.clamp.Tensor": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
-            "aten.clip.Tensor": lambda op, x, min=None, max=None: _bounded(op, x, min, max),
-            "aten.clamp_min.Tensor": lambda op, x, min: _bounded(op, x, min, None),
-            "aten.clamp_max.Tensor": lambda op, x, max: _bounded(op, x, None, max),
+            "aten.clamp.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+            "aten.clip.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+            "aten.clamp_min.Tensor": lambda op, x, min: _capture_clamp(op, x, min, None),
+            "aten.clamp_max.Tensor": lambda op, x, max: _capture_clamp(op, x, None, max),
         },
-        shapes=_clamp_type,
+        shapes=_clamp_types,
         body=_clamp_body,
         ort_compatible=never,
         gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
@@ -323,7 +323,7 @@ CLAMP = define(
 
 
 def _replacements(n: NodeView) -> tuple[float, float, float]:
-    """What NaN, inf and -inf become."""
+    """Return the replacements of NaN, inf and -inf."""
     limit = torch.finfo(TORCH_DTYPES[dtype_of(n.x)]).max
     high = limit if n.posinf is None else n.posinf
     return n.nan or 0.0, high, -limit if n.neginf is None else n.neginf

@@ -1,13 +1,13 @@
-"""Special functions that PyTorch has and ONNX composes.
+"""Special functions of PyTorch that have no ONNX op.
 
-Erfc(x)                1 - erf(x), precise for large x too, where the difference is not
+Erfc(x)                1 - erf(x); PyTorch's kernel is accurate for large x too, the body is not
 Sinc(x)                sin(pi x) / (pi x), and 1 at 0
 Entr(x)                -x log x, 0 at 0 and -inf below
 XLogY(a, b)            a log b, and 0 where a is 0
 XLog1PY(a, b)          a log(1 + b), and 0 where a is 0
 Hypot(a, b)            sqrt(a^2 + b^2)
 CopySign(a, b)         |a| with the sign of b
-FMax(a, b), FMin       the larger and smaller, of a number and NaN the number; of equals a gets the gradient
+FMax(a, b), FMin       the maximum and minimum that ignore NaN; if a = b, a gets the gradient
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _zero(op: Builder, like: ir.Value) -> ir.Value:
     return op.scalar(0, like=like)
 
 
-# Of one operand
+# Functions of one operand
 
 
 def _erfc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    bell = op.Exp(op.Neg(op.Mul(n.x, n.x)))
-    return op.Mul(times(op, bell, -2 / math.sqrt(math.pi)), dy)  # type: ignore[no-any-return]
+    exponential = op.Exp(op.Neg(op.Mul(n.x, n.x)))
+    return op.Mul(times(op, exponential, -2 / math.sqrt(math.pi)), dy)  # type: ignore[no-any-return]
 
 
 def _erfc_body(op: Builder, n: NodeView) -> ir.Value:
@@ -53,17 +53,17 @@ def _sinc_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _sinc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """(pi x cos(pi x) - sin(pi x)) / (pi x^2), and 0 at 0."""
+    """Return dy * (pi x cos(pi x) - sin(pi x)) / (pi x^2), and 0 at 0."""
     angle, at_zero = times(op, n.x, math.pi), op.Equal(n.x, _zero(op, n.x))
-    rise = op.Sub(op.Mul(angle, op.Cos(angle)), op.Sin(angle))
-    slope = op.Div(rise, op.Mul(angle, n.x))
-    return op.Mul(dy, op.Where(at_zero, _zero(op, n.x), slope))  # type: ignore[no-any-return]
+    numerator = op.Sub(op.Mul(angle, op.Cos(angle)), op.Sin(angle))
+    derivative = op.Div(numerator, op.Mul(angle, n.x))
+    return op.Mul(dy, op.Where(at_zero, _zero(op, n.x), derivative))  # type: ignore[no-any-return]
 
 
 def _entr_body(op: Builder, n: NodeView) -> ir.Value:
     zero = _zero(op, n.x)
-    inner = op.Where(op.Equal(n.x, zero), zero, op.Mul(op.Neg(n.x), op.Log(n.x)))
-    return op.Where(op.Less(n.x, zero), op.scalar(-math.inf, like=n.x), inner)  # type: ignore[no-any-return]
+    entropy = op.Where(op.Equal(n.x, zero), zero, op.Mul(op.Neg(n.x), op.Log(n.x)))
+    return op.Where(op.Less(n.x, zero), op.scalar(-math.inf, like=n.x), entropy)  # type: ignore[no-any-return]
 
 
 def _entr_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
@@ -79,10 +79,10 @@ unary(
 unary("Entr", "aten.special_entr.default", torch.special.entr, _entr_gradient, domain=OWN, body=_entr_body)
 
 
-# Of two operands
+# Functions of two operands
 
 
-def _captured(name: str) -> FromTorch:
+def _capture_binary(name: str) -> FromTorch:
     def capture(op: Builder, a: Any, b: Any) -> Any:
         return op.op(OWN, name)(*promoted(op, a, b)) if is_float(op.out[0].dtype) else NotImplemented
 
@@ -90,25 +90,24 @@ def _captured(name: str) -> FromTorch:
 
 
 def _overloads(name: str, *overloads: str) -> dict[str, FromTorch]:
-    return dict.fromkeys((f"aten.{overload}" for overload in overloads), _captured(name))
+    return dict.fromkeys((f"aten.{overload}" for overload in overloads), _capture_binary(name))
 
 
 _XLOG = ("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other")
 _SPECIAL = ("default", "self_scalar", "other_scalar")
 
 
-def _x_log(log: Callable[[Builder, ir.Value], ir.Value], divisor: Callable[[Builder, ir.Value], ir.Value]) -> Any:
-    """The body and the gradient of a * log(b)."""
+def _x_log(log: Callable[[Builder, ir.Value], ir.Value], argument: Callable[[Builder, ir.Value], ir.Value]) -> Any:
+    """Return the body and the gradient of a * log(b); `argument` builds the logarithm's argument from b."""
 
     def body(op: Builder, n: NodeView) -> ir.Value:
-        product = op.Mul(n.a, log(op, n.b))
-        skipped = op.And(op.Equal(n.a, _zero(op, n.a)), op.Not(op.IsNaN(n.b)))
-        return op.Where(skipped, _zero(op, n.a), product)  # type: ignore[no-any-return]
+        is_zero = op.And(op.Equal(n.a, _zero(op, n.a)), op.Not(op.IsNaN(n.b)))
+        return op.Where(is_zero, _zero(op, n.a), op.Mul(n.a, log(op, n.b)))  # type: ignore[no-any-return]
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-        flat = op.And(op.Equal(n.a, _zero(op, n.a)), op.LessOrEqual(divisor(op, n.b), _zero(op, n.b)))
-        da = op.Mul(dy, op.Where(flat, _zero(op, n.a), log(op, n.b))) if n.wants("a") else None
-        return da, op.Div(op.Mul(dy, n.a), divisor(op, n.b)) if n.wants("b") else None
+        is_constant = op.And(op.Equal(n.a, _zero(op, n.a)), op.LessOrEqual(argument(op, n.b), _zero(op, n.b)))
+        da = op.Mul(dy, op.Where(is_constant, _zero(op, n.a), log(op, n.b))) if n.wants("a") else None
+        return da, op.Div(op.Mul(dy, n.a), argument(op, n.b)) if n.wants("b") else None
 
     return body, gradient
 
@@ -118,7 +117,7 @@ _XLOG1PY, _XLOG1PY_GRADIENT = _x_log(lambda op, b: op.own.Log1p(b), lambda op, b
 binary("XLogY", _overloads("XLogY", *_XLOG), torch.xlogy, _XLOGY_GRADIENT, domain=OWN, body=_XLOGY)
 binary(
     "XLog1PY",
-    _overloads("XLog1PY", *(f"special_xlog1py.{kind}" for kind in _SPECIAL)),
+    _overloads("XLog1PY", *(f"special_xlog1py.{overload}" for overload in _SPECIAL)),
     torch.special.xlog1py,
     _XLOG1PY_GRADIENT,
     domain=OWN,
@@ -127,8 +126,8 @@ binary(
 
 
 def _hypot_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    found = [op.Mul(dy, op.Div(getattr(n, side), n.y)) if n.wants(side) else None for side in ("a", "b")]
-    return found[0], found[1]
+    da, db = (op.Mul(dy, op.Div(getattr(n, side), n.y)) if n.wants(side) else None for side in ("a", "b"))
+    return da, db
 
 
 binary(
@@ -143,10 +142,11 @@ binary(
 
 
 def _copysign_body(op: Builder, n: NodeView) -> ir.Value:
-    """The sign of -0.0 shows in its reciprocal."""
-    zero, size = _zero(op, n.b), op.Abs(n.a)
+    """Return -|a| where b < 0 or b is -0.0, whose reciprocal is negative; |a| elsewhere."""
+    zero, magnitude = _zero(op, n.b), op.Abs(n.a)
     minus_zero = op.And(op.Equal(n.b, zero), op.Less(op.Reciprocal(n.b), zero))
-    return op.Where(op.Or(op.Less(n.b, zero), minus_zero), op.Neg(size), size)  # type: ignore[no-any-return]
+    is_negative = op.Or(op.Less(n.b, zero), minus_zero)
+    return op.Where(is_negative, op.Neg(magnitude), magnitude)  # type: ignore[no-any-return]
 
 
 def _copysign_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
@@ -166,34 +166,34 @@ binary(
 )
 
 
-def _numeric(name: str, plain: str, torch_name: str, kernel: Any) -> None:
-    """Defines FMax or FMin."""
+def _nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> None:
+    """Define FMax or FMin."""
 
-    def chosen(op: Builder, n: NodeView) -> ir.Value:
-        """Whether a is the result."""
-        wins = op.GreaterOrEqual(n.a, n.b) if plain == "Max" else op.LessOrEqual(n.a, n.b)
+    def is_a(op: Builder, n: NodeView) -> ir.Value:
+        """Return whether a is the result."""
+        wins = op.GreaterOrEqual(n.a, n.b) if is_max else op.LessOrEqual(n.a, n.b)
         return op.Or(wins, op.IsNaN(n.b))  # type: ignore[no-any-return]
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-        first, zero = chosen(op, n), _zero(op, dy)
-        da = op.Where(first, dy, zero) if n.wants("a") else None
-        return da, op.Where(first, zero, dy) if n.wants("b") else None
+        chosen, zero = is_a(op, n), _zero(op, dy)
+        da = op.Where(chosen, dy, zero) if n.wants("a") else None
+        return da, op.Where(chosen, zero, dy) if n.wants("b") else None
 
     def body(op: Builder, n: NodeView) -> ir.Value:
-        return op.Where(chosen(op, n), n.a, n.b)  # type: ignore[no-any-return]
+        return op.Where(is_a(op, n), n.a, n.b)  # type: ignore[no-any-return]
 
-    binary(name, _overloads(name, f"{torch_name}.default"), kernel, gradient, domain=OWN, body=body)
-
-
-_numeric("FMax", "Max", "fmax", torch.fmax)
-_numeric("FMin", "Min", "fmin", torch.fmin)
+    binary(name, _overloads(name, f"{name.lower()}.default"), kernel, gradient, domain=OWN, body=body)
 
 
-# Written as several ops
+_nan_ignoring_extreme("FMax", torch.fmax, is_max=True)
+_nan_ignoring_extreme("FMin", torch.fmin, is_max=False)
+
+
+# Functions that are captured as several ops
 
 
 def _logit(op: Builder, x: ir.Value, eps: float | None = None) -> Any:
-    """log(x / (1 - x)), x clipped to [eps, 1 - eps]."""
+    """Capture logit(x) = log(x / (1 - x)), with x clipped to [eps, 1 - eps]."""
     x = cast(op, x, op.out[0].dtype)
     if eps is not None:
         x = op.Clip(x, op.scalar(eps, like=x), op.scalar(1 - eps, like=x))
@@ -209,8 +209,8 @@ def _round_decimals(op: Builder, x: ir.Value, *, decimals: int) -> Any:
     return op.Div(op.Round(times(op, x, factor)), op.scalar(factor, like=x))
 
 
-def _in_other_units(factor: float) -> FromTorch:
-    """`deg2rad`, `rad2deg`."""
+def _convert_angle(factor: float) -> FromTorch:
+    """Capture `deg2rad` and `rad2deg`."""
     return lambda op, x: times(op, cast(op, x, op.out[0].dtype), factor)
 
 
@@ -219,23 +219,23 @@ def _frac(op: Builder, x: ir.Value) -> Any:
 
 
 def _logaddexp2(op: Builder, a: ir.Value, b: ir.Value) -> Any:
-    """log2(2^a + 2^b), by the natural logarithm."""
+    """Capture log2(2^a + 2^b) by LogAddExp, which has base e."""
     a, b = (times(op, v, math.log(2)) for v in promoted(op, a, b))
     return times(op, op.own.LogAddExp(a, b), 1 / math.log(2))
 
 
 def _angle(op: Builder, x: ir.Value) -> ir.Value:
-    """Of real numbers: pi below 0, and NaN where x is. Its gradient is zeros."""
+    """Capture the angle of real numbers: pi below 0, NaN for NaN, 0 elsewhere. Its gradient is zeros."""
     wide = cast(op, x, op.out[0].dtype)
-    turned = op.Where(op.Less(wide, _zero(op, wide)), op.scalar(math.pi, like=wide), _zero(op, wide))
-    return overwritten(op, x, op.Where(op.IsNaN(wide), op.own.Detach(wide), turned))
+    angle = op.Where(op.Less(wide, _zero(op, wide)), op.scalar(math.pi, like=wide), _zero(op, wide))
+    return overwritten(op, x, op.Where(op.IsNaN(wide), op.own.Detach(wide), angle))
 
 
 compose(
     {
         "aten.angle.default": _angle,
-        "aten.deg2rad.default": _in_other_units(math.pi / 180),
-        "aten.rad2deg.default": _in_other_units(180 / math.pi),
+        "aten.deg2rad.default": _convert_angle(math.pi / 180),
+        "aten.rad2deg.default": _convert_angle(180 / math.pi),
         "aten.frac.default": _frac,
         "aten.logaddexp2.default": _logaddexp2,
         "aten.logit.default": _logit,

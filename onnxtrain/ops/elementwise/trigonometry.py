@@ -1,4 +1,4 @@
-"""Circular and hyperbolic functions, their inverses, and the error function."""
+"""Trigonometric and hyperbolic functions, their inverses, and the error function."""
 
 from __future__ import annotations
 
@@ -15,65 +15,77 @@ from onnxtrain.ops.constructors import binary, promoted, unary
 from onnxtrain.ops.definition import NodeView
 
 Grad = ir.Value | None
-Slope = Callable[[Builder, NodeView], ir.Value]
+Derivative = Callable[[Builder, NodeView], ir.Value]
 
 
 def _function(
     name: str,
     kernel: Any,
-    slope: Slope,
+    derivative: Derivative,
     *,
     since_version: int,
-    also: Sequence[str] = (),
+    aliases: Sequence[str] = (),
     reads: str = "x",
     cpp_expression: str = "",
 ) -> None:
-    """Defines y = f(x) with dx = dy * slope."""
-    names = [f"aten.{n}.default" for n in (name.lower(), *also)]
+    """Define y = f(x) with dx = dy * f'(x); `derivative` builds f'(x) from the value that `reads` names."""
+    names = [f"aten.{n}.default" for n in (name.lower(), *aliases)]
     unary(
         name,
         names,
         kernel,
-        lambda op, n, dy: op.Mul(dy, slope(op, n)),
+        lambda op, n, dy: op.Mul(dy, derivative(op, n)),
         reads=(reads,),
         since_version=since_version,
         cpp_expression=cpp_expression,
     )
 
 
-def _squared(op: Builder, value: ir.Value, factor: int, offset: int) -> ir.Value:
-    """Factor * value^2 + offset, with factor 1 or -1."""
-    square = op.Mul(op.Neg(value) if factor < 0 else value, value)
+def _square_plus(op: Builder, value: ir.Value, sign: int, offset: int) -> ir.Value:
+    """Return sign * value^2 + offset; `sign` is 1 or -1."""
+    square = op.Mul(op.Neg(value) if sign < 0 else value, value)
     result: ir.Value = op.Add(square, op.scalar(offset, like=value))
     return result
 
 
 _function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7, cpp_expression="std::sin({0})")
 _function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7, cpp_expression="std::cos({0})")
-_function("Tan", torch.tan, lambda op, n: _squared(op, n.y, 1, 1), since_version=7, reads="y")
-_function("Asin", torch.asin, lambda op, n: op.own.Rsqrt(_squared(op, n.x, -1, 1)), since_version=7, also=("arcsin",))
+_function("Tan", torch.tan, lambda op, n: _square_plus(op, n.y, 1, 1), since_version=7, reads="y")
 _function(
-    "Acos", torch.acos, lambda op, n: op.Neg(op.own.Rsqrt(_squared(op, n.x, -1, 1))), since_version=7, also=("arccos",)
+    "Asin", torch.asin, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, -1, 1)), since_version=7, aliases=("arcsin",)
+)
+_function(
+    "Acos",
+    torch.acos,
+    lambda op, n: op.Neg(op.own.Rsqrt(_square_plus(op, n.x, -1, 1))),
+    since_version=7,
+    aliases=("arccos",),
 )
 _function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since_version=9)
 _function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since_version=9)
-_function("Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, 1)), since_version=9, also=("arcsinh",))
 _function(
-    "Acosh", torch.acosh, lambda op, n: op.own.Rsqrt(_squared(op, n.x, 1, -1)), since_version=9, also=("arccosh",)
+    "Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, 1)), since_version=9, aliases=("arcsinh",)
+)
+_function(
+    "Acosh",
+    torch.acosh,
+    lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, -1)),
+    since_version=9,
+    aliases=("arccosh",),
 )
 
 
 def _atan_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Div(dy, _squared(op, n.x, 1, 1))  # type: ignore[no-any-return]
+    return op.Div(dy, _square_plus(op, n.x, 1, 1))  # type: ignore[no-any-return]
 
 
 def _atanh_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Div(dy, _squared(op, n.x, -1, 1))  # type: ignore[no-any-return]
+    return op.Div(dy, _square_plus(op, n.x, -1, 1))  # type: ignore[no-any-return]
 
 
 def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    bell = op.Exp(op.Neg(op.Mul(n.x, n.x)))
-    return op.Mul(op.Mul(bell, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
+    exponential = op.Exp(op.Neg(op.Mul(n.x, n.x)))
+    return op.Mul(op.Mul(exponential, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
 
 
 ATAN = unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since_version=7)
@@ -92,7 +104,7 @@ ERF = unary(
 
 
 def _is_negative(op: Builder, value: ir.Value) -> ir.Value:
-    """Whether the sign bit is set, -0.0 included, which shows in its reciprocal."""
+    """Return whether the sign bit is set; the reciprocal of -0.0 is negative."""
     zero = op.scalar(0.0, like=value)
     minus_zero = op.And(op.Equal(value, zero), op.Less(op.Reciprocal(value), zero))
     result: ir.Value = op.Or(op.Less(value, zero), minus_zero)
@@ -100,19 +112,19 @@ def _is_negative(op: Builder, value: ir.Value) -> ir.Value:
 
 
 def _atan2_body(op: Builder, n: NodeView) -> ir.Value:
-    """The angle in the first quadrant, reflected into the quadrant of (b, a)."""
+    """Compute the angle of (|b|, |a|), in the first quadrant, and reflect it into the quadrant of (b, a)."""
     zero = op.scalar(0.0, like=n.a)
-    up, right = op.Abs(n.a), op.Abs(n.b)
-    angle = op.Atan(op.Div(up, right))
+    abs_a, abs_b = op.Abs(n.a), op.Abs(n.b)
+    angle = op.Atan(op.Div(abs_a, abs_b))
     angle = op.Where(op.And(op.IsInf(n.a), op.IsInf(n.b)), op.scalar(math.pi / 4, like=n.a), angle)
-    angle = op.Where(op.And(op.Equal(up, zero), op.Equal(right, zero)), zero, angle)
+    angle = op.Where(op.And(op.Equal(abs_a, zero), op.Equal(abs_b, zero)), zero, angle)
     angle = op.Where(_is_negative(op, n.b), op.Sub(op.scalar(math.pi, like=n.a), angle), angle)
     return op.Where(_is_negative(op, n.a), op.Neg(angle), angle)  # type: ignore[no-any-return]
 
 
 def _atan2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    squares, zero = op.Add(op.Mul(n.a, n.a), op.Mul(n.b, n.b)), op.scalar(0.0, like=n.a)
-    inverse = op.Where(op.Equal(squares, zero), zero, op.Reciprocal(squares))
+    sum_of_squares, zero = op.Add(op.Mul(n.a, n.a), op.Mul(n.b, n.b)), op.scalar(0.0, like=n.a)
+    inverse = op.Where(op.Equal(sum_of_squares, zero), zero, op.Reciprocal(sum_of_squares))
     da = op.Mul(op.Mul(dy, n.b), inverse) if n.wants("a") else None
     return da, op.Mul(op.Mul(dy, op.Neg(n.a)), inverse) if n.wants("b") else None
 
