@@ -196,6 +196,8 @@ class _Reader:
         for entry in groups[0].tables(3):
             for name, array in self._tensors(entry.tables(1)).items():
                 moments.setdefault(_MOMENTS.get(name, name), {})[entry.text(0)] = array
+        if moments.keys() == {_MOMENTS["momentum0"]}:  # of SGD, which did not use it
+            moments.clear()
         if any(arrays.keys() != trainable for arrays in moments.values()):
             raise ValueError("moments that do not belong to the trainable parameters")
         return int(groups[0].number(1, number_types.Int64Flags, 0)), moments

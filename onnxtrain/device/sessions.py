@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,11 +183,26 @@ class TensorType:
 class Graph:
     """A session of one artifact, bound to the memory that it works on."""
 
-    def __init__(self, path: str | os.PathLike[str], kind: str, device: Device, options: ort.SessionOptions) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        kind: str,
+        device: Device,
+        options: ort.SessionOptions,
+        convert: Callable[[Path], bytes | None],
+    ) -> None:
+        """Load the artifact, or what `convert` makes of a file of onnxruntime-training; None: it is no such file."""
         self.path = Path(path)
         self._device = device
-        self._session = open_session(self.path, device, options)
-        self.metadata = _metadata(self._session, self.path, kind)
+        try:
+            self._session = open_session(self.path, device, options)
+            self.metadata = _metadata(self._session, self.path, kind)
+        except TrainingError:
+            converted = convert(self.path)
+            if converted is None:
+                raise
+            self._session = open_session(converted, device, options)
+            self.metadata = _metadata(self._session, self.path, kind)
         self.types = dict(_types(self._session.get_inputs(), self.metadata.sequences))
         self.outputs = [name for name in self.metadata.outputs if name not in self.metadata.updates]
         texts = any(arg.dtype == "object" for arg in self.types.values())
@@ -280,8 +295,8 @@ class Graph:
         return list(results[: len(self.outputs)])
 
 
-def open_session(path: Path, device: Device, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Load a graph with the settings that all training sessions share.
+def open_session(graph: Path | bytes, device: Device, options: ort.SessionOptions) -> ort.InferenceSession:
+    """Load a graph, from its file or its content, with the settings that all training sessions share.
 
     Raises:
         TrainingError: onnxruntime cannot load it, or the options enable prepacking.
@@ -293,9 +308,10 @@ def open_session(path: Path, device: Device, options: ort.SessionOptions) -> ort
         raise TrainingError(what, f"session_options, {_PREPACKING}", "'1', or not set", "'0'", "Leave it out.")
     _register_allocator()
     try:
-        return ort.InferenceSession(path, options, providers=device.providers)
+        return ort.InferenceSession(graph, options, providers=device.providers)
     except _ORT_ERRORS as error:
-        raise TrainingError("onnxruntime cannot load the graph.", str(path), got=error) from error
+        where = str(graph) if isinstance(graph, Path) else None
+        raise TrainingError("onnxruntime cannot load the graph.", where, got=error) from error
 
 
 def _configure(options: ort.SessionOptions, key: str, value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from onnxruntime import OrtValue
 
 from onnxtrain.device.checkpoint_state import CheckpointState
 from onnxtrain.device.inference_export import export_for_inferencing
+from onnxtrain.device.predecessor import convert_graph, convert_optimizer
 from onnxtrain.device.sessions import Buffer, Device, Graph
 from onnxtrain.device.values import Array, copied_to_ort, dtype_name, to_numpy
 from onnxtrain.errors import TrainingError
@@ -151,7 +153,8 @@ class Module:
         return list(self._graph().outputs)
 
     def _load(self, path: str | os.PathLike[str], kind: str) -> Graph:
-        graph = Graph(path, kind, self._device, self._options)
+        convert = functools.partial(convert_graph, kind=kind, state=self._state)
+        graph = Graph(path, kind, self._device, self._options, convert)
         graph.bind(self._state.join_graph(graph.metadata, graph.types, self._device))
         return graph
 
@@ -213,7 +216,8 @@ class Optimizer:
 
     def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
         self._state = module._state
-        self._graph = Graph(optimizer_uri, "optimizer", module._device, module._options)
+        convert = functools.partial(convert_optimizer, names=module._names(trainable_only=True), state=self._state)
+        self._graph = Graph(optimizer_uri, "optimizer", module._device, module._options, convert)
         self._graph.bind(self._state.join_optimizer(self._graph.metadata, self._graph.types))
         # Bound once too: allocating two scalars takes longer than updating ten thousand parameters.
         self._rate, self._count = (Buffer(np.zeros(1, dtype), module._device) for dtype in (np.float32, np.int64))
