@@ -1,0 +1,146 @@
+"""Only onnxtrain/torch_compat/ names private parts of PyTorch; each is an entry there, with what takes its place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "onnxtrain"
+DOOR = PACKAGE / "torch_compat"
+
+# Private attributes of PyTorch's objects, with the function of torch_compat that reads them.
+ATTRIBUTES = {
+    "_backward_cls": "autograd.backward_class",
+    "_cdata": "tensors.storage_id",
+    "_is_view": "tensors.is_view",
+    "_overloadname": "operators.name_and_overload",
+    "_schema": "operators.schema_of",
+}
+
+# Files that do not keep to it yet. The list only gets shorter: a file that does is removed from it.
+NOT_YET: set[str] = {
+    "capture/capture.py",
+    "capture/convert/aten_gradient.py",
+    "capture/convert/convert.py",
+    "capture/convert/symbolic_sizes.py",
+    "capture/effects/escaped_tensors.py",
+    "capture/effects/outside_tensors.py",
+    "capture/export/composite_shapes.py",
+    "capture/export/data_attribute.py",
+    "capture/export/dynamo_graph.py",
+    "capture/export/fake_tensors.py",
+    "capture/export/meta_functions.py",
+    "capture/export/patches.py",
+    "capture/export/torch_reports.py",
+    "capture/export/tracing_shortcuts.py",
+    "capture/functionalize/autocast.py",
+    "capture/functionalize/batch_norm.py",
+    "capture/functionalize/composite_operators.py",
+    "capture/functionalize/explicit_casts.py",
+    "capture/functionalize/no_grad.py",
+    "capture/functionalize/views.py",
+    "capture/functionalize/without_retracing.py",
+    "capture/guards/element_decisions.py",
+    "capture/guards/guards.py",
+    "capture/guards/shape_proof.py",
+    "capture/key/fingerprint.py",
+    "capture/key/key.py",
+    "capture/key/snapshot.py",
+    "capture/node_storage.py",
+    "capture/python_functions/calls.py",
+    "capture/python_functions/output_sizes.py",
+    "capture/python_functions/trial_run.py",
+    "capture/refusals.py",
+    "capture/stored/containers.py",
+    "capture/stored/expressions.py",
+    "capture/structure.py",
+}
+
+
+def private_names(source: str) -> Iterator[str]:
+    """The private names of PyTorch in a Python source: imports, attributes of its modules, and `ATTRIBUTES`."""
+    tree = ast.parse(source)
+    names = dict(_names_of_torch(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if _is_private(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            yield from (n for n in (f"{node.module}.{alias.name}" for alias in node.names) if _is_private(n))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and _is_private(str(a.value)))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            name = _dotted(node, names)
+            if node.attr in ATTRIBUTES or _is_private(name):
+                yield name or f"….{node.attr}"
+
+
+def _is_private(name: str) -> bool:
+    first, *parts = name.split(".")
+    return first in ("torch", "functorch") and any(p.startswith("_") and not p.startswith("__") for p in parts)
+
+
+def _names_of_torch(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Local names with the dotted names that they stand for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names if alias.asname)
+            yield from ((alias.name.split(".")[0],) * 2 for alias in node.names if not alias.asname)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = _dotted(node.value, {"torch": "torch"})
+            if name:
+                yield node.targets[0].id, name
+
+
+def _dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """The dotted name of an expression such as `aten._conj`, with its first part as `names` says; else empty."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return ""
+    return ".".join([names[node.id], *parts])
+
+
+def test_only_the_door_names_private_parts_of_pytorch() -> None:
+    violations = {
+        str(path.relative_to(PACKAGE)): sorted(set(private_names(path.read_text(encoding="utf-8"))))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if DOOR not in path.parents
+    }
+    violations = {path: names for path, names in violations.items() if names}
+    added = {path: names for path, names in violations.items() if path not in NOT_YET}
+    assert not added, f"make each an entry of onnxtrain/torch_compat/ ({ATTRIBUTES}): {added}"
+    assert sorted(violations) == sorted(NOT_YET), "remove from NOT_YET the files that name none any more"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch._C._dynamo import eval_frame",
+        "from torch.utils import _pytree as pytree",
+        "import torch\ntorch._C._aoti",
+        "import torch as t\nt.ops.aten._conj",
+        "import torch\nATEN = torch.ops.aten\nATEN._conj.default",
+        "from torch.export import exported_program as e\ne._decompose",
+        "import importlib\nimportlib.import_module('torch._inductor')",
+        "def f(tensor): return tensor.untyped_storage()._cdata",
+    ],
+)
+def test_private_names_are_found(source: str) -> None:
+    assert list(private_names(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch\ntorch.__version__", "class A:\n  def f(self): return self._x", "import os\nos._exit(1)"],
+)
+def test_other_names_are_left_alone(source: str) -> None:
+    assert not list(private_names(source))
