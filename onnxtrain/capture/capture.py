@@ -37,6 +37,7 @@ from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
 from onnxtrain.capture.effects.random_generators import left_alone
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
@@ -104,6 +105,7 @@ class Captured:
         took_ms: how long the capture took.
         kept: which of forward's tensors are results; None: all of them.
         stored: the name of the capture on disk that this is; "" where it is on none.
+        written_views: results that are views of what `mutations` change.
     """
 
     model: ir.Model
@@ -118,6 +120,7 @@ class Captured:
     took_ms: float = 0.0
     kept: tuple[int, ...] | None = None
     stored: str = ""
+    written_views: tuple[WrittenView, ...] = ()
 
 
 class _Found:
@@ -262,6 +265,10 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
             outside.find(module, reads, decisions.examples, (t for made in wrapper.elements.made for t in made.lifted))
         sources = _sources(program, module, len(names), parts, outside)
         captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
+        if traced is not None:
+            targets = [mutation.target for mutation in captured.mutations]
+            views = written_views(traced, program, targets, captured.model.graph.inputs)
+            captured = replace(captured, written_views=tuple(views))
     return replace(captured, reads=frozenset(reads), constants=(*captured.constants, *outside.read))
 
 

@@ -87,6 +87,7 @@ def keep_outputs(captured: Captured, names: Sequence[str] | None) -> Captured:
         mutations=tuple(replace(m, output=m.output - fewer) for m in captured.mutations),
         output=OutputStructure(tree, tuple(captured.output.names[i] for i in kept)),
         kept=kept,
+        written_views=tuple(replace(v, result=places[v.result]) for v in captured.written_views if v.result in places),
     )
 
 

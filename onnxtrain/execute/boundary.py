@@ -13,12 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, Protocol
 
+import onnx_ir as ir
 import torch
 
+from onnxtrain.capture.effects.written_views import WrittenView
 from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_function.run_context import until_settled
+from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.torch_compat import autograd, dispatch
 from onnxtrain.torch_compat.tensors import storage_id
 
@@ -106,6 +109,8 @@ class Unit:
             every step, and each Python call on the way costs 0.4 us there.
         lone_views: positions of the results that are views of what nobody else sees: users may change them in place,
             which autograd refuses for a view that an autograd function made.
+        written_views: results that are made views of inputs which forward mutated.
+        inputs: the inputs of the graph, whose shapes name the sizes.
         unreached: positions of the inputs that no gradient reaches. They are cut off: else autograd would run what
             made them, a function of the user's with zeros.
         backward_source: makes the backward programs; None without gradients.
@@ -129,6 +134,8 @@ class Unit:
         differentiably: Callable[..., Sequence[Any]] | None = None,
         lone_views: Collection[int] = (),
         unreached: Collection[int] = (),
+        written_views: Sequence[WrittenView] = (),
+        inputs: Sequence[ir.Value] = (),
     ) -> None:
         self.forward = forward
         self.results = results
@@ -152,7 +159,9 @@ class Unit:
         self.usual: tuple[Flags | None, BackwardProgram] = None, forward  # one attribute: threads exchange it at once
         self.backward_source = backward
         self._backwards: dict[tuple[Flags, Flags], Backward] = {}
-        self._any_views = any(views)
+        self.written_views = tuple(written_views)
+        self._inputs = inputs
+        self._any_views = any(views) or bool(written_views)
         self.differentiably = differentiably or _APPLY
         self._apply = _cut_off(self.differentiably, frozenset(unreached))
         self.apply = self._apply if backward is not None and not self._any_views else None
@@ -166,9 +175,7 @@ class Unit:
             with torch.no_grad():
                 found, _ = self.run(tensors)
                 results = found[: self.results]
-        if self._any_views:
-            results = [self._in_place_of(i, r, tensors) if self.views[i] else r for i, r in enumerate(results)]
-        return results
+        return self._with_views(results, tensors) if self._any_views else results
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Runs the forward program and writes mutated inputs back; returns its outputs and sizes."""
@@ -187,6 +194,14 @@ class Unit:
             value = found[self.results + offset]
             assert value is not None
             tensors[target].copy_(value)
+
+    def _with_views(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """The results, those among them that are views of inputs as such."""
+        rebuilt = [self._in_place_of(i, r, tensors) if self.views[i] else r for i, r in enumerate(results)]
+        known = bind_symbols(self._inputs, tensors) if self.written_views else {}
+        for view in self.written_views:
+            rebuilt[view.result] = view.rebuilt(rebuilt[view.result], tensors[view.target], known)
+        return rebuilt
 
     def _in_place_of(self, index: int, result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A result that lies in an input's memory, as a view of that input made outside the boundary.

@@ -92,6 +92,7 @@ class Compiled:
             == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
             and mine.sources == captured.sources
             and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
+            and mine.written_views == captured.written_views
             and mine.output == captured.output
             and (mine.stored == captured.stored != "" or mine.guards.same_graph(captured.guards))
         )

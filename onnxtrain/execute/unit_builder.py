@@ -159,6 +159,8 @@ class UnitBuilder:
             mutations=self.differentiation.mutated,
             differentiable=differentiable,
             views=self.views,
+            written_views=self.captured.written_views,
+            inputs=forward.graph.inputs,
             random=any(Effects.RANDOM in definition_of(node).effects for node in forward.graph),
             device_type=self.device.type,
             backward=backward,

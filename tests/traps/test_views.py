@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule
-from onnxtrain.errors import CaptureError, ChangedArgumentError
+from onnxtrain.errors import CaptureError, ChangedArgumentError, KernelError
 
 WIDTH = 4
 
@@ -81,6 +82,65 @@ def written(text: str) -> Callable[[Calls, torch.Tensor], torch.Tensor]:
 )
 def test_writes_through_views_that_schemas_do_not_mark(text: str) -> None:
     assert_as_eager(written(text))
+
+
+# Results that are views of what forward changes in place
+
+
+def returned(text: str) -> Callable[[Calls, torch.Tensor], Any]:
+    """A function that runs these statements, and gives `v`."""
+    scope = {"torch": torch}
+    exec(f"def function(self, x):\n    {text}\n    return v", scope)
+    found: Callable[[Calls, torch.Tensor], Any] = scope["function"]  # type: ignore[assignment]
+    return found
+
+
+def after_a_later_change(run: nn.Module, module: Calls, x: torch.Tensor) -> list[torch.Tensor]:
+    """The results of a call, after the caller changed the input and the buffer; and the input."""
+    results = run(x)
+    x.mul_(3.0)
+    module.seen.sub_(5.0)
+    return [*(results if isinstance(results, tuple) else (results,)), x]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.neg_(); v = x, x[1:], x[:, ::2], x.view(-1), x.t(), x.view(torch.int32), x.expand(2, *x.shape)",
+        "v = x[0]; x.mul_(2.0)",
+        "self.seen.add_(1.0); v = self.seen[1:], self.seen, self.seen.clone(), x * self.weight",
+        "y = x.sum(0); self.seen.copy_(y); v = y, self.seen[:2]",
+        "x.zero_(); v = x[1:], x",
+    ],
+)
+def test_a_result_that_is_a_view_of_what_forward_changes(text: str) -> None:
+    module, theirs = Calls(returned(text)), Calls(returned(text))
+    run = ours(module)
+    for length in (6, 3):
+        x = torch.randn(length, WIDTH)
+        mine, expected = (after_a_later_change(*side, x.clone()) for side in ((run, module), (theirs, theirs)))
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+    assert run.__dict__["_engine"].captures == 1
+
+
+def test_an_input_that_forward_changes_and_returns_is_the_same_object() -> None:
+    x = torch.randn(WIDTH, 3).t()  # whatever its strides
+    assert ours(Calls(returned("x.neg_(); v = x")))(x) is x
+
+
+def test_a_view_of_a_changed_input_of_other_strides_is_refused() -> None:
+    with pytest.raises(CaptureError, match="returns a view of a tensor that it changes in place"):
+        ours(Calls(returned("x.neg_(); v = x[1:]")))(torch.randn(WIDTH, 3).t())
+
+
+def test_a_buffer_whose_strides_change_after_the_capture() -> None:
+    module = Calls(returned("self.image.add_(1.0); v = x * 2, self.image[:, 1:]"))
+    module.register_buffer("image", torch.zeros(2, 3, 4, 5))
+    run = ours(module)
+    run(torch.ones(1))
+    module.to(memory_format=torch.channels_last)
+    with pytest.raises(KernelError, match="has other strides than at the capture"):
+        run(torch.ones(1))
 
 
 # Shapes that change in place

@@ -15,13 +15,14 @@ from typing import Any
 import sympy
 
 from onnxtrain.capture.capture import Captured, Mutation, Source
+from onnxtrain.capture.effects.written_views import WrittenView
 from onnxtrain.capture.guards.guards import Guards, KeptGuards
 from onnxtrain.capture.key.executed_code import Files, Globals
 from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored import expressions, graph
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 
-FORM = 1  # of the file; another number is not read
+FORM = 2  # of the file; another number is not read
 _GRAPH, _REST = "graph.onnx", "capture.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same capture gives the same bytes
 
@@ -58,6 +59,7 @@ def to_bytes(captured: Captured, conditions: Conditions) -> bytes:
         "sources": [asdict(source) for source in captured.sources],
         "results": captured.results,
         "mutations": [asdict(mutation) for mutation in captured.mutations],
+        "written_views": [asdict(view) for view in captured.written_views],
         "sizes": captured.sizes,
         "output": output_to_json(captured.output),
         "guards": _guards_to_json(captured.guards.kept()),
@@ -95,12 +97,19 @@ class Entry:
             sources=tuple(Source(**source) for source in rest["sources"]),
             results=rest["results"],
             mutations=tuple(Mutation(**mutation) for mutation in rest["mutations"]),
+            written_views=tuple(map(_written_view, rest["written_views"])),
             sizes=tuple(rest["sizes"]),
             output=output_from_json(rest["output"]),
             guards=self.guards,
             reads=reads,
             stored=name,
         )
+
+
+def _written_view(parts: Mapping[str, Any]) -> WrittenView:
+    known = parts["target_strides"]
+    target_strides = None if known is None else tuple(known)
+    return WrittenView(parts["result"], parts["target"], target_strides, tuple(parts["strides"]), parts["offset"])
 
 
 def _guards_to_json(kept: KeptGuards) -> Any:
