@@ -10,7 +10,10 @@ parameters need gradients. What cannot be captured runs in PyTorch, with one war
 from __future__ import annotations
 
 import copy
+import dis
+import functools
 import inspect
+import itertools
 import os
 import types
 import warnings
@@ -257,13 +260,30 @@ def _is_method(value: Any) -> bool:
 
 
 def _runs_on_wrapper(value: Any, module: torch.nn.Module) -> bool:
-    """Whether a value is a method of the user's that can be bound to the wrapper: `super()` needs the module itself."""
+    """Whether a value is a method of the user's that can be bound to the wrapper.
+
+    `super()` needs the module itself, and so does `type(self)`, as in the `generate` of transformers.
+    """
     if not isinstance(value, types.MethodType) or value.__self__ is not module:
         return False
     function = inspect.unwrap(value.__func__)
     if getattr(torch.nn.Module, value.__name__, None) is function:
         return False
-    return isinstance(function, types.FunctionType) and "__class__" not in function.__code__.co_freevars
+    return isinstance(function, types.FunctionType) and not _reads_own_class(function.__code__)
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_own_class(code: types.CodeType) -> bool:
+    """Whether a method calls `super()` or `type(self)`."""
+    if "__class__" in code.co_freevars:
+        return True
+    if "type" not in code.co_names or not code.co_argcount:
+        return False
+    loads = [(i.opname, i.argval) for i in dis.get_instructions(code) if i.opname.startswith("LOAD_")]
+    return any(
+        read == ("LOAD_GLOBAL", "type") and name.startswith("LOAD_FAST") and argument == code.co_varnames[0]
+        for read, (name, argument) in itertools.pairwise(loads)
+    )
 
 
 def _refuse_at_once(module: torch.nn.Module, policy: FallbackPolicy) -> None:

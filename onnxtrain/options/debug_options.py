@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxtrain.options import LogLevel, Options
 
-# Messages of the exporter and of onnxruntime that do not concern training.
+# Messages that ONNX Runtime Training hid, of PyTorch's former exporter and of onnxruntime. Neither runs in a step here.
 _EXPORTER_NOISE = (
     "type is missing, so it may result in wrong shape inference",
     "Checker does not support models with experimental ops",
@@ -95,10 +95,10 @@ class DebugOptions:
 
     @property
     def torch_exporter_filter(self) -> list[str] | None:
-        """Parts of capture's messages that are not shown; None shows all, as below the level WARNING."""
+        """The messages of PyTorch's former exporter that were hidden; None below the level WARNING.."""
         return list(_EXPORTER_NOISE) if self.options.log_level >= LogLevel.WARNING else None
 
     @property
     def onnxruntime_log_filter(self) -> list[str] | None:
-        """Parts of the runtime's messages that are not shown; None shows all, as below the level WARNING."""
+        """The messages of onnxruntime that were hidden; None below the level WARNING. It runs no step here."""
         return list(_RUNTIME_NOISE) if self.options.log_level >= LogLevel.WARNING else None

@@ -30,7 +30,7 @@ DIFFERS = {
     "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR": "assigning it warns; the versions that run are in the README",
     "ortmodule.options._SkipCheck": "every call is checked, and skipping is answered in the log",
     "ortmodule.torch_cpp_extensions.install": "says that there is nothing to build",
-    "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list what is not shown",
+    "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list messages that do not occur",
     "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
     "torchdynamo.ort_backend.OrtBackend": "`ep` and `preallocate_output` choose nothing, and that is logged",
     "torchdynamo.register_backend.make_aot_ort": "`dynamic` chooses nothing: sizes are open",

@@ -103,3 +103,20 @@ def test_a_string_is_a_constant_and_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(ours(x, "bye"), x)
+
+
+def test_a_method_that_reads_its_class_stays_the_modules_own() -> None:
+    class Strategies(Net):
+        def _plain(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x)
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return type(self)._plain(self, x)  # as the `generate` of transformers
+
+        def asks_its_argument(self, x: torch.Tensor) -> type:
+            return type(x)
+
+    ours, x = ORTModule(Strategies()), torch.ones(1, 3)
+    torch.testing.assert_close(ours.run(x), ours(x))
+    assert ours.run.__self__ is ours.module
+    assert ours.asks_its_argument.__self__ is ours

@@ -224,3 +224,39 @@ def test_a_copy_for_averaging_is_not_the_model() -> None:
         for parameter in model.parameters():
             parameter.add_(1.0)
     torch.testing.assert_close(average(input_ids=row).logits.detach(), before)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+def test_generate_through_an_ortmodule(how: dict[str, Any]) -> None:
+    model = gpt2()
+    tokens = torch.randint(2, 50, (2, 5))
+    ours = ORTModule(model)
+    ours(tokens, labels=tokens).loss.backward()
+    found = []
+    for each in (model, ours):
+        torch.manual_seed(1)
+        each.eval()
+        mask = torch.ones_like(tokens)
+        found.append(each.generate(tokens, attention_mask=mask, max_new_tokens=6, pad_token_id=1, **how))
+    assert torch.equal(*found)
+
+
+def test_save_pretrained_through_an_ortmodule(tmp_path: Path) -> None:
+    ours, tokens = ORTModule(gpt2()), torch.randint(2, 50, (2, 5))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    ours.save_pretrained(tmp_path)
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+    state = ours.module.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    ours.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, loaded.eval()(tokens).logits)
