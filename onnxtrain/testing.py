@@ -26,8 +26,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.values import TensorType, rank_of, set_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, definition_of, lookup
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.plan.cut import cut, single_part
 from onnxtrain.torch_compat.tensors import storage_id
 

@@ -22,7 +22,7 @@ from onnxtrain.errors import ArtifactError, OnnxTrainError
 from onnxtrain.graph import traversal
 from onnxtrain.ops import NoBody, definition_of
 from onnxtrain.ops.bodies import close
-from onnxtrain.ops.constructors import ONNX_DTYPES
+from onnxtrain.ops.dtypes import ONNX_DTYPES
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.execute.program import Program
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import Kernel
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.cut import single_part
 
 

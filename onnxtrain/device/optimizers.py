@@ -34,9 +34,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, is_float, set_type, type_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.bodies import body_of, build_body, close
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, int64_vector, mul_scalar
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.fused import axes_constant, times
 from onnxtrain.ops.recurrent.scan import scan
 
 FLOAT = ir.DataType.FLOAT
@@ -195,7 +194,7 @@ class Optimizer(ForwardBlock):
         moments = {name: TensorType(wide[name], kind.shape) for name, kind in kinds.items()}
         groups = {"": kinds, GRADIENT: kinds} | {f".{state}": moments for state in self.state}
         columns = [[_declare(graph, f"{n}{end}", kind) for n, kind in own.items()] for end, own in groups.items()]
-        rule = self._rule(op, op.Squeeze(rate, axes_constant(op, [0])), step)
+        rule = self._rule(op, op.Squeeze(rate, int64_vector(op, [0])), step)
         if self._clip_grad is not None:
             rule = self._clip_grad.wrap(rule, op, columns[1])
         rows = zip(kinds, zip(*columns, strict=True), strict=True)
@@ -331,7 +330,7 @@ class AdamW(Optimizer):
                 epsilon = op.Mul(root, epsilon)
         decay = None
         if self._weight_decay:
-            decay = op.Sub(op.scalar(1.0, FLOAT), times(op, learning_rate, self._weight_decay))
+            decay = op.Sub(op.scalar(1.0, FLOAT), mul_scalar(op, learning_rate, self._weight_decay))
 
         def rule(op: Builder, w: ir.Value, g: ir.Value, m: ir.Value, v: ir.Value) -> Sequence[ir.Value]:
             scalars = [None if s is None else cast(op, s, dtype_of(m)) for s in (step_size, epsilon, decay)]
@@ -362,7 +361,7 @@ def _corrections(op: Builder, step: ir.Value, betas: tuple[float, float]) -> tup
     direct = op.Sub(op.scalar(1.0, FLOAT), op.Exp(op.Neg(x)))
     both = op.Where(op.Less(x, op.scalar(_SERIES_BELOW, FLOAT)), series, direct)
     first, second = op.Split(op.Reshape(both, op.constant([2], ir.DataType.INT64)), axis=0, num_outputs=2)
-    axis = axes_constant(op, [0])
+    axis = int64_vector(op, [0])
     return op.Squeeze(first, axis), op.Squeeze(second, axis)
 
 
@@ -398,7 +397,7 @@ class SGD(Optimizer):
             wide = FLOAT if dtype_of(weight) in _HALF else dtype_of(weight)
             gradient, rate = cast(op, gradient, wide), cast(op, learning_rate, wide)
             if self._weight_decay:
-                gradient = op.Add(gradient, times(op, cast(op, weight, wide), self._weight_decay))
+                gradient = op.Add(gradient, mul_scalar(op, cast(op, weight, wide), self._weight_decay))
             if buffers:
                 updated: Sequence[ir.Value] = op.own.SGDStep(weight, gradient, *buffers, rate, momentum=self._momentum)
                 return updated

@@ -21,11 +21,19 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of
 from onnxtrain.ops import NodeView, builder
-from onnxtrain.ops.fused import axes_constant, reshaped
+from onnxtrain.ops.body_parts import int64_vector, reshaped
 from onnxtrain.ops.pool.window import MAX_POOL, MAX_POOL_GRAD, max_pool_of
 from onnxtrain.ops.registry import view
 from onnxtrain.ops.reshape.join import split
-from onnxtrain.ops.sliding_windows import covered, cut_out, every, extended, per_axis, spatial, symmetric_pads
+from onnxtrain.ops.sliding_windows import (
+    attribute_per_axis,
+    covered_size,
+    cropped,
+    padded_at_end,
+    spatial_sizes,
+    strided,
+    symmetric_pads,
+)
 
 
 def pool_without_indices(graph: ir.Graph, *, overlapping: bool) -> None:
@@ -72,8 +80,12 @@ def _drop_indices(graph: ir.Graph, op: Builder) -> None:
 
 def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int], list[int]]:
     """(kernel, strides, padding, dilations), each by axis."""
-    count = len(spatial(n.x))
-    rest = per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
+    count = len(spatial_sizes(n.x))
+    rest = (
+        attribute_per_axis(n, "strides", count, 1),
+        symmetric_pads(n, count),
+        attribute_per_axis(n, "dilations", count, 1),
+    )
     return [int(k) for k in n.kernel_shape], *rest
 
 
@@ -85,7 +97,7 @@ def _is_non_overlapping(n: NodeView) -> bool:
 def _extent(n: NodeView) -> list[Size]:
     """The extent of the windows along each axis of the padded x."""
     kernel, strides, _, dilations = _geometry(n)
-    return [covered(e, k, s, d) for e, k, s, d in zip(spatial(n.y), kernel, strides, dilations, strict=True)]
+    return [covered_size(e, k, s, d) for e, k, s, d in zip(spatial_sizes(n.y), kernel, strides, dilations, strict=True)]
 
 
 # Non-overlapping windows
@@ -95,20 +107,20 @@ def _of_non_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Va
     kernel, reach = _geometry(n)[0], _extent(n)
     nothing = [0] * len(kernel)
     x = _padded(op, n.x, nothing, reach) if n.ceil_mode else n.x
-    x = cut_out(op, x, nothing, reach)
+    x = cropped(op, x, nothing, reach)
     zero = op.scalar(0.0, like=dy)
     taken, shares = None, []
-    for place in _split_positions(op, x, kernel, spatial(n.y)):
+    for place in _split_positions(op, x, kernel, spatial_sizes(n.y)):
         largest = op.Equal(place, n.y)
         first = largest if taken is None else op.And(largest, op.Not(taken))
         taken = largest if taken is None else op.Or(taken, largest)
         shares.append(op.Where(first, dy, zero))
-    whole = _join_positions(op, shares, kernel, spatial(n.y))
+    whole = _join_positions(op, shares, kernel, spatial_sizes(n.y))
     if n.ceil_mode:
-        inner = cut_out(op, whole, nothing, spatial(n.x))
+        inner = cropped(op, whole, nothing, spatial_sizes(n.x))
     else:
-        missing = [sizes.subtract(s, r) for s, r in zip(spatial(n.x), reach, strict=True)]
-        inner = extended(op, whole, missing)
+        missing = [sizes.subtract(s, r) for s, r in zip(spatial_sizes(n.x), reach, strict=True)]
+        inner = padded_at_end(op, whole, missing)
     return reshaped(op, inner, sizes.dims_of(n.x))
 
 
@@ -133,7 +145,7 @@ def _join_positions(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int
         for start in range(0, len(parts), size):
             places = parts[start : start + size]
             before, after = sizes.dims_of(places[0])[:axis], sizes.dims_of(places[0])[axis + 1 :]
-            along = [op.Unsqueeze(place, axes_constant(op, [axis + 1])) for place in places]
+            along = [op.Unsqueeze(place, int64_vector(op, [axis + 1])) for place in places]
             row = op.Concat(*along, axis=axis + 1) if size > 1 else along[0]
             joined.append(reshaped(op, row, [*before, sizes.multiply(windows[axis - 2], size), *after]))
         parts = joined
@@ -151,33 +163,35 @@ def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     free, shares = None, []
     for offset in itertools.product(*map(range, kernel)):
         starts = [o * d for o, d in zip(offset, dilations, strict=True)]
-        there = every(op, padded, starts, strides, spatial(y))
+        there = strided(op, padded, starts, strides, spatial_sizes(y))
         share = op.Cast(op.Equal(there, y), to=dtype_of(x))
         if free is not None:
             share = op.Mul(share, free)
         taken = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
         free = taken
-        shares.append(op.Unsqueeze(op.Mul(share, dy), axes_constant(op, [2])))
+        shares.append(op.Unsqueeze(op.Mul(share, dy), int64_vector(op, [2])))
     planes, windows = sizes.multiply(*sizes.dims_of(x)[:2]), len(shares)
-    stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial(y)])
+    stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial_sizes(y)])
     places = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
     spread = op.ConvTranspose(stacked, places, strides=strides, dilations=dilations)
     missing = [
-        sizes.maximum(0, sizes.subtract(sizes.add(s, p), r)) for s, p, r in zip(spatial(x), pads, reach, strict=True)
+        sizes.maximum(0, sizes.subtract(sizes.add(s, p), r))
+        for s, p, r in zip(spatial_sizes(x), pads, reach, strict=True)
     ]
-    inner = cut_out(op, extended(op, spread, missing), pads, spatial(x))
+    inner = cropped(op, padded_at_end(op, spread, missing), pads, spatial_sizes(x))
     return reshaped(op, inner, sizes.dims_of(x))
 
 
 def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.Value:
     """Pad x with -inf to the extent of the windows."""
     after = [
-        sizes.maximum(0, sizes.subtract(r, sizes.add(s, p))) for r, s, p in zip(reach, spatial(x), pads, strict=True)
+        sizes.maximum(0, sizes.subtract(r, sizes.add(s, p)))
+        for r, s, p in zip(reach, spatial_sizes(x), pads, strict=True)
     ]
     if not any(pads) and all(more == 0 for more in after):
         return x
-    longer = [sizes.add(s, p, more) for s, p, more in zip(spatial(x), pads, after, strict=True)]
-    inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), axes_constant(op, range(2, 2 + len(pads))))
+    longer = [sizes.add(s, p, more) for s, p, more in zip(spatial_sizes(x), pads, after, strict=True)]
+    inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), int64_vector(op, range(2, 2 + len(pads))))
     whole = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *longer))
     result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
     return result

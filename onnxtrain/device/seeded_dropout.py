@@ -18,8 +18,8 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, set_type
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import Effects
-from onnxtrain.ops.fused import reshaped
 from onnxtrain.ops.registry import builder, definition_of
 
 SEED = "random_seed"

@@ -30,7 +30,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.log import LOG
 from onnxtrain.ops import view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
 from onnxtrain.passes.changes import Changes

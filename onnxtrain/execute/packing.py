@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from onnxtrain.execute.program import Program
-from onnxtrain.ops.reshape.rows import to_front
+from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.attention_masks import Mask
 from onnxtrain.passes.pack_tokens import Reader
 
@@ -136,7 +136,7 @@ class Question:
             else:
                 read = (next(values) != 0) ^ reader.negated
                 read = read.reshape(*[1] * (reader.rank - read.dim()), *read.shape)
-                read = read.permute(to_front(reader.rank, reader.axes))
+                read = read.permute(permutation_to_front(reader.rank, reader.axes))
                 found |= read.flatten(2).any(2) if reader.rank > 2 else read
         return found
 

@@ -30,8 +30,8 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Infix, InPlaceCapableCall, Kernel, Method, Property
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part

@@ -11,7 +11,7 @@ from onnxtrain.execute.program import Program
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import extract, with_graph
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.cost import count_work, unbound_symbols
 from onnxtrain.plan.cut import single_part
 from onnxtrain.report import Work

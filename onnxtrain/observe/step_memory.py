@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.observe.allocations import Allocation, Recording, peak_bytes, record
 from onnxtrain.observe.memory_timeline import Interval, MemoryTimeline, TensorGroup, held_by_band
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.lifetimes import Allocation as PlannedAllocation
 from onnxtrain.plan.lifetimes import Kind, Timeline
 from onnxtrain.plan.recompute import RECOMPUTED

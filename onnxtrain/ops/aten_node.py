@@ -23,7 +23,7 @@ from onnxtrain.errors import KernelError, UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ATEN, TensorType, dtype_of, is_differentiable_type, type_of
-from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES, always
+from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import dispatch, pytree
 from onnxtrain.torch_compat.operators import OpOverload, name_and_overload, written_arguments

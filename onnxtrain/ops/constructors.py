@@ -1,20 +1,25 @@
-"""Definitions for whole classes of ops: what all ops of one or two operands share is said once, here."""
+"""Functions that define whole classes of ops: each fills the fields of `OpDef` that the class has in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack
 
-import numpy as np
 import onnx_ir as ir
-import torch
 
 from onnxtrain.graph import sizes
+from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import ONNX, TensorType, dtype_of, normalize_axes, rank_of, type_of
+from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ONNX, TensorType, dtype_of, type_of
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
+    BY_BODY,
     NOT_DIFFERENTIABLE,
     STANDARD,
+    Body,
     Call,
     Effects,
     FromTorch,
@@ -25,12 +30,15 @@ from onnxtrain.ops.definition import (
     Kernel,
     Layout,
     NodeView,
+    NotDifferentiable,
     OpDef,
+    Standard,
     numel,
 )
 from onnxtrain.ops.registry import define
+from onnxtrain.system.machine import Machine
 
-_NO_STOPS: frozenset[str] = frozenset()
+_NO_NAMES: frozenset[str] = frozenset()
 FUSIBLE = Fusion()
 
 
@@ -51,37 +59,7 @@ def elementwise_flops(node: NodeView) -> sizes.Size:
     return numel(node.node.outputs[0])
 
 
-def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """`value` in element type `dtype`: itself where it has it."""
-    if dtype_of(value) == dtype:
-        return value
-    result: ir.Value = op.Cast(value, to=dtype)
-    return result
-
-
-def as_value(op: Builder, argument: Any, dtype: ir.DataType) -> ir.Value:
-    """A tensor argument or a Python number or size of an ATen call, as a value of element type `dtype`."""
-    if isinstance(argument, ir.Value):
-        return cast(op, argument, dtype)
-    if isinstance(argument, str):  # a symbolic size used as a number
-        return op.size(argument, dtype)
-    if isinstance(argument, int) and dtype.is_integer():  # 200 is -56 in int8, as in PyTorch
-        argument = int(np.asarray(argument).astype(dtype.numpy()))
-    return op.scalar(argument, dtype)
-
-
-def with_attributes(op: Builder, n: NodeView, **changed: Any) -> Sequence[ir.Value]:
-    """The outputs of the same op of the same inputs with other attributes."""
-    attributes = {name: getattr(n, name) for name in n.definition.attributes}
-    return op.node(n.node.domain, n.node.op_type, n.node.inputs, {**attributes, **changed}).outputs
-
-
-def promoted(op: Builder, *arguments: Any) -> tuple[ir.Value, ...]:
-    """The operands of an ATen elementwise call in the type that PyTorch computes in: that of its output."""
-    return tuple(as_value(op, a, op.out[0].dtype) for a in arguments)
-
-
-def unary(
+def define_unary(
     name: str,
     torch_name: str | Sequence[str] | Mapping[str, FromTorch],
     kernel: Callable[..., Any],
@@ -123,7 +101,7 @@ def unary(
             body=body,
             ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
-            nondiff_inputs=_NO_STOPS,
+            nondiff_inputs=_NO_NAMES,
             kernels=(*preferred_kernels, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place_input=0)),
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
@@ -141,7 +119,7 @@ def _broadcast_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.a), sizes.broadcast(sizes.dims_of(n.a), sizes.dims_of(n.b))),)
 
 
-def binary(
+def define_binary(
     name: str,
     from_torch: Mapping[str, FromTorch],
     kernel: Callable[[Any, Any], Any],
@@ -153,7 +131,7 @@ def binary(
     since_version: int = 1,
     body: Any = STANDARD,
     shapes: Callable[[NodeView], Sequence[TensorType]] = _broadcast_type,
-    nondiff_inputs: frozenset[str] = _NO_STOPS,
+    nondiff_inputs: frozenset[str] = _NO_NAMES,
     host_eval: Callable[..., Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
     ort_compatible: Callable[[NodeView], bool] | None = None,
@@ -215,48 +193,159 @@ def elementwise_on_host(function: Callable[[Any, Any], Any], a: Any, b: Any) -> 
     return tuple(function(x, y) for x, y in zip(left, right, strict=True))
 
 
-def compared_dtype(op: Builder, a: ir.Value, b: Any) -> ir.DataType:
-    """The type in which PyTorch compares a with b (its own promotion rule, asked on empty tensors)."""
-    operands = [
-        torch.empty((1,) * rank_of(v), dtype=TORCH_DTYPES[dtype_of(v)]) if isinstance(v, ir.Value) else v
-        for v in (a, 0 if isinstance(b, str) else b)
-    ]
-    return ONNX_DTYPES[torch.result_type(operands[0], operands[1])]
+# Ops with a body and kernels of their own
 
 
-def reduced_type(
-    n: NodeView, axes: Sequence[int] | None, keepdims: bool, dtype: ir.DataType | None = None
-) -> TensorType:
-    """The type of x reduced over `axes` (all where None)."""
-    shape = sizes.dims_of(n.x)
-    gone = set(range(len(shape))) if axes is None else set(normalize_axes(axes, len(shape)))
-    kept = [1 if i in gone else s for i, s in enumerate(shape) if keepdims or i not in gone]
-    return TensorType(dtype or dtype_of(n.x), tuple(kept))
+class OptionalFields(TypedDict, total=False):
+    """Those of `OpDef` that `fused` hands on as they are."""
+
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
+    layout: Layout
+    fusion: Fusion
+    static_shape_inputs: frozenset[str]
+    output_addend: str
+    input_addend: str
+    fusable_activations: frozenset[str]
 
 
-def reduction_axes(n: NodeView, axes: Sequence[int] | None, keepdims: bool) -> str:
-    """The axis map of a reduction of x over `axes`."""
-    rank = rank_of(n.x)
-    gone = set(range(rank)) if axes is None else set(normalize_axes(axes, rank))
-    left = [f"a{i}" for i in range(rank)]
-    right = ["1" if i in gone else f"a{i}" for i in range(rank) if keepdims or i not in gone]
-    inputs = [" ".join(left)] + ["-"] * (len(n.node.inputs) - 1)
-    return f"{', '.join(inputs)} -> {' '.join(right)}"
+def no_seconds(node: NodeView, shapes: Shapes, machine: Machine) -> float:
+    return 0.0
 
 
-TORCH_DTYPES: dict[ir.DataType, torch.dtype] = {
-    ir.DataType.FLOAT: torch.float32,
-    ir.DataType.DOUBLE: torch.float64,
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.INT64: torch.int64,
-    ir.DataType.INT32: torch.int32,
-    ir.DataType.INT16: torch.int16,
-    ir.DataType.INT8: torch.int8,
-    ir.DataType.UINT8: torch.uint8,
-    ir.DataType.UINT32: torch.uint32,  # words of bits: PyTorch computes little with them
-    ir.DataType.BOOL: torch.bool,
-    ir.DataType.COMPLEX64: torch.complex64,
-    ir.DataType.COMPLEX128: torch.complex128,
-}
-ONNX_DTYPES: dict[torch.dtype, ir.DataType] = {t: o for o, t in TORCH_DTYPES.items()}
+def define_fused(
+    domain: str,
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    *,
+    shapes: Callable[[NodeView], Sequence[TensorType]],
+    body: Body | Literal[Standard.STANDARD],
+    lower: Callable[..., Call],
+    axes: Callable[[NodeView], str],
+    flops: Callable[[NodeView], Size],
+    attributes: Mapping[str, Any] | None = None,
+    from_torch: Mapping[str, FromTorch] | None = None,
+    # Backward ops have none: second order runs in PyTorch.
+    gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE] = NOT_DIFFERENTIABLE,
+    nondiff_inputs: frozenset[str] = frozenset(),
+    since_version: int = 1,
+    host_inputs: frozenset[int] = frozenset(),
+    synchronizes: Callable[[NodeView], bool] = never,
+    kernels: tuple[Kernel, ...] = (),
+    others: tuple[Kernel, ...] = (),
+    workspace_bytes: Callable[[NodeView], Size] = lambda node: 0,
+    seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
+    atomic_on_gpu: bool = False,
+    **optional_fields: Unpack[OptionalFields],
+) -> OpDef:
+    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`."""
+    own = Kernel(
+        lower=lower,
+        host_inputs=host_inputs,
+        synchronizes=synchronizes,
+        workspace_bytes=workspace_bytes,
+        seconds=seconds,
+    )
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=attributes or {},
+            since_version=since_version,
+            from_torch=from_torch or {},
+            shapes=shapes,
+            body=body,
+            ort_compatible=always if body is STANDARD else never,
+            gradient=gradient,
+            nondiff_inputs=nondiff_inputs,
+            kernels=(*kernels, *_with_others(own, others, atomic_on_gpu)),
+            axes=axes,
+            effects=Effects.NONE,
+            aliases={},
+            flops=flops,
+            host_eval=None,
+            **optional_fields,
+            nondiff_outputs=frozenset(
+                name.rstrip("?") for name in outputs[1:]
+            ),  # saved for backward; see first_cotangent
+        )
+    )
+
+
+def _with_others(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool) -> tuple[Kernel, ...]:
+    """A kernel that may add in a fixed order on a CPU only, and others: expected seconds, then measurements decide.
+
+    `atomic_on_gpu`: on a GPU it adds in no fixed order.
+    """
+    own = replace(kernel, name="aten" if others else "")
+    if not atomic_on_gpu:
+        return own, *others
+    return replace(own, applies=lambda node, device: device == "cpu"), replace(own, deterministic=False), *others
+
+
+# Ops that are differentiated through their body
+
+
+def broadcast_axes(n: NodeView) -> str:
+    """All inputs broadcast against each other; 0-dimensional ones too."""
+    inputs = ", ".join("-" if v is None else "..." for v in n.node.inputs)
+    return f"{inputs} -> {', '.join(['...'] * len(n.node.outputs))}"
+
+
+def no_axes(n: NodeView) -> str:
+    return NO_AXES
+
+
+def define_by_body(
+    name: str,
+    inputs: tuple[str, ...],
+    body: Body,
+    lower: Callable[..., Call],
+    *,
+    domain: str = ONNX,
+    outputs: tuple[str, ...] = ("y",),
+    attributes: Mapping[str, Any] | None = None,
+    since_version: int = 1,
+    from_torch: Mapping[str, FromTorch] | None = None,
+    shapes: Callable[[NodeView], Sequence[TensorType]] | None = None,
+    axes: Callable[[NodeView], str] = broadcast_axes,
+    nondiff_inputs: frozenset[str] = frozenset(),
+    flops: Callable[[NodeView], Size] = elementwise_flops,
+    ort_compatible: Callable[[NodeView], bool] | None = None,
+    host_inputs: frozenset[int] = frozenset(),
+    synchronizes: Callable[[NodeView], bool] = never,
+    differentiable: bool = True,
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
+    effects: Effects = Effects.NONE,
+    aliases: Mapping[int, int] | None = None,
+) -> OpDef:
+    """Defines an op by its body.
+
+    Its output has the type of the first input where `shapes` says nothing else. Stock onnxruntime's kernel may run
+    an op of ONNX's own domain; one of com.microsoft is always written out, unless `ort_compatible` says otherwise.
+    """
+    return define(
+        OpDef(
+            domain=domain,
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=attributes or {},
+            since_version=since_version,
+            from_torch=from_torch or {},
+            shapes=shapes or same_as(inputs[0].removesuffix("...")),
+            body=body,
+            ort_compatible=ort_compatible or (always if domain == ONNX else never),
+            gradient=BY_BODY if differentiable else NOT_DIFFERENTIABLE,
+            nondiff_inputs=nondiff_inputs,
+            kernels=(Kernel(lower=lower, host_inputs=host_inputs, synchronizes=synchronizes),),
+            axes=axes,
+            effects=effects,
+            aliases=aliases or {},
+            flops=flops,
+            host_eval=None,
+            count_outputs=count_outputs,
+        )
+    )

@@ -12,11 +12,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
 from onnxtrain.ops.aten_node import aten_node
-from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.fused import another_call, plus, statistics_type, times, total
-from onnxtrain.ops.registry import compose
+from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mul_scalar, sum_over
+from onnxtrain.ops.dtypes import accumulation_dtype
+from onnxtrain.ops.registry import capture_call, register_captures
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
-from onnxtrain.ops.reshape.movement import in_rank, vector
+from onnxtrain.ops.reshape.movement import checked_axis
 from onnxtrain.ops.reshape.rows import zeros
 from onnxtrain.ops.reshape.shape import reshaped
 
@@ -31,7 +31,7 @@ def _diff(
         return NotImplemented
     if n == 0:
         return op.Identity(x)  # whatever is to come before and after
-    axis = in_rank(dim, rank_of(x), "the axis of diff")
+    axis = checked_axis(dim, rank_of(x), "the axis of diff")
     parts = [v for v in (prepend, x, append) if v is not None]
     found = op.Concat(*parts, axis=axis) if len(parts) > 1 else x
     is_truth = dtype_of(x) == ir.DataType.BOOL
@@ -39,8 +39,8 @@ def _diff(
         last = sizes.dims_of(found)[axis]
         if last == 0:
             break
-        later = op.Slice(found, vector(op, [1]), op.sizes([last]), vector(op, [axis]))
-        earlier = op.Slice(found, vector(op, [0]), vector(op, [-1]), vector(op, [axis]))
+        later = op.Slice(found, int64_vector(op, [1]), op.sizes([last]), int64_vector(op, [axis]))
+        earlier = op.Slice(found, int64_vector(op, [0]), int64_vector(op, [-1]), int64_vector(op, [axis]))
         found = op.Xor(later, earlier) if is_truth else op.Sub(later, earlier)
     return found
 
@@ -64,7 +64,7 @@ def _block_diag(op: Builder, tensors: Sequence[ir.Value]) -> Any:
 def _covariance(op: Builder, x: ir.Value, correction: int) -> ir.Value:
     """Of the rows of x [n, observations]: [n, n]."""
     count = sizes.dims_of(x)[1]
-    mean = op.Div(total(op, x, [1]), op.size(count, dtype_of(x)))
+    mean = op.Div(sum_over(op, x, [1]), op.size(count, dtype_of(x)))
     centred = op.Sub(x, mean)
     free = op.size(sizes.maximum(0, sizes.subtract(count, correction)), dtype_of(x))
     result: ir.Value = op.Div(op.MatMul(centred, transposed(op, centred, [1, 0])), free)
@@ -95,12 +95,12 @@ _RENORM_EPSILON = 1e-7  # PyTorch's
 
 def _renorm(op: Builder, x: ir.Value, p: float, dim: int, maxnorm: float) -> Any:
     """Slices along `dim` whose p-norm is above `maxnorm` are scaled down to it."""
-    axis = in_rank(dim, rank_of(x), "the axis of renorm")
+    axis = checked_axis(dim, rank_of(x), "the axis of renorm")
     others = [i for i in range(rank_of(x)) if i != axis]
-    wide = cast(op, x, statistics_type(dtype_of(x)))
+    wide = cast(op, x, accumulation_dtype(dtype_of(x)))
     gives = TensorType(dtype_of(wide), tuple(s if i == axis else 1 for i, s in enumerate(sizes.dims_of(x))))
-    norm = another_call(op, "aten.linalg_vector_norm.default", gives, wide, p, others, True)
-    scale = op.Div(op.scalar(maxnorm, like=wide), plus(op, norm, _RENORM_EPSILON))
+    norm = capture_call(op, "aten.linalg_vector_norm.default", gives, wide, p, others, True)
+    scale = op.Div(op.scalar(maxnorm, like=wide), add_scalar(op, norm, _RENORM_EPSILON))
     factor = op.Where(op.Greater(norm, op.scalar(maxnorm, like=wide)), scale, op.scalar(1, like=wide))
     return op.Mul(x, cast(op, factor, dtype_of(x)))
 
@@ -109,13 +109,13 @@ def _softmax_backward(op: Builder, dy: ir.Value, y: ir.Value, dim: int, input_dt
     """(dy - sum(dy y)) y: an operator of PyTorch's own backward, and differentiable here."""
     if not rank_of(y):
         return op.Mul(op.Sub(dy, op.Mul(dy, y)), y)
-    axis = in_rank(dim, rank_of(y), "the axis of softmax")
+    axis = checked_axis(dim, rank_of(y), "the axis of softmax")
     products = op.Mul(dy, y)
-    return cast(op, op.Sub(products, op.Mul(y, total(op, products, [axis]))), op.out[0].dtype)
+    return cast(op, op.Sub(products, op.Mul(y, sum_over(op, products, [axis]))), op.out[0].dtype)
 
 
 def _dropout_backward(op: Builder, dy: ir.Value, mask: ir.Value, scale: float) -> Any:
-    return times(op, op.Mul(dy, cast(op, mask, dtype_of(dy))), scale)
+    return mul_scalar(op, op.Mul(dy, cast(op, mask, dtype_of(dy))), scale)
 
 
 def _rrelu(
@@ -135,7 +135,7 @@ def _rrelu(
     return op.Mul(x, slopes), slopes
 
 
-compose(
+register_captures(
     {
         "aten._softmax_backward_data.default": _softmax_backward,
         "aten.block_diag.default": _block_diag,

@@ -19,10 +19,9 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import elementwise_flops
+from onnxtrain.ops.constructors import define_by_body, elementwise_flops, no_axes
 from onnxtrain.ops.definition import Call, NodeView
-from onnxtrain.ops.sliding_windows import per_axis, spatial, symmetric_pads, window_count
+from onnxtrain.ops.sliding_windows import attribute_per_axis, spatial_sizes, symmetric_pads, window_count
 
 # For each activation its attributes in order, with ONNX's defaults, and PyTorch's function of x and these.
 _ACTIVATIONS: dict[str, tuple[dict[str, float], Any]] = {
@@ -89,7 +88,7 @@ def _lower_gemm(n: NodeView, a: Any, b: Any, c: Any) -> Call:
     return Call(gemm_and, a, b, c, n.alpha, n.beta, _ACTIVATIONS[name][1], *attributes.values())
 
 
-composite(
+define_by_body(
     "FusedGemm",
     ("a", "b", "c?"),
     _gemm_body,
@@ -118,11 +117,15 @@ def _conv_how(n: NodeView) -> tuple[list[int], list[int], list[int]]:
     count = rank_of(n.x) - 2
     if n.auto_pad not in ("NOTSET", "VALID"):
         raise GraphError("FusedConv takes its padding as numbers", got=n.auto_pad)
-    return per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
+    return (
+        attribute_per_axis(n, "strides", count, 1),
+        symmetric_pads(n, count),
+        attribute_per_axis(n, "dilations", count, 1),
+    )
 
 
 def _conv_type(n: NodeView) -> Sequence[TensorType]:
-    axes = zip(spatial(n.x), spatial(n.w), *_conv_how(n), strict=True)
+    axes = zip(spatial_sizes(n.x), spatial_sizes(n.w), *_conv_how(n), strict=True)
     inner = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
     return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], sizes.dims_of(n.w)[0], *inner)),)
 
@@ -147,7 +150,7 @@ def _lower_conv(n: NodeView, x: Any, w: Any, b: Any, z: Any) -> Call:
     return Call(conv_and, x, w, b, z, how, _ACTIVATIONS[name][1], *attributes.values())
 
 
-composite(
+define_by_body(
     "FusedConv",
     ("x", "w", "b?", "z?"),
     _conv_body,

@@ -27,7 +27,7 @@ from onnxtrain.graph.values import ONNX, TensorType, dtype_of, set_type, type_of
 from onnxtrain.ops.bodies import body_of, build_body, close, import_opsets, inline_bodies
 from onnxtrain.ops.definition import OPSET, NoBody, OpDef
 from onnxtrain.ops.registry import builder, definition_of
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 
 _FEW = 64  # elements of an integer constant that a body may look at (axes, shapes)
 
@@ -172,7 +172,7 @@ def _held(value: ir.Value) -> Sizes | None:
     """The sizes that an integer or a short vector of integers holds, where they are known."""
     if dtype_of(value) != ir.DataType.INT64 or len(sizes.dims_of(value)) > 1 or value.const_value is not None:
         return None
-    return held_sizes(value)
+    return known_ints(value)
 
 
 def _attribute_key(attribute: ir.Attr) -> Any:

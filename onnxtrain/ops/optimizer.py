@@ -25,9 +25,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, mul_scalar
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
-from onnxtrain.ops.fused import fused, times
 
 Tensor = torch.Tensor
 
@@ -49,8 +49,8 @@ def _adamw_types(n: NodeView) -> Sequence[TensorType]:
 def _adamw_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = dtype_of(n.m)
     weight, gradient = cast(op, n.weight, dtype), cast(op, n.gradient, dtype)
-    m = op.Add(times(op, n.m, n.beta1), times(op, gradient, 1 - n.beta1))
-    v = op.Add(times(op, n.v, n.beta2), times(op, op.Mul(gradient, gradient), 1 - n.beta2))
+    m = op.Add(mul_scalar(op, n.m, n.beta1), mul_scalar(op, gradient, 1 - n.beta1))
+    v = op.Add(mul_scalar(op, n.v, n.beta2), mul_scalar(op, op.Mul(gradient, gradient), 1 - n.beta2))
     update = op.Mul(op.Div(m, op.Add(op.Sqrt(v), n.epsilon)), n.step_size)
     if n.decay_last:
         weight = op.Sub(weight, update)
@@ -91,7 +91,7 @@ def _elementwise(n: NodeView) -> str:
     return f"{', '.join('-' if v is None else '...' for v in n.node.inputs)} -> {outputs}"
 
 
-fused(
+define_fused(
     OWN,
     "AdamWStep",
     ("weight", "gradient", "m", "v", "step_size", "epsilon", "decay?"),
@@ -114,7 +114,7 @@ def _sgd_types(n: NodeView) -> Sequence[TensorType]:
 
 def _sgd_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = dtype_of(n.buffer)
-    buffer = op.Add(times(op, n.buffer, n.momentum), cast(op, n.gradient, dtype))
+    buffer = op.Add(mul_scalar(op, n.buffer, n.momentum), cast(op, n.gradient, dtype))
     weight = op.Sub(cast(op, n.weight, dtype), op.Mul(buffer, n.learning_rate))
     return cast(op, weight, dtype_of(n.weight)), buffer
 
@@ -127,7 +127,7 @@ def sgd_step(
     return (weight - buffer * learning_rate).to(weight.dtype), buffer
 
 
-fused(
+define_fused(
     OWN,
     "SGDStep",
     ("weight", "gradient", "buffer", "learning_rate"),

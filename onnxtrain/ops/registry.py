@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import TensorType
 from onnxtrain.ops.definition import FromTorch, NodeView, OpDef
 
 OPS: dict[tuple[str, str], OpDef] = {}
@@ -20,11 +22,11 @@ def define(op: OpDef) -> OpDef:
     if key in OPS:
         raise GraphError(f"{op.domain}::{op.name} is defined twice")
     OPS[key] = op
-    compose(op.from_torch)
+    register_captures(op.from_torch)
     return op
 
 
-def compose(from_torch: Mapping[str, FromTorch]) -> None:
+def register_captures(from_torch: Mapping[str, FromTorch]) -> None:
     """Adds captures of ATen overloads, such as become several ops. Raises GraphError where one is there already."""
     twice = from_torch.keys() & FROM_TORCH.keys()
     if twice:
@@ -51,3 +53,13 @@ def view(node: ir.Node) -> NodeView:
 def builder(graph: ir.Graph) -> Builder:
     """A builder that types its nodes by these definitions."""
     return Builder(graph, lookup)
+
+
+def capture_call(op: Builder, overload: str, gives: TensorType, *arguments: Any, **named: Any) -> ir.Value:
+    """Captures an ATen call that the one being captured is composed of; its result has the type `gives`."""
+    before, op.out = op.out, (gives,)
+    try:
+        result: ir.Value = FROM_TORCH[overload](op, *arguments, **named)
+    finally:
+        op.out = before
+    return result

@@ -16,8 +16,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
+from onnxtrain.ops.body_parts import int64_vector
 from onnxtrain.ops.definition import NodeView
-from onnxtrain.ops.fused import axes_constant
 
 
 def sizes_per_axis(argument: Any, count: int) -> list[Any]:
@@ -26,7 +26,7 @@ def sizes_per_axis(argument: Any, count: int) -> list[Any]:
     return found * count if len(found) == 1 else found
 
 
-def as_list(argument: Any, count: int) -> list[Any]:
+def ints_per_axis(argument: Any, count: int) -> list[Any]:
     """An argument of an ATen call with one number per axis, where one number may stand for all.
 
     Raises:
@@ -38,7 +38,7 @@ def as_list(argument: Any, count: int) -> list[Any]:
     return numbers
 
 
-def per_axis(n: NodeView, name: str, count: int, default: int) -> list[int]:
+def attribute_per_axis(n: NodeView, name: str, count: int, default: int) -> list[int]:
     """An attribute with one number for each of `count` axes."""
     given = getattr(n, name)
     return [default] * count if given is None else list(given)
@@ -50,7 +50,7 @@ def symmetric_pads(n: NodeView, count: int) -> list[int]:
     Raises:
         GraphError: the ends differ.
     """
-    pads = per_axis(n, "pads", 2 * count, 0)
+    pads = attribute_per_axis(n, "pads", 2 * count, 0)
     if pads[:count] != pads[count:]:
         raise GraphError(
             f"{n.definition.name} takes the same padding at both ends of an axis",
@@ -66,11 +66,11 @@ Padding = tuple[Size, Size]  # before and after an axis
 def paddings(n: NodeView, inner: Sequence[Size], kernel: Sequence[Size]) -> list[Padding]:
     """The padding of each axis, of these sizes, with the node's `auto_pad` worked out."""
     count = len(inner)
-    strides, dilations = per_axis(n, "strides", count, 1), per_axis(n, "dilations", count, 1)
-    return padded_by_name(n.auto_pad, per_axis(n, "pads", 2 * count, 0), inner, kernel, strides, dilations)
+    strides, dilations = attribute_per_axis(n, "strides", count, 1), attribute_per_axis(n, "dilations", count, 1)
+    return auto_padding(n.auto_pad, attribute_per_axis(n, "pads", 2 * count, 0), inner, kernel, strides, dilations)
 
 
-def padded_by_name(
+def auto_padding(
     auto_pad: str,
     pads: Sequence[Size],
     inner: Sequence[Size],
@@ -91,7 +91,7 @@ def padded_by_name(
     found: list[Padding] = []
     for size, window, stride, dilation in zip(inner, kernel, strides, dilations, strict=True):
         windows = sizes.floor_divide(sizes.add(size, stride - 1), stride)
-        lacking = sizes.maximum(0, sizes.subtract(covered(windows, window, stride, dilation), size))
+        lacking = sizes.maximum(0, sizes.subtract(covered_size(windows, window, stride, dilation), size))
         less = sizes.floor_divide(lacking, 2)
         more = sizes.subtract(lacking, less)
         found.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
@@ -114,7 +114,7 @@ def window_count(
     return sizes.minimum(fitting, starting)
 
 
-def covered(count: Size, kernel: Size, stride: int, dilation: int) -> Size:
+def covered_size(count: Size, kernel: Size, stride: int, dilation: int) -> Size:
     """How many places `count` windows cover together, from the first place of the first to the last of the last."""
     between = sizes.multiply(stride, sizes.subtract(count, 1))
     return sizes.add(between, sizes.multiply(dilation, sizes.subtract(kernel, 1)), 1)
@@ -124,47 +124,47 @@ def product(numbers: Sequence[Size]) -> Size:
     return sizes.multiply(1, *numbers)
 
 
-def spatial(x: ir.Value) -> Sizes:
+def spatial_sizes(x: ir.Value) -> Sizes:
     """The sizes after the channels."""
     return sizes.dims_of(x)[2:]
 
 
-def names(letter: str, x: ir.Value) -> str:
+def spatial_axes(letter: str, x: ir.Value) -> str:
     """The axes of x after its channels, for an axis map: each is needed whole."""
     return " ".join(f"[{letter}{i}]" for i in range(rank_of(x) - 2))
 
 
-def cut_out(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[Size]) -> ir.Value:
+def cropped(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[Size]) -> ir.Value:
     """The part of x that begins at `starts` and has `lengths`, on the axes after the channels."""
-    have = spatial(x)
+    have = spatial_sizes(x)
     if not any(starts) and tuple(lengths) == have:
         return x
     axes = range(2, 2 + len(have))
     ends = [sizes.add(s, length) for s, length in zip(starts, lengths, strict=True)]
     taken = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *lengths))
-    inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes_constant(op, axes))
+    inputs = (x, op.sizes(list(starts)), op.sizes(ends), int64_vector(op, axes))
     result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
     return result
 
 
-def every(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], count: Sizes) -> ir.Value:
+def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], count: Sizes) -> ir.Value:
     """`count` places of x along each axis after the channels, `steps` apart."""
     spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
     ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
-    axes = axes_constant(op, range(2, 2 + len(starts)))
+    axes = int64_vector(op, range(2, 2 + len(starts)))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
     taken = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *count))
     result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
     return result
 
 
-def extended(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
+def padded_at_end(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
     """Puts so many zeros after each axis after the channels."""
     if all(m == 0 for m in missing):
         return x
-    longer = tuple(sizes.add(have, m) for have, m in zip(spatial(x), missing, strict=True))
+    longer = tuple(sizes.add(have, m) for have, m in zip(spatial_sizes(x), missing, strict=True))
     padded = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *longer))
-    axes = axes_constant(op, range(2, rank_of(x)))
+    axes = int64_vector(op, range(2, rank_of(x)))
     pads = op.sizes([0] * len(missing) + list(missing))
     inputs = (x, pads, op.scalar(0, like=x), axes)
     result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded]).outputs[0]

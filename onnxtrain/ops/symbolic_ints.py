@@ -88,7 +88,7 @@ def _size(number: Any) -> Size:
     return int(number)
 
 
-def held_sizes(value: ir.Value) -> Sizes | None:
+def known_ints(value: ir.Value) -> Sizes | None:
     """The integers that an int64 scalar or vector holds, where they follow from constants and sizes; else None."""
     known = as_sizes(value)
     if known is not None:
@@ -99,9 +99,9 @@ def held_sizes(value: ir.Value) -> Sizes | None:
     return tuple(map(_size, computed)) if isinstance(computed, tuple) else (_size(computed),)
 
 
-def needed_sizes(value: ir.Value, use: str) -> Sizes:
+def required_ints(value: ir.Value, use: str) -> Sizes:
     """As `held_sizes`, where there is no output type without them."""
-    held = held_sizes(value)
+    held = known_ints(value)
     if held is None:
         raise GraphError(f"{use} must follow from the sizes of the inputs", got=f"{value.name}, of unknown contents")
     return held

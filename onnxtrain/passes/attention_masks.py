@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.values import constant_of, dtype_of, is_float, rank_of
 from onnxtrain.ops import Effects, definition_of, view
 from onnxtrain.ops.attention.flash import FLASH_ATTENTION
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.arithmetic import ADD, number_of
 from onnxtrain.ops.elementwise.copies import CLONE, IDENTITY
 from onnxtrain.ops.elementwise.selection import WHERE

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import dtype_of, set_type
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.loss.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_GRAD
 from onnxtrain.passes.changes import Changes

@@ -21,7 +21,7 @@ from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.reshape.dims import TRANSPOSE, transposed
 from onnxtrain.ops.reshape.join import split
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.sliding_windows import per_axis
+from onnxtrain.ops.sliding_windows import attribute_per_axis
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
@@ -50,7 +50,7 @@ def _is_pointwise(n: NodeView) -> bool:
     return (
         rank_of(n.x) == 3
         and sizes.dims_of(n.w)[2] == 1
-        and per_axis(n, "strides", 1, 1) == [1]
+        and attribute_per_axis(n, "strides", 1, 1) == [1]
         and not any(n.pads or ())
         and all(isinstance(size, int) for size in sizes.dims_of(n.w))
     )

@@ -21,8 +21,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import builder, definition_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import OpDef
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.passes.changes import Changes, counted
 
 LARGEST_BYTES = 1 << 20

@@ -22,7 +22,7 @@ from onnxtrain.graph.values import dtype_of, normalize_axis, rank_of
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.matmul import is_exact_attribute
 from onnxtrain.ops.norm.layer_norm import build_layer_norm
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_value
 from onnxtrain.passes.rewriting import nodes_before, substitute
@@ -82,7 +82,7 @@ _X, _W, _B, _EPS = Var("x"), Var("w"), Var("b"), Num("epsilon")
 
 def _over_last_axis(node: ir.Node) -> bool:
     n = view(node)
-    axes = None if n.axes is None else held_sizes(n.axes)
+    axes = None if n.axes is None else known_ints(n.axes)
     rank = rank_of(n.x)
     return bool(n.keepdims) and axes is not None and [normalize_axis(int(a), rank) for a in axes] == [rank - 1]
 
@@ -212,8 +212,8 @@ def _half_index(part: ir.Value, x: ir.Value) -> int | None:
         return part.index() if normalize_axis(n.axis, axis + 1) == axis else None
     if node.op_type != "Slice" or n.axes is None:
         return None
-    axes, starts = held_sizes(n.axes), held_sizes(n.starts)
-    steps = (1,) if n.steps is None else held_sizes(n.steps)
+    axes, starts = known_ints(n.axes), known_ints(n.starts)
+    steps = (1,) if n.steps is None else known_ints(n.steps)
     if (
         axes is None
         or starts is None

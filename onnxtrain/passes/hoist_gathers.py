@@ -33,7 +33,7 @@ from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import SHRUNKEN_GATHER
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.reshape.dims import inverse, squeezed, transposed, unsqueezed
-from onnxtrain.ops.reshape.rows import to_front
+from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
@@ -91,7 +91,7 @@ class _SelectedTokens(Selection):
     axes: Axes = (0, 1)
 
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
-        perm = to_front(rank_of(value), (axis,))
+        perm = permutation_to_front(rank_of(value), (axis,))
         x = transposed(op, value, perm)
         tokens = reshaped(op, x, (*self.shape, *sizes.dims_of(x)[1:]))
         return transposed(op, self.over(op, tokens), inverse(perm))

@@ -38,10 +38,10 @@ from onnxtrain.ops.index.gather import EMBEDDING, GATHER
 from onnxtrain.ops.index.subscript import INDEX
 from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
 from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
-from onnxtrain.ops.reshape.rows import counting, to_front
+from onnxtrain.ops.reshape.rows import arange, permutation_to_front
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.attention_masks import Mask, depends_on_data_only, mask_of, split_mask
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before
@@ -129,7 +129,7 @@ class PackingPlan:
             if selection.count not in sizes.dims_of(value):
                 continue  # its producer does not run packed
             with nodes_before(op, node):
-                perm = to_front(rank_of(value), axes)
+                perm = permutation_to_front(rank_of(value), axes)
                 rows = squeezed(op, transposed(op, value, perm), 0)
                 padded = op.ms.PadAndUnflatten(rows, selection.rows, op.sizes(dims))
                 padded = transposed(op, padded, inverse(perm))
@@ -383,7 +383,7 @@ def _selecting_reader(n: NodeView, axes: Axes) -> Reader | None:
 
 def _slicing_reader(n: NodeView, tokens: Axes) -> Reader | None:
     axes, steps = constant_of(n.axes), constant_of(n.steps) if n.steps is not None else None
-    starts, ends = held_sizes(n.starts), held_sizes(n.ends)
+    starts, ends = known_ints(n.starts), known_ints(n.ends)
     if axes is None or axes.tolist() != [tokens[1]] or starts is None or ends is None:
         return None
     if not isinstance(starts[0], int) or not isinstance(ends[0], int):
@@ -487,7 +487,7 @@ def _attend_with_few_queries(op: Builder, node: ir.Node, selection: _TokenRows, 
     with nodes_before(op, node):
         k, v = (_by_token(op, _packed_operand(op, x, selection)) for x in (n.k, n.v))
         queries = reshaped(op, transposed(op, n.q, [0, 2, 1, 3]), (sizes.multiply(batch, count), heads, width))
-        cu_q = counting(op, sizes.add(batch, 1))
+        cu_q = arange(op, sizes.add(batch, 1))
         if count != 1:
             cu_q = op.Mul(cu_q, op.size(count))
         packed = _varlen(op, n, [queries, k, v], cu_q, selection.cu, causal=False)

@@ -24,7 +24,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, rank_of, set_type
 from onnxtrain.ops import Effects, definition_of, view
 from onnxtrain.ops.definition import numel
 from onnxtrain.ops.reshape.dims import expanded, inverse, transposed, unsqueezed
-from onnxtrain.ops.reshape.rows import to_front
+from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.passes.rowwise import Axes, NotRowwise, Rows, needed_rows, output_axes, shape_input, with_rows
 
@@ -67,7 +67,7 @@ class Selection(ABC):
         """Select rows of `value` along `axes`, with the result shape of `rowwise.with_rows`."""
         if len(axes) == 1:
             return self.along(op, value, axes[0])
-        perm = to_front(rank_of(value), axes)
+        perm = permutation_to_front(rank_of(value), axes)
         rows = unsqueezed(op, self.over(op, transposed(op, value, perm)), 0)
         return transposed(op, rows, inverse(perm))
 

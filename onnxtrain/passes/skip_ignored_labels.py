@@ -25,7 +25,7 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, rank_of, set_type
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.subscript import true_places
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
@@ -33,7 +33,7 @@ from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.join import concatenated
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user
 from onnxtrain.passes.rowwise import Axes
@@ -94,7 +94,7 @@ def _find_shift(n: NodeView) -> NodeView | None:
 def _is_slice_of_steps(shift: NodeView, logits: ir.Value) -> bool:
     """Return whether the logits are the flattened rows of a slice of consecutive steps of [batch, steps, classes]."""
     axes, by = constant_of(shift.axes), None if shift.steps is None else constant_of(shift.steps)
-    starts = held_sizes(shift.starts)
+    starts = known_ints(shift.starts)
     if rank_of(shift.x) != 3 or axes is None or axes.tolist() != [1] or starts is None:
         return False
     batch, kept, classes = sizes.dims_of(shift.node.outputs[0])
@@ -115,7 +115,7 @@ def _replace_shift(op: Builder, n: NodeView, shift: NodeView) -> None:
     assert logits is not None
     batch, steps, classes = sizes.dims_of(x)
     kept = sizes.dims_of(shift.node.outputs[0])[1]
-    (start,) = held_sizes(shift.starts) or ()
+    (start,) = known_ints(shift.starts) or ()
     after = sizes.subtract(steps, sizes.add(start, kept))
     with nodes_before(op, n.node):
         unshifted = reshaped(op, cast(op, x, dtype_of(logits)), (sizes.multiply(batch, steps), classes))

@@ -17,8 +17,8 @@ import torch
 
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import Method
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 
 _MIN_CONVOLUTIONS = 2  # a single one gains no more than its conversions cost
 

@@ -19,9 +19,9 @@ from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.host import host_values
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import Effects, OpDef, definition_of
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.definition import DEVICE, Call, Kernel, Method
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.torch_compat.operators import OpOverload, OpOverloadPacket
 from onnxtrain.torch_compat.tensors import storage_id
@@ -219,7 +219,7 @@ class Storages:
         if value is None:
             return None
         if index in kernel.host_inputs or value in self.host:
-            dims = held_sizes(value)
+            dims = known_ints(value)
             if dims is None:
                 return None
             integers = tuple(map(self.number, dims))

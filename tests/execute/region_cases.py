@@ -22,8 +22,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
-from onnxtrain.ops.constructors import ONNX_DTYPES
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.plan.cut import Part, single_part
 from onnxtrain.plan.regions import Region, find_regions
 from onnxtrain.plan.storage import Storages

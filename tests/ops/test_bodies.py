@@ -18,7 +18,7 @@ from onnxtrain.graph import traversal
 from onnxtrain.graph.values import TensorType, rank_of, set_type, type_of
 from onnxtrain.ops import OPS, NoBody, builder
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.constructors import unary
+from onnxtrain.ops.constructors import define_unary
 from onnxtrain.ops.local_functions import as_functions
 from tests.graph.small import graph_of
 
@@ -72,7 +72,7 @@ BODIES = {
 @pytest.fixture(autouse=True)
 def test_ops() -> Iterator[None]:
     for name, body in BODIES.items():
-        unary(name, (), torch.neg, None, domain="onnxtrain", body=body, attributes={"alpha": 1.0})
+        define_unary(name, (), torch.neg, None, domain="onnxtrain", body=body, attributes={"alpha": 1.0})
     yield
     for name in BODIES:
         del OPS["onnxtrain", name]

@@ -12,7 +12,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import FROM_TORCH, OPS, builder, view
 from onnxtrain.ops.reshape.shape import factored
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.testing import Spec
 from tests.ops.captures import check_capture
 
@@ -207,9 +207,9 @@ def test_size_arithmetic_is_followed() -> None:
     op, x = small_graph("b", "s")
     rows = op.Shape(x, start=0, end=1)
     both = op.Concat(op.Mul(rows, op.sizes([2])), op.Shape(x, start=1), axis=0)
-    assert held_sizes(both) == ("2*b", "s")
-    assert held_sizes(op.Squeeze(op.Slice(both, op.sizes([1]), op.sizes([2])), op.sizes([0]))) == ("s",)
-    assert held_sizes(x) is None
+    assert known_ints(both) == ("2*b", "s")
+    assert known_ints(op.Squeeze(op.Slice(both, op.sizes([1]), op.sizes([2])), op.sizes([0]))) == ("s",)
+    assert known_ints(x) is None
 
 
 def test_views_are_declared() -> None:
@@ -234,7 +234,7 @@ def test_views_are_declared() -> None:
         kernel = definition.kernel(node, "cpu")
         arguments: list[Any] = [tensor]
         for index, operand in enumerate(node.inputs[1:], 1):
-            held = held_sizes(operand)
+            held = known_ints(operand)
             arguments.append(held[0] if len(operand.shape) == 0 else held) if index in kernel.host_inputs else None
         arguments += [None] * (len(definition.inputs) - len(arguments))
         result = kernel.lower(view(node), *arguments).evaluate()

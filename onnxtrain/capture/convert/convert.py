@@ -31,8 +31,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, rank_of, set_type, type_of
 from onnxtrain.ops import FROM_TORCH, builder
 from onnxtrain.ops.aten_node import Text, aten_call, aten_node
-from onnxtrain.ops.constructors import ONNX_DTYPES
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
 
 # Calls that only state what is already known of sizes and types: the guards hold them.

@@ -15,7 +15,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType
-from onnxtrain.ops.constructors import ONNX_DTYPES
+from onnxtrain.ops.dtypes import ONNX_DTYPES
 
 
 def size_of(value: int | torch.SymInt) -> Size:

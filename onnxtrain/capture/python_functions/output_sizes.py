@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onnxtrain.capture import source_line
 from onnxtrain.capture.python_functions.trial_run import CallArguments, Run, run_aside
 from onnxtrain.errors import CaptureError
-from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES
+from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.python_function.call import Output, ShapeRule, line_of, qualified_name
 from onnxtrain.ops.python_function.template import Sizes, Slot
 

@@ -23,7 +23,7 @@ from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of, set_type
 from onnxtrain.ops import OPS, builder, definition_of, unknown_node
 from onnxtrain.ops.bodies import close
 from onnxtrain.ops.definition import OPSET, OpDef
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.fold_constants import evaluate
 
 _MAX_FOLDED = 4096  # elements of a constant that is folded
@@ -171,7 +171,7 @@ class _Walk:
             return self._folded(value, producer)
         if value.dtype != ir.DataType.INT64 or rank_of(value) > 1:
             return value
-        dims = held_sizes(value)
+        dims = known_ints(value)
         if dims is not None and all(isinstance(dim, int) for dim in dims):
             return self._op.constant(dims if rank_of(value) else dims[0], ir.DataType.INT64)
         if dims is not None and rank_of(value):

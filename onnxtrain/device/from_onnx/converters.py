@@ -18,13 +18,12 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, constant_of, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.fused import average, axes_constant, reshaped, times
+from onnxtrain.ops.body_parts import cast, int64_vector, mean_over, mul_scalar, reshaped
 from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
 from onnxtrain.ops.recurrent.onnx_layers import unsupported_feature
-from onnxtrain.ops.sliding_windows import cut_out, padded_by_name, spatial
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.sliding_windows import auto_padding, cropped, spatial_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 
 INT64 = ir.DataType.INT64
 Results = Sequence[ir.Value | None]
@@ -115,8 +114,8 @@ def _eye_like(s: Source) -> Results:
 @_converts("Expand")
 def _expand(s: Source) -> Results:
     """An expanded shape vector remains a shape vector."""
-    x, target = s.needs(0), held_sizes(s.needs(1))
-    held = held_sizes(x) if dtype_of(x) == INT64 and rank_of(x) <= 1 else None
+    x, target = s.needs(0), known_ints(s.needs(1))
+    held = known_ints(x) if dtype_of(x) == INT64 and rank_of(x) <= 1 else None
     if held is not None and len(held) == 1 and target is not None and len(target) == 1 and isinstance(target[0], int):
         return [s.op.sizes(list(held) * target[0])]
     return [s.op.Expand(x, s.needs(1))]
@@ -124,7 +123,7 @@ def _expand(s: Source) -> Results:
 
 def _held(value: ir.Value) -> sizes.Sizes | None:
     """The dimensions in a shape vector."""
-    return held_sizes(value) if dtype_of(value) == INT64 and rank_of(value) == 1 else None
+    return known_ints(value) if dtype_of(value) == INT64 and rank_of(value) == 1 else None
 
 
 def _aligned(*vectors: sizes.Sizes) -> list[sizes.Sizes]:
@@ -196,9 +195,9 @@ def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value
     """The running variance as ONNX defines it: divided by the count, not by count - 1 as in PyTorch."""
     rank = rank_of(x)
     centred = op.Sub(x, reshaped(op, mean, [1, sizes.dims_of(x)[1], *[1] * (rank - 2)]))
-    variance = average(op, op.Mul(centred, centred), [axis for axis in range(rank) if axis != 1])
-    moved = times(op, reshaped(op, variance, [sizes.dims_of(x)[1]]), 1 - momentum)
-    result: ir.Value = op.Add(times(op, running, momentum), moved)
+    variance = mean_over(op, op.Mul(centred, centred), [axis for axis in range(rank) if axis != 1])
+    moved = mul_scalar(op, reshaped(op, variance, [sizes.dims_of(x)[1]]), 1 - momentum)
+    result: ir.Value = op.Add(mul_scalar(op, running, momentum), moved)
     return result
 
 
@@ -250,20 +249,20 @@ def _windows(s: Source, kernel: Sequence[Size]) -> _Windows:
     strides, dilations = (list(s.attribute(name) or [1] * count) for name in ("strides", "dilations"))
     pads: list[Size] = list(s.attribute("pads") or [0] * (2 * count))
     named = s.attribute("auto_pad", "NOTSET")
-    found = padded_by_name(named, pads, spatial(s.needs(0)), fixed, strides, dilations)
+    found = auto_padding(named, pads, spatial_sizes(s.needs(0)), fixed, strides, dilations)
     return _Windows(fixed, strides, dilations, [before for before, _ in found], [after for _, after in found])
 
 
 def _padded(s: Source, x: ir.Value, windows: _Windows, number: float) -> ir.Value:
     pads = s.op.sizes([*windows.before, *windows.after])
-    result: ir.Value = s.op.Pad(x, pads, s.op.scalar(number, like=x), axes_constant(s.op, range(2, rank_of(x))))
+    result: ir.Value = s.op.Pad(x, pads, s.op.scalar(number, like=x), int64_vector(s.op, range(2, rank_of(x))))
     return result
 
 
 @_converts("Conv")
 def _conv(s: Source) -> Results:
     x, w = s.needs(0), s.needs(1)
-    windows = _windows(s, spatial(w))
+    windows = _windows(s, spatial_sizes(w))
     padded = not windows.symmetric
     if padded:
         x = _padded(s, x, windows, 0.0)
@@ -276,14 +275,14 @@ def _conv_transpose(s: Source) -> Results:
     if s.attribute("output_shape") is not None or s.attribute("auto_pad", "NOTSET").startswith("SAME"):
         raise s.refuse("is padded by the shape that it shall give", "export it with pads and output_padding")
     x, w = s.needs(0), s.needs(1)
-    windows = _windows(s, spatial(w))
+    windows = _windows(s, spatial_sizes(w))
     how = {"group": s.attribute("group", 1), "output_padding": s.attribute("output_padding")}
     if windows.symmetric:
         return [s.op.ConvTranspose(x, w, s.input(2), **how, **windows.attributes(padded=False))]
     whole = s.op.ConvTranspose(x, w, s.input(2), **how, **windows.attributes(padded=True))
     starts = [int(pad) for pad in windows.before]
-    cut = zip(spatial(whole), windows.before, windows.after, strict=True)
-    return [cut_out(s.op, whole, starts, [sizes.subtract(size, sizes.add(a, b)) for size, a, b in cut])]
+    cut = zip(spatial_sizes(whole), windows.before, windows.after, strict=True)
+    return [cropped(s.op, whole, starts, [sizes.subtract(size, sizes.add(a, b)) for size, a, b in cut])]
 
 
 @_converts("MaxPool")
@@ -312,7 +311,7 @@ def _average_pool(s: Source) -> Results:
     y = s.op.AveragePool(_padded(s, x, windows, 0.0), **how)
     if s.attribute("count_include_pad", 0):
         return [y]
-    ones = s.op.Expand(s.op.scalar(1.0, like=x), s.op.sizes([1, 1, *spatial(x)]))
+    ones = s.op.Expand(s.op.scalar(1.0, like=x), s.op.sizes([1, 1, *spatial_sizes(x)]))
     return [s.op.Div(y, s.op.AveragePool(_padded(s, ones, windows, 0.0), **how))]
 
 

@@ -21,7 +21,7 @@ from onnxtrain.execute.program import Run
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.tensors import empty_strided_cpu

@@ -14,7 +14,7 @@ from onnxtrain.graph.values import ONNX, dtype_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.bodies import close, inline_bodies
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.symbolic_ints import held_sizes
+from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
 from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
@@ -56,7 +56,7 @@ def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[in
         wanted = [v for v in part.outputs if v is not None]
         close(graph, [values[v] for v in wanted], [f"result_{i}" for i in range(len(wanted))])
         sizes_out = tuple(
-            sizes.evaluate(size, known) for v in part.sizes_out for size in held_sizes(v) or (str(v.name),)
+            sizes.evaluate(size, known) for v in part.sizes_out for size in known_ints(v) or (str(v.name),)
         )
     except NameError as error:
         raise GraphError("a size does not follow from the shapes of the inputs", got=error) from error
@@ -86,7 +86,7 @@ def known_numbers(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[i
         for size, number in zip(sizes.dims_of(value), shape, strict=True)
     ]
     for value, number in zip(part.sizes_in, given, strict=True):
-        pairs += [(size, number) for size in held_sizes(value) or ()]
+        pairs += [(size, number) for size in known_ints(value) or ()]
     return {size: number for size, number in pairs if isinstance(size, str) and size.isidentifier()}
 
 
@@ -132,7 +132,7 @@ def _sizes_to_constants(graph: ir.Graph) -> None:
         value = node.outputs[0]
         if definition_of(node).host_eval is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
             continue
-        held = held_sizes(value) if len(sizes.dims_of(value)) <= 1 else None
+        held = known_ints(value) if len(sizes.dims_of(value)) <= 1 else None
         if held is not None and all(isinstance(size, int) for size in held) and not value.is_graph_output():
             constant = ir.Value(name=f"{value.name}_known", type=value.type, shape=value.shape)
             _become(graph, constant, held)

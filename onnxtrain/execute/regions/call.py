@@ -18,7 +18,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.log import warn
 from onnxtrain.native.build import BuildError
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import inductor
 

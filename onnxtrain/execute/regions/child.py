@@ -26,7 +26,7 @@ from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native.build import seal
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.cut import single_part
 from onnxtrain.torch_compat import inductor
 

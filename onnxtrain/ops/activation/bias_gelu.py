@@ -21,9 +21,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
-from onnxtrain.ops.composite import elementwise_axes
+from onnxtrain.ops.constructors import broadcast_axes, define_fused
 from onnxtrain.ops.definition import Call, Gradient, Infix, Kernel, NodeView, numel
-from onnxtrain.ops.fused import fused
 from onnxtrain.ops.native_kernels import may_compile
 
 _EXACT, _TANH = "none", "tanh"  # values of the attribute `approximate`
@@ -70,7 +69,7 @@ def _define_gelu(name: str, bias_grad_name: str, inputs: tuple[str, ...], approx
     def lower(n: NodeView, x: Any, bias: Any = None) -> Call:
         return Call(torch.nn.functional.gelu, _plus_bias_call(n, x, bias), approximate=approximate)
 
-    fused(
+    define_fused(
         MICROSOFT,
         name,
         inputs,
@@ -79,7 +78,7 @@ def _define_gelu(name: str, bias_grad_name: str, inputs: tuple[str, ...], approx
         body=lambda op, n: op.Gelu(_plus_bias(op, n), approximate=approximate),
         kernels=(Kernel(lower=lower_compiled, applies=_can_compile(approximate)),),
         lower=lower,
-        axes=elementwise_axes,
+        axes=broadcast_axes,
         flops=_flops,
         gradient=(Gradient(gradient, reads=tuple(i.rstrip("?") for i in inputs)),),
     )
@@ -92,7 +91,7 @@ def _define_gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> N
     def lower(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
         return Call(kernels.gelu_backward, dy, _plus_bias_call(n, x, bias), approximate)
 
-    fused(
+    define_fused(
         MICROSOFT,
         name,
         inputs,
@@ -101,7 +100,7 @@ def _define_gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> N
         body=lambda op, n: op.ms.GeluGrad(n.dy, _plus_bias(op, n), approximate=approximate),
         kernels=(Kernel(lower=lower_compiled, applies=_can_compile(approximate), in_place_input=0),),
         lower=lower,
-        axes=elementwise_axes,
+        axes=broadcast_axes,
         flops=_flops,
     )
 

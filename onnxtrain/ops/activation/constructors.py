@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import FUSIBLE, elementwise_flops, never, unary
+from onnxtrain.ops.constructors import FUSIBLE, define_unary, elementwise_flops, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
@@ -120,7 +120,7 @@ def activation(
         result: ir.Value = op.op(grad_domain, grad_name)(dy, getattr(n, saved), **values)
         return result
 
-    forward = unary(
+    forward = define_unary(
         name,
         from_torch,
         lower,

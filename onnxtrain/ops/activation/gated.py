@@ -21,10 +21,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import scalar
-from onnxtrain.ops.composite import elementwise_axes
-from onnxtrain.ops.constructors import FUSIBLE, elementwise_flops, never
+from onnxtrain.ops.constructors import FUSIBLE, broadcast_axes, define_fused, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.fused import fused
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
@@ -164,7 +162,7 @@ def _can_compile(n: NodeView, device: str) -> bool:
     return n.activation in kernels.COMPILED_GATES and may_compile(n, device)
 
 
-GATED_ACTIVATION = fused(
+GATED_ACTIVATION = define_fused(
     OWN,
     "GatedActivation",
     ("gate", "up"),
@@ -176,12 +174,12 @@ GATED_ACTIVATION = fused(
         Kernel(lower=lambda n, *xs: kernels.compiled_call(kernels.gated, *xs, n.activation), applies=_can_compile),
     ),
     lower=lambda n, *xs: Call(kernels.aten_gated, *xs, n.activation),
-    axes=elementwise_axes,
+    axes=broadcast_axes,
     flops=lambda n: sizes.multiply(11, elementwise_flops(n)),
     gradient=(Gradient(_gradients, ("gate", "up")),),
     fusion=FUSIBLE,
 )
-GATED_ACTIVATION_GRAD = fused(
+GATED_ACTIVATION_GRAD = define_fused(
     OWN,
     "GatedActivationGrad",
     ("dy", "gate", "up"),
@@ -197,7 +195,7 @@ GATED_ACTIVATION_GRAD = fused(
         ),
     ),
     lower=lambda n, *xs: Call(kernels.aten_gated_backward, *xs, n.activation),
-    axes=elementwise_axes,
+    axes=broadcast_axes,
     flops=lambda n: sizes.multiply(22, elementwise_flops(n)),
     fusion=FUSIBLE,
 )

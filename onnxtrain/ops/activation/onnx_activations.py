@@ -19,9 +19,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import normalize_axis, rank_of
 from onnxtrain.ops.activation.constructors import not_double
-from onnxtrain.ops.composite import composite
+from onnxtrain.ops.body_parts import add_scalar
+from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import Call, Infix, NodeView, numel
-from onnxtrain.ops.fused import plus
 
 
 def _swish_call(n: NodeView, x: Any) -> Call:
@@ -30,7 +30,7 @@ def _swish_call(n: NodeView, x: Any) -> Call:
     return Infix("*", torch.mul, x, Call(torch.sigmoid, Infix("*", torch.mul, x, n.alpha)))
 
 
-composite(
+define_by_body(
     "Celu",
     ("x",),
     lambda op, n: op.own.Celu(n.x, alpha=n.alpha),
@@ -38,13 +38,13 @@ composite(
     attributes={"alpha": 1.0},
     since_version=12,
 )
-composite(
+define_by_body(
     "Softsign",
     ("x",),
-    lambda op, n: op.Div(n.x, plus(op, op.Abs(n.x), 1)),
+    lambda op, n: op.Div(n.x, add_scalar(op, op.Abs(n.x), 1)),
     lambda n, x: Call(torch.nn.functional.softsign, x),
 )
-composite(
+define_by_body(
     "Swish",
     ("x",),
     lambda op, n: op.ms.QuickGelu(n.x, alpha=n.alpha),
@@ -53,7 +53,7 @@ composite(
     since_version=24,
     ort_compatible=lambda n: False,  # exported graphs have an earlier opset
 )
-composite(
+define_by_body(
     "ThresholdedRelu",
     ("x",),
     lambda op, n: op.own.Threshold(n.x, threshold=n.alpha, value=0.0),
@@ -69,9 +69,9 @@ composite(
 
 def _shrink_body(op: Builder, n: NodeView) -> ir.Value:
     zero = op.scalar(0, like=n.x)
-    above = op.Where(op.Greater(n.x, op.scalar(n.lambd, like=n.x)), plus(op, n.x, -n.bias), zero)
+    above = op.Where(op.Greater(n.x, op.scalar(n.lambd, like=n.x)), add_scalar(op, n.x, -n.bias), zero)
     below = op.Less(n.x, op.scalar(-n.lambd, like=n.x))
-    result: ir.Value = op.Where(below, plus(op, n.x, n.bias), above)
+    result: ir.Value = op.Where(below, add_scalar(op, n.x, n.bias), above)
     return result
 
 
@@ -80,7 +80,7 @@ def shrink(x: torch.Tensor, bias: float, lambd: float) -> torch.Tensor:
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0.0))
 
 
-composite(
+define_by_body(
     "Shrink",
     ("x",),
     _shrink_body,
@@ -118,7 +118,7 @@ def hardmax(x: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.zeros_like(x).scatter_(axis, x.argmax(axis, keepdim=True), 1) if x.numel() else torch.zeros_like(x)
 
 
-composite(
+define_by_body(
     "Hardmax",
     ("x",),
     _hardmax_body,

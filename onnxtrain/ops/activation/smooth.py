@@ -22,7 +22,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import activation, activation_grad, not_double, scalar
-from onnxtrain.ops.constructors import cast, unary
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import define_unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fusion, Infix, InPlaceCapableCall, Kernel, NodeView
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.torch_compat import aten_kernels
@@ -213,7 +214,7 @@ SCALED_SOFTPLUS, SOFTPLUS_GRAD = activation(
     attributes={"beta": 1.0, "threshold": 20.0},
     flops=6,
 )
-SOFTPLUS = unary(
+SOFTPLUS = define_unary(
     "Softplus",
     {"aten.softplus.default": _capture_softplus},
     aten_kernels.softplus,
@@ -299,7 +300,7 @@ ELU_GRAD = activation_grad(
     _elu_grad_body,
     attributes={"alpha": 1.0, "scale": 1.0, "input_scale": 1.0},
 )
-ELU = unary(
+ELU = define_unary(
     "Elu",
     {"aten.elu.default": _capture_elu},
     aten_kernels.elu,
@@ -310,7 +311,7 @@ ELU = unary(
     ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha),
 )
-SELU = unary(
+SELU = define_unary(
     "Selu",
     {"aten.selu.default": lambda op, x: op.Selu(x, alpha=_SELU_ALPHA, gamma=_SELU_SCALE)},
     aten_kernels.elu,
@@ -321,7 +322,7 @@ SELU = unary(
     ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha, n.gamma),
 )
-CELU = unary(
+CELU = define_unary(
     "Celu",
     {"aten.celu.default": lambda op, x, alpha=1.0: op.own.Celu(x, alpha=float(alpha))},
     torch.celu,

@@ -20,9 +20,9 @@ from onnxtrain.graph.values import dtype_of, is_float, rank_of
 from onnxtrain.ops.attention.heads import group_size, repeat_heads, strip_repeat
 from onnxtrain.ops.attention.masks import additive_mask, causal_mask
 from onnxtrain.ops.attention.scores import scale_as_attribute, scale_value, score_dtype
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.random.dropout import dropped_out
-from onnxtrain.ops.registry import compose
+from onnxtrain.ops.registry import register_captures
 
 
 def _capture(
@@ -97,4 +97,4 @@ def _math_path(
     return cast(op, op.MatMul(p, repeat_heads(op, v, groups_v)), dtype)
 
 
-compose({"aten.scaled_dot_product_attention.default": _capture})
+register_captures({"aten.scaled_dot_product_attention.default": _capture})

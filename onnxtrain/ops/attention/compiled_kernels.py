@@ -34,7 +34,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
 from onnxtrain.ops.attention.scores import scale_number
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.random.keyed_bits import least_kept
 from onnxtrain.system.machine import current_machine
 

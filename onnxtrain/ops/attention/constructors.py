@@ -18,8 +18,9 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of
 from onnxtrain.ops.attention.scores import score_dtype, score_factor
-from onnxtrain.ops.constructors import TORCH_DTYPES, never
+from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Body, Effects, Gradient, GradientRule, Kernel, NodeView, OpDef
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.dropout import DRAWS, draws_fast, ratio_of, scale_of, trains
 from onnxtrain.ops.registry import define

@@ -57,10 +57,10 @@ from onnxtrain.ops.attention.scores import (
     scale_value,
     score_dtype,
 )
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.elementwise.arithmetic import number_of
-from onnxtrain.ops.fused import only_first
+from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.dropout import DRAWS, draws_fast, fast_mask, ratio_of, torch_mask
 from onnxtrain.ops.random.dropout import scale_of as dropout_scale
@@ -185,7 +185,7 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value | None]:
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
     if cotangents[0] is None:
         return [None] * len(n.node.inputs)
-    dy = only_first(n, cotangents)
+    dy = first_cotangent(n, cotangents)
     dropout_mask = getattr(n, "dropout_mask", None)
     output_dmask = n.mask is not None and is_float(dtype_of(n.mask)) and n.wants("mask")
     output_dscores = output_dmask or (n.bias is not None and n.wants("bias"))

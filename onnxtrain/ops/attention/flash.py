@@ -37,7 +37,7 @@ from onnxtrain.ops.attention.scores import (
     score_dtype,
     score_factor,
 )
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile

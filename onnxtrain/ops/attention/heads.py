@@ -8,7 +8,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.matmul import constant_axes
 
 

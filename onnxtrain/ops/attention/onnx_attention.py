@@ -28,13 +28,13 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.attention.heads import group_size, repeat_heads
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
+from onnxtrain.ops.constructors import define_by_body, no_axes
 from onnxtrain.ops.definition import Call, NodeView, numel
-from onnxtrain.ops.fused import reshaped, times
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.join import concatenated, split
-from onnxtrain.ops.reshape.rows import along, counting
+from onnxtrain.ops.reshape.rows import arange, vector_along
 from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
@@ -127,8 +127,8 @@ def _scale(n: NodeView, head: Size) -> float:
 
 def _causal_mask(op: Builder, rows: Size, columns: Size, past: Size) -> ir.Value:
     """Return the bool mask [rows, columns], true where key j is not later than query i: j <= i + past."""
-    queries = op.Add(along(op, counting(op, rows), 0, 2), op.size(past))
-    return op.LessOrEqual(along(op, counting(op, columns), 1, 2), queries)  # type: ignore[no-any-return]
+    queries = op.Add(vector_along(op, arange(op, rows), 0, 2), op.size(past))
+    return op.LessOrEqual(vector_along(op, arange(op, columns), 1, 2), queries)  # type: ignore[no-any-return]
 
 
 def _masked(op: Builder, n: NodeView, scores: ir.Value) -> ir.Value:
@@ -150,8 +150,10 @@ def _attention_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     k, v = (x if past is None else concatenated(op, [past, x], 2) for x, past in ((k, n.past_k), (v, n.past_v)))
     group, head = group_size(q, k), sizes.dims_of(q)[3]
     keys = op.Transpose(repeat_heads(op, k, group), perm=[0, 1, 3, 2])
-    stages = [times(op, op.MatMul(q, keys), _scale(n, head))]
-    stages.append(times(op, op.Tanh(times(op, stages[0], 1 / n.softcap)), n.softcap) if n.softcap else stages[0])
+    stages = [mul_scalar(op, op.MatMul(q, keys), _scale(n, head))]
+    stages.append(
+        mul_scalar(op, op.Tanh(mul_scalar(op, stages[0], 1 / n.softcap)), n.softcap) if n.softcap else stages[0]
+    )
     stages.append(_masked(op, n, stages[1]))
     wide = cast(op, stages[2], ir.DataType(n.softmax_precision or dtype_of(n.q)))
     stages.append(cast(op, op.own.SafeSoftmax(wide, axis=-1), dtype_of(n.q)))
@@ -214,7 +216,7 @@ def _attention_flops(n: NodeView) -> Size:
     return sizes.multiply(4, numel(n.q), keys[2])
 
 
-composite(
+define_by_body(
     "Attention",
     ("q", "k", "v", "mask?", "past_k?", "past_v?"),
     _attention_body,
@@ -290,7 +292,7 @@ def rotary_embedding(
     return y if x.ndim == 4 else y.transpose(1, 2).flatten(2)
 
 
-composite(
+define_by_body(
     "RotaryEmbedding",
     ("x", "cos", "sin", "positions?"),
     _rotary_body,

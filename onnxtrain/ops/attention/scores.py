@@ -14,7 +14,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, rank_of, type_of
 from onnxtrain.graph.verify import format_type
-from onnxtrain.ops.constructors import cast, with_attributes
+from onnxtrain.ops.body_parts import cast, with_attributes
 from onnxtrain.ops.definition import NodeView, ScalarFactor
 from onnxtrain.ops.matmul import is_exact_attribute, takes_factor
 

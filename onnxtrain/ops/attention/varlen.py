@@ -65,16 +65,17 @@ from onnxtrain.ops.attention.varlen_flash import (
     varlen_dropout_flash,
     varlen_flash,
 )
-from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast
+from onnxtrain.ops.body_parts import cast, empty_saved_value, sum_over
+from onnxtrain.ops.constructors import always, no_axes
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
-from onnxtrain.ops.fused import nothing, only_first, total
+from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.dropout import draws_fast, ratio_of
 from onnxtrain.ops.registry import definition_of
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
-from onnxtrain.ops.reshape.rows import counting, zeros
+from onnxtrain.ops.reshape.rows import arange, zeros
 from onnxtrain.ops.reshape.shape import reshaped
 
 Tensor = torch.Tensor
@@ -140,7 +141,7 @@ def _sequence_and_position(op: Builder, cu_seqlens: ir.Value, tokens: sizes.Size
     cu_seqlens = cast(op, cu_seqlens, _INT64)
     length = op.sizes([sizes.dims_of(cu_seqlens)[0]])
     ends = op.Slice(cu_seqlens, constant_axes(op, 1), length, constant_axes(op, 0))
-    token = counting(op, tokens)
+    token = arange(op, tokens)
     is_past_end = op.GreaterOrEqual(unsqueezed(op, token, 1), unsqueezed(op, ends, 0))
     sequence = op.ReduceSum(op.Cast(is_past_end, to=_INT64), constant_axes(op, 1), keepdims=0)
     return sequence, op.Sub(token, op.Gather(cu_seqlens, sequence, axis=0))
@@ -197,7 +198,7 @@ def _times_values(op: Builder, n: NodeView, p: ir.Value, v: ir.Value) -> ir.Valu
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     _, _, v, scores, _ = _operands_and_scores(op, n)
-    p, saved = op.own.SafeSoftmax(scores, axis=-1), nothing(op, n.saved)
+    p, saved = op.own.SafeSoftmax(scores, axis=-1), empty_saved_value(op, n.saved)
     if n.definition is VARLEN_ATTENTION:
         return _times_values(op, n, p, v), saved
     dropped, dropout_mask = op.Dropout(p, n.ratio, n.training_mode)
@@ -210,7 +211,7 @@ def _sum_over_groups(op: Builder, gradient: ir.Value, x: ir.Value) -> ir.Value:
     heads = sizes.dims_of(gradient)[0]
     if x_heads != heads:
         gradient = reshaped(op, gradient, (x_heads, sizes.floor_divide(heads, x_heads), tokens, width))
-        gradient = total(op, gradient, [1], keepdims=False)
+        gradient = sum_over(op, gradient, [1], keepdims=False)
     return cast(op, transposed(op, gradient, [1, 0, 2]), dtype_of(x))
 
 
@@ -231,7 +232,7 @@ def _bias_gradient(op: Builder, n: NodeView, ds: ir.Value, bias_index: ir.Value)
     """Scatter-add the gradients of the scores to the bias; masked scores have a gradient of 0."""
     bias_heads, rows, columns = sizes.dims_of(n.bias)
     if bias_heads == 1 and sizes.dims_of(ds)[0] != 1:
-        ds = total(op, ds, [0])
+        ds = sum_over(op, ds, [0])
     heads, count = sizes.dims_of(ds)[0], sizes.multiply(*sizes.dims_of(ds)[1:])
     indices = expanded(op, reshaped(op, bias_index, (1, count)), (heads, count))
     dbias = zeros(op, (bias_heads, sizes.multiply(rows, columns)), dtype_of(ds))
@@ -243,7 +244,7 @@ def _bias_gradient(op: Builder, n: NodeView, ds: ir.Value, bias_index: ir.Value)
 
 
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
-    dy = only_first(n, cotangents)
+    dy = first_cotangent(n, cotangents)
     dropout_mask = getattr(n, "dropout_mask", None)
     ratio = None if dropout_mask is None else op.scalar(ratio_of(n), ir.DataType.DOUBLE)
     output_dbias = n.bias is not None and n.wants("bias")

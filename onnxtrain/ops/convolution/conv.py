@@ -34,22 +34,25 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.graph.verify import format_type
-from onnxtrain.ops.constructors import TORCH_DTYPES
+from onnxtrain.ops.body_parts import int64_vector, reshaped, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
-from onnxtrain.ops.fused import another_call, axes_constant, flags, fused, masked, reshaped, total, wanted
+from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, output_mask
 from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.registry import capture_call
 from onnxtrain.ops.sliding_windows import (
-    as_list,
-    covered,
-    cut_out,
-    every,
-    extended,
-    names,
-    per_axis,
+    attribute_per_axis,
+    covered_size,
+    cropped,
+    ints_per_axis,
+    padded_at_end,
     product,
-    spatial,
+    spatial_axes,
+    spatial_sizes,
+    strided,
     symmetric_pads,
     window_count,
 )
@@ -70,7 +73,11 @@ _TRANSPOSED: dict[str, Any] = {**_GEOMETRY, "output_padding": None}
 def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int]]:
     """Return strides, padding and dilations of the spatial axes."""
     count = rank_of(n.x) - 2
-    return per_axis(n, "strides", count, 1), symmetric_pads(n, count), per_axis(n, "dilations", count, 1)
+    return (
+        attribute_per_axis(n, "strides", count, 1),
+        symmetric_pads(n, count),
+        attribute_per_axis(n, "dilations", count, 1),
+    )
 
 
 def _geometry_attributes(n: NodeView) -> dict[str, Any]:
@@ -98,19 +105,19 @@ def _convolve(
         return NotImplemented
     count = rank_of(weight) - 2
     attributes = {
-        "strides": as_list(stride, count),
-        "pads": as_list(padding, count) * 2,
-        "dilations": as_list(dilation, count),
+        "strides": ints_per_axis(stride, count),
+        "pads": ints_per_axis(padding, count) * 2,
+        "dilations": ints_per_axis(dilation, count),
         "group": groups,
     }
     is_single_sample = rank_of(x) == count + 1
     if is_single_sample:
-        x = op.Unsqueeze(x, axes_constant(op, [0]))
+        x = op.Unsqueeze(x, int64_vector(op, [0]))
     if output_padding is None:
         y = op.Conv(x, weight, bias, **attributes)
     else:
-        y = op.ConvTranspose(x, weight, bias, output_padding=as_list(output_padding, count), **attributes)
-    return op.Squeeze(y, axes_constant(op, [0])) if is_single_sample else y
+        y = op.ConvTranspose(x, weight, bias, output_padding=ints_per_axis(output_padding, count), **attributes)
+    return op.Squeeze(y, int64_vector(op, [0])) if is_single_sample else y
 
 
 def _capture_named_padding(
@@ -127,18 +134,18 @@ def _capture_named_padding(
     if padding == "valid":
         return _convolve(op, x, weight, bias, stride, 0, dilation, groups)
     count = rank_of(weight) - 2
-    kernel = spatial(weight)
+    kernel = spatial_sizes(weight)
     if any(isinstance(k, str) for k in kernel):
         return NotImplemented  # "same" padding of a kernel with symbolic sizes
-    totals = [d * (int(k) - 1) for d, k in zip(as_list(dilation, count), kernel, strict=True)]
+    totals = [d * (int(k) - 1) for d, k in zip(ints_per_axis(dilation, count), kernel, strict=True)]
     if any(total_padding % 2 for total_padding in totals):
-        spatial_sizes = (
+        padded_sizes = (
             sizes.add(size, total_padding % 2)
             for size, total_padding in zip(sizes.dims_of(x)[-count:], totals, strict=True)
         )
-        padded_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:-count], *spatial_sizes))
+        padded_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:-count], *padded_sizes))
         paddings = [padding for total_padding in reversed(totals) for padding in (0, total_padding % 2)]
-        x = another_call(op, "aten.constant_pad_nd.default", padded_type, x, paddings, 0)
+        x = capture_call(op, "aten.constant_pad_nd.default", padded_type, x, paddings, 0)
     return _convolve(op, x, weight, bias, stride, [padding // 2 for padding in totals], dilation, groups)
 
 
@@ -176,21 +183,21 @@ def _capture_convolution(
 
 
 def _conv_type(n: NodeView) -> Sequence[TensorType]:
-    kernel = spatial(n.w)
+    kernel = spatial_sizes(n.w)
     if len(kernel) != rank_of(n.x) - 2:
         raise GraphError(
             f"x and w of {n.definition.name} have different ranks",
             expected="x[n, c, d...] and w[o, c/g, k...] of the same rank",
             got=f"{format_type(type_of(n.x))} and {format_type(type_of(n.w))}",
         )
-    axes = zip(spatial(n.x), kernel, *_geometry(n), strict=True)
+    axes = zip(spatial_sizes(n.x), kernel, *_geometry(n), strict=True)
     out = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
     return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], sizes.dims_of(n.w)[0], *out)),)
 
 
 def _conv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    mask = wanted(n, "x", "w", "b")
-    return masked(op.ms.ConvGrad(dy, n.x, n.w, **_geometry_attributes(n), output_mask=mask), mask, n)
+    mask = output_mask(n, "x", "w", "b")
+    return apply_output_mask(op.ms.ConvGrad(dy, n.x, n.w, **_geometry_attributes(n), output_mask=mask), mask, n)
 
 
 def _lower_conv(n: NodeView, x: Any, w: Any, b: Any) -> Call:
@@ -201,9 +208,9 @@ def _lower_conv(n: NodeView, x: Any, w: Any, b: Any) -> Call:
 def _conv_axes(n: NodeView, transposed: bool = False, backward: bool = False) -> str:
     """Return the axis map: samples pass through, and channels if there is one group."""
     c, o = ("c", "o") if n.group == 1 else ("[c]", "[o]")
-    data = f"n {c} {names('d', n.x)}"
-    result = f"n {o} {names('e', n.x)}"
-    weight = f"{c if transposed else o} {o if transposed else c} {names('k', n.x)}"
+    data = f"n {c} {spatial_axes('d', n.x)}"
+    result = f"n {o} {spatial_axes('e', n.x)}"
+    weight = f"{c if transposed else o} {o if transposed else c} {spatial_axes('k', n.x)}"
     if backward:
         return f"{result}, {data}, {weight} -> {data}, {weight}, {o}"
     bias = "" if len(n.node.inputs) < 3 else ", -" if n.b is None else f", {o}"
@@ -213,7 +220,7 @@ def _conv_axes(n: NodeView, transposed: bool = False, backward: bool = False) ->
 def _conv_flops(n: NodeView) -> Size:
     """Count a multiplication and an addition for each position of the smaller side and element of the weight."""
     transposed = "output_padding" in n.definition.attributes
-    positions = spatial(n.x) if transposed else _conv_type(n)[0].shape[2:]
+    positions = spatial_sizes(n.x) if transposed else _conv_type(n)[0].shape[2:]
     return sizes.multiply(2, sizes.dims_of(n.x)[0], product(positions), product(sizes.dims_of(n.w)))
 
 
@@ -258,7 +265,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
     )
 
 
-CONV = fused(
+CONV = define_fused(
     ONNX,
     "Conv",
     ("x", "w", "b?"),
@@ -290,26 +297,26 @@ CONV = fused(
 
 
 def _output_padding(n: NodeView) -> list[int]:
-    return per_axis(n, "output_padding", rank_of(n.x) - 2, 0)
+    return attribute_per_axis(n, "output_padding", rank_of(n.x) - 2, 0)
 
 
 def _conv_transpose_type(n: NodeView) -> Sequence[TensorType]:
     channels = sizes.multiply(sizes.dims_of(n.w)[1], n.group)
     out = [
-        sizes.add(covered(s, k, stride, dilation), output_padding - 2 * pad)
+        sizes.add(covered_size(s, k, stride, dilation), output_padding - 2 * pad)
         for s, k, stride, pad, dilation, output_padding in zip(
-            spatial(n.x), spatial(n.w), *_geometry(n), _output_padding(n), strict=True
+            spatial_sizes(n.x), spatial_sizes(n.w), *_geometry(n), _output_padding(n), strict=True
         )
     ]
     return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], channels, *out)),)
 
 
 def _conv_transpose_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    mask = wanted(n, "x", "w", "b")
+    mask = output_mask(n, "x", "w", "b")
     grads = op.ms.ConvTransposeGrad(
         dy, n.x, n.w, **_geometry_attributes(n), output_padding=n.output_padding, output_mask=mask
     )
-    return masked(grads, mask, n)
+    return apply_output_mask(grads, mask, n)
 
 
 def _lower_conv_transpose(n: NodeView, x: Any, w: Any, b: Any) -> Call:
@@ -317,7 +324,7 @@ def _lower_conv_transpose(n: NodeView, x: Any, w: Any, b: Any) -> Call:
     return Call(torch.convolution, x, w, b, strides, pads, dilations, True, _output_padding(n), n.group)
 
 
-fused(
+define_fused(
     ONNX,
     "ConvTranspose",
     ("x", "w", "b?"),
@@ -349,7 +356,7 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _bias_gradient(op: Builder, n: NodeView) -> ir.Value:
-    return total(op, n.dy, [axis for axis in range(rank_of(n.dy)) if axis != 1], keepdims=False)
+    return sum_over(op, n.dy, [axis for axis in range(rank_of(n.dy)) if axis != 1], keepdims=False)
 
 
 def _weight_gradient(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> ir.Value:
@@ -383,7 +390,7 @@ def _weight_gradient_by_convolution(op: Builder, n: NodeView, image: ir.Value, c
         image = reshaped(op, image, [group_channels, sizes.multiply(n.group, batch), *inner])
     cotangent = op.Transpose(cotangent, perm=[1, 0, *inner_axes])
     dw = op.Conv(image, cotangent, strides=dilations, dilations=strides, pads=[*pads, *pads], group=n.group)
-    dw = cut_out(op, dw, [0] * len(inner), spatial(n.w))
+    dw = cropped(op, dw, [0] * len(inner), spatial_sizes(n.w))
     result: ir.Value = op.Transpose(dw, perm=[1, 0, *inner_axes])
     return result
 
@@ -392,7 +399,7 @@ def _weight_gradient_by_matmuls(op: Builder, n: NodeView, image: ir.Value, cotan
     """Compute one matmul per kernel position, over all positions of a sample, and sum over samples; without groups."""
     rows = _rows(op, cotangent)
     gradients = [
-        total(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True)
+        sum_over(op, op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1])), [0], keepdims=True)
         for columns in _columns(op, n, image, cotangent)
     ]
     dw = op.Concat(*gradients, axis=0) if len(gradients) > 1 else gradients[0]
@@ -405,7 +412,7 @@ def _weight_gradient_by_one_matmul(op: Builder, n: NodeView, image: ir.Value, co
     parts = _columns(op, n, image, cotangent)
     columns = op.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
     per_sample = op.MatMul(columns, op.Transpose(_rows(op, cotangent), perm=[0, 2, 1]))
-    dw = reshaped(op, total(op, per_sample, [0], keepdims=True), [product(kernel), channels, out_channels])
+    dw = reshaped(op, sum_over(op, per_sample, [0], keepdims=True), [product(kernel), channels, out_channels])
     return reshaped(op, op.Transpose(dw, perm=[2, 1, 0]), sizes.dims_of(n.w))
 
 
@@ -419,21 +426,21 @@ def _columns(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> 
     """Return for each kernel position the elements it reads at each position of `cotangent`: [n, c, positions]."""
     strides, pads, dilations = _geometry(n)
     batch, channels, *inner = sizes.dims_of(image)
-    positions = spatial(cotangent)
+    positions = spatial_sizes(cotangent)
     if any(pads):
         padded_sizes = [sizes.add(s, 2 * pad) for s, pad in zip(inner, pads, strict=True)]
         inputs = (
             image,
             op.sizes([*pads, *pads]),
             op.scalar(0, like=image),
-            axes_constant(op, range(2, 2 + len(pads))),
+            int64_vector(op, range(2, 2 + len(pads))),
         )
         padded_type = TensorType(dtype_of(image), (batch, channels, *padded_sizes))
         image = op.node(ONNX, "Pad", inputs, {}, types=[padded_type]).outputs[0]
     columns = []
-    for kernel_position in itertools.product(*(range(int(k)) for k in spatial(n.w))):
+    for kernel_position in itertools.product(*(range(int(k)) for k in spatial_sizes(n.w))):
         starts = [index * dilation for index, dilation in zip(kernel_position, dilations, strict=True)]
-        elements = every(op, image, starts, strides, positions)
+        elements = strided(op, image, starts, strides, positions)
         columns.append(reshaped(op, elements, [batch, channels, product(positions)]))
     return columns
 
@@ -445,7 +452,7 @@ def _with_samples(op: Builder, x: ir.Value) -> ir.Value:
     if missing == 0:
         return x
     padded_type = TensorType(dtype_of(x), (sizes.maximum(1, batch), *rest))
-    inputs = (x, op.sizes([0, missing]), op.scalar(0, like=x), axes_constant(op, [0]))
+    inputs = (x, op.sizes([0, missing]), op.scalar(0, like=x), int64_vector(op, [0]))
     result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
     return result
 
@@ -454,13 +461,15 @@ def _input_gradient(op: Builder, n: NodeView) -> ir.Value:
     """Return the transposed convolution of dy, with zeros for the elements at the end of x that no window covers."""
     strides, pads, dilations = _geometry(n)
     attributes = {"strides": strides, "dilations": dilations, "group": n.group}
-    axes = zip(spatial(n.x), spatial(n.dy), spatial(n.w), strides, pads, dilations, strict=True)
-    uncovered = [sizes.subtract(sizes.add(s, 2 * p), covered(e, k, stride, dil)) for s, e, k, stride, p, dil in axes]
+    axes = zip(spatial_sizes(n.x), spatial_sizes(n.dy), spatial_sizes(n.w), strides, pads, dilations, strict=True)
+    uncovered = [
+        sizes.subtract(sizes.add(s, 2 * p), covered_size(e, k, stride, dil)) for s, e, k, stride, p, dil in axes
+    ]
     if all(isinstance(size, int) for size in uncovered):
         dx: ir.Value = op.ConvTranspose(n.dy, n.w, pads=[*pads, *pads], output_padding=uncovered, **attributes)
         return dx
-    padded = extended(op, op.ConvTranspose(n.dy, n.w, **attributes), uncovered)
-    return cut_out(op, padded, pads, spatial(n.x))
+    padded = padded_at_end(op, op.ConvTranspose(n.dy, n.w, **attributes), uncovered)
+    return cropped(op, padded, pads, spatial_sizes(n.x))
 
 
 def _conv_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
@@ -469,7 +478,7 @@ def _conv_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def _conv_transpose_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dx = op.Conv(n.dy, n.w, **_geometry_attributes(n))
-    dx = cut_out(op, dx, [0] * len(spatial(n.x)), spatial(n.x))
+    dx = cropped(op, dx, [0] * len(spatial_sizes(n.x)), spatial_sizes(n.x))
     return dx, _weight_gradient(op, n, n.dy, n.x), _bias_gradient(op, n)
 
 
@@ -480,7 +489,7 @@ def convolution_backward(dy: Any, x: Any, w: Any, *options: Any) -> Any:
 
 def _lower_grad(n: NodeView, dy: Any, x: Any, w: Any, output_padding: list[int], transposed: bool) -> Call:
     strides, pads, dilations = _geometry(n)
-    mask = flags(n.output_mask)
+    mask = as_bools(n.output_mask)
     options = (strides, pads, dilations, transposed, output_padding, n.group, mask)
     channels = sizes.dims_of(n.dy)[1]
     if mask[2] and isinstance(channels, str):
@@ -494,7 +503,7 @@ def _lower_conv_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
 
 def _lower_compiled(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     LIBRARY.request()
-    return Call(convolution_gradients, dy, x, w, *_geometry(n), flags(n.output_mask))
+    return Call(convolution_gradients, dy, x, w, *_geometry(n), as_bools(n.output_mask))
 
 
 def _can_compile(n: NodeView, device: str) -> bool:
@@ -506,7 +515,7 @@ def _lower_conv_transpose_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     return _lower_grad(n, dy, x, w, _output_padding(n), True)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "ConvGrad",
     ("dy", "x", "w"),
@@ -531,9 +540,9 @@ fused(
     layout=Layout(frozenset({"dy", "x", "dx"}), prefers_channels_last=True),
     static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, backward=True),
-    flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial(n.dy)), product(sizes.dims_of(n.w))),
+    flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.dy)), product(sizes.dims_of(n.w))),
 )
-fused(
+define_fused(
     MICROSOFT,
     "ConvTransposeGrad",
     ("dy", "x", "w"),
@@ -547,5 +556,5 @@ fused(
     layout=Layout(frozenset({"dy", "x", "dx"}), prefers_channels_last=True),
     static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
-    flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial(n.x)), product(sizes.dims_of(n.w))),
+    flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.x)), product(sizes.dims_of(n.w))),
 )

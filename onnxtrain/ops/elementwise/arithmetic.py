@@ -20,7 +20,8 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.constructors import always, binary, elementwise_flops, never, promoted, unary
+from onnxtrain.ops.body_parts import promoted
+from onnxtrain.ops.constructors import always, define_binary, define_unary, elementwise_flops, never
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -109,7 +110,7 @@ def _div_call(n: NodeView, a: Any, b: Any) -> Call:
     return Call(torch.div, a, b, rounding_mode="trunc")
 
 
-ADD = binary(
+ADD = define_binary(
     "Add",
     dict.fromkeys(_overloads("add"), _capture_arithmetic("Add", "Or")),
     operator.add,
@@ -121,7 +122,7 @@ ADD = binary(
     commutative=True,
     cpp_expression="{0} + {1}",
 )
-SUB = binary(
+SUB = define_binary(
     "Sub",
     dict.fromkeys(_overloads("sub", "subtract"), _capture_arithmetic("Sub"))
     | dict.fromkeys(_overloads("rsub"), _capture_rsub),
@@ -133,7 +134,7 @@ SUB = binary(
     host_eval=operator.sub,
     cpp_expression="{0} - {1}",
 )
-MUL = binary(
+MUL = define_binary(
     "Mul",
     dict.fromkeys(_overloads("mul", "multiply"), _capture_arithmetic("Mul", "And")),
     operator.mul,
@@ -144,7 +145,7 @@ MUL = binary(
     commutative=True,
     cpp_expression="{0} * {1}",
 )
-DIV = binary(
+DIV = define_binary(
     "Div",
     dict.fromkeys(
         [
@@ -195,7 +196,7 @@ def _signs_differ(op: Builder, remainder: ir.Value, b: ir.Value) -> ir.Value:
     return result
 
 
-FLOOR_DIVIDE = binary(
+FLOOR_DIVIDE = define_binary(
     "FloorDivide",
     {
         "aten.floor_divide.default": lambda op, a, b: op.own.FloorDivide(*promoted(op, a, b)),
@@ -209,7 +210,7 @@ FLOOR_DIVIDE = binary(
     accepts_scalars=True,
     host_eval=operator.floordiv,
 )
-TRUNC_DIVIDE = binary(
+TRUNC_DIVIDE = define_binary(
     "TruncDivide",
     {},
     torch.div,
@@ -246,7 +247,7 @@ def _capture_fmod(op: Builder, a: Any, b: Any) -> Any:
     return op.Mod(*promoted(op, a, b), fmod=1)
 
 
-MOD = binary(
+MOD = define_binary(
     "Mod",
     dict.fromkeys(_overloads("fmod"), _capture_fmod),
     torch.remainder,
@@ -256,7 +257,7 @@ MOD = binary(
     since_version=13,
     host_eval=operator.mod,
 )
-REMAINDER = binary(
+REMAINDER = define_binary(
     "Remainder",
     dict.fromkeys([*_overloads("remainder"), "aten.remainder.Scalar_Tensor"], _capture_remainder),
     torch.remainder,
@@ -284,7 +285,7 @@ def _reciprocal_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Neg(dy), op.Mul(n.y, n.y))  # type: ignore[no-any-return]
 
 
-NEG = unary(
+NEG = define_unary(
     "Neg",
     ("aten.neg.default", "aten.negative.default"),
     torch.neg,
@@ -294,7 +295,7 @@ NEG = unary(
     host_eval=_host_neg,
     cpp_expression="-{0}",
 )
-ABS = unary(
+ABS = define_unary(
     "Abs",
     ("aten.abs.default", "aten.absolute.default"),
     torch.abs,
@@ -302,7 +303,7 @@ ABS = unary(
     since_version=13,
     cpp_expression="{0} < 0 ? -{0} : {0} + 0",
 )
-SIGN = unary(
+SIGN = define_unary(
     "Sign",
     ("aten.sign.default", "aten.sgn.default"),
     torch.sign,
@@ -312,7 +313,7 @@ SIGN = unary(
     body=_sign_body,
     ort_compatible=lambda n: not is_float(dtype_of(n.x)),
 )
-RECIPROCAL = unary(
+RECIPROCAL = define_unary(
     "Reciprocal",
     "aten.reciprocal.default",
     torch.reciprocal,

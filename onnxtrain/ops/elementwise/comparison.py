@@ -12,8 +12,10 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, is_float
-from onnxtrain.ops.constructors import always, as_value, binary, cast, compared_dtype, elementwise_flops, never
+from onnxtrain.ops.body_parts import as_value, cast
+from onnxtrain.ops.constructors import always, define_binary, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
+from onnxtrain.ops.dtypes import comparison_dtype
 from onnxtrain.ops.registry import define
 
 
@@ -23,7 +25,7 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 
 def _capture_comparison(domain: str, name: str, supports_bool: bool) -> FromTorch:
     def capture(op: Builder, a: ir.Value, b: Any) -> Any:
-        dtype = compared_dtype(op, a, b)
+        dtype = comparison_dtype(op, a, b)
         if dtype == ir.DataType.BOOL and not supports_bool:
             a, dtype = cast(op, a, ir.DataType.UINT8), ir.DataType.UINT8
             b = cast(op, b, dtype) if isinstance(b, ir.Value) else int(b)
@@ -45,7 +47,7 @@ def _comparison(
 ) -> OpDef:
     """Define a comparison of two tensors of the same element type."""
     overloads = [f"aten.{n}.{overload}" for n in torch_names for overload in ("Tensor", "Scalar")]
-    return binary(
+    return define_binary(
         name,
         dict.fromkeys(overloads, _capture_comparison(domain, name, supports_bool)),
         kernel,

@@ -18,7 +18,8 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, elementwise_flops, never, same_as
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -34,6 +35,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.registry import define, definition_of
 
 _COMPLEX = frozenset({ir.DataType.COMPLEX64, ir.DataType.COMPLEX128})

@@ -13,7 +13,8 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.builder import Builder
-from onnxtrain.ops.constructors import as_value, binary, cast, unary
+from onnxtrain.ops.body_parts import as_value, cast
+from onnxtrain.ops.constructors import define_binary, define_unary
 from onnxtrain.ops.definition import FromTorch, OpDef
 
 
@@ -40,7 +41,7 @@ def _logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: s
     word, cpp = name.lower(), f"{{0}} {symbol} {{1}}"
     overloads = [f"aten.bitwise_{word}.{overload}" for overload in ("Tensor", "Scalar", "Scalar_Tensor")]
     overloads += [f"aten.__{word}__.{overload}" for overload in ("Tensor", "Scalar")]
-    logical = binary(
+    logical = define_binary(
         name,
         {f"aten.logical_{word}.default": _capture_logical(name)},
         kernel,
@@ -50,7 +51,7 @@ def _logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: s
         commutative=True,
         cpp_expression=cpp,
     )
-    bitwise = binary(
+    bitwise = define_binary(
         f"Bitwise{name}",
         dict.fromkeys(overloads, _capture_bitwise(name)),
         kernel,
@@ -66,9 +67,9 @@ def _logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: s
 AND, BITWISE_AND = _logical_and_bitwise("And", operator.and_, "&")
 OR, BITWISE_OR = _logical_and_bitwise("Or", operator.or_, "|")
 XOR, BITWISE_XOR = _logical_and_bitwise("Xor", operator.xor, "^")
-NOT = unary(
+NOT = define_unary(
     "Not", {"aten.logical_not.default": _capture_logical("Not")}, torch.logical_not, None, cpp_expression="!{0}"
 )
-BITWISE_NOT = unary(
+BITWISE_NOT = define_unary(
     "BitwiseNot", {"aten.bitwise_not.default": _capture_bitwise("Not")}, torch.bitwise_not, None, since_version=18
 )

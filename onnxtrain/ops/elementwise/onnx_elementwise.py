@@ -18,10 +18,10 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of
-from onnxtrain.ops.composite import composite
-from onnxtrain.ops.constructors import TORCH_DTYPES, binary, cast
+from onnxtrain.ops.body_parts import cast, reshaped
+from onnxtrain.ops.constructors import define_binary, define_by_body
 from onnxtrain.ops.definition import REQUIRED, Call, Infix, Method, NodeView
-from onnxtrain.ops.fused import reshaped
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 
 # Mean
 
@@ -42,7 +42,7 @@ def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:
     return Infix("/", operator.truediv, total, len(terms))
 
 
-composite("Mean", ("terms...",), _mean_body, _mean_call, since_version=13, shapes=_mean_types)
+define_by_body("Mean", ("terms...",), _mean_body, _mean_call, since_version=13, shapes=_mean_types)
 
 
 # CastLike, BitShift, Scale
@@ -53,7 +53,7 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, scale_down: bool) -> torch.Ten
     return x / scale if scale_down else x * scale
 
 
-composite(
+define_by_body(
     "CastLike",
     ("x", "target"),
     lambda op, n: cast(op, n.x, dtype_of(n.target)) if dtype_of(n.x) != dtype_of(n.target) else op.Identity(n.x),
@@ -64,7 +64,7 @@ composite(
     axes=lambda n: "..., - -> ...",
     nondiff_inputs=frozenset({"target"}),
 )
-binary(
+define_binary(
     "BitShift",
     {},
     torch.bitwise_left_shift,
@@ -73,7 +73,7 @@ binary(
     since_version=11,
     lower=lambda n, a, b: Call(torch.bitwise_left_shift if n.direction == "LEFT" else torch.bitwise_right_shift, a, b),
 )
-composite(
+define_by_body(
     "Scale",
     ("x", "scale"),
     lambda op, n: (op.Div if n.scale_down else op.Mul)(n.x, cast(op, reshaped(op, n.scale, ()), dtype_of(n.x))),

@@ -16,9 +16,9 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
-from onnxtrain.ops.composite import composite, no_axes
+from onnxtrain.ops.body_parts import mul_scalar
+from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
-from onnxtrain.ops.fused import fused, times
 
 _SCALES: dict[str, Any] = {"scale_0": REQUIRED, "scale_1": REQUIRED, "scale_2": None}
 
@@ -32,7 +32,7 @@ def _terms(n: NodeView) -> list[tuple[ir.Value, float]]:
 
 
 def _sum_body(op: Builder, n: NodeView) -> ir.Value:
-    result: ir.Value = op.Sum(*(times(op, x, factor) for x, factor in _terms(n)))
+    result: ir.Value = op.Sum(*(mul_scalar(op, x, factor) for x, factor in _terms(n)))
     return result
 
 
@@ -56,7 +56,7 @@ def _count_outputs(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
     return 2 if attributes.get("scale_2") is None else 3
 
 
-composite(
+define_by_body(
     "ScaledSum",
     ("a", "b", "c?"),
     _sum_body,
@@ -65,10 +65,10 @@ composite(
     attributes=_SCALES,
     flops=lambda n: sizes.multiply(2 * len(n.node.inputs), numel(n.a)),
 )
-composite(
+define_by_body(
     "BatchScale",
     ("x",),
-    lambda op, n: [times(op, n.x, factor) for factor in _factors(n)],
+    lambda op, n: [mul_scalar(op, n.x, factor) for factor in _factors(n)],
     lambda n, x: Call(scaled, x, _factors(n)),
     domain=MICROSOFT,
     outputs=("y_0", "y_1", "y_2?"),
@@ -93,7 +93,7 @@ def div_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[to
     return da.sum_to_size(a.shape), (-da * (a / b)).sum_to_size(b.shape)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "DivGrad",
     ("dy", "a", "b"),

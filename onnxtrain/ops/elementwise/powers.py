@@ -13,7 +13,8 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of
-from onnxtrain.ops.constructors import binary, cast, promoted, unary
+from onnxtrain.ops.body_parts import cast, promoted
+from onnxtrain.ops.constructors import define_binary, define_unary
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of, zeros_like
 
@@ -69,7 +70,7 @@ def _pow_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
     return _base_gradient(op, n, dy) if n.wants("a") else None, _exponent_gradient(op, n, dy) if n.wants("b") else None
 
 
-POW = binary(
+POW = define_binary(
     "Pow",
     {
         "aten.pow.Tensor_Tensor": _capture_pow,
@@ -100,7 +101,7 @@ def _rsqrt_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(dy, op.scalar(-0.5, like=dy)), cubed)  # type: ignore[no-any-return]
 
 
-SQRT = unary(
+SQRT = define_unary(
     "Sqrt",
     "aten.sqrt.default",
     torch.sqrt,
@@ -109,7 +110,7 @@ SQRT = unary(
     since_version=13,
     cpp_expression="std::sqrt({0})",
 )
-RSQRT = unary(
+RSQRT = define_unary(
     "Rsqrt",
     "aten.rsqrt.default",
     torch.rsqrt,
@@ -141,7 +142,7 @@ def _exp2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(dy, n.y), op.scalar(math.log(2), like=dy))  # type: ignore[no-any-return]
 
 
-EXP = unary(
+EXP = define_unary(
     "Exp",
     "aten.exp.default",
     torch.exp,
@@ -150,7 +151,7 @@ EXP = unary(
     since_version=13,
     cpp_expression="std::exp({0})",
 )
-EXPM1 = unary(
+EXPM1 = define_unary(
     "Expm1",
     ("aten.expm1.default", "aten.special_expm1.default"),
     torch.expm1,
@@ -159,7 +160,7 @@ EXPM1 = unary(
     domain=OWN,
     body=_expm1_body,
 )
-EXP2 = unary(
+EXP2 = define_unary(
     "Exp2",
     ("aten.exp2.default", "aten.special_exp2.default"),
     torch.exp2,
@@ -195,10 +196,10 @@ def _logarithm(name: str, log_of_base: float, kernel: Any) -> None:
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         return op.Div(dy, op.Mul(n.x, op.scalar(log_of_base, like=n.x)))  # type: ignore[no-any-return]
 
-    unary(name, f"aten.{name.lower()}.default", kernel, gradient, domain=OWN, body=body)
+    define_unary(name, f"aten.{name.lower()}.default", kernel, gradient, domain=OWN, body=body)
 
 
-LOG = unary(
+LOG = define_unary(
     "Log",
     "aten.log.default",
     torch.log,
@@ -206,7 +207,7 @@ LOG = unary(
     since_version=13,
     cpp_expression="std::log({0})",
 )
-LOG1P = unary(
+LOG1P = define_unary(
     "Log1p",
     ("aten.log1p.default", "aten.special_log1p.default"),
     torch.log1p,
@@ -234,7 +235,7 @@ def _logaddexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, G
     return share(n.a, n.b) if n.wants("a") else None, share(n.b, n.a) if n.wants("b") else None
 
 
-LOG_ADD_EXP = binary(
+LOG_ADD_EXP = define_binary(
     "LogAddExp",
     {"aten.logaddexp.default": lambda op, a, b: op.own.LogAddExp(*promoted(op, a, b))},
     torch.logaddexp,

@@ -10,7 +10,7 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, dtype_of, is_float
-from onnxtrain.ops.constructors import unary
+from onnxtrain.ops.constructors import define_unary
 from onnxtrain.ops.definition import STANDARD, NodeView, OpDef
 from onnxtrain.ops.elementwise.arithmetic import zeros_like
 
@@ -29,7 +29,7 @@ def _rounding(
         """Capture integers as Identity: PyTorch copies them, ONNX's op does not support them."""
         return op.op(domain, name)(x) if is_float(dtype_of(x)) else op.Identity(x)
 
-    return unary(
+    return define_unary(
         name,
         dict.fromkeys((f"aten.{n}.default" for n in (name.lower(), *aliases)), capture),
         kernel,

@@ -21,17 +21,8 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float
-from onnxtrain.ops.constructors import (
-    TORCH_DTYPES,
-    always,
-    as_value,
-    elementwise_flops,
-    elementwise_on_host,
-    never,
-    promoted,
-    same_as,
-    unary,
-)
+from onnxtrain.ops.body_parts import as_value, promoted
+from onnxtrain.ops.constructors import always, define_unary, elementwise_flops, elementwise_on_host, never, same_as
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -42,6 +33,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.registry import define
 
@@ -348,7 +340,7 @@ def _capture_nan_to_num(
     return op.own.NanToNum(x, nan=nan, posinf=posinf, neginf=neginf)
 
 
-NAN_TO_NUM = unary(
+NAN_TO_NUM = define_unary(
     "NanToNum",
     {"aten.nan_to_num.default": _capture_nan_to_num},
     torch.nan_to_num,

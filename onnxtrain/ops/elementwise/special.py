@@ -21,11 +21,11 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, is_float
-from onnxtrain.ops.constructors import binary, cast, promoted, unary
+from onnxtrain.ops.body_parts import add_scalar, cast, mul_scalar, promoted
+from onnxtrain.ops.constructors import define_binary, define_unary
 from onnxtrain.ops.definition import FromTorch, NodeView
 from onnxtrain.ops.elementwise.copies import overwritten
-from onnxtrain.ops.fused import plus, times
-from onnxtrain.ops.registry import compose
+from onnxtrain.ops.registry import register_captures
 
 Grad = ir.Value | None
 
@@ -39,7 +39,7 @@ def _zero(op: Builder, like: ir.Value) -> ir.Value:
 
 def _erfc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     exponential = op.Exp(op.Neg(op.Mul(n.x, n.x)))
-    return op.Mul(times(op, exponential, -2 / math.sqrt(math.pi)), dy)  # type: ignore[no-any-return]
+    return op.Mul(mul_scalar(op, exponential, -2 / math.sqrt(math.pi)), dy)  # type: ignore[no-any-return]
 
 
 def _erfc_body(op: Builder, n: NodeView) -> ir.Value:
@@ -47,14 +47,14 @@ def _erfc_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _sinc_body(op: Builder, n: NodeView) -> ir.Value:
-    angle, one = times(op, n.x, math.pi), op.scalar(1, like=n.x)
+    angle, one = mul_scalar(op, n.x, math.pi), op.scalar(1, like=n.x)
     at_zero = op.Equal(n.x, _zero(op, n.x))
     return op.Where(at_zero, one, op.Div(op.Sin(angle), op.Where(at_zero, one, angle)))  # type: ignore[no-any-return]
 
 
 def _sinc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     """Return dy * (pi x cos(pi x) - sin(pi x)) / (pi x^2), and 0 at 0."""
-    angle, at_zero = times(op, n.x, math.pi), op.Equal(n.x, _zero(op, n.x))
+    angle, at_zero = mul_scalar(op, n.x, math.pi), op.Equal(n.x, _zero(op, n.x))
     numerator = op.Sub(op.Mul(angle, op.Cos(angle)), op.Sin(angle))
     derivative = op.Div(numerator, op.Mul(angle, n.x))
     return op.Mul(dy, op.Where(at_zero, _zero(op, n.x), derivative))  # type: ignore[no-any-return]
@@ -67,16 +67,16 @@ def _entr_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _entr_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(dy, op.Neg(plus(op, op.Log(n.x), 1)))  # type: ignore[no-any-return]
+    return op.Mul(dy, op.Neg(add_scalar(op, op.Log(n.x), 1)))  # type: ignore[no-any-return]
 
 
-unary(
+define_unary(
     "Erfc", ("aten.erfc.default", "aten.special_erfc.default"), torch.erfc, _erfc_gradient, domain=OWN, body=_erfc_body
 )
-unary(
+define_unary(
     "Sinc", ("aten.sinc.default", "aten.special_sinc.default"), torch.sinc, _sinc_gradient, domain=OWN, body=_sinc_body
 )
-unary("Entr", "aten.special_entr.default", torch.special.entr, _entr_gradient, domain=OWN, body=_entr_body)
+define_unary("Entr", "aten.special_entr.default", torch.special.entr, _entr_gradient, domain=OWN, body=_entr_body)
 
 
 # Functions of two operands
@@ -113,9 +113,9 @@ def _x_log(log: Callable[[Builder, ir.Value], ir.Value], argument: Callable[[Bui
 
 
 _XLOGY, _XLOGY_GRADIENT = _x_log(lambda op, b: op.Log(b), lambda op, b: b)
-_XLOG1PY, _XLOG1PY_GRADIENT = _x_log(lambda op, b: op.own.Log1p(b), lambda op, b: plus(op, b, 1))
-binary("XLogY", _overloads("XLogY", *_XLOG), torch.xlogy, _XLOGY_GRADIENT, domain=OWN, body=_XLOGY)
-binary(
+_XLOG1PY, _XLOG1PY_GRADIENT = _x_log(lambda op, b: op.own.Log1p(b), lambda op, b: add_scalar(op, b, 1))
+define_binary("XLogY", _overloads("XLogY", *_XLOG), torch.xlogy, _XLOGY_GRADIENT, domain=OWN, body=_XLOGY)
+define_binary(
     "XLog1PY",
     _overloads("XLog1PY", *(f"special_xlog1py.{overload}" for overload in _SPECIAL)),
     torch.special.xlog1py,
@@ -130,7 +130,7 @@ def _hypot_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]
     return da, db
 
 
-binary(
+define_binary(
     "Hypot",
     _overloads("Hypot", "hypot.default"),
     torch.hypot,
@@ -152,10 +152,10 @@ def _copysign_body(op: Builder, n: NodeView) -> ir.Value:
 def _copysign_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
     zero = _zero(op, n.a)
     ratio = op.Where(op.Equal(n.a, zero), zero, op.Div(n.y, n.a))
-    return op.Mul(dy, ratio), times(op, dy, 0) if n.wants("b") else None
+    return op.Mul(dy, ratio), mul_scalar(op, dy, 0) if n.wants("b") else None
 
 
-binary(
+define_binary(
     "CopySign",
     _overloads("CopySign", "copysign.Tensor", "copysign.Scalar"),
     torch.copysign,
@@ -182,7 +182,7 @@ def _nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> None:
     def body(op: Builder, n: NodeView) -> ir.Value:
         return op.Where(is_a(op, n), n.a, n.b)  # type: ignore[no-any-return]
 
-    binary(name, _overloads(name, f"{name.lower()}.default"), kernel, gradient, domain=OWN, body=body)
+    define_binary(name, _overloads(name, f"{name.lower()}.default"), kernel, gradient, domain=OWN, body=body)
 
 
 _nan_ignoring_extreme("FMax", torch.fmax, is_max=True)
@@ -205,13 +205,13 @@ def _round_decimals(op: Builder, x: ir.Value, *, decimals: int) -> Any:
         return NotImplemented
     factor = 10.0 ** abs(decimals)
     if decimals < 0:
-        return times(op, op.Round(op.Div(x, op.scalar(factor, like=x))), factor)
-    return op.Div(op.Round(times(op, x, factor)), op.scalar(factor, like=x))
+        return mul_scalar(op, op.Round(op.Div(x, op.scalar(factor, like=x))), factor)
+    return op.Div(op.Round(mul_scalar(op, x, factor)), op.scalar(factor, like=x))
 
 
 def _convert_angle(factor: float) -> FromTorch:
     """Capture `deg2rad` and `rad2deg`."""
-    return lambda op, x: times(op, cast(op, x, op.out[0].dtype), factor)
+    return lambda op, x: mul_scalar(op, cast(op, x, op.out[0].dtype), factor)
 
 
 def _frac(op: Builder, x: ir.Value) -> Any:
@@ -220,8 +220,8 @@ def _frac(op: Builder, x: ir.Value) -> Any:
 
 def _logaddexp2(op: Builder, a: ir.Value, b: ir.Value) -> Any:
     """Capture log2(2^a + 2^b) by LogAddExp, which has base e."""
-    a, b = (times(op, v, math.log(2)) for v in promoted(op, a, b))
-    return times(op, op.own.LogAddExp(a, b), 1 / math.log(2))
+    a, b = (mul_scalar(op, v, math.log(2)) for v in promoted(op, a, b))
+    return mul_scalar(op, op.own.LogAddExp(a, b), 1 / math.log(2))
 
 
 def _angle(op: Builder, x: ir.Value) -> ir.Value:
@@ -231,7 +231,7 @@ def _angle(op: Builder, x: ir.Value) -> ir.Value:
     return overwritten(op, x, op.Where(op.IsNaN(wide), op.own.Detach(wide), angle))
 
 
-compose(
+register_captures(
     {
         "aten.angle.default": _angle,
         "aten.deg2rad.default": _convert_angle(math.pi / 180),

@@ -11,7 +11,8 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN
-from onnxtrain.ops.constructors import binary, promoted, unary
+from onnxtrain.ops.body_parts import promoted
+from onnxtrain.ops.constructors import define_binary, define_unary
 from onnxtrain.ops.definition import NodeView
 
 Grad = ir.Value | None
@@ -30,7 +31,7 @@ def _function(
 ) -> None:
     """Define y = f(x) with dx = dy * f'(x); `derivative` builds f'(x) from the value that `reads` names."""
     names = [f"aten.{n}.default" for n in (name.lower(), *aliases)]
-    unary(
+    define_unary(
         name,
         names,
         kernel,
@@ -88,9 +89,11 @@ def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(exponential, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
 
 
-ATAN = unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since_version=7)
-ATANH = unary("Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since_version=9)
-ERF = unary(
+ATAN = define_unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since_version=7)
+ATANH = define_unary(
+    "Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since_version=9
+)
+ERF = define_unary(
     "Erf",
     ("aten.erf.default", "aten.special_erf.default"),
     torch.erf,
@@ -129,7 +132,7 @@ def _atan2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]
     return da, op.Mul(op.Mul(dy, op.Neg(n.a)), inverse) if n.wants("b") else None
 
 
-ATAN2 = binary(
+ATAN2 = define_binary(
     "Atan2",
     {
         "aten.atan2.default": lambda op, a, b: op.own.Atan2(*promoted(op, a, b)),

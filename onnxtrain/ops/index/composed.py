@@ -11,12 +11,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
-from onnxtrain.ops.fused import another_call, total
-from onnxtrain.ops.registry import compose
+from onnxtrain.ops.body_parts import cast, sum_over
+from onnxtrain.ops.registry import capture_call, register_captures
 from onnxtrain.ops.reshape.dims import expanded
-from onnxtrain.ops.reshape.movement import in_rank
-from onnxtrain.ops.reshape.rows import along
+from onnxtrain.ops.reshape.movement import checked_axis
+from onnxtrain.ops.reshape.rows import vector_along
 from onnxtrain.ops.reshape.shape import reshaped
 
 
@@ -35,24 +34,24 @@ def _index_reduce(
     """A scatter whose places are the same along all other axes."""
     shape = sizes.dims_of(x)
     x, index, source = (v if rank_of(v) else reshaped(op, v, (1,)) for v in (x, index, source))
-    axis = in_rank(dim, rank_of(x), "the axis of index_reduce")
-    places = expanded(op, along(op, index, axis, rank_of(x)), sizes.dims_of(source))
+    axis = checked_axis(dim, rank_of(x), "the axis of index_reduce")
+    places = expanded(op, vector_along(op, index, axis, rank_of(x)), sizes.dims_of(source))
     gives = TensorType(dtype_of(x), sizes.dims_of(x))
-    y = another_call(op, "aten.scatter_reduce.two", gives, x, axis, places, source, reduce, include_self=include_self)
+    y = capture_call(op, "aten.scatter_reduce.two", gives, x, axis, places, source, reduce, include_self=include_self)
     return reshaped(op, y, shape)
 
 
 def _trace(op: Builder, x: ir.Value) -> Any:
     dtype = op.out[0].dtype
-    return total(op, cast(op, op.own.Diagonal(x, offset=0, row_axis=0, column_axis=1), dtype), (0,), keepdims=False)
+    return sum_over(op, cast(op, op.own.Diagonal(x, offset=0, row_axis=0, column_axis=1), dtype), (0,), keepdims=False)
 
 
 def _diagonal_scatter(op: Builder, x: ir.Value, source: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     rank = rank_of(x)
     how = {
         "offset": offset,
-        "row_axis": in_rank(dim1, rank, "an axis of diagonal_scatter"),
-        "column_axis": in_rank(dim2, rank, "an axis of diagonal_scatter"),
+        "row_axis": checked_axis(dim1, rank, "an axis of diagonal_scatter"),
+        "column_axis": checked_axis(dim2, rank, "an axis of diagonal_scatter"),
     }
     shape = op.shape_of(x)
     on_it = expanded(op, op.scalar(True, ir.DataType.BOOL), sizes.dims_of(source))
@@ -75,7 +74,7 @@ def _max_unpool(count: int) -> Any:
     return capture
 
 
-compose(
+register_captures(
     {
         "aten.diagonal_scatter.default": _diagonal_scatter,
         "aten.take.default": _take,

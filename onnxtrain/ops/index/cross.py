@@ -12,17 +12,17 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, rank_of
-from onnxtrain.ops.constructors import cast, same_as
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import define_fused, same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import fused
 from onnxtrain.ops.reshape.dims import expanded
-from onnxtrain.ops.reshape.movement import in_rank
+from onnxtrain.ops.reshape.movement import checked_axis
 
 
 def _capture(op: Builder, a: ir.Value, b: ir.Value, *, dim: int = -1) -> Any:
     shape = op.out[0].shape
     a, b = (expanded(op, cast(op, v, op.out[0].dtype), shape) for v in (a, b))
-    return op.own.Cross(a, b, axis=in_rank(dim, len(shape), "the axis of cross"))
+    return op.own.Cross(a, b, axis=checked_axis(dim, len(shape), "the axis of cross"))
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
@@ -44,7 +44,7 @@ def _axes(n: NodeView) -> str:
     return f"{names}, {names} -> {names}"
 
 
-fused(
+define_fused(
     OWN,
     "Cross",
     ("a", "b"),

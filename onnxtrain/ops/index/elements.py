@@ -20,20 +20,22 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, is_float, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, as_value, cast, same_as
+from onnxtrain.ops.body_parts import as_value, cast, int64_vector
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
 from onnxtrain.ops.index.scatter import Places, scatter_gradient
 from onnxtrain.ops.reshape.dims import expanded
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _shared_names(axis: int, whole: Sizes, part: Sizes) -> tuple[list[str], list[str]]:
     """Axis names of a tensor and of the places in it. An axis passes where both are proven of one size."""
-    left, right = names("a", len(whole)), names("a", len(part))
+    left, right = axis_names("a", len(whole)), axis_names("a", len(part))
     for k, (have, want) in enumerate(zip(whole, part, strict=True)):
         if k == axis:
             left[k], right[k] = f"[x{k}]", f"p{k}"
@@ -44,7 +46,7 @@ def _shared_names(axis: int, whole: Sizes, part: Sizes) -> tuple[list[str], list
 
 def _gather_axes(n: NodeView) -> str:
     left, right = _shared_names(axis_of(n, n.x), sizes.dims_of(n.x), sizes.dims_of(n.places))
-    return axis_map([left, right], right)
+    return format_axis_map([left, right], right)
 
 
 def _scalars_as_vectors(op: Builder, *values: ir.Value) -> tuple[ir.Value, ...]:
@@ -56,7 +58,7 @@ def _capture_gather(op: Builder, x: ir.Value, dim: int, index: ir.Value, *, spar
     if sparse_grad:
         raise UnsupportedOperatorError("gather with sparse gradients", todo="set sparse_grad=False")
     x, index = _scalars_as_vectors(op, x, index)
-    axis = in_rank(dim, rank_of(x), "the axis of gather")
+    axis = checked_axis(dim, rank_of(x), "the axis of gather")
     return reshaped(op, non_negative(op.GatherElements(x, index, axis=axis)), op.out[0].shape)
 
 
@@ -64,7 +66,7 @@ def _capture_take_along(op: Builder, x: ir.Value, indices: ir.Value, dim: int | 
     """Gather, where x and the indices are broadcast along the other axes."""
     if dim is None:
         x, indices = (reshaped(op, v, (sizes.multiply(1, *sizes.dims_of(v)),)) for v in (x, indices))
-    axis = in_rank(dim or 0, rank_of(x), "the axis of take_along_dim")
+    axis = checked_axis(dim or 0, rank_of(x), "the axis of take_along_dim")
     source, wanted = list(sizes.dims_of(x)), list(sizes.dims_of(indices))
     shared = sizes.broadcast([*source[:axis], 1, *source[axis + 1 :]], [*wanted[:axis], 1, *wanted[axis + 1 :]])
     x = expanded(op, x, (*shared[:axis], source[axis], *shared[axis + 1 :]))
@@ -80,7 +82,7 @@ def _places(n: NodeView, places: Any, x: Any) -> Any:
     return places if never_negative(n, n.places) else Call(from_the_end, places, x, axis_of(n, n.node.outputs[0]))
 
 
-GATHER_ELEMENTS = movement(
+GATHER_ELEMENTS = define_movement(
     "GatherElements",
     ("x", "places"),
     lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.places)),),
@@ -120,13 +122,13 @@ def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
 def _gather_grad_axes(n: NodeView) -> str:
     left, right = _shared_names(axis_of(n, n.dy), sizes.dims_of(n.dx), sizes.dims_of(n.places))
     shared = [word if word in left else f"[{word}]" for word in right]
-    return axis_map([shared, None, shared], left)
+    return format_axis_map([shared, None, shared], left)
 
 
-GATHER_ELEMENTS_GRAD = movement(
+GATHER_ELEMENTS_GRAD = define_movement(
     "GatherElementsGrad",
     ("dy", "shape", "places"),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that GatherElementsGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that GatherElementsGrad gives")),),
     (
         Kernel(lower=_lower_gather_grad, host_inputs=frozenset({1}), applies=lambda n, device: device == "cpu"),
         Kernel(lower=_lower_gather_grad, host_inputs=frozenset({1}), deterministic=False),  # atomic additions
@@ -169,7 +171,7 @@ def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value 
 def _scatter_axes(n: NodeView) -> str:
     left, right = _shared_names(axis_of(n, n.x), sizes.dims_of(n.x), sizes.dims_of(n.places))
     shared = [word if word in left else f"[{word}]" for word in right]
-    return axis_map([left, shared, shared], left)
+    return format_axis_map([left, shared, shared], left)
 
 
 def _scattered(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any, reduction: str = "none") -> ir.Value:
@@ -180,7 +182,7 @@ def _scattered(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: Any,
         updates = _first(op, source, sizes.dims_of(index))
     else:
         updates = expanded(op, as_value(op, source, dtype_of(x)), sizes.dims_of(index))
-    axis = in_rank(dim, rank_of(x), "the axis of scatter")
+    axis = checked_axis(dim, rank_of(x), "the axis of scatter")
     return reshaped(op, non_negative(op.ScatterElements(x, index, updates, axis=axis, reduction=reduction)), shape)
 
 
@@ -189,8 +191,8 @@ def _first(op: Builder, source: ir.Value, wanted: Sizes) -> ir.Value:
     larger = [i for i, (have, want) in enumerate(zip(sizes.dims_of(source), wanted, strict=True)) if have != want]
     if not larger:
         return source
-    starts, ends = vector(op, [0] * len(larger)), op.sizes([wanted[i] for i in larger])
-    result: ir.Value = op.Slice(source, starts, ends, vector(op, larger))
+    starts, ends = int64_vector(op, [0] * len(larger)), op.sizes([wanted[i] for i in larger])
+    result: ir.Value = op.Slice(source, starts, ends, int64_vector(op, larger))
     return reshaped(op, result, wanted)  # PyTorch has checked that there are as many
 
 
@@ -237,7 +239,7 @@ def _capture_scatter_named(op: Builder, x: ir.Value, dim: int, index: ir.Value, 
     return _scattered(op, x, dim, index, source, {"add": "add", "multiply": "mul"}[reduce])
 
 
-SCATTER_ELEMENTS = movement(
+SCATTER_ELEMENTS = define_movement(
     "ScatterElements",
     ("x", "places", "updates"),
     same_as("x"),

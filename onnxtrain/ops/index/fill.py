@@ -14,12 +14,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, is_float
-from onnxtrain.ops.constructors import ONNX_DTYPES, TORCH_DTYPES, as_value, cast
+from onnxtrain.ops.body_parts import as_value, cast
 from onnxtrain.ops.definition import DEVICE, Call, NodeView
+from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.elementwise.copies import overwritten
 from onnxtrain.ops.reshape.dims import expanded, unsqueezed
-from onnxtrain.ops.reshape.movement import movement
-from onnxtrain.ops.symbolic_ints import held_sizes, needed_sizes
+from onnxtrain.ops.reshape.movement import define_movement
+from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 
 # ConstantOfShape(shape, value): a tensor filled with one number (default: float32 0).
 
@@ -74,10 +75,10 @@ def _capture_filled(number: int) -> Any:
 _ZEROS = _capture_filled(0)
 _ONES = _capture_filled(1)
 
-CONSTANT_OF_SHAPE = movement(
+CONSTANT_OF_SHAPE = define_movement(
     "ConstantOfShape",
     ("shape",),
-    lambda n: (TensorType(_fill_dtype(n), needed_sizes(n.shape, "the shape of ConstantOfShape")),),
+    lambda n: (TensorType(_fill_dtype(n), required_ints(n.shape, "the shape of ConstantOfShape")),),
     _lower_fill,
     None,
     takes_ints=frozenset({0}),
@@ -119,7 +120,7 @@ def _range_type(n: NodeView) -> Sequence[TensorType]:
     if is_float(dtype_of(n.start)):
         raise GraphError("Range counts integers", got=dtype_of(n.start).name, todo="scale and cast the integers")
     use = "what Range counts from, to and by"
-    (start,), (limit,), (delta,) = (needed_sizes(v, use) for v in (n.start, n.limit, n.delta))
+    (start,), (limit,), (delta,) = (required_ints(v, use) for v in (n.start, n.limit, n.delta))
     if delta == 0:
         raise GraphError("Range by steps of 0")
     if isinstance(delta, int) and delta < 0:
@@ -131,7 +132,7 @@ def _range_type(n: NodeView) -> Sequence[TensorType]:
 
 def _lower_range(n: NodeView, start: Any, limit: Any, delta: Any) -> Call:
     dtype = TORCH_DTYPES[dtype_of(n.start)]
-    first, last, step = (held_sizes(v) for v in (n.start, n.limit, n.delta))
+    first, last, step = (known_ints(v) for v in (n.start, n.limit, n.delta))
     if first and last and step == (1,) and sizes.maximum(first[0], last[0]) == last[0]:
         return Call(torch.arange, start, limit, dtype=dtype, device=DEVICE)
     return Call(_progression, start, limit, delta, dtype=dtype, device=DEVICE)
@@ -194,7 +195,7 @@ def _capture_scalar(op: Builder, number: Any, **options: Any) -> ir.Value:
     return as_value(op, number, op.out[0].dtype)
 
 
-RANGE = movement(
+RANGE = define_movement(
     "Range",
     ("start", "limit", "delta"),
     _range_type,

@@ -20,13 +20,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import Call, InPlaceCapableCall, Kernel, Method, NodeView, numel
 from onnxtrain.ops.index.negative import from_size, from_the_end, never_negative, non_negative
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import held_sizes, needed_sizes
+from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 from onnxtrain.torch_compat import aten_kernels
 
 
@@ -37,13 +37,13 @@ def _gathered_type(n: NodeView) -> Sequence[TensorType]:
 
 def _gather_axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    left, picked = names("a", rank_of(n.x)), names("i", rank_of(n.rows))
-    return axis_map([left, picked], [*left[:axis], *picked, *left[axis + 1 :]])
+    left, picked = axis_names("a", rank_of(n.x)), axis_names("i", rank_of(n.rows))
+    return format_axis_map([left, picked], [*left[:axis], *picked, *left[axis + 1 :]])
 
 
 def _is_index(value: ir.Value) -> bool:
     """Whether the value is one row number that a program has as a Python int."""
-    return rank_of(value) == 0 and held_sizes(value) is not None
+    return rank_of(value) == 0 and known_ints(value) is not None
 
 
 def _gather(x: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _known(row: Any) -> int:
 def _capture_index_select(op: Builder, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
     if not rank_of(x):
         return x  # the one index there can be is 0
-    axis = in_rank(dim, rank_of(x), "the axis of index_select")
+    axis = checked_axis(dim, rank_of(x), "the axis of index_select")
     rows = reshaped(op, index, (1,)) if not rank_of(index) else index  # PyTorch keeps the axis
     return non_negative(op.Gather(x, rows, axis=axis))
 
@@ -100,7 +100,7 @@ def _capture_embedding(
     return op.own.Embedding(weight, indices, padding_idx=padding_idx, scale_grad_by_freq=int(scale_grad_by_freq))
 
 
-GATHER = movement(
+GATHER = define_movement(
     "Gather",
     ("x", "rows"),
     _gathered_type,
@@ -131,11 +131,11 @@ GATHER = movement(
 
 
 def _scattered_type(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.dy), needed_sizes(n.shape, f"the shape that {n.definition.name} gives")),)
+    return (TensorType(dtype_of(n.dy), required_ints(n.shape, f"the shape that {n.definition.name} gives")),)
 
 
 def _gather_grad_axis(n: NodeView) -> int:
-    return in_rank(n.axis, len(sizes.dims_of(n.dx)), "the axis of GatherGrad")
+    return checked_axis(n.axis, len(sizes.dims_of(n.dx)), "the axis of GatherGrad")
 
 
 def _select_grad(shape: tuple[int, ...], axis: int, row: int, dy: torch.Tensor) -> torch.Tensor:
@@ -282,14 +282,14 @@ def _sum(op: Builder, dx: ir.Value, added: ir.Value | None) -> ir.Value:
 
 def _gather_grad_axes(n: NodeView) -> str:
     axis = _gather_grad_axis(n)
-    right = names("a", len(sizes.dims_of(n.dx)))
+    right = axis_names("a", len(sizes.dims_of(n.dx)))
     picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
     outer = [*right[:axis], f"[a{axis}]", *right[axis + 1 :]]
     operands = [None, picked, [*right[:axis], *picked, *right[axis + 1 :]], outer]
-    return axis_map(operands[: len(n.node.inputs)], outer)
+    return format_axis_map(operands[: len(n.node.inputs)], outer)
 
 
-GATHER_GRAD = movement(
+GATHER_GRAD = define_movement(
     "GatherGrad",
     ("shape", "rows", "dy", "added?"),
     _scattered_type,
@@ -316,13 +316,13 @@ def _embedding_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Valu
 
 
 def _embedding_axes(n: NodeView) -> str:
-    picked = names("i", rank_of(n.rows))
+    picked = axis_names("i", rank_of(n.rows))
     if n.scale_grad_by_freq:  # its gradient counts all rows
         picked = [f"[{name}]" for name in picked]
-    return axis_map([["v", "h"], picked], [*picked, "h"])
+    return format_axis_map([["v", "h"], picked], [*picked, "h"])
 
 
-EMBEDDING = movement(
+EMBEDDING = define_movement(
     "Embedding",
     ("weight", "rows"),
     lambda n: (TensorType(dtype_of(n.weight), (*sizes.dims_of(n.rows), sizes.dims_of(n.weight)[1])),),
@@ -356,10 +356,10 @@ def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
 def _embedding_grad_axes(n: NodeView) -> str:
     picked = [f"[i{k}]" for k in range(rank_of(n.rows))]
     result = ["[v]", "h"]
-    return axis_map([None, picked, [*picked, "h"], result][: len(n.node.inputs)], result)
+    return format_axis_map([None, picked, [*picked, "h"], result][: len(n.node.inputs)], result)
 
 
-EMBEDDING_GRAD = movement(
+EMBEDDING_GRAD = define_movement(
     "EmbeddingGrad",
     ("shape", "rows", "dy", "added?"),
     _scattered_type,

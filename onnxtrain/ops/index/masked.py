@@ -14,13 +14,13 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.dims import expanded
-from onnxtrain.ops.reshape.movement import movement
+from onnxtrain.ops.reshape.movement import define_movement
 from onnxtrain.ops.reshape.rows import zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _flat(op: Builder, value: ir.Value) -> ir.Value:
@@ -57,7 +57,7 @@ def _capture_masked_scatter(op: Builder, x: ir.Value, mask: ir.Value, source: ir
     return result
 
 
-MASKED_SCATTER = movement(
+MASKED_SCATTER = define_movement(
     "MaskedScatter",
     ("x", "mask", "source"),
     lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)),),
@@ -88,10 +88,10 @@ def _lower_grad(n: NodeView, dy: Any, mask: Any, shape: Any) -> Call:
     return Call(torch.ops.aten.masked_scatter_backward.default, dy, mask, shape)
 
 
-MASKED_SCATTER_GRAD = movement(
+MASKED_SCATTER_GRAD = define_movement(
     "MaskedScatterGrad",
     ("dy", "mask", "shape"),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that MaskedScatterGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that MaskedScatterGrad gives")),),
     _lower_grad,
     None,
     takes_ints=frozenset({2}),

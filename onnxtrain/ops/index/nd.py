@@ -18,14 +18,15 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast, same_as
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import Call, Kernel, NodeView
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
 from onnxtrain.ops.index.negative import from_size
 from onnxtrain.ops.index.scatter import Places, scatter_gradient
-from onnxtrain.ops.reshape.movement import axis_map, movement, names
-from onnxtrain.ops.reshape.rows import along, counting, zeros
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.reshape.movement import axis_names, define_movement, format_axis_map
+from onnxtrain.ops.reshape.rows import arange, vector_along, zeros
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _depth(places: ir.Value) -> int:
@@ -62,8 +63,8 @@ def _gather_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, 
 def _names(n: NodeView, whole: int) -> tuple[list[str], list[str], list[str]]:
     """Axis names of the tensor, of the places and of the updates."""
     batch, outer = n.batch_dims, rank_of(n.places) - 1
-    picked = names("i", outer)
-    rest = names("r", whole - batch - _depth(n.places))
+    picked = axis_names("i", outer)
+    rest = axis_names("r", whole - batch - _depth(n.places))
     indexed = [f"[x{k}]" for k in range(_depth(n.places))]
     return [*picked[:batch], *indexed, *rest], [*picked, "[k]"], [*picked, *rest]
 
@@ -78,10 +79,10 @@ def _gather_axes(n: NodeView) -> str:
             zip(left[:batch], sizes.dims_of(n.x), sizes.dims_of(n.places), strict=False)
         )
     ]
-    return axis_map([left, places], right)
+    return format_axis_map([left, places], right)
 
 
-GATHER_ND = movement(
+GATHER_ND = define_movement(
     "GatherND",
     ("x", "places"),
     _gathered_type,
@@ -108,7 +109,7 @@ def _gather_nd_grad_body(op: Builder, n: NodeView) -> ir.Value:
     batch, outer = sizes.dims_of(places)[: n.batch_dims], sizes.dims_of(places)[:-1]
     if n.batch_dims:
         columns = [
-            op.Expand(along(op, counting(op, size), i, len(outer) + 1), op.sizes((*outer, 1)))
+            op.Expand(vector_along(op, arange(op, size), i, len(outer) + 1), op.sizes((*outer, 1)))
             for i, size in enumerate(batch)
         ]
         places = op.Concat(*columns, places, axis=len(outer))
@@ -119,7 +120,7 @@ def _gather_nd_grad_body(op: Builder, n: NodeView) -> ir.Value:
 def _gather_nd_grad_axes(n: NodeView) -> str:
     left, places, right = _names(n, len(sizes.dims_of(n.dx)))
     summed = {word: f"[{word}]" for word in places[:-1] if word not in left}
-    return axis_map(
+    return format_axis_map(
         [None, [summed.get(w, w) for w in places], [summed.get(w, w) for w in right]],
         [w if w.startswith(("r", "[")) else f"[{w}]" for w in left],
     )
@@ -129,10 +130,10 @@ def _lower_gather_nd_grad(n: NodeView, shape: Any, places: Any, dy: Any) -> Call
     return Call(_gather_nd_grad, shape, places, dy, n.batch_dims)
 
 
-GATHER_ND_GRAD = movement(
+GATHER_ND_GRAD = define_movement(
     "GatherNDGrad",
     ("shape", "places", "dy"),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that GatherNDGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that GatherNDGrad gives")),),
     _lower_gather_nd_grad,
     None,
     takes_ints=frozenset({0}),
@@ -189,12 +190,12 @@ def _scatter_nd_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Val
 def _scatter_nd_axes(n: NodeView) -> str:
     depth, outer = _depth(n.places), rank_of(n.places) - 1
     picked = [f"[i{k}]" for k in range(outer)]
-    rest = names("r", rank_of(n.x) - depth)
+    rest = axis_names("r", rank_of(n.x) - depth)
     whole = [f"[x{k}]" for k in range(depth)] + rest
-    return axis_map([whole, [*picked, "[k]"], [*picked, *rest]], whole)
+    return format_axis_map([whole, [*picked, "[k]"], [*picked, *rest]], whole)
 
 
-SCATTER_ND = movement(
+SCATTER_ND = define_movement(
     "ScatterND",
     ("x", "places", "updates"),
     same_as("x"),

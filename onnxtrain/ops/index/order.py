@@ -20,12 +20,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, constant_of, dtype_of, is_float, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.body_parts import cast, int64_vector
 from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.negative import from_size, never_negative, non_negative
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _ordered_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dplaces: None) -> Sequence[ir.Value | None]:
@@ -37,14 +38,14 @@ def _ordered_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dplace
 
 def _ordered_axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    left = [f"[{w}]" if i == axis else w for i, w in enumerate(names("a", rank_of(n.x)))]
+    left = [f"[{w}]" if i == axis else w for i, w in enumerate(axis_names("a", rank_of(n.x)))]
     right = ["[k]" if i == axis else word for i, word in enumerate(left)]
-    return axis_map([left, *[None] * (len(n.node.inputs) - 1)], right, right)
+    return format_axis_map([left, *[None] * (len(n.node.inputs) - 1)], right, right)
 
 
 def _top_types(n: NodeView) -> Sequence[TensorType]:
     axis = axis_of(n, n.x)
-    (k,) = needed_sizes(n.k, "the k of TopK")
+    (k,) = required_ints(n.k, "the k of TopK")
     shape = sizes.dims_of(n.x)
     kept = (*shape[:axis], k, *shape[axis + 1 :])
     return TensorType(dtype_of(n.x), kept), TensorType(ir.DataType.INT64, kept)
@@ -60,7 +61,7 @@ def _capture_topk(
     if not rank_of(x):
         values, order = _capture_topk(op, reshaped(op, x, (1,)), k, 0, largest, sorted)
         return reshaped(op, values, ()), reshaped(op, order, ())
-    axis = in_rank(dim, rank_of(x), "the axis of topk")
+    axis = checked_axis(dim, rank_of(x), "the axis of topk")
     wanted = dtype_of(x)
     if wanted == ir.DataType.BFLOAT16:  # which ONNX's TopK does not take
         x = cast(op, x, ir.DataType.FLOAT)
@@ -68,7 +69,7 @@ def _capture_topk(
     return cast(op, values, wanted), order
 
 
-TOP_K = movement(
+TOP_K = define_movement(
     "TopK",
     ("x", "k"),
     _top_types,
@@ -120,7 +121,7 @@ def _capture_sort(
     if not rank_of(x):
         values, order = op.own.Sort(reshaped(op, x, (1,)), axis=0, **how)
         return reshaped(op, values, ()), reshaped(op, order, ())
-    found: tuple[ir.Value, ir.Value] = op.own.Sort(x, axis=in_rank(dim, rank_of(x), "the axis of sort"), **how)
+    found: tuple[ir.Value, ir.Value] = op.own.Sort(x, axis=checked_axis(dim, rank_of(x), "the axis of sort"), **how)
     return found
 
 
@@ -132,7 +133,7 @@ def _capture_msort(op: Builder, x: ir.Value) -> ir.Value:
     return _capture_sort(op, x, 0)[0]
 
 
-SORT = movement(
+SORT = define_movement(
     "Sort",
     ("x",),
     lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)), TensorType(ir.DataType.INT64, sizes.dims_of(n.x))),
@@ -165,17 +166,17 @@ def _kth_types(n: NodeView) -> Sequence[TensorType]:
 
 def _kth_body(op: Builder, n: NodeView) -> tuple[ir.Value, ...]:
     """Of all that are sorted."""
-    place = op.Sub(n.k, vector(op, [1]))
+    place = op.Sub(n.k, int64_vector(op, [1]))
     return tuple(op.Gather(v, place, axis=axis_of(n, n.x)) for v in op.own.Sort(n.x, axis=axis_of(n, n.x)))
 
 
 def _capture_kth(op: Builder, x: ir.Value, k: Size, dim: int = -1, keepdim: bool = False) -> tuple[ir.Value, ...]:
     wide = x if rank_of(x) else reshaped(op, x, (1,))
-    found = op.own.KthValue(wide, op.sizes([k]), axis=in_rank(dim, rank_of(wide), "the axis of kthvalue"))
+    found = op.own.KthValue(wide, op.sizes([k]), axis=checked_axis(dim, rank_of(wide), "the axis of kthvalue"))
     return tuple(reshaped(op, v, t.shape) for v, t in zip(found, op.out, strict=True))
 
 
-KTH_VALUE = movement(
+KTH_VALUE = define_movement(
     "KthValue",
     ("x", "k"),
     _kth_types,
@@ -199,8 +200,8 @@ KTH_VALUE = movement(
 
 def _one_hot_type(n: NodeView) -> Sequence[TensorType]:
     shape = list(sizes.dims_of(n.hot))
-    (depth,) = needed_sizes(n.depth, "the depth of OneHot")
-    shape.insert(in_rank(n.axis, len(shape) + 1, "the axis of OneHot"), depth)
+    (depth,) = required_ints(n.depth, "the depth of OneHot")
+    shape.insert(checked_axis(n.axis, len(shape) + 1, "the axis of OneHot"), depth)
     return (TensorType(dtype_of(n.values), tuple(shape)),)
 
 
@@ -224,19 +225,19 @@ def _lower_one_hot(n: NodeView, hot: Any, depth: Any, values: Any) -> Call:
 
 
 def _one_hot_axes(n: NodeView) -> str:
-    words = names("i", rank_of(n.hot))
+    words = axis_names("i", rank_of(n.hot))
     right = list(words)
-    right.insert(in_rank(n.axis, len(words) + 1, "the axis of OneHot"), "[c]")
-    return axis_map([words, None, None], right)
+    right.insert(checked_axis(n.axis, len(words) + 1, "the axis of OneHot"), "[c]")
+    return format_axis_map([words, None, None], right)
 
 
 def _capture_one_hot(op: Builder, x: ir.Value, num_classes: Size = -1) -> Any:
     if num_classes == -1:
         return NotImplemented  # as many classes as the largest label: only the run can tell
-    return non_negative(op.OneHot(x, op.size(num_classes), vector(op, [0, 1]), axis=-1))
+    return non_negative(op.OneHot(x, op.size(num_classes), int64_vector(op, [0, 1]), axis=-1))
 
 
-ONE_HOT = movement(
+ONE_HOT = define_movement(
     "OneHot",
     ("hot", "depth", "values"),
     _one_hot_type,

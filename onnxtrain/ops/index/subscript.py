@@ -21,13 +21,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, int64_vector
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Kernel, NodeView
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros, is_together, places
 from onnxtrain.ops.reshape.dims import expanded, inverse, moved, transposed, unsqueezed
-from onnxtrain.ops.reshape.movement import axis_map, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_names, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import zeros
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 Argument = ir.Value | None
 
@@ -82,7 +82,7 @@ def _from_front(at: Sequence[int], picked: int, rank: int) -> list[int]:
 def _names(n: NodeView, whole: int) -> tuple[list[str], list[list[str]], list[str]]:
     """Axis names of x, of each index and of what is picked."""
     picked = _picked(n.indices)
-    words = names("i", len(picked))
+    words = axis_names("i", len(picked))
     indices = []
     for index in n.indices:
         shape = sizes.dims_of(index)
@@ -99,7 +99,7 @@ def _names(n: NodeView, whole: int) -> tuple[list[str], list[list[str]], list[st
 
 def _index_axes(n: NodeView) -> str:
     outer, indices, right = _names(n, rank_of(n.x))
-    return axis_map([outer, *indices], right)
+    return format_axis_map([outer, *indices], right)
 
 
 def _resolved(
@@ -157,7 +157,7 @@ def _capture_masked_select(op: Builder, x: ir.Value, mask: ir.Value) -> Any:
     return _capture_index(op, x, [mask])
 
 
-INDEX = movement(
+INDEX = define_movement(
     "Index",
     ("x", "indices..."),
     _indexed_type,
@@ -197,19 +197,19 @@ def _written(op: Builder, n: NodeView, base: ir.Value, values: ir.Value, add: bo
 def _summed_axes(n: NodeView, whole: int) -> tuple[list[str], list[list[str]], list[str]]:
     """As `_names`, where the picked axes are read whole."""
     outer, indices, right = _names(n, whole)
-    closed = {word: f"[{word}]" for word in names("i", len(_picked(n.indices)))}
+    closed = {word: f"[{word}]" for word in axis_names("i", len(_picked(n.indices)))}
     return outer, [[closed.get(w, w) for w in index] for index in indices], [closed.get(w, w) for w in right]
 
 
 def _index_grad_axes(n: NodeView) -> str:
     outer, indices, right = _summed_axes(n, len(sizes.dims_of(n.dx)))
-    return axis_map([None, right, *indices], outer)
+    return format_axis_map([None, right, *indices], outer)
 
 
-INDEX_GRAD = movement(
+INDEX_GRAD = define_movement(
     "IndexGrad",
     ("shape", "dy", "indices..."),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that IndexGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that IndexGrad gives")),),
     lambda n, shape, dy, indices: Call(add_to_zeros, shape, n.at, indices, dy),
     None,
     takes_ints=frozenset({0}),
@@ -257,7 +257,7 @@ def _index_put_axes(n: NodeView) -> str:
         "1" if size == 1 else right[k + skipped] if size == target[k + skipped] else f"[v{k}]"
         for k, size in enumerate(shape)
     ]
-    return axis_map([outer, values, *indices], outer)
+    return format_axis_map([outer, values, *indices], outer)
 
 
 def _capture_index_put(
@@ -285,7 +285,7 @@ def _filled_where(op: Builder, x: ir.Value, mask: ir.Value, axis: int, value: ir
     return result
 
 
-INDEX_PUT = movement(
+INDEX_PUT = define_movement(
     "IndexPut",
     ("x", "values", "indices..."),
     lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)),),
@@ -320,10 +320,10 @@ def true_places(op: Builder, mask: ir.Value, count: Size | None) -> list[ir.Valu
     types = None if count is None else [TensorType(ir.DataType.INT64, (rank, count))]
     coordinates = op.node("", "NonZero", (mask,), {}, types=types).outputs[0]
     if rank == 1:
-        return [op.Squeeze(coordinates, vector(op, [0]))]
+        return [op.Squeeze(coordinates, int64_vector(op, [0]))]
     column = TensorType(ir.DataType.INT64, (1, sizes.dims_of(coordinates)[1]))
     rows = op.node("", "Split", (coordinates, op.sizes([1] * rank)), {"axis": 0}, types=[column] * rank).outputs
-    return [op.Squeeze(row, vector(op, [0])) for row in rows]
+    return [op.Squeeze(row, int64_vector(op, [0])) for row in rows]
 
 
 def _nonzero_type(n: NodeView) -> Sequence[TensorType]:
@@ -350,7 +350,7 @@ def _capture_nonzero_numpy(op: Builder, x: ir.Value) -> tuple[ir.Value, ...]:
     return tuple(true_places(op, x, op.out[0].shape[0]))
 
 
-NON_ZERO = movement(
+NON_ZERO = define_movement(
     "NonZero",
     ("x",),
     _nonzero_type,

@@ -20,12 +20,12 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.composite import composite
+from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import Call, NodeView
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import reshaped, sizes_on_device
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 # ShrunkenGather
 
@@ -37,11 +37,11 @@ def _gathered_type(n: NodeView) -> Sequence[TensorType]:
 
 def _gathered_axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    words = names("a", rank_of(n.x))
-    return axis_map([words, ["i"]], [*words[:axis], "i", *words[axis + 1 :]])
+    words = axis_names("a", rank_of(n.x))
+    return format_axis_map([words, ["i"]], [*words[:axis], "i", *words[axis + 1 :]])
 
 
-SHRUNKEN_GATHER = composite(
+SHRUNKEN_GATHER = define_by_body(
     "ShrunkenGather",
     ("x", "rows"),
     lambda op, n: op.Gather(n.x, n.rows, axis=n.axis),
@@ -92,11 +92,11 @@ def _unpad_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> t
 
 
 def _unpad_axes(n: NodeView) -> str:
-    rest = names("a", rank_of(n.x) - 2)
-    return axis_map([["[b]", "[s]", *rest], ["i"]], ["i", *rest], ["[two]"])
+    rest = axis_names("a", rank_of(n.x) - 2)
+    return format_axis_map([["[b]", "[s]", *rest], ["i"]], ["i", *rest], ["[two]"])
 
 
-FLATTEN_AND_UNPAD = movement(
+FLATTEN_AND_UNPAD = define_movement(
     "FlattenAndUnpad",
     ("x", "rows"),
     _unpadded_types,
@@ -115,7 +115,7 @@ FLATTEN_AND_UNPAD = movement(
 
 
 def _padded_type(n: NodeView) -> Sequence[TensorType]:
-    dims = needed_sizes(n.dims, "the sizes that PadAndUnflatten gives")
+    dims = required_ints(n.dims, "the sizes that PadAndUnflatten gives")
     return (TensorType(dtype_of(n.x), (*dims, *sizes.dims_of(n.x)[1:])),)
 
 
@@ -135,11 +135,11 @@ def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, Non
 
 
 def _pad_axes(n: NodeView) -> str:
-    rest = names("a", rank_of(n.x) - 1)
-    return axis_map([["[i]", *rest], ["[i]"], None], ["[b]", "[s]", *rest])
+    rest = axis_names("a", rank_of(n.x) - 1)
+    return format_axis_map([["[i]", *rest], ["[i]"], None], ["[b]", "[s]", *rest])
 
 
-PAD_AND_UNFLATTEN = movement(
+PAD_AND_UNFLATTEN = define_movement(
     "PadAndUnflatten",
     ("x", "rows", "dims"),
     _padded_type,

@@ -18,10 +18,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import OWN, dtype_of, rank_of
-from onnxtrain.ops.constructors import as_value, cast, same_as
+from onnxtrain.ops.body_parts import as_value, cast
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import Call, FromTorch, GradientRule, Kernel, NodeView, OpDef
 from onnxtrain.ops.reshape.dims import expanded
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, in_rank, movement, names
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows
 from onnxtrain.ops.reshape.shape import reshaped
 
@@ -30,9 +31,9 @@ Gradients = tuple[ir.Value | None, None, ir.Value | None]
 
 def _axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    left = [f"[x{i}]" if i == axis else word for i, word in enumerate(names("a", rank_of(n.x)))]
+    left = [f"[x{i}]" if i == axis else word for i, word in enumerate(axis_names("a", rank_of(n.x)))]
     source = ["[r]" if i == axis else word for i, word in enumerate(left)]
-    return axis_map([left, ["[r]"], source], left)
+    return format_axis_map([left, ["[r]"], source], left)
 
 
 def _define(
@@ -44,7 +45,7 @@ def _define(
     def body(op: Builder, n: NodeView) -> ir.Value:
         return scatter_rows(op, n.x, n.rows, n.source, axis_of(n, n.x), reduction="add" if add else "none")
 
-    return movement(
+    return define_movement(
         name,
         ("x", "rows", "source"),
         same_as("x"),
@@ -82,7 +83,7 @@ def _put(op: Builder, name: str, x: ir.Value, dim: int, index: ir.Value, source:
         x, source = reshaped(op, x, (1,)), reshaped(op, source, (1,))
     if not rank_of(index):
         index = reshaped(op, index, (1,))
-    axis = in_rank(dim, rank_of(x), f"the axis of {name}")
+    axis = checked_axis(dim, rank_of(x), f"the axis of {name}")
     if not rank_of(source):
         source = reshaped(op, source, (1,) * rank_of(x))
     return reshaped(op, op.op(OWN, name)(x, index, source, axis=axis), shape)
@@ -100,7 +101,7 @@ def _capture_copy(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: i
 
 def _capture_fill(op: Builder, x: ir.Value, dim: int, index: ir.Value, number: Any) -> ir.Value:
     shape, rows = sizes.dims_of(x) or (1,), sizes.dims_of(index) or (1,)
-    axis = in_rank(dim, len(shape), "the axis of index_fill")
+    axis = checked_axis(dim, len(shape), "the axis of index_fill")
     written: Sizes = (*shape[:axis], *rows, *shape[axis + 1 :])
     if isinstance(number, ir.Value):  # its gradient is that of each place once, however often the row is named
         truth = ir.DataType.BOOL

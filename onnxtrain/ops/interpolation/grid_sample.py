@@ -30,26 +30,16 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mul_scalar, reshaped, sum_over
+from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Gradient, NodeView, numel
-from onnxtrain.ops.fused import (
-    axes_constant,
-    flags,
-    fused,
-    masked,
-    plus,
-    reshaped,
-    statistics_type,
-    times,
-    total,
-    wanted,
-)
+from onnxtrain.ops.dtypes import accumulation_dtype
+from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, output_mask
 from onnxtrain.ops.reshape.dims import expanded, unsqueezed
 from onnxtrain.ops.reshape.join import concatenated, split
-from onnxtrain.ops.reshape.rows import along, counting
-from onnxtrain.ops.sliding_windows import names, product, spatial
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.reshape.rows import arange, vector_along
+from onnxtrain.ops.sliding_windows import product, spatial_axes, spatial_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 aten = torch.ops.aten
 INT64 = ir.DataType.INT64
@@ -73,13 +63,13 @@ def _sampled(n: NodeView) -> Sequence[TensorType]:
 
 def _axes(n: NodeView) -> str:
     places = " ".join(f"e{i}" for i in range(rank_of(n.grid) - 2))
-    return f"n c {names('d', n.x)}, n {places} [k] -> n c {places}"
+    return f"n c {spatial_axes('d', n.x)}, n {places} [k] -> n c {places}"
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    mask = wanted(n, "x", "grid")
+    mask = output_mask(n, "x", "grid")
     how = {name: getattr(n, name) for name in _ATTRIBUTES}
-    return masked(op.own.GridSampleGrad(dy, n.x, n.grid, **how, output_mask=mask), mask, n)
+    return apply_output_mask(op.own.GridSampleGrad(dy, n.x, n.grid, **how, output_mask=mask), mask, n)
 
 
 def _capture(op: Builder, x: ir.Value, grid: ir.Value, mode: int, padding: int, align_corners: bool | None) -> Any:
@@ -91,7 +81,7 @@ _FROM_TORCH: dict[str, FromTorch] = dict.fromkeys(
     ("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default"), _capture
 )
 
-fused(
+define_fused(
     ONNX,
     "GridSample",
     ("x", "grid"),
@@ -151,7 +141,7 @@ def _bounded(op: Builder, n: NodeView, place: ir.Value, size: ir.Value) -> tuple
     factor = None
     if n.padding_mode == "reflection":
         place, factor = _reflected(op, n, place, size)
-    zero, last = op.scalar(0, like=place), plus(op, size, -1)
+    zero, last = op.scalar(0, like=place), add_scalar(op, size, -1)
     within = op.Cast(op.And(op.Greater(place, zero), op.Less(place, last)), to=dtype_of(place))
     return op.Max(op.Min(place, last), zero), within if factor is None else op.Mul(factor, within)
 
@@ -161,17 +151,17 @@ def _cubic_taps(op: Builder, t: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
     a = _CUBIC
 
     def near(x: ir.Value) -> tuple[ir.Value, ir.Value]:  # (a + 2) x^3 - (a + 3) x^2 + 1
-        value = plus(op, op.Mul(op.Mul(plus(op, times(op, x, a + 2), -(a + 3)), x), x), 1)
-        return value, op.Mul(plus(op, times(op, x, 3 * (a + 2)), -2 * (a + 3)), x)
+        value = add_scalar(op, op.Mul(op.Mul(add_scalar(op, mul_scalar(op, x, a + 2), -(a + 3)), x), x), 1)
+        return value, op.Mul(add_scalar(op, mul_scalar(op, x, 3 * (a + 2)), -2 * (a + 3)), x)
 
     def far(x: ir.Value) -> tuple[ir.Value, ir.Value]:  # a x^3 - 5 a x^2 + 8 a x - 4 a
-        inner = plus(op, op.Mul(plus(op, times(op, x, a), -5 * a), x), 8 * a)
-        value = plus(op, op.Mul(inner, x), -4 * a)
-        return value, plus(op, op.Mul(plus(op, times(op, x, 3 * a), -10 * a), x), 8 * a)
+        inner = add_scalar(op, op.Mul(add_scalar(op, mul_scalar(op, x, a), -5 * a), x), 8 * a)
+        value = add_scalar(op, op.Mul(inner, x), -4 * a)
+        return value, add_scalar(op, op.Mul(add_scalar(op, mul_scalar(op, x, 3 * a), -10 * a), x), 8 * a)
 
     rest = op.Sub(op.scalar(1, like=t), t)
-    after = [(w, op.Neg(s)) for w, s in (near(rest), far(plus(op, rest, 1)))]  # they come nearer as t grows
-    return [far(plus(op, t, 1)), near(t), *after]
+    after = [(w, op.Neg(s)) for w, s in (near(rest), far(add_scalar(op, rest, 1)))]  # they come nearer as t grows
+    return [far(add_scalar(op, t, 1)), near(t), *after]
 
 
 def _taps(op: Builder, n: NodeView, coordinate: ir.Value, extent: Size) -> list[Tap]:
@@ -187,7 +177,7 @@ def _taps(op: Builder, n: NodeView, coordinate: ir.Value, extent: Size) -> list[
     if n.mode == "cubic":
         first = op.Floor(place)
         return [
-            _tap(op, n, _bounded(op, n, plus(op, first, i - 1), size)[0], size, extent, w, op.Mul(s, step))
+            _tap(op, n, _bounded(op, n, add_scalar(op, first, i - 1), size)[0], size, extent, w, op.Mul(s, step))
             for i, (w, s) in enumerate(_cubic_taps(op, op.Sub(place, first)))
         ]
     place, factor = _bounded(op, n, place, size)
@@ -200,25 +190,25 @@ def _taps(op: Builder, n: NodeView, coordinate: ir.Value, extent: Size) -> list[
     t = op.Sub(place, first)
     return [
         _tap(op, n, first, size, extent, op.Sub(one, t), op.Neg(slope)),
-        _tap(op, n, plus(op, first, 1), size, extent, t, slope),
+        _tap(op, n, add_scalar(op, first, 1), size, extent, t, slope),
     ]
 
 
 def _tap(
     op: Builder, n: NodeView, place: ir.Value, size: ir.Value, extent: Size, weight: ir.Value, slope: ir.Value | None
 ) -> Tap:
-    zero, last = op.scalar(0, like=place), plus(op, size, -1)
+    zero, last = op.scalar(0, like=place), add_scalar(op, size, -1)
     inside = op.And(op.GreaterOrEqual(place, zero), op.LessOrEqual(place, last))
     index = op.Cast(op.Max(op.Min(place, last), zero), to=INT64)
     return Tap(index, op.Cast(inside, to=dtype_of(place)), weight, slope)
 
 
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype = statistics_type(dtype_of(n.x))
-    (batch, channels), inner = sizes.dims_of(n.x)[:2], spatial(n.x)
+    dtype = accumulation_dtype(dtype_of(n.x))
+    (batch, channels), inner = sizes.dims_of(n.x)[:2], spatial_sizes(n.x)
     count, plane = product(sizes.dims_of(n.grid)[1:-1]), product(inner)
     grid = reshaped(op, cast(op, n.grid, dtype), [batch, count, len(inner)])
-    columns = [op.Squeeze(c, axes_constant(op, [2])) for c in split(op, grid, [1] * len(inner), 2)]
+    columns = [op.Squeeze(c, int64_vector(op, [2])) for c in split(op, grid, [1] * len(inner), 2)]
     taps = [_taps(op, n, column, extent) for column, extent in zip(reversed(columns), inner, strict=True)]
     x = reshaped(op, cast(op, n.x, dtype), [batch, channels, plane])
     dy = reshaped(op, cast(op, n.dy, dtype), [batch, channels, count])
@@ -231,13 +221,13 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
         weight: ir.Value = functools.reduce(op.Mul, [inside, *(tap.weight for tap in corner)])
         dx = op.ScatterElements(dx, indices, op.Mul(dy, unsqueezed(op, weight, 1)), axis=2, reduction="add")
         found = op.GatherElements(x, indices, axis=2)
-        seen = op.Mul(total(op, op.Mul(dy, found), (1,), keepdims=False), inside)
+        seen = op.Mul(sum_over(op, op.Mul(dy, found), (1,), keepdims=False), inside)
         for axis, tap in enumerate(corner):
             if tap.slope is not None:
                 others = [other.weight for k, other in enumerate(corner) if k != axis]
                 part = functools.reduce(op.Mul, [seen, tap.slope, *others])
                 slopes[axis] = part if slopes[axis] is None else op.Add(slopes[axis], part)
-    nothing = times(op, columns[0], 0)
+    nothing = mul_scalar(op, columns[0], 0)
     dgrid = concatenated(op, [unsqueezed(op, nothing if s is None else s, 2) for s in reversed(slopes)], 2)
     dgrid = reshaped(op, dgrid, sizes.dims_of(n.grid))
     return cast(op, reshaped(op, dx, sizes.dims_of(n.x)), dtype_of(n.x)), cast(op, dgrid, dtype_of(n.grid))
@@ -252,10 +242,10 @@ def _flat_place(op: Builder, corner: Sequence[Tap], inner: Sequence[Size]) -> ir
 
 def _lower_grad(n: NodeView, dy: Any, x: Any, grid: Any) -> Call:
     kernel = aten.grid_sampler_2d_backward if rank_of(n.x) == 4 else aten.grid_sampler_3d_backward
-    return Call(kernel.default, dy, x, grid, *_numbers(n), flags(n.output_mask))
+    return Call(kernel.default, dy, x, grid, *_numbers(n), as_bools(n.output_mask))
 
 
-fused(
+define_fused(
     OWN,
     "GridSampleGrad",
     ("dy", "x", "grid"),
@@ -274,7 +264,7 @@ fused(
 
 
 def _grid_sizes(n: NodeView) -> Sizes:
-    return needed_sizes(n.size, "the size of AffineGrid")
+    return required_ints(n.size, "the size of AffineGrid")
 
 
 def _grid_type(n: NodeView) -> Sequence[TensorType]:
@@ -285,18 +275,20 @@ def _grid_type(n: NodeView) -> Sequence[TensorType]:
 def _along_axis(op: Builder, n: NodeView, extent: Size) -> ir.Value:
     """The coordinates of an axis's elements."""
     dtype = dtype_of(n.theta)
-    number, size, one = cast(op, counting(op, extent), dtype), op.size(extent, dtype), op.scalar(1, dtype)
+    number, size, one = cast(op, arange(op, extent), dtype), op.size(extent, dtype), op.scalar(1, dtype)
     if not n.align_corners:
-        return plus(op, op.Div(plus(op, times(op, number, 2), 1), size), -1)
+        return add_scalar(op, op.Div(add_scalar(op, mul_scalar(op, number, 2), 1), size), -1)
     single = op.Equal(size, one)
-    found = plus(op, op.Div(times(op, number, 2), op.Where(single, one, op.Sub(size, one))), -1)
+    found = add_scalar(op, op.Div(mul_scalar(op, number, 2), op.Where(single, one, op.Sub(size, one))), -1)
     return op.Where(single, op.scalar(0, dtype), found)  # type: ignore[no-any-return]
 
 
 def _grid_body(op: Builder, n: NodeView) -> ir.Value:
     batch, _, *inner = _grid_sizes(n)
     columns = [
-        expanded(op, unsqueezed(op, along(op, _along_axis(op, n, extent), axis, len(inner)), len(inner)), (*inner, 1))
+        expanded(
+            op, unsqueezed(op, vector_along(op, _along_axis(op, n, extent), axis, len(inner)), len(inner)), (*inner, 1)
+        )
         for axis, extent in reversed(list(enumerate(inner)))
     ]
     ones = op.Expand(op.scalar(1, like=n.theta), op.sizes([*inner, 1]))
@@ -312,7 +304,7 @@ def _capture_affine_grid(op: Builder, theta: ir.Value, size: Sequence[Size], ali
     return op.AffineGrid(theta, op.sizes(size), align_corners=int(align_corners))
 
 
-composite(
+define_by_body(
     "AffineGrid",
     ("theta", "size"),
     _grid_body,

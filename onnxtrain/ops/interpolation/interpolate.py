@@ -36,10 +36,11 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast, unary
+from onnxtrain.ops.body_parts import add_scalar, cast, mul_scalar, reshaped
+from onnxtrain.ops.constructors import define_fused, define_unary
 from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, Gradient, NodeView, numel
-from onnxtrain.ops.fused import fused, plus, reshaped, statistics_type, times
-from onnxtrain.ops.sliding_windows import names, spatial
+from onnxtrain.ops.dtypes import accumulation_dtype
+from onnxtrain.ops.sliding_windows import spatial_axes, spatial_sizes
 
 aten = torch.ops.aten
 INT64 = ir.DataType.INT64
@@ -97,7 +98,7 @@ def _scaled_on_host(n: NodeView, x: Any) -> Any:
     return int(x * _scale(n)) if isinstance(x, int) else x.scaled(_scale(n))
 
 
-unary(
+define_unary(
     "ScaledSize",
     (),
     scaled_size,
@@ -163,15 +164,15 @@ def _taps(op: Builder, n: NodeView, axis: int, size: Size, out: Size, dtype: ir.
     count = op.Cast(op.Range(op.size(0), op.size(out), op.size(1)), to=dtype)
     ratio = _ratio(op, n, axis, size, out, dtype)
     if n.mode.startswith("nearest"):
-        middle = plus(op, count, 0.5) if n.mode == "nearest-exact" else count
+        middle = add_scalar(op, count, 0.5) if n.mode == "nearest-exact" else count
         return [(_within(op, op.Floor(op.Mul(middle, ratio)), size), op.Expand(op.scalar(1, dtype), op.sizes([out])))]
-    place = op.Mul(count, ratio) if n.align_corners else plus(op, op.Mul(plus(op, count, 0.5), ratio), -0.5)
+    place = op.Mul(count, ratio) if n.align_corners else add_scalar(op, op.Mul(add_scalar(op, count, 0.5), ratio), -0.5)
     if n.mode == "linear":
         place = op.Max(place, op.scalar(0, dtype))
     first = op.Floor(place)
     weights = _weights(op, n.mode, op.Sub(place, first))
     offset = 0 if n.mode == "linear" else -1
-    return [(_within(op, plus(op, first, i + offset), size), w) for i, w in enumerate(weights)]
+    return [(_within(op, add_scalar(op, first, i + offset), size), w) for i, w in enumerate(weights)]
 
 
 def _weights(op: Builder, mode: str, t: ir.Value) -> list[ir.Value]:
@@ -181,14 +182,14 @@ def _weights(op: Builder, mode: str, t: ir.Value) -> list[ir.Value]:
         return [rest, t]
 
     def near(x: ir.Value) -> ir.Value:  # (a + 2) x^3 - (a + 3) x^2 + 1
-        slope = plus(op, times(op, x, _CUBIC + 2), -(_CUBIC + 3))
-        return plus(op, op.Mul(op.Mul(slope, x), x), 1)
+        slope = add_scalar(op, mul_scalar(op, x, _CUBIC + 2), -(_CUBIC + 3))
+        return add_scalar(op, op.Mul(op.Mul(slope, x), x), 1)
 
     def far(x: ir.Value) -> ir.Value:  # a x^3 - 5 a x^2 + 8 a x - 4 a
-        inner = plus(op, op.Mul(plus(op, times(op, x, _CUBIC), -5 * _CUBIC), x), 8 * _CUBIC)
-        return plus(op, op.Mul(inner, x), -4 * _CUBIC)
+        inner = add_scalar(op, op.Mul(add_scalar(op, mul_scalar(op, x, _CUBIC), -5 * _CUBIC), x), 8 * _CUBIC)
+        return add_scalar(op, op.Mul(inner, x), -4 * _CUBIC)
 
-    return [far(plus(op, t, 1)), near(t), near(rest), far(plus(op, rest, 1))]
+    return [far(add_scalar(op, t, 1)), near(t), near(rest), far(add_scalar(op, rest, 1))]
 
 
 def _standard(n: NodeView) -> dict[str, Any]:
@@ -205,12 +206,12 @@ def _extent(op: Builder, n: NodeView, wanted: Sequence[Size]) -> tuple[ir.Value 
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     y, rank = cast(op, n.x, dtype), rank_of(n.x)
     if n.mode.endswith(_ANTIALIAS):
         y = op.Resize(y, None, *_extent(op, n, _resized(n)[2:]), **_standard(n))
         return cast(op, y, dtype_of(n.x))
-    for axis, (size, out) in enumerate(zip(spatial(n.x), _resized(n)[2:], strict=True)):
+    for axis, (size, out) in enumerate(zip(spatial_sizes(n.x), _resized(n)[2:], strict=True)):
         summed: ir.Value | None = None
         taps = _taps(op, n, axis, size, out, dtype)
         for places, weights in taps:
@@ -225,12 +226,12 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     """The weights of each axis as a matrix [out, size], from which dy is multiplied."""
-    dtype = statistics_type(dtype_of(n.dy))
+    dtype = accumulation_dtype(dtype_of(n.dy))
     dx, rank = cast(op, n.dy, dtype), rank_of(n.dy)
     if n.mode.endswith(_ANTIALIAS):
-        dx = op.ms.ResizeGrad(dx, n.shape, None, *_extent(op, n, spatial(n.dy)), **_standard(n))
+        dx = op.ms.ResizeGrad(dx, n.shape, None, *_extent(op, n, spatial_sizes(n.dy)), **_standard(n))
         return cast(op, dx, dtype_of(n.dy))
-    for axis, (size, out) in enumerate(zip(_original(n)[2:], spatial(n.dy), strict=True)):
+    for axis, (size, out) in enumerate(zip(_original(n)[2:], spatial_sizes(n.dy), strict=True)):
         matrix: ir.Value | None = None
         columns = op.Range(op.size(0), op.size(size), op.size(1))
         for places, weights in _taps(op, n, axis, size, out, dtype):
@@ -291,7 +292,7 @@ def _from_torch() -> dict[str, FromTorch]:
     return found
 
 
-fused(
+define_fused(
     OWN,
     "Interpolate",
     ("x", "size"),
@@ -304,10 +305,10 @@ fused(
     nondiff_inputs=frozenset({"size"}),
     lower=_lower,
     host_inputs=frozenset({1}),
-    axes=lambda n: f"n c {names('d', n.x)}, [s] -> n c {names('e', n.x)}",
+    axes=lambda n: f"n c {spatial_axes('d', n.x)}, [s] -> n c {spatial_axes('e', n.x)}",
     flops=lambda n: sizes.multiply(4, numel(n.node.outputs[0])),
 )
-fused(
+define_fused(
     OWN,
     "InterpolateGrad",
     ("dy", "shape"),

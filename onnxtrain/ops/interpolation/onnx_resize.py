@@ -25,12 +25,13 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, constant_of, dtype_of, normalize_axis
-from onnxtrain.ops.constructors import always, cast
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import always, define_fused
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import fused, statistics_type
+from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.reshape.dims import unsqueezed
-from onnxtrain.ops.reshape.rows import counting
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.reshape.rows import arange
+from onnxtrain.ops.symbolic_ints import required_ints
 
 Tensor = torch.Tensor
 
@@ -128,7 +129,7 @@ def _new_sizes(n: NodeView, shape: Sizes) -> list[Size]:
     axes, scales = _axes(n, len(shape)), _scales(n)
     if scales is not None:
         return [_scaled(shape[axis], scale) for axis, scale in zip(axes, scales, strict=True)]
-    wanted = list(needed_sizes(n.sizes, "the sizes that Resize gives"))
+    wanted = list(required_ints(n.sizes, "the sizes that Resize gives"))
     if n.keep_aspect_ratio_policy == "stretch":
         return wanted
     have = [shape[axis] for axis in axes]
@@ -314,11 +315,11 @@ def _lower_grad(n: NodeView, dy: Any, shape: Any, roi: Any, scales: Any, wanted:
 
 
 def _original(n: NodeView) -> Sizes:
-    return needed_sizes(n.shape, "the shape that ResizeGrad gives")
+    return required_ints(n.shape, "the shape that ResizeGrad gives")
 
 
 def _matrix(op: Builder, n: NodeView, change: Resized, size: Size, out: Size, dtype: ir.DataType) -> ir.Value:
-    rows = counting(op, size)
+    rows = arange(op, size)
     unit = op.Cast(op.Equal(unsqueezed(op, rows, 1), unsqueezed(op, rows, 0)), to=dtype)
     how = {name: getattr(n, name) for name in _ATTRIBUTES}
     how |= {"axes": [0], "extrapolation_value": 0.0, "keep_aspect_ratio_policy": "stretch"}
@@ -335,7 +336,7 @@ def _matrix(op: Builder, n: NodeView, change: Resized, size: Size, out: Size, dt
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     shape = _original(n)
-    dtype = statistics_type(dtype_of(n.dy))
+    dtype = accumulation_dtype(dtype_of(n.dy))
     dx, rank = cast(op, n.dy, dtype), len(shape)
     for change in _resized(n, shape):
         axis = change.axis
@@ -352,7 +353,7 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     return [dx, None, None, None][: len(n.node.inputs)]
 
 
-fused(
+define_fused(
     ONNX,
     "Resize",
     ("x", "roi?", "scales?", "sizes?"),
@@ -369,7 +370,7 @@ fused(
     axes=lambda n: NO_AXES,
     flops=lambda n: sizes.multiply(4, numel(n.node.outputs[0])),
 )
-fused(
+define_fused(
     MICROSOFT,
     "ResizeGrad",
     ("dy", "shape", "roi?", "scales?", "sizes?"),

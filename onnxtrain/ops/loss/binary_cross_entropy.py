@@ -21,9 +21,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import fused, statistics_type
+from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction, reduced, unreduced
 from onnxtrain.torch_compat import aten_kernels
 
@@ -69,7 +70,7 @@ def _axes(n: NodeView, inputs: Sequence[Any], loss_first: bool) -> str:
 
 def _widened(op: Builder, n: NodeView, *names: str) -> list[Any]:
     """The named inputs in the dtype of the computation; None for an absent one."""
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     inputs = (getattr(n, name) for name in names)
     return [None if v is None else cast(op, v, dtype) for v in inputs]
 
@@ -115,7 +116,7 @@ def _capture_probability(op: Builder, x: ir.Value, target: ir.Value, weight: Any
     return op.own.BinaryCrossEntropy(x, target, weight, reduction=REDUCTIONS[reduction])
 
 
-fused(
+define_fused(
     OWN,
     "BinaryCrossEntropy",
     ("x", "target", "weight?"),
@@ -143,7 +144,7 @@ def _probability_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return cast(op, op.Mul(slope, unreduced(op, dy, x, n.reduction)), dtype_of(n.x))
 
 
-fused(
+define_fused(
     OWN,
     "BinaryCrossEntropyGrad",
     ("dy", "x", "target", "weight?"),
@@ -200,7 +201,7 @@ def _capture_logits(
     return op.own.BinaryCrossEntropyWithLogits(x, target, weight, pos_weight, reduction=REDUCTIONS[reduction])
 
 
-fused(
+define_fused(
     OWN,
     "BinaryCrossEntropyWithLogits",
     ("x", "target", "weight?", "pos_weight?"),
@@ -243,7 +244,7 @@ def _logits_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return cast(op, dx, dtype_of(n.x))
 
 
-fused(
+define_fused(
     OWN,
     "BinaryCrossEntropyWithLogitsGrad",
     ("dy", "x", "target", "weight?", "pos_weight?"),

@@ -22,9 +22,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.body_parts import cast, int64_vector, mul_scalar, reshaped, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused, only_first, reshaped, times, total
+from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction
 from onnxtrain.torch_compat import aten_kernels
 
@@ -135,12 +137,12 @@ def _label_weights(op: Builder, n: NodeView, ignored: ir.Value | None, dtype: ir
 
 
 def _summed(op: Builder, x: ir.Value) -> ir.Value:
-    return total(op, x, range(rank_of(x)), keepdims=False)
+    return sum_over(op, x, range(rank_of(x)), keepdims=False)
 
 
 def losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The reduced loss and total_weight."""
-    ignored, one = _ignored(op, n), axes_constant(op, [1])
+    ignored, one = _ignored(op, n), int64_vector(op, [1])
     weight = _label_weights(op, n, ignored, dtype_of(log_prob))
     at_labels = op.GatherElements(log_prob, op.Unsqueeze(_zero_ignored(op, ignored, n.labels), one), axis=1)
     loss = _zero_ignored(op, ignored, op.Neg(op.Mul(op.Squeeze(at_labels, one), weight)))
@@ -156,7 +158,7 @@ def weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value
     dy = cast(op, n.dy, dtype)
     if n.reduction == "mean":
         dy = op.Div(dy, cast(op, n.total_weight, dtype))
-    result: ir.Value = op.Unsqueeze(_zero_ignored(op, _ignored(op, n), op.Mul(dy, weight)), axes_constant(op, [1]))
+    result: ir.Value = op.Unsqueeze(_zero_ignored(op, _ignored(op, n), op.Mul(dy, weight)), int64_vector(op, [1]))
     return result
 
 
@@ -165,7 +167,7 @@ def label_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     shape = sizes.dims_of(x)
     classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
     classes = reshaped(op, classes, [1, shape[1], *[1] * (len(shape) - 2)])
-    result: ir.Value = op.Equal(op.Unsqueeze(n.labels, axes_constant(op, [1])), classes)
+    result: ir.Value = op.Equal(op.Unsqueeze(n.labels, int64_vector(op, [1])), classes)
     return result
 
 
@@ -218,7 +220,7 @@ def _gradient(
     if dloss is None and dlog_prob is None:
         return [None] * len(n.node.inputs)
     dscores = op.ms.SoftmaxCrossEntropyLossInternalGrad(
-        only_first(n, (dloss, dlog_prob, None)),
+        first_cotangent(n, (dloss, dlog_prob, None)),
         n.log_prob,
         n.labels,
         n.weights,
@@ -264,7 +266,7 @@ def _capture(
 
 
 def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
-    result: ir.Value = op.Unsqueeze(x, axes_constant(op, [0]))
+    result: ir.Value = op.Unsqueeze(x, int64_vector(op, [0]))
     return result
 
 
@@ -292,14 +294,14 @@ def _smoothed(
         log_prob, labels, weight, index, reduction=REDUCTIONS[reduction]
     )
     weighted = log_prob if weight is None else op.Mul(log_prob, _broadcast_over_classes(op, weight, scores))
-    over_classes = op.Neg(total(op, weighted, (1,), keepdims=False))
+    over_classes = op.Neg(sum_over(op, weighted, (1,), keepdims=False))
     over_classes = op.Where(op.Equal(labels, index), op.scalar(0, like=over_classes), over_classes)
     if REDUCTIONS[reduction] != "none":
         over_classes = _summed(op, over_classes)
     if REDUCTIONS[reduction] == "mean":
         over_classes = op.Div(over_classes, total_weight)
     share = _divide_by_classes(op, smoothing, scores, dtype_of(loss))
-    result: ir.Value = op.Add(times(op, loss, 1 - smoothing), op.Mul(over_classes, share))
+    result: ir.Value = op.Add(mul_scalar(op, loss, 1 - smoothing), op.Mul(over_classes, share))
     return result
 
 
@@ -311,12 +313,12 @@ def _with_probabilities(
     log_prob = op.LogSoftmax(scores, axis=1)
     if smoothing:
         share = _divide_by_classes(op, smoothing, scores, dtype_of(target))
-        target = op.Add(times(op, target, 1 - smoothing), share)
+        target = op.Add(mul_scalar(op, target, 1 - smoothing), share)
     weighted = op.Mul(cast(op, log_prob, dtype), cast(op, target, dtype))
     if weight is not None:
         weighted = op.Mul(weighted, cast(op, _broadcast_over_classes(op, weight, scores), dtype))
     if REDUCTIONS[reduction] == "none":
-        result: ir.Value = op.Neg(total(op, weighted, (1,), keepdims=False))
+        result: ir.Value = op.Neg(sum_over(op, weighted, (1,), keepdims=False))
         return result
     loss: ir.Value = op.Neg(_summed(op, weighted))
     if REDUCTIONS[reduction] == "mean":
@@ -325,7 +327,7 @@ def _with_probabilities(
     return loss
 
 
-CROSS_ENTROPY = fused(
+CROSS_ENTROPY = define_fused(
     MICROSOFT,
     "SoftmaxCrossEntropyLossInternal",
     ("scores", "labels", "weights?", "ignore_index?"),
@@ -376,7 +378,7 @@ def _grad_axes(n: NodeView) -> str:
     return axis_map(n, (loss_axes(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
 
 
-fused(
+define_fused(
     MICROSOFT,
     "SoftmaxCrossEntropyLossInternalGrad",
     ("dy", "log_prob", "labels", "weights?", "ignore_index?", "bias?", "total_weight"),
@@ -436,7 +438,7 @@ def _capture_nll(
     return reshaped(op, loss, ()) if unbatched else loss
 
 
-NEGATIVE_LOG_LIKELIHOOD = fused(
+NEGATIVE_LOG_LIKELIHOOD = define_fused(
     MICROSOFT,
     "NegativeLogLikelihoodLossInternal2",
     ("log_prob", "labels", "weights?", "ignore_index?"),
@@ -471,7 +473,7 @@ def _nll_grad_axes(n: NodeView) -> str:
     return axis_map(n, (loss_axes(n, labels), scores, labels, "[c]", "", ""), (scores,))
 
 
-fused(
+define_fused(
     OWN,
     "NegativeLogLikelihoodLossGrad",
     ("dy", "log_prob", "labels", "weights?", "ignore_index?", "total_weight"),

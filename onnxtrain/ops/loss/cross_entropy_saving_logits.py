@@ -26,8 +26,10 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.native import Library, pointers, text
 from onnxtrain.ops import huge_pages
+from onnxtrain.ops.body_parts import int64_vector, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused, only_first, total
+from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.loss.cross_entropy import (
     aten_ignore_index,
     axis_map,
@@ -174,10 +176,10 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    one = axes_constant(op, [1])
+    one = int64_vector(op, [1])
     peak = op.ReduceMax(n.scores, one, keepdims=1)
     shifted = op.Sub(n.scores, peak)
-    log_sum = op.Log(total(op, op.Exp(shifted), (1,)))
+    log_sum = op.Log(sum_over(op, op.Exp(shifted), (1,)))
     loss, total_weight = losses(op, n, op.Sub(shifted, log_sum))
     return loss, op.Squeeze(peak, one), op.Squeeze(log_sum, one), total_weight
 
@@ -186,7 +188,7 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
     if all(c is None for c in cotangents):
         return [None] * len(n.node.inputs)
     dscores = op.own.CrossEntropyGrad(
-        only_first(n, cotangents),
+        first_cotangent(n, cotangents),
         n.scores,
         n.peak,
         n.log_sum,
@@ -214,7 +216,7 @@ def _lower_compiled(
     return Call(compiled_loss, scores, labels, weights, aten_reduction(n.reduction), aten_ignore_index(ignore_index))
 
 
-fused(
+define_fused(
     OWN,
     "CrossEntropy",
     ("scores", "labels", "weights?", "ignore_index?"),
@@ -236,7 +238,7 @@ fused(
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    one = axes_constant(op, [1])
+    one = int64_vector(op, [1])
     log_prob = op.Sub(op.Sub(n.scores, op.Unsqueeze(n.peak, one)), op.Unsqueeze(n.log_sum, one))
     weighted = weighted_cotangent(op, n, dtype_of(n.scores))
     weighted_one_hot = op.Where(label_mask(op, n, n.scores), weighted, op.scalar(0, like=weighted))
@@ -262,7 +264,7 @@ def _lower_grad_compiled(n: NodeView, *operands: Tensor) -> Call:
     return Call(compiled_gradient, *_grad_arguments(n, *operands))
 
 
-fused(
+define_fused(
     OWN,
     "CrossEntropyGrad",
     ("dy", "scores", "peak", "log_sum", "labels", "weights?", "ignore_index?", "total_weight"),

@@ -12,11 +12,10 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import promoted
-from onnxtrain.ops.fused import another_call, plus, times
+from onnxtrain.ops.body_parts import add_scalar, mul_scalar, promoted
 from onnxtrain.ops.loss.pointwise import same_shape
 from onnxtrain.ops.loss.reduction import REDUCTIONS
-from onnxtrain.ops.registry import compose
+from onnxtrain.ops.registry import capture_call, register_captures
 
 
 def _same_dtype(*values: ir.Value) -> bool:
@@ -25,14 +24,14 @@ def _same_dtype(*values: ir.Value) -> bool:
 
 
 def _at_least(op: Builder, x: ir.Value, lowest: float) -> ir.Value:
-    return another_call(op, "aten.clamp_min.default", type_of(x), x, lowest)
+    return capture_call(op, "aten.clamp_min.default", type_of(x), x, lowest)
 
 
 def _reduced(op: Builder, loss: ir.Value, reduction: int) -> ir.Value:
     if REDUCTIONS[reduction] == "none":
         return loss
     overload = {"mean": "aten.mean.default", "sum": "aten.sum.default"}[REDUCTIONS[reduction]]
-    return another_call(op, overload, TensorType(dtype_of(loss), ()), loss)
+    return capture_call(op, overload, TensorType(dtype_of(loss), ()), loss)
 
 
 def _norm(op: Builder, x: ir.Value, p: float, dim: int, keepdim: bool) -> ir.Value:
@@ -41,7 +40,7 @@ def _norm(op: Builder, x: ir.Value, p: float, dim: int, keepdim: bool) -> ir.Val
         shape[dim] = 1
     else:
         del shape[dim]
-    return another_call(
+    return capture_call(
         op, "aten.linalg_vector_norm.default", TensorType(dtype_of(x), tuple(shape)), x, p, [dim], keepdim
     )
 
@@ -67,7 +66,7 @@ def _margin_ranking_loss(
     """max(0, -target (first - second) + margin)."""
     if not _same_dtype(first, second, target):
         return NotImplemented
-    loss = plus(op, op.Mul(op.Neg(target), op.Sub(first, second)), margin)
+    loss = add_scalar(op, op.Mul(op.Neg(target), op.Sub(first, second)), margin)
     return _reduced(op, _at_least(op, loss, 0), reduction)
 
 
@@ -77,7 +76,7 @@ def _pairwise_distance(
     """The p-norm of first - second + eps over the last axis."""
     if not _same_dtype(first, second):
         return NotImplemented
-    return _norm(op, plus(op, op.Sub(first, second), eps), p, -1, keepdim)
+    return _norm(op, add_scalar(op, op.Sub(first, second), eps), p, -1, keepdim)
 
 
 def _triplet_margin_loss(
@@ -98,8 +97,8 @@ def _triplet_margin_loss(
     far = _pairwise_distance(op, anchor, negative, p, eps)
     if swap:
         positive_to_negative = _pairwise_distance(op, positive, negative, p, eps)
-        far = another_call(op, "aten.minimum.default", type_of(far), far, positive_to_negative)
-    return _reduced(op, _at_least(op, op.Sub(plus(op, near, margin), far), 0), reduction)
+        far = capture_call(op, "aten.minimum.default", type_of(far), far, positive_to_negative)
+    return _reduced(op, _at_least(op, op.Sub(add_scalar(op, near, margin), far), 0), reduction)
 
 
 def _poisson_nll_loss(
@@ -111,10 +110,10 @@ def _poisson_nll_loss(
     if log_input:
         loss = op.Sub(op.Exp(x), op.Mul(target, x))
     else:
-        loss = op.Sub(x, op.Mul(target, op.Log(plus(op, x, eps))))
+        loss = op.Sub(x, op.Mul(target, op.Log(add_scalar(op, x, eps))))
     if full:
         stirling = op.Sub(op.Mul(target, op.Log(target)), target)
-        stirling = op.Add(stirling, times(op, op.Log(times(op, target, 2 * math.pi)), 0.5))
+        stirling = op.Add(stirling, mul_scalar(op, op.Log(mul_scalar(op, target, 2 * math.pi)), 0.5))
         small = op.LessOrEqual(target, op.scalar(1, like=target))
         loss = op.Add(loss, op.Where(small, op.scalar(0, like=stirling), stirling))
     return _reduced(op, loss, reduction)
@@ -126,7 +125,7 @@ def _cosine_similarity(op: Builder, first: ir.Value, second: ir.Value, dim: int 
         return NotImplemented
     first, second = promoted(op, first, second)  # as PyTorch does
     units = (op.Div(x, _clamped_norm(op, x, dim, eps)) for x in (first, second))
-    return another_call(op, "aten.sum.dim_IntList", op.out[0], op.Mul(*units), [dim])
+    return capture_call(op, "aten.sum.dim_IntList", op.out[0], op.Mul(*units), [dim])
 
 
 def _clamped_norm(op: Builder, x: ir.Value, dim: int, eps: float) -> ir.Value:
@@ -150,19 +149,19 @@ def _cosine_embedding_loss(
         return NotImplemented
 
     def dot(a: ir.Value, b: ir.Value) -> ir.Value:
-        return another_call(op, "aten.sum.dim_IntList", result_type, op.Mul(a, b), [axis])
+        return capture_call(op, "aten.sum.dim_IntList", result_type, op.Mul(a, b), [axis])
 
-    squares = (plus(op, dot(x, x), _SQUARED_NORM_EPSILON) for x in (first, second))
+    squares = (add_scalar(op, dot(x, x), _SQUARED_NORM_EPSILON) for x in (first, second))
     cosine = op.Div(dot(first, second), op.Sqrt(op.Mul(*squares)))
     zero = op.scalar(0, like=cosine)
     is_one = op.Equal(target, op.scalar(1, like=target))
     is_minus_one = op.Equal(target, op.scalar(-1, like=target))
     near = op.Where(is_one, op.Sub(op.scalar(1, like=cosine), cosine), zero)
-    far = op.Where(is_minus_one, _at_least(op, plus(op, cosine, -margin), 0), zero)
+    far = op.Where(is_minus_one, _at_least(op, add_scalar(op, cosine, -margin), 0), zero)
     return _reduced(op, op.Add(near, far), reduction)
 
 
-compose(
+register_captures(
     {
         "aten.l1_loss.default": _l1_loss,
         "aten.hinge_embedding_loss.default": _hinge_embedding_loss,

@@ -27,10 +27,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.body_parts import cast, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.cost_model import Shapes, expected_seconds
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView
-from onnxtrain.ops.fused import flags, fused, masked, only_first, total, wanted
+from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
 from onnxtrain.ops.loss.reduction import aten_reduction
 from onnxtrain.ops.matmul.candidates import gemm_by_convolution, may_use_convolution, onednn_gemm, onednn_supports
 from onnxtrain.system.machine import Machine
@@ -204,7 +206,7 @@ def _gradients_of(op: Builder, n: NodeView, dy: ir.Value, log_prob: ir.Value, to
     return [
         op.MatMul(dlogits, n.w),
         op.MatMul(op.Transpose(dlogits, perm=[1, 0]), n.x),
-        total(op, dlogits, (0,), keepdims=False),
+        sum_over(op, dlogits, (0,), keepdims=False),
     ]
 
 
@@ -278,14 +280,14 @@ def _lower_loss(library: GemmLibrary) -> Callable[..., Call]:
     def lower(n: NodeView, *operands: Any) -> Call:
         if not any(n.gradients):
             return Call(linear_cross_entropy, *operands, *_settings(n, library))
-        return Call(linear_cross_entropy_with_gradients, *operands, *_settings(n, library), mask=flags(n.gradients))
+        return Call(linear_cross_entropy_with_gradients, *operands, *_settings(n, library), mask=as_bools(n.gradients))
 
     return lower
 
 
 def _lower_backward(library: GemmLibrary) -> Callable[..., Call]:
     return lambda n, *operands: Call(
-        linear_cross_entropy_backward, *operands, *_settings(n, library), mask=flags(n.output_mask)
+        linear_cross_entropy_backward, *operands, *_settings(n, library), mask=as_bools(n.output_mask)
     )
 
 
@@ -325,17 +327,17 @@ def _onednn(lower: Callable[[GemmLibrary], Callable[..., Call]]) -> tuple[Kernel
 
 
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
-    mask = wanted(n, "x", "w", "b")
+    mask = output_mask(n, "x", "w", "b")
     operands = (n.x, n.w, n.b, n.labels, n.weights)
     attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
-    gradients = op.own.LinearCrossEntropyGrad(only_first(n, cotangents), *operands, **attributes, output_mask=mask)
-    return masked(gradients, mask, n)
+    gradients = op.own.LinearCrossEntropyGrad(first_cotangent(n, cotangents), *operands, **attributes, output_mask=mask)
+    return apply_output_mask(gradients, mask, n)
 
 
 _OPERANDS = ("x", "w", "b?", "labels", "weights?")
 _ATTRIBUTES: dict[str, Any] = {"reduction": "mean", "ignore_index": None, "output_type": None}
 
-LINEAR_CROSS_ENTROPY = fused(
+LINEAR_CROSS_ENTROPY = define_fused(
     OWN,
     "LinearCrossEntropy",
     _OPERANDS,
@@ -352,7 +354,7 @@ LINEAR_CROSS_ENTROPY = fused(
     flops=_flops(_forward_gemms),
     count_outputs=lambda inputs, attributes: 4 if any(attributes.get("gradients", ())) else 1,
 )
-LINEAR_CROSS_ENTROPY_GRAD = fused(
+LINEAR_CROSS_ENTROPY_GRAD = define_fused(
     OWN,
     "LinearCrossEntropyGrad",
     ("dy", *_OPERANDS),

@@ -24,10 +24,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import cast, never
+from onnxtrain.ops.body_parts import cast, int64_vector, sum_over
+from onnxtrain.ops.constructors import define_by_body, define_fused, never, no_axes
 from onnxtrain.ops.definition import Call, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused, total
 from onnxtrain.ops.loss.reduction import aten_reduction
 
 Tensor = torch.Tensor
@@ -80,7 +79,7 @@ def cross_entropy(
     return torch.nn.functional.nll_loss(log_prob, labels.long(), **settings), log_prob
 
 
-composite(
+define_by_body(
     "SoftmaxCrossEntropyLoss",
     ("scores", "labels", "weights?"),
     _cross_entropy_body,
@@ -114,7 +113,7 @@ def _nll_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.log_prob), _loss_shape(n)),)
 
 
-composite(
+define_by_body(
     "NegativeLogLikelihoodLoss",
     ("log_prob", "labels", "weights?"),
     _nll_body,
@@ -127,7 +126,7 @@ composite(
     flops=_flops("labels"),
     ort_compatible=never,
 )
-composite(
+define_by_body(
     "NegativeLogLikelihoodLossInternal",
     ("log_prob", "labels", "weights?", "ignore_index?"),
     lambda op, n: op.ms.NegativeLogLikelihoodLossInternal2(*n.node.inputs, reduction=n.reduction)[0],
@@ -173,7 +172,7 @@ def cross_entropy_grad(
     return dx.scatter_add_(1, (labels * counted).unsqueeze(1), -weighted).reshape(log_prob.shape)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "SoftmaxCrossEntropyLossGrad",
     ("dy", "log_prob", "labels", "weights?"),
@@ -209,7 +208,7 @@ def _last_axis_types(n: NodeView) -> Sequence[TensorType]:
 def _shares_loss_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(n.scores, axis=-1)
     all_axes = range(len(sizes.dims_of(n.scores)))
-    loss = op.Neg(total(op, op.Mul(n.shares, log_prob), all_axes, keepdims=False))
+    loss = op.Neg(sum_over(op, op.Mul(n.shares, log_prob), all_axes, keepdims=False))
     if n.reduction == "mean":
         loss = op.Div(loss, op.size(_rows(n.scores), dtype_of(loss)))
     return loss, log_prob
@@ -223,17 +222,17 @@ def shares_loss(scores: Tensor, shares: Tensor, mean: bool) -> tuple[Tensor, Ten
 
 def _labels_loss_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     log_prob = op.LogSoftmax(n.scores, axis=-1)
-    last = axes_constant(op, [len(sizes.dims_of(n.labels))])
+    last = int64_vector(op, [len(sizes.dims_of(n.labels))])
     indices = op.Unsqueeze(cast(op, n.labels, INT64), last)
     row_losses = op.Neg(op.Squeeze(op.GatherElements(log_prob, indices, axis=-1), last))
     all_axes = range(len(sizes.dims_of(n.labels)))
     weights = n.weights
-    loss = total(op, row_losses if weights is None else op.Mul(row_losses, weights), all_axes, keepdims=False)
+    loss = sum_over(op, row_losses if weights is None else op.Mul(row_losses, weights), all_axes, keepdims=False)
     if n.reduction == "mean":
         if weights is None:
             divisor = op.size(_rows(n.scores), dtype_of(loss))
         else:
-            divisor = total(op, weights, all_axes, keepdims=False)
+            divisor = sum_over(op, weights, all_axes, keepdims=False)
         loss = op.Div(loss, divisor)
     return loss, log_prob
 
@@ -247,7 +246,7 @@ def labels_loss(scores: Tensor, labels: Tensor, weights: Tensor | None, mean: bo
     return row_losses.mean() if mean else row_losses.sum(), log_prob
 
 
-composite(
+define_by_body(
     "SoftmaxCrossEntropy",
     ("scores", "shares"),
     _shares_loss_body,
@@ -260,7 +259,7 @@ composite(
     nondiff_inputs=frozenset({"shares"}),
     flops=_flops("scores"),
 )
-composite(
+define_by_body(
     "SparseSoftmaxCrossEntropy",
     ("scores", "labels", "weights?"),
     _labels_loss_body,
@@ -277,7 +276,7 @@ composite(
 
 def _shares_loss_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """(exp(log_prob) * sum(shares) - shares) * dy; for a mean, divided by the number of rows."""
-    mass = total(op, n.shares, [len(sizes.dims_of(n.shares)) - 1])
+    mass = sum_over(op, n.shares, [len(sizes.dims_of(n.shares)) - 1])
     dx = op.Mul(op.Sub(op.Mul(op.Exp(n.log_prob), mass), n.shares), n.dy)
     return op.Div(dx, op.size(_rows(n.log_prob), dtype_of(dx))) if n.reduction == "mean" else dx  # type: ignore[no-any-return]
 
@@ -289,14 +288,14 @@ def shares_loss_grad(dy: Tensor, log_prob: Tensor, shares: Tensor, mean: bool) -
 
 def _labels_loss_grad_body(op: Builder, n: NodeView) -> ir.Value:
     rank = len(sizes.dims_of(n.labels))
-    last, weights = axes_constant(op, [rank]), n.weights
+    last, weights = int64_vector(op, [rank]), n.weights
     classes = op.Range(op.size(0), op.size(sizes.dims_of(n.log_prob)[-1]), op.size(1))
     one_hot = op.Cast(op.Equal(op.Unsqueeze(cast(op, n.labels, INT64), last), classes), to=dtype_of(n.log_prob))
     scale = n.dy
     if n.reduction == "mean" and weights is None:
         scale = op.Div(scale, op.size(_rows(n.log_prob), dtype_of(scale)))
     elif n.reduction == "mean":
-        scale = op.Div(scale, total(op, weights, range(rank), keepdims=False))
+        scale = op.Div(scale, sum_over(op, weights, range(rank), keepdims=False))
     scale = scale if weights is None else op.Unsqueeze(op.Mul(weights, scale), last)
     return op.Mul(op.Sub(op.Exp(n.log_prob), one_hot), scale)  # type: ignore[no-any-return]
 
@@ -309,7 +308,7 @@ def labels_loss_grad(dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tens
     return dx.scatter_add_(-1, labels.long().unsqueeze(-1), -scale)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "SoftmaxCrossEntropyGrad",
     ("dy", "log_prob", "shares"),
@@ -321,7 +320,7 @@ fused(
     axes=no_axes,
     flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
 )
-fused(
+define_fused(
     MICROSOFT,
     "SparseSoftmaxCrossEntropyGrad",
     ("dy", "log_prob", "labels", "weights?"),

@@ -25,9 +25,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import cast, promoted
+from onnxtrain.ops.body_parts import add_scalar, cast, mul_scalar, promoted
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, FromTorch, Gradient, NodeView, numel
-from onnxtrain.ops.fused import fused, plus, statistics_type, times
+from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction, reduced, unreduced
 from onnxtrain.torch_compat import aten_kernels
 
@@ -73,7 +74,7 @@ def _grad_axes(n: NodeView) -> str:
 
 def _body_of(per_element: PerElement) -> Callable[[Builder, NodeView], ir.Value]:
     def body(op: Builder, n: NodeView) -> ir.Value:
-        dtype = statistics_type(dtype_of(n.x))
+        dtype = accumulation_dtype(dtype_of(n.x))
         loss = per_element(op, cast(op, n.x, dtype), cast(op, n.target, dtype), n)
         return cast(op, reduced(op, loss, n.reduction), dtype_of(n.x))
 
@@ -82,7 +83,7 @@ def _body_of(per_element: PerElement) -> Callable[[Builder, NodeView], ir.Value]
 
 def _grad_body_of(derivative: PerElement) -> Callable[[Builder, NodeView], ir.Value]:
     def body(op: Builder, n: NodeView) -> ir.Value:
-        dtype = statistics_type(dtype_of(n.x))
+        dtype = accumulation_dtype(dtype_of(n.x))
         slope = derivative(op, cast(op, n.x, dtype), cast(op, n.target, dtype), n)
         dy = unreduced(op, cast(op, n.dy, dtype), slope, n.reduction)
         return cast(op, op.Mul(slope, dy), dtype_of(n.x))
@@ -138,7 +139,7 @@ def _define_symmetric(
             grad(dy, n.target, n.x, **attribute_values) if n.wants("target") else None,
         ]
 
-    fused(
+    define_fused(
         OWN,
         name,
         ("x", "target"),
@@ -152,7 +153,7 @@ def _define_symmetric(
         axes=_loss_axes,
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
     )
-    fused(
+    define_fused(
         OWN,
         f"{name}Grad",
         ("dy", "x", "target"),
@@ -174,14 +175,14 @@ def _squared(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Valu
 
 
 def _squared_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
-    return times(op, op.Sub(x, target), 2)
+    return mul_scalar(op, op.Sub(x, target), 2)
 
 
 def _smooth_l1(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
     distance = op.Abs(op.Sub(x, target))
     near = op.Less(distance, op.scalar(n.beta, like=x))
-    quadratic = op.Div(times(op, op.Mul(distance, distance), 0.5), op.scalar(n.beta, like=x))
-    return op.Where(near, quadratic, plus(op, distance, -0.5 * n.beta))  # type: ignore[no-any-return]
+    quadratic = op.Div(mul_scalar(op, op.Mul(distance, distance), 0.5), op.scalar(n.beta, like=x))
+    return op.Where(near, quadratic, add_scalar(op, distance, -0.5 * n.beta))  # type: ignore[no-any-return]
 
 
 def _smooth_l1_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
@@ -199,14 +200,14 @@ def _sign(op: Builder, d: ir.Value) -> ir.Value:
 def _huber(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
     distance = op.Abs(op.Sub(x, target))
     near = op.LessOrEqual(distance, op.scalar(n.delta, like=x))
-    linear = times(op, plus(op, distance, -0.5 * n.delta), n.delta)
-    return op.Where(near, times(op, op.Mul(distance, distance), 0.5), linear)  # type: ignore[no-any-return]
+    linear = mul_scalar(op, add_scalar(op, distance, -0.5 * n.delta), n.delta)
+    return op.Where(near, mul_scalar(op, op.Mul(distance, distance), 0.5), linear)  # type: ignore[no-any-return]
 
 
 def _huber_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
     d = op.Sub(x, target)
     limit = op.scalar(n.delta, like=d)
-    return op.Where(op.LessOrEqual(op.Abs(d), limit), d, times(op, _sign(op, d), n.delta))  # type: ignore[no-any-return]
+    return op.Where(op.LessOrEqual(op.Abs(d), limit), d, mul_scalar(op, _sign(op, d), n.delta))  # type: ignore[no-any-return]
 
 
 _define_symmetric(
@@ -250,14 +251,14 @@ def _soft_margin(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.
 
 def _soft_margin_slope(op: Builder, x: ir.Value, target: ir.Value, n: NodeView) -> ir.Value:
     power = op.Exp(op.Neg(op.Mul(target, x)))
-    return op.Div(op.Neg(op.Mul(target, power)), plus(op, power, 1))  # type: ignore[no-any-return]
+    return op.Div(op.Neg(op.Mul(target, power)), add_scalar(op, power, 1))  # type: ignore[no-any-return]
 
 
 def _soft_margin_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     return [op.own.SoftMarginLossGrad(dy, n.x, n.target, reduction=n.reduction), None]
 
 
-fused(
+define_fused(
     OWN,
     "SoftMarginLoss",
     ("x", "target"),
@@ -272,7 +273,7 @@ fused(
     axes=_loss_axes,
     flops=lambda n: sizes.multiply(4, numel(n.x)),
 )
-fused(
+define_fused(
     OWN,
     "SoftMarginLossGrad",
     ("dy", "x", "target"),
@@ -304,13 +305,13 @@ def _kl_div_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | 
     if not n.wants("target"):
         return [dx, None]
     if n.log_target:
-        slope = op.Mul(op.Exp(n.target), plus(op, op.Sub(n.target, n.x), 1))
+        slope = op.Mul(op.Exp(n.target), add_scalar(op, op.Sub(n.target, n.x), 1))
     else:
         slope = op.Sub(op.Add(op.Log(n.target), op.Div(n.target, n.target)), n.x)
     return [dx, op.Mul(dy, slope)]
 
 
-fused(
+define_fused(
     OWN,
     "KlDivLoss",
     ("x", "target"),

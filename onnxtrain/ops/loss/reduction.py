@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import dtype_of, rank_of
-from onnxtrain.ops.fused import total
+from onnxtrain.ops.body_parts import sum_over
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -26,7 +26,7 @@ def reduced(op: Builder, loss: ir.Value, reduction: str) -> ir.Value:
     """Reduce the losses of the elements; the mean of no elements is NaN."""
     if reduction == "none":
         return loss
-    summed = total(op, loss, range(rank_of(loss)), keepdims=False)
+    summed = sum_over(op, loss, range(rank_of(loss)), keepdims=False)
     if reduction == "sum":
         return summed
     result: ir.Value = op.Div(summed, element_count(op, loss))

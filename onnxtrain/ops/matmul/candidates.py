@@ -25,9 +25,9 @@ import torch
 
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import huge_pages
-from onnxtrain.ops.constructors import TORCH_DTYPES
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.system.machine import Machine, current_machine

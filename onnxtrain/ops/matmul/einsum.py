@@ -20,7 +20,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import always, cast
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes, restrict_to_matmul_dtypes
 from onnxtrain.ops.registry import define

@@ -13,8 +13,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.composite import composite
-from onnxtrain.ops.constructors import with_attributes
+from onnxtrain.ops.body_parts import with_attributes
+from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
@@ -162,7 +162,7 @@ FUSED_MATMUL = define(
 )
 
 
-composite(
+define_by_body(
     "TransposeMatMul",  # FusedMatMul's first name
     ("a", "b"),
     lambda op, n: op.ms.FusedMatMul(n.a, n.b, alpha=n.alpha, transA=n.transA, transB=n.transB),

@@ -10,7 +10,8 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import always, promoted
+from onnxtrain.ops.body_parts import promoted
+from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,

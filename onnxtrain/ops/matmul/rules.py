@@ -14,7 +14,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import dtype_of, rank_of
-from onnxtrain.ops.constructors import as_value
+from onnxtrain.ops.body_parts import as_value
 from onnxtrain.ops.definition import (
     Call,
     FromTorch,

@@ -28,22 +28,11 @@ from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import add_scalar, cast, count_over, mean_over, mul_scalar, reshaped, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, Layout, NodeView, OpDef, numel
-from onnxtrain.ops.fused import (
-    average,
-    count_over,
-    flags,
-    fused,
-    masked,
-    only_first,
-    plus,
-    reshaped,
-    statistics_type,
-    times,
-    total,
-    wanted,
-)
+from onnxtrain.ops.dtypes import accumulation_dtype
+from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm.batch_norm_channels_last import (
     add_residual_and_relu,
@@ -173,19 +162,19 @@ def _lower_batch_norm(*, compiled: bool) -> Callable[..., Call]:
 
 
 def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
-    saved = _channel_vector(n, statistics_type(dtype_of(n.x)))
+    saved = _channel_vector(n, accumulation_dtype(dtype_of(n.x)))
     running = [saved if v is None else type_of(v) for v in (n.input_mean, n.input_var)]
     return type_of(n.x), *running, saved, saved
 
 
 def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     x, axes = cast(op, n.x, dtype), _reduced_axes(n)
-    mean = average(op, x, axes)
+    mean = mean_over(op, x, axes)
     centered = op.Sub(x, mean)
-    squares = total(op, op.Mul(centered, centered), axes)
+    squares = sum_over(op, op.Mul(centered, centered), axes)
     count = op.size(count_over(n.x, axes), dtype)
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, op.Div(squares, count), n.epsilon)))
+    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, op.Div(squares, count), n.epsilon)))
     y = op.Mul(centered, inv_std)
     if n.scale is not None:
         y = op.Mul(y, _broadcast_channels(op, n, n.scale, dtype))
@@ -193,7 +182,7 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
         y = op.Add(y, _broadcast_channels(op, n, n.b, dtype))
     channels = [sizes.dims_of(n.x)[1]]
     saved_mean, saved_inv_std = reshaped(op, mean, channels), reshaped(op, inv_std, channels)
-    running_mean, running_var = saved_mean, reshaped(op, op.Div(squares, plus(op, count, -1)), channels)
+    running_mean, running_var = saved_mean, reshaped(op, op.Div(squares, add_scalar(op, count, -1)), channels)
     if n.input_mean is not None:
         running_mean = _update_running(op, n, n.input_mean, running_mean)
     if n.input_var is not None:
@@ -209,20 +198,20 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 def _update_running(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
     """The exponential moving average of a running statistic and that of this batch."""
     wide = cast(op, running, dtype_of(batch))
-    updated = op.Add(times(op, wide, n.momentum), times(op, batch, _complement(n.momentum)))
+    updated = op.Add(mul_scalar(op, wide, n.momentum), mul_scalar(op, batch, _complement(n.momentum)))
     return cast(op, updated, dtype_of(running))
 
 
 def _batch_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
     """With an activation, the backward op returns the residual's gradient too; without one, it is the gradient of y."""
-    dy, y = only_first(n, cotangents), n.y if n.activation else None
-    mask = wanted(n, "x", "scale", "b", "residual")
+    dy, y = first_cotangent(n, cotangents), n.y if n.activation else None
+    mask = output_mask(n, "x", "scale", "b", "residual")
     residual = mask.pop()
     statistics = (n.saved_mean, n.saved_inv_std)
     *grads, dresidual = op.ms.BatchNormalizationGrad(
         dy, n.x, n.scale, *statistics, y, epsilon=n.epsilon, output_mask=[*mask, residual if y is not None else 0]
     )
-    gradients = masked(grads, mask, n)
+    gradients = apply_output_mask(grads, mask, n)
     if residual:
         gradients[-1] = dy if y is None else dresidual
     return gradients
@@ -288,7 +277,7 @@ def _repeat(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.Si
     return reshaped(op, op.Expand(vector, op.sizes([batch, channels])), [sizes.multiply(batch, channels)])
 
 
-fused(
+define_fused(
     MICROSOFT,
     "BatchNormInternal",
     ("x", "scale?", "b?", "input_mean?", "input_var?", "residual?"),
@@ -324,15 +313,15 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     """`dx` = scale * inv_std * (g - c * (dscale * inv_std / m) - db / m) with c = x - mean; divides per channel."""
-    dtype, axes = statistics_type(dtype_of(n.x)), _reduced_axes(n)
+    dtype, axes = accumulation_dtype(dtype_of(n.x)), _reduced_axes(n)
     dresidual = n.dy if n.added is None else op.Add(n.dy, n.added)
     if n.y is not None:
         dresidual = op.ms.ReluGrad(dresidual, n.y)
     dy = cast(op, dresidual, dtype)
     inv_std = _broadcast_channels(op, n, n.inv_std, dtype)
     centered = op.Sub(cast(op, n.x, dtype), _broadcast_channels(op, n, n.mean, dtype))
-    db = total(op, dy, axes)
-    dscale = op.Mul(total(op, op.Mul(dy, centered), axes), inv_std)
+    db = sum_over(op, dy, axes)
+    dscale = op.Mul(sum_over(op, op.Mul(dy, centered), axes), inv_std)
     count = op.size(count_over(n.x, axes), dtype)
     projection = op.Mul(centered, op.Div(op.Mul(dscale, inv_std), count))
     dz = op.Sub(dy, op.Add(projection, op.Div(db, count)))
@@ -367,12 +356,12 @@ def _define_grad(
     def lower(*, compiled: bool) -> Callable[..., Call]:
         return lambda n, dy, x, scale, mean, deviation, y=None, added=None: Call(
             batch_norm_backward,
-            *(dy, x, scale, mean, deviation, y, added, batch, n.epsilon, flags(n.output_mask), compiled),
+            *(dy, x, scale, mean, deviation, y, added, batch, n.epsilon, as_bools(n.output_mask), compiled),
         )
 
     image_axes = {"dy": "X", "x": "X", "y": "X", "added": "X", "dx": "X", "dresidual": "X"}
     sides = (" ".join(image_axes.get(v.rstrip("?"), "C") for v in side) for side in (inputs, outputs))
-    return fused(
+    return define_fused(
         domain,
         name,
         inputs,
@@ -427,14 +416,14 @@ def _filled(op: Builder, like: ir.Value, number: float) -> ir.Value:
 
 
 def _inference_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Grads:
-    mask = wanted(n, "x", "scale", "b")
+    mask = output_mask(n, "x", "scale", "b")
     grads = op.own.BatchNormalizationInferenceGrad(
         dy, n.x, n.scale, n.input_mean, n.input_var, epsilon=n.epsilon, output_mask=mask
     )
-    return masked(grads, mask, n)
+    return apply_output_mask(grads, mask, n)
 
 
-fused(
+define_fused(
     ONNX,
     "BatchNormalization",
     ("x", "scale", "b", "input_mean", "input_var"),
@@ -460,13 +449,13 @@ fused(
 
 
 def _inference_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype, axes = statistics_type(dtype_of(n.x)), _reduced_axes(n)
+    dtype, axes = accumulation_dtype(dtype_of(n.x)), _reduced_axes(n)
     dy = cast(op, n.dy, dtype)
     var = _broadcast_channels(op, n, n.input_var, dtype)
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, var, n.epsilon)))
+    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, var, n.epsilon)))
     centered = op.Sub(cast(op, n.x, dtype), _broadcast_channels(op, n, n.input_mean, dtype))
-    dscale = op.Mul(total(op, op.Mul(dy, centered), axes), inv_std)
-    return _cast_gradients(op, n, op.Mul(dy, _channel_factor(op, n, inv_std)), dscale, total(op, dy, axes))
+    dscale = op.Mul(sum_over(op, op.Mul(dy, centered), axes), inv_std)
+    return _cast_gradients(op, n, op.Mul(dy, _channel_factor(op, n, inv_std)), dscale, sum_over(op, dy, axes))
 
 
 _define_grad(

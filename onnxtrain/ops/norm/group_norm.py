@@ -22,27 +22,17 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mean_over, reshaped, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import (
-    average,
-    axes_constant,
-    flags,
-    fused,
-    masked,
-    only_first,
-    plus,
-    reshaped,
-    statistics_type,
-    total,
-    wanted,
-)
+from onnxtrain.ops.dtypes import accumulation_dtype
+from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
 
 aten = torch.ops.aten
 
 
 def _statistics(n: NodeView) -> TensorType:
-    return TensorType(statistics_type(dtype_of(n.x)), (sizes.dims_of(n.x)[0], n.num_groups))
+    return TensorType(accumulation_dtype(dtype_of(n.x)), (sizes.dims_of(n.x)[0], n.num_groups))
 
 
 def _parameter(n: NodeView) -> TensorType:
@@ -81,9 +71,9 @@ def _axes(pattern: str) -> Any:
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     x = _grouped(op, n, n.x)
-    mean = average(op, x, (2, 3))
+    mean = mean_over(op, x, (2, 3))
     centered = op.Sub(x, mean)
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centered, centered), (2, 3)), n.epsilon)))
+    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, mean_over(op, op.Mul(centered, centered), (2, 3)), n.epsilon)))
     y = op.Mul(centered, inv_std)
     if n.scale is not None:
         y = op.Mul(y, _per_channel(op, n, n.scale))
@@ -95,12 +85,12 @@ def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
-    dy = only_first(n, cotangents)
-    mask = wanted(n, "x", "scale", "b")
+    dy = first_cotangent(n, cotangents)
+    mask = output_mask(n, "x", "scale", "b")
     grads = op.own.GroupNormalizationGrad(
         dy, n.x, n.scale, n.mean, n.inv_std, num_groups=n.num_groups, output_mask=mask
     )
-    return masked(grads, mask, n)
+    return apply_output_mask(grads, mask, n)
 
 
 def _in_kernel_format(x: torch.Tensor) -> torch.Tensor:
@@ -150,17 +140,17 @@ def _capture_native(
     y = op.own.GroupNormalization(x, weight, bias, num_groups=group, epsilon=eps)[0]
     # PyTorch's statistics are differentiable, those of our op are saved for backward only: compute them separately.
     batch, channels, *rest = sizes.dims_of(x)
-    dtype = statistics_type(dtype_of(x))
+    dtype = accumulation_dtype(dtype_of(x))
     group_size = sizes.multiply(sizes.floor_divide(channels, group), *rest)
     rows = reshaped(op, cast(op, x, dtype), [batch, group, group_size])
-    axis = axes_constant(op, [2])
+    axis = int64_vector(op, [2])
     variance = op.own.ReduceVar(rows, axis, keepdims=0, correction=0.0)
-    inv_std = op.own.Rsqrt(plus(op, variance, eps))
+    inv_std = op.own.Rsqrt(add_scalar(op, variance, eps))
     statistics = (op.ReduceMean(rows, axis, keepdims=0), inv_std)
     return y, *(cast(op, v, t.dtype) for v, t in zip(statistics, op.out[1:], strict=True))
 
 
-fused(
+define_fused(
     OWN,
     "GroupNormalization",
     ("x", "scale?", "b?"),
@@ -184,14 +174,14 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dy, inv_std = _grouped(op, n, n.dy), _per_group(op, n, n.inv_std)
     z = op.Mul(op.Sub(_grouped(op, n, n.x), _per_group(op, n, n.mean)), inv_std)
     g = dy if n.scale is None else op.Mul(dy, _per_channel(op, n, n.scale))
-    dz = op.Sub(op.Sub(g, average(op, g, (2, 3))), op.Mul(z, average(op, op.Mul(g, z), (2, 3))))
+    dz = op.Sub(op.Sub(g, mean_over(op, g, (2, 3))), op.Mul(z, mean_over(op, op.Mul(g, z), (2, 3))))
     dx = cast(op, reshaped(op, op.Mul(dz, inv_std), sizes.dims_of(n.x)), dtype_of(n.x))
     dtype, channels = _parameter(n)
-    sums = (cast(op, reshaped(op, total(op, v, (0, 3)), channels), dtype) for v in (op.Mul(dy, z), dy))
+    sums = (cast(op, reshaped(op, sum_over(op, v, (0, 3)), channels), dtype) for v in (op.Mul(dy, z), dy))
     return dx, *sums
 
 
-fused(
+define_fused(
     OWN,
     "GroupNormalizationGrad",
     ("dy", "x", "scale?", "mean", "inv_std"),
@@ -200,7 +190,7 @@ fused(
     shapes=lambda n: (type_of(n.x), _parameter(n), _parameter(n)),
     body=_grad_body,
     lower=lambda n, dy, x, scale, mean, inv_std: Call(
-        group_norm_backward, dy, x, scale, mean, inv_std, n.num_groups, flags(n.output_mask)
+        group_norm_backward, dy, x, scale, mean, inv_std, n.num_groups, as_bools(n.output_mask)
     ),
     axes=_axes("X X C S S -> X C C"),
     flops=lambda n: sizes.multiply(14, numel(n.x)),

@@ -29,9 +29,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, cast
+from onnxtrain.ops.body_parts import add_scalar, cast, mean_over, sum_over
+from onnxtrain.ops.constructors import FUSIBLE, define_fused
 from onnxtrain.ops.definition import STANDARD, Call, Fusion, Gradient, Kernel, NodeView, numel
-from onnxtrain.ops.fused import average, flags, fused, masked, only_first, plus, statistics_type, total, wanted
+from onnxtrain.ops.dtypes import TORCH_DTYPES, accumulation_dtype
+from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm import rms_norm_kernels
 
@@ -56,7 +58,7 @@ def _normalized_shape(n: NodeView) -> Sizes:
 def _statistics(n: NodeView) -> TensorType:
     axis = _axis(n)
     shape = sizes.dims_of(n.x)
-    return TensorType(statistics_type(dtype_of(n.x)), (*shape[:axis], *[1] * (len(shape) - axis)))
+    return TensorType(accumulation_dtype(dtype_of(n.x)), (*shape[:axis], *[1] * (len(shape) - axis)))
 
 
 def _parameter(n: NodeView) -> TensorType:
@@ -122,11 +124,11 @@ def _own_types(n: NodeView) -> Sequence[TensorType]:
 
 def _layer_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     axes = _row_and_normalized_axes(n)[1]
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     x = cast(op, n.x, dtype)
-    mean = average(op, x, axes)
+    mean = mean_over(op, x, axes)
     centered = op.Sub(x, mean)
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, average(op, op.Mul(centered, centered), axes), n.epsilon)))
+    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, mean_over(op, op.Mul(centered, centered), axes), n.epsilon)))
     y = op.Mul(centered, inv_std)
     if n.scale is not None:
         y = op.Mul(y, cast(op, n.scale, dtype))
@@ -136,10 +138,10 @@ def _layer_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _layer_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
-    dy = only_first(n, cotangents)
-    mask = wanted(n, "x", "scale", "b")
+    dy = first_cotangent(n, cotangents)
+    mask = output_mask(n, "x", "scale", "b")
     grads = op.ms.LayerNormalizationGrad(dy, n.x, n.scale, n.mean, n.inv_std, axis=n.axis, output_mask=mask)
-    return masked(grads, mask, n)
+    return apply_output_mask(grads, mask, n)
 
 
 def _capture_native(
@@ -183,7 +185,7 @@ def _capture_layer_norm(
     return outputs if outputs is NotImplemented else outputs[0]
 
 
-fused(
+define_fused(
     ONNX,
     "LayerNormalization",
     ("x", "scale", "b?"),
@@ -202,7 +204,7 @@ fused(
     flops=_flops(8),
     fusion=FUSIBLE,
 )
-fused(
+define_fused(
     OWN,
     "LayerNormalization",
     ("x", "scale?", "b?"),
@@ -229,14 +231,14 @@ def _layer_norm_grad_types(n: NodeView) -> Sequence[TensorType]:
 
 def _layer_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     rows, axes = _row_and_normalized_axes(n)
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     dy = cast(op, n.dy, dtype)
     z = op.Mul(op.Sub(cast(op, n.x, dtype), n.mean), n.inv_std)
     g = dy if n.scale is None else op.Mul(dy, cast(op, n.scale, dtype))
-    dz = op.Sub(op.Sub(g, average(op, g, axes)), op.Mul(z, average(op, op.Mul(g, z), axes)))
+    dz = op.Sub(op.Sub(g, mean_over(op, g, axes)), op.Mul(z, mean_over(op, op.Mul(g, z), axes)))
     dx = cast(op, op.Mul(dz, n.inv_std), dtype_of(n.x))
-    dscale = total(op, op.Mul(dy, z), rows, keepdims=False)
-    db = total(op, dy, rows, keepdims=False)
+    dscale = sum_over(op, op.Mul(dy, z), rows, keepdims=False)
+    db = sum_over(op, dy, rows, keepdims=False)
     parameter = _parameter(n).dtype
     return dx, cast(op, dscale, parameter), cast(op, db, parameter)
 
@@ -249,7 +251,7 @@ def layer_norm_backward(
 
 
 def _lower_layer_norm_grad(n: NodeView, dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Call:
-    mask = flags(n.output_mask)
+    mask = as_bools(n.output_mask)
     b = scale if mask[2] else None  # the kernel reads only the dtype and shape of b: those of scale
     shape = _static(_normalized_shape(n))
     if shape is None:
@@ -257,7 +259,7 @@ def _lower_layer_norm_grad(n: NodeView, dy: Any, x: Any, scale: Any, mean: Any, 
     return Call(aten.native_layer_norm_backward.default, dy, x, shape, mean, inv_std, scale, b, mask)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "LayerNormalizationGrad",
     ("dy", "x", "scale?", "mean", "inv_std"),
@@ -280,7 +282,7 @@ def _capture_rms_norm(
 ) -> Any:
     axis = rank_of(x) - len(normalized_shape)
     if eps is None:  # PyTorch's default: that of the dtype it computes in
-        eps = torch.finfo(TORCH_DTYPES[statistics_type(dtype_of(x))]).eps
+        eps = torch.finfo(TORCH_DTYPES[accumulation_dtype(dtype_of(x))]).eps
     y, _ = op.ms.SimplifiedLayerNormalization(x, weight, axis=axis, epsilon=eps)
     return y
 
@@ -290,10 +292,10 @@ def _rms_norm_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _rms_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     x = cast(op, n.x, dtype)
-    mean_square = average(op, op.Mul(x, x), _row_and_normalized_axes(n)[1])
-    inv_std = op.Reciprocal(op.Sqrt(plus(op, mean_square, n.epsilon)))
+    mean_square = mean_over(op, op.Mul(x, x), _row_and_normalized_axes(n)[1])
+    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, mean_square, n.epsilon)))
     y = op.Mul(x, inv_std)
     if n.scale is not None:
         y = op.Mul(y, cast(op, n.scale, dtype))
@@ -301,22 +303,22 @@ def _rms_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _rms_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
-    dy = only_first(n, cotangents)
-    mask = wanted(n, "x", "scale")
+    dy = first_cotangent(n, cotangents)
+    mask = output_mask(n, "x", "scale")
     grads = op.ms.SimplifiedLayerNormalizationGrad(dy, n.x, n.scale, n.inv_std, axis=n.axis, output_mask=mask)
-    return masked(grads, mask, n)
+    return apply_output_mask(grads, mask, n)
 
 
 def _wide_bytes(n: NodeView, tensors: int) -> Size:
     """The bytes of that many tensors of the shape of x in the dtype that norms compute in."""
-    return sizes.multiply(tensors, numel(n.x), int(statistics_type(dtype_of(n.x)).itemsize))
+    return sizes.multiply(tensors, numel(n.x), int(accumulation_dtype(dtype_of(n.x)).itemsize))
 
 
 def _same_dtype_on_cuda(n: NodeView, device: str) -> bool:
     return device == "cuda" and (n.scale is None or dtype_of(n.scale) == dtype_of(n.x))
 
 
-fused(
+define_fused(
     MICROSOFT,
     "SimplifiedLayerNormalization",
     ("x", "scale?"),
@@ -355,17 +357,17 @@ def _rms_norm_grad_types(n: NodeView) -> Sequence[TensorType]:
 
 def _rms_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     rows, axes = _row_and_normalized_axes(n)
-    dtype = statistics_type(dtype_of(n.x))
+    dtype = accumulation_dtype(dtype_of(n.x))
     dy = cast(op, n.dy, dtype)
     z = op.Mul(cast(op, n.x, dtype), n.inv_std)
     g = dy if n.scale is None else op.Mul(dy, cast(op, n.scale, dtype))
-    dx = op.Mul(op.Sub(g, op.Mul(z, average(op, op.Mul(g, z), axes))), n.inv_std)
+    dx = op.Mul(op.Sub(g, op.Mul(z, mean_over(op, op.Mul(g, z), axes))), n.inv_std)
     dx = cast(op, dx, dtype_of(n.x))
-    dscale = total(op, op.Mul(dy, z), rows, keepdims=False)
+    dscale = sum_over(op, op.Mul(dy, z), rows, keepdims=False)
     return dx if n.added is None else op.Add(dx, n.added), cast(op, dscale, _parameter(n).dtype)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "SimplifiedLayerNormalizationGrad",
     ("dy", "x", "scale?", "inv_std", "added?"),
@@ -376,20 +378,20 @@ fused(
     kernels=(
         Kernel(
             lower=lambda n, *tensors: Call(
-                rms_norm_kernels.rms_norm_backward_on_cuda, *tensors, _axis(n), flags(n.output_mask)
+                rms_norm_kernels.rms_norm_backward_on_cuda, *tensors, _axis(n), as_bools(n.output_mask)
             ),
             applies=_same_dtype_on_cuda,
         ),
         Kernel(
             lower=lambda n, *tensors: rms_norm_kernels.lower_rms_norm_backward(
-                *tensors, _axis(n), flags(n.output_mask)
+                *tensors, _axis(n), as_bools(n.output_mask)
             ),
             applies=may_compile,
             workspace_bytes=lambda n: _wide_bytes(n, 3),  # of PyTorch's operators, which run until the kernel is loaded
         ),
     ),
     lower=lambda n, *tensors: Call(
-        rms_norm_kernels.rms_norm_backward_by_aten, *tensors, _axis(n), flags(n.output_mask)
+        rms_norm_kernels.rms_norm_backward_by_aten, *tensors, _axis(n), as_bools(n.output_mask)
     ),
     workspace_bytes=lambda n: _wide_bytes(n, 3),
     axes=_norm_axes("X, X, H, S, X -> X, H"),

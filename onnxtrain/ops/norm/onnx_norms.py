@@ -24,9 +24,9 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, normalize_axes, normalize_axis, rank_of
 from onnxtrain.ops.activation.constructors import not_double
-from onnxtrain.ops.composite import composite
+from onnxtrain.ops.body_parts import add_scalar, int64_vector, mean_over, mul_scalar, reshaped
+from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
-from onnxtrain.ops.fused import average, axes_constant, plus, reshaped, times
 
 
 def _flops(per_element: int) -> Any:
@@ -61,7 +61,7 @@ def instance_norm(x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor, epsilon
     return torch.group_norm(x, x.shape[1], scale, b, epsilon)
 
 
-composite(
+define_by_body(
     "InstanceNormalization",
     ("x", "scale", "b"),
     lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=_channels(n), epsilon=n.epsilon)[0],
@@ -72,7 +72,7 @@ composite(
     flops=_flops(8),
     ort_compatible=not_double,
 )
-composite(
+define_by_body(
     "GroupNormalization",
     ("x", "scale", "b"),
     lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=n.num_groups, epsilon=n.epsilon)[0],
@@ -106,7 +106,7 @@ def rms_norm(x: torch.Tensor, scale: torch.Tensor, axis: int, epsilon: float) ->
     return torch.rms_norm(x, x.shape[axis:], None, epsilon) * scale
 
 
-composite(
+define_by_body(
     "RMSNormalization",
     ("x", "scale"),
     _rms_body,
@@ -130,9 +130,9 @@ def _axes_with_normalized(n: NodeView, axes: Sequence[int]) -> str:
 
 def _mvn_body(op: Builder, n: NodeView) -> ir.Value:
     axes = normalize_axes(n.axes, rank_of(n.x))
-    centered = op.Sub(n.x, average(op, n.x, axes))
-    deviation = op.Sqrt(average(op, op.Mul(centered, centered), axes))
-    result: ir.Value = op.Div(centered, plus(op, deviation, _EPSILON))
+    centered = op.Sub(n.x, mean_over(op, n.x, axes))
+    deviation = op.Sqrt(mean_over(op, op.Mul(centered, centered), axes))
+    result: ir.Value = op.Div(centered, add_scalar(op, deviation, _EPSILON))
     return result
 
 
@@ -141,7 +141,7 @@ def mean_variance_norm(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     return (x - mean) / (variance.sqrt() + _EPSILON)
 
 
-composite(
+define_by_body(
     "MeanVarianceNormalization",
     ("x",),
     _mvn_body,
@@ -154,7 +154,7 @@ composite(
 
 
 def _lp_body(op: Builder, n: NodeView) -> ir.Value:
-    axes = axes_constant(op, [normalize_axis(n.axis, rank_of(n.x))])
+    axes = int64_vector(op, [normalize_axis(n.axis, rank_of(n.x))])
     norm = op.op("", f"ReduceL{_order(n)}")(n.x, axes, keepdims=1)
     one = op.scalar(1, like=norm)
     result: ir.Value = op.Div(n.x, op.Where(op.Equal(norm, op.scalar(0, like=norm)), one, norm))
@@ -172,7 +172,7 @@ def lp_normalize(x: torch.Tensor, axis: int, order: int) -> torch.Tensor:
     return x / torch.where(norm == 0, 1.0, norm)
 
 
-composite(
+define_by_body(
     "LpNormalization",
     ("x",),
     _lp_body,
@@ -192,10 +192,10 @@ def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
     inner_size: Size = sizes.multiply(1, *inner)
     before = (n.size - 1) // 2
     squares = reshaped(op, op.Mul(n.x, n.x), [batch, 1, channels, inner_size])
-    amounts = axes_constant(op, [before, n.size - 1 - before])
-    padded = op.Pad(squares, amounts, op.scalar(0, like=n.x), axes_constant(op, [2]))
+    amounts = int64_vector(op, [before, n.size - 1 - before])
+    padded = op.Pad(squares, amounts, op.scalar(0, like=n.x), int64_vector(op, [2]))
     mean = op.AveragePool(padded, kernel_shape=[n.size, 1])
-    divisor = op.Pow(plus(op, times(op, mean, n.alpha), n.bias), op.scalar(n.beta, like=n.x))
+    divisor = op.Pow(add_scalar(op, mul_scalar(op, mean, n.alpha), n.bias), op.scalar(n.beta, like=n.x))
     result: ir.Value = op.Div(n.x, reshaped(op, divisor, sizes.dims_of(n.x)))
     return result
 
@@ -208,7 +208,7 @@ def local_response_norm(x: torch.Tensor, size: int, alpha: float, beta: float, b
     return x / (mean * alpha + bias) ** beta
 
 
-composite(
+define_by_body(
     "LRN",
     ("x",),
     _lrn_body,

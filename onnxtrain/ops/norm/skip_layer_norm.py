@@ -18,10 +18,10 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.composite import composite
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, reshaped
+from onnxtrain.ops.constructors import define_by_body, define_fused
 from onnxtrain.ops.definition import Call, NodeView, numel
-from onnxtrain.ops.fused import fused, reshaped, statistics_type
+from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.norm import rms_norm_kernels
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 def _types(n: NodeView) -> Sequence[TensorType]:
     dtype, shape = type_of(n.x)
-    statistics = TensorType(statistics_type(dtype), (*shape[:-1], 1))
+    statistics = TensorType(accumulation_dtype(dtype), (*shape[:-1], 1))
     return [type_of(n.x), statistics, statistics, type_of(n.x)][: len(n.node.outputs)]
 
 
@@ -78,7 +78,7 @@ def skip_rms_norm(x: Tensor, skip: Tensor, scale: Tensor, bias: Any, epsilon: fl
 _OUTPUTS = ("y", "mean?", "inv_std?", "total?")
 _EPSILON = {"epsilon": 1e-12}
 
-composite(
+define_by_body(
     "SkipLayerNormalization",
     ("x", "skip", "scale", "b?", "bias?"),
     _layer_norm_body,
@@ -90,7 +90,7 @@ composite(
     axes=_axes,
     flops=lambda n: sizes.multiply(9, numel(n.x)),
 )
-composite(
+define_by_body(
     "SkipSimplifiedLayerNormalization",
     ("x", "skip", "scale", "bias?"),
     _rms_norm_body,
@@ -113,7 +113,7 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     """The normalized input is z = (y - b) / scale: the gradient for z, with mean 0 and inv_std 1, times inv_std."""
-    dtype = statistics_type(dtype_of(n.y))
+    dtype = accumulation_dtype(dtype_of(n.y))
     scale, b = cast(op, n.scale, dtype), cast(op, n.b, dtype)
     z = op.Div(op.Sub(cast(op, n.y, dtype), b), scale)
     zero, one = (op.Expand(op.scalar(v, like=n.inv_std), op.shape_of(n.inv_std)) for v in (0, 1))
@@ -147,7 +147,7 @@ def _grad_axes(n: NodeView) -> str:
     return f"{x}, {x}, {h}, {h}, {s} -> {x}, {h}, {h}"
 
 
-fused(
+define_fused(
     MICROSOFT,
     "InvertibleLayerNormalizationGrad",
     ("dy", "y", "scale", "b", "inv_std"),

@@ -19,9 +19,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, sum_over
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
-from onnxtrain.ops.fused import fused, masked, only_first, statistics_type, total
+from onnxtrain.ops.dtypes import accumulation_dtype
+from onnxtrain.ops.gradient_masks import apply_output_mask, first_cotangent
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
@@ -38,24 +40,24 @@ def _norm_shape(v: ir.Value, dim: int) -> Sizes:
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
-    return type_of(n.v), TensorType(statistics_type(dtype_of(n.v)), _norm_shape(n.v, n.dim))
+    return type_of(n.v), TensorType(accumulation_dtype(dtype_of(n.v)), _norm_shape(n.v, n.dim))
 
 
 def _sum_to_norm_shape(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    return total(op, x, _norm_axes(n), keepdims=n.dim != -1)
+    return sum_over(op, x, _norm_axes(n), keepdims=n.dim != -1)
 
 
 def _body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype = statistics_type(dtype_of(n.v))
+    dtype = accumulation_dtype(dtype_of(n.v))
     v = cast(op, n.v, dtype)
     norm = op.Sqrt(_sum_to_norm_shape(op, n, op.Mul(v, v)))
     return cast(op, op.Mul(v, op.Div(cast(op, n.g, dtype), norm)), dtype_of(n.v)), norm
 
 
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
-    dw = only_first(n, cotangents)
+    dw = first_cotangent(n, cotangents)
     grads = op.own.WeightNormGrad(dw, n.v, n.g, n.norm, dim=n.dim)
-    return masked(grads, (1, 1), n)
+    return apply_output_mask(grads, (1, 1), n)
 
 
 def _is_fused(n: NodeView, device: str) -> bool:
@@ -93,7 +95,7 @@ def _capture(op: Builder, v: ir.Value, g: ir.Value, dim: int = 0) -> Any:
     return op.own.WeightNorm(v, g, dim=dim)[0]
 
 
-fused(
+define_fused(
     OWN,
     "WeightNorm",
     ("v", "g"),
@@ -125,14 +127,14 @@ def _axes(n: NodeView, pattern: str) -> str:
 
 
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    dtype = statistics_type(dtype_of(n.v))
+    dtype = accumulation_dtype(dtype_of(n.v))
     dw, v, g = (cast(op, x, dtype) for x in (n.dw, n.v, n.g))
     dg = op.Div(_sum_to_norm_shape(op, n, op.Mul(dw, v)), n.norm)
     dv = op.Mul(op.Sub(dw, op.Mul(v, op.Div(dg, n.norm))), op.Div(g, n.norm))
     return cast(op, dv, dtype_of(n.v)), cast(op, dg, dtype_of(n.g))
 
 
-fused(
+define_fused(
     OWN,
     "WeightNormGrad",
     ("dw", "v", "g", "norm"),

@@ -22,10 +22,11 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.body_parts import int64_vector, reshaped
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused, reshaped
 from onnxtrain.ops.pool.window import add_batch_axis, input_shape, max_pool_grad_body, remove_batch_axis, unread_input
-from onnxtrain.ops.sliding_windows import names, product, sizes_per_axis, spatial
+from onnxtrain.ops.sliding_windows import product, sizes_per_axis, spatial_axes, spatial_sizes
 from onnxtrain.torch_compat import aten_kernels
 
 aten = torch.ops.aten
@@ -45,8 +46,8 @@ def _output_shape(n: NodeView) -> Sizes:
 
 
 def _axes(n: NodeView) -> str:
-    outputs = ", ".join([f"n c {names('e', n.x)}"] * len(n.node.outputs))
-    return f"n c {names('d', n.x)}, [s] -> {outputs}"
+    outputs = ", ".join([f"n c {spatial_axes('e', n.x)}"] * len(n.node.outputs))
+    return f"n c {spatial_axes('d', n.x)}, [s] -> {outputs}"
 
 
 # Parts of the bodies
@@ -82,7 +83,7 @@ def _on_axes(op: Builder, x: ir.Value, rank: int, first: int, extents: Sequence[
 
 def _masked_sum(op: Builder, x: ir.Value, mask: ir.Value, axis: int) -> ir.Value:
     masked = op.Where(mask, x, op.scalar(0, like=x))
-    result: ir.Value = op.ReduceSum(masked, axes_constant(op, [axis]), keepdims=0)
+    result: ir.Value = op.ReduceSum(masked, int64_vector(op, [axis]), keepdims=0)
     return result
 
 
@@ -93,9 +94,9 @@ def _average_body(op: Builder, n: NodeView) -> ir.Value:
     """Average along one axis after another: the length of a window along an axis does not depend on the others."""
     y: ir.Value = n.x
     rank = rank_of(y)
-    for axis, (size, parts) in enumerate(zip(spatial(n.x), _output_shape(n)[2:], strict=True), 2):
+    for axis, (size, parts) in enumerate(zip(spatial_sizes(n.x), _output_shape(n)[2:], strict=True), 2):
         mask = _on_axes(op, _within(op, size, parts), rank + 1, axis, [parts, size])
-        summed = _masked_sum(op, op.Unsqueeze(y, axes_constant(op, [axis])), mask, axis + 1)
+        summed = _masked_sum(op, op.Unsqueeze(y, int64_vector(op, [axis])), mask, axis + 1)
         lengths = _lengths(op, size, parts, dtype_of(y))
         y = op.Div(summed, _on_axes(op, lengths, rank, axis, [parts]))
     return y
@@ -121,7 +122,7 @@ def _capture_average(count: int) -> Any:
     return capture
 
 
-fused(
+define_fused(
     OWN,
     "AdaptiveAveragePool",
     ("x", "size"),
@@ -147,9 +148,9 @@ fused(
 def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
     dx: ir.Value = n.dy
     rank = rank_of(dx)
-    for axis, (size, parts) in enumerate(zip(input_shape(n)[2:], spatial(n.dy), strict=True), 2):
+    for axis, (size, parts) in enumerate(zip(input_shape(n)[2:], spatial_sizes(n.dy), strict=True), 2):
         lengths = _lengths(op, size, parts, dtype_of(dx))
-        shares = op.Unsqueeze(op.Div(dx, _on_axes(op, lengths, rank, axis, [parts])), axes_constant(op, [axis + 1]))
+        shares = op.Unsqueeze(op.Div(dx, _on_axes(op, lengths, rank, axis, [parts])), int64_vector(op, [axis + 1]))
         mask = _on_axes(op, _within(op, size, parts), rank + 1, axis, [parts, size])
         dx = _masked_sum(op, shares, mask, axis)
     return dx
@@ -163,7 +164,7 @@ def adaptive_average_backward(dy: Tensor, shape: Sequence[int]) -> Tensor:
     return kernel(dy, unread_input(dy, shape, dy.dtype))
 
 
-fused(
+define_fused(
     OWN,
     "AdaptiveAveragePoolGrad",
     ("dy", "shape"),
@@ -187,7 +188,7 @@ def _max_types(n: NodeView) -> Sequence[TensorType]:
 
 def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     """The maximum over [n, c, e, d]: for each window the whole image, masked outside the window."""
-    batch, inner, parts = sizes.dims_of(n.x)[:2], spatial(n.x), _output_shape(n)[2:]
+    batch, inner, parts = sizes.dims_of(n.x)[:2], spatial_sizes(n.x), _output_shape(n)[2:]
     count = len(inner)
     within: ir.Value | None = None
     for axis, (size, part) in enumerate(zip(inner, parts, strict=True)):
@@ -196,7 +197,7 @@ def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
         mask = reshaped(op, _within(op, size, part), [1, 1, *extents])
         within = mask if within is None else op.And(within, mask)
     x = reshaped(op, n.x, [*batch, *[1] * count, *inner])
-    axes = axes_constant(op, range(2 + count, 2 + 2 * count))
+    axes = int64_vector(op, range(2 + count, 2 + 2 * count))
     y = op.ReduceMax(op.Where(within, x, op.scalar(float("-inf"), like=x)), axes, keepdims=1)
     position = op.Range(op.scalar(0, INT64), op.size(product(inner)), op.scalar(1, INT64))
     position = reshaped(op, position, [*[1] * (2 + count), *inner])
@@ -224,7 +225,7 @@ def _capture_max(count: int) -> Any:
     return capture
 
 
-fused(
+define_fused(
     OWN,
     "AdaptiveMaxPool",
     ("x", "size"),
@@ -249,7 +250,7 @@ def adaptive_max_backward(dy: Tensor, indices: Tensor, shape: Sequence[int]) -> 
     return kernel.default(dy, unread_input(indices, shape, dy.dtype), indices)  # type: ignore[no-any-return]
 
 
-fused(
+define_fused(
     OWN,
     "AdaptiveMaxPoolGrad",
     ("dy", "indices", "shape"),

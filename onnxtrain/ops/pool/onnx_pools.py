@@ -18,13 +18,21 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import never
+from onnxtrain.ops.body_parts import int64_vector, reshaped, sum_over
+from onnxtrain.ops.constructors import define_by_body, never, no_axes
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, reshaped, total
 from onnxtrain.ops.pool.window import pool_axes
-from onnxtrain.ops.sliding_windows import Padding, covered, names, paddings, per_axis, product, spatial, window_count
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.sliding_windows import (
+    Padding,
+    attribute_per_axis,
+    covered_size,
+    paddings,
+    product,
+    spatial_axes,
+    spatial_sizes,
+    window_count,
+)
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _global_types(n: NodeView) -> Sequence[TensorType]:
@@ -32,7 +40,7 @@ def _global_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _global_axes(n: NodeView) -> str:
-    return f"n c {names('d', n.x)} -> n c {' '.join(['1'] * (rank_of(n.x) - 2))}"
+    return f"n c {spatial_axes('d', n.x)} -> n c {' '.join(['1'] * (rank_of(n.x) - 2))}"
 
 
 # GlobalMaxPool
@@ -44,7 +52,7 @@ def _global_max_body(op: Builder, n: NodeView) -> ir.Value:
     return reshaped(op, op.own.MaxDim(images, axis=2, keepdims=1)[0], _global_types(n)[0].shape)
 
 
-composite(
+define_by_body(
     "GlobalMaxPool",
     ("x",),
     _global_max_body,
@@ -74,9 +82,9 @@ def _lp_windows(n: NodeView) -> list[tuple[int, int, int, Padding]]:
     return list(
         zip(
             n.kernel_shape,
-            per_axis(n, "strides", count, 1),
-            per_axis(n, "dilations", count, 1),
-            paddings(n, spatial(n.x), n.kernel_shape),
+            attribute_per_axis(n, "strides", count, 1),
+            attribute_per_axis(n, "dilations", count, 1),
+            paddings(n, spatial_sizes(n.x), n.kernel_shape),
             strict=True,
         )
     )
@@ -85,7 +93,7 @@ def _lp_windows(n: NodeView) -> list[tuple[int, int, int, Padding]]:
 def _lp_shape(n: NodeView) -> Sizes:
     inner = [
         window_count(size, kernel, stride, before, dilation, bool(n.ceil_mode), after)
-        for size, (kernel, stride, dilation, (before, after)) in zip(spatial(n.x), _lp_windows(n), strict=True)
+        for size, (kernel, stride, dilation, (before, after)) in zip(spatial_sizes(n.x), _lp_windows(n), strict=True)
     ]
     return (*sizes.dims_of(n.x)[:2], *inner)
 
@@ -95,16 +103,17 @@ def _lp_body(op: Builder, n: NodeView) -> ir.Value:
     windows, count = _lp_windows(n), product(sizes.dims_of(n.x)[:2])
     outputs = _lp_shape(n)[2:]
     lengths = [
-        covered(c, kernel, stride, dilation) for c, (kernel, stride, dilation, _) in zip(outputs, windows, strict=True)
+        covered_size(c, kernel, stride, dilation)
+        for c, (kernel, stride, dilation, _) in zip(outputs, windows, strict=True)
     ]
     befores = [before for *_, (before, _) in windows]
     afters = [
         sizes.maximum(0, sizes.subtract(length, sizes.add(size, before)))
-        for length, size, before in zip(lengths, spatial(n.x), befores, strict=True)
+        for length, size, before in zip(lengths, spatial_sizes(n.x), befores, strict=True)
     ]
-    images = reshaped(op, _powers(op, n), [count, 1, *spatial(n.x)])
-    inputs = (images, op.sizes([*befores, *afters]), op.scalar(0, like=n.x), axes_constant(op, range(2, rank_of(n.x))))
-    padded_sizes = [sizes.add(*terms) for terms in zip(spatial(n.x), befores, afters, strict=True)]
+    images = reshaped(op, _powers(op, n), [count, 1, *spatial_sizes(n.x)])
+    inputs = (images, op.sizes([*befores, *afters]), op.scalar(0, like=n.x), int64_vector(op, range(2, rank_of(n.x))))
+    padded_sizes = [sizes.add(*terms) for terms in zip(spatial_sizes(n.x), befores, afters, strict=True)]
     padded_type = TensorType(dtype_of(n.x), (count, 1, *padded_sizes))
     padded = op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
     ones = op.Expand(op.scalar(1, like=n.x), op.sizes([1, 1, *n.kernel_shape]))
@@ -139,7 +148,7 @@ def _lower_lp(n: NodeView, x: Any) -> Call:
     return Call(lp_pool, x, n.p, list(n.kernel_shape), [w[1] for w in windows], [w[2] for w in windows], padding)
 
 
-composite(
+define_by_body(
     "LpPool",
     ("x",),
     _lp_body,
@@ -158,10 +167,10 @@ composite(
     axes=pool_axes,
     flops=lambda n: sizes.multiply(3, numel(n.node.outputs[0]), product(n.kernel_shape)),
 )
-composite(
+define_by_body(
     "GlobalLpPool",
     ("x",),
-    lambda op, n: _root(op, total(op, _powers(op, n), range(2, rank_of(n.x))), n.p),
+    lambda op, n: _root(op, sum_over(op, _powers(op, n), range(2, rank_of(n.x))), n.p),
     lambda n, x: Call(torch.linalg.vector_norm, x, n.p, list(range(2, rank_of(n.x))), True),
     attributes={"p": 2},
     since_version=2,
@@ -177,12 +186,12 @@ composite(
 
 def _unpooled_shape(n: NodeView) -> Sizes:
     if n.shape is not None:
-        return needed_sizes(n.shape, "the shape of MaxUnpool")
+        return required_ints(n.shape, "the shape of MaxUnpool")
     count = rank_of(n.x) - 2
-    strides, pads = per_axis(n, "strides", count, 1), per_axis(n, "pads", 2 * count, 0)
+    strides, pads = attribute_per_axis(n, "strides", count, 1), attribute_per_axis(n, "pads", 2 * count, 0)
     inner: list[Size] = [
         sizes.add(sizes.multiply(stride, sizes.subtract(size, 1)), kernel - pads[i] - pads[i + count])
-        for i, (size, stride, kernel) in enumerate(zip(spatial(n.x), strides, n.kernel_shape, strict=True))
+        for i, (size, stride, kernel) in enumerate(zip(spatial_sizes(n.x), strides, n.kernel_shape, strict=True))
     ]
     return (*sizes.dims_of(n.x)[:2], *inner)
 
@@ -212,7 +221,7 @@ def _lower_unpool(n: NodeView, x: Any, indices: Any, shape: Any) -> Call:
     return Call(max_unpool, x, indices, inferred if shape is None else shape)
 
 
-composite(
+define_by_body(
     "MaxUnpool",
     ("x", "indices", "shape?"),
     _unpool_body,

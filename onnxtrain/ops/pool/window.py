@@ -25,18 +25,19 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.body_parts import int64_vector, mul_scalar, reshaped
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, Layout, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused, reshaped, times
 from onnxtrain.ops.registry import view
 from onnxtrain.ops.sliding_windows import (
-    as_list,
-    covered,
-    cut_out,
-    extended,
-    names,
-    per_axis,
+    attribute_per_axis,
+    covered_size,
+    cropped,
+    ints_per_axis,
+    padded_at_end,
     product,
-    spatial,
+    spatial_axes,
+    spatial_sizes,
     symmetric_pads,
     window_count,
 )
@@ -52,8 +53,8 @@ _AVERAGE: dict[str, Any] = {**_WINDOW, "count_include_pad": 0}
 
 def pool_axes(n: NodeView) -> str:
     """The axis map: samples and channels of x are those of the outputs."""
-    outputs = [f"n c {names('e', n.x)}"] * len(n.node.outputs)
-    return f"n c {names('d', n.x)} -> {', '.join(outputs)}"
+    outputs = [f"n c {spatial_axes('e', n.x)}"] * len(n.node.outputs)
+    return f"n c {spatial_axes('d', n.x)} -> {', '.join(outputs)}"
 
 
 def input_shape(n: NodeView) -> Sizes:
@@ -89,8 +90,12 @@ def unread_input(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tens
 def _geometry(n: NodeView, x: ir.Value) -> list[list[int]]:
     """Kernel, strides, padding and, for max pooling, dilations: each a list over the axes of x after the channels."""
     count = rank_of(x) - 2
-    geometry = [list(n.kernel_shape), per_axis(n, "strides", count, 1), symmetric_pads(n, count)]
-    return [*geometry, per_axis(n, "dilations", count, 1)] if "dilations" in n.definition.attributes else geometry
+    geometry = [list(n.kernel_shape), attribute_per_axis(n, "strides", count, 1), symmetric_pads(n, count)]
+    return (
+        [*geometry, attribute_per_axis(n, "dilations", count, 1)]
+        if "dilations" in n.definition.attributes
+        else geometry
+    )
 
 
 def _attributes_for_backward(n: NodeView) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def _output_shape(n: NodeView) -> Sizes:
     dilations = geometry[3] if len(geometry) == 4 else [1] * len(geometry[0])
     out = [
         window_count(s, k, stride, pad, dilation, bool(n.ceil_mode))
-        for s, k, stride, pad, dilation in zip(spatial(n.x), *geometry[:3], dilations, strict=True)
+        for s, k, stride, pad, dilation in zip(spatial_sizes(n.x), *geometry[:3], dilations, strict=True)
     ]
     return (*sizes.dims_of(n.x)[:2], *out)
 
@@ -116,7 +121,7 @@ def _flops(n: NodeView) -> Size:
 
 
 def _image_size(x: ir.Value) -> Size:
-    return product(spatial(x))
+    return product(spatial_sizes(x))
 
 
 def _max_types(n: NodeView) -> Sequence[TensorType]:
@@ -147,19 +152,19 @@ def _max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
 
 def window_attributes(kernel: Any, stride: Any, padding: Any, count: int) -> dict[str, Any]:
     """The ONNX attributes for ATen's arguments; without a stride, it is the kernel size."""
-    shape = as_list(kernel, count)
-    pads = as_list(padding, count)
-    return {"kernel_shape": shape, "strides": as_list(stride, count) if stride else shape, "pads": pads * 2}
+    shape = ints_per_axis(kernel, count)
+    pads = ints_per_axis(padding, count)
+    return {"kernel_shape": shape, "strides": ints_per_axis(stride, count) if stride else shape, "pads": pads * 2}
 
 
 def add_batch_axis(op: Builder, x: ir.Value, count: int) -> tuple[ir.Value, bool]:
     """Return x with a batch axis, and whether it was unbatched; it has `count` axes after the channels."""
     is_unbatched = rank_of(x) == count + 1
-    return (op.Unsqueeze(x, axes_constant(op, [0])) if is_unbatched else x), is_unbatched
+    return (op.Unsqueeze(x, int64_vector(op, [0])) if is_unbatched else x), is_unbatched
 
 
 def remove_batch_axis(op: Builder, is_unbatched: bool, *values: ir.Value) -> list[ir.Value]:
-    return [op.Squeeze(v, axes_constant(op, [0])) if is_unbatched else v for v in values]
+    return [op.Squeeze(v, int64_vector(op, [0])) if is_unbatched else v for v in values]
 
 
 def _capture_max(count: int, with_indices: bool) -> Any:
@@ -174,14 +179,14 @@ def _capture_max(count: int, with_indices: bool) -> Any:
     ) -> Any:
         x, is_unbatched = add_batch_axis(op, x, count)
         attributes = window_attributes(kernel_size, stride, padding, count)
-        outputs = op.own.MaxPool(x, **attributes, dilations=as_list(dilation, count), ceil_mode=int(ceil_mode))
+        outputs = op.own.MaxPool(x, **attributes, dilations=ints_per_axis(dilation, count), ceil_mode=int(ceil_mode))
         y, indices = remove_batch_axis(op, is_unbatched, *outputs)
         return (y, indices) if with_indices else y
 
     return capture
 
 
-MAX_POOL = fused(
+MAX_POOL = define_fused(
     OWN,
     "MaxPool",
     ("x",),
@@ -218,7 +223,7 @@ def _onnx_max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Va
     return dx
 
 
-fused(
+define_fused(
     ONNX,
     "MaxPool",
     ("x",),
@@ -229,7 +234,9 @@ fused(
     body=STANDARD,
     gradient=(Gradient(_onnx_max_gradient, reads=("indices",)),),
     lower=lambda n, x: Call(max_pool, _MAX_KERNELS[rank_of(n.x) - 2], x, *_geometry(n, n.x), bool(n.ceil_mode)),
-    axes=lambda n: f"[n] [c] {names('d', n.x)} -> [n] [c] {names('e', n.x)}, [n] [c] {names('e', n.x)}",
+    axes=lambda n: (
+        f"[n] [c] {spatial_axes('d', n.x)} -> [n] [c] {spatial_axes('e', n.x)}, [n] [c] {spatial_axes('e', n.x)}"
+    ),
     flops=_flops,
 )
 
@@ -239,7 +246,7 @@ fused(
 
 def flatten_images(op: Builder, x: ir.Value, batch: Sequence[Size]) -> ir.Value:
     """Reshape x to one row per image: [n * c, d]."""
-    return reshaped(op, x, [product(batch), product(spatial(x))])
+    return reshaped(op, x, [product(batch), product(spatial_sizes(x))])
 
 
 def max_pool_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -272,7 +279,7 @@ def max_pool_of(n: NodeView) -> NodeView | None:
     return view(producer) if is_pool else None
 
 
-MAX_POOL_GRAD = fused(
+MAX_POOL_GRAD = define_fused(
     MICROSOFT,
     "MaxPoolGrad",
     ("dy", "indices", "shape"),
@@ -321,15 +328,15 @@ def _capture_average(count: int) -> Any:
         if divisor_override is not None:
             if ceil_mode:  # the last windows are truncated: their means have smaller divisors
                 divisors = window_element_counts(op, view(y.producer()), y, sizes.dims_of(x)[2:])
-                y = times(op, op.Mul(y, op.Cast(divisors, to=dtype_of(y))), 1 / divisor_override)
+                y = mul_scalar(op, op.Mul(y, op.Cast(divisors, to=dtype_of(y))), 1 / divisor_override)
             else:
-                y = times(op, y, int(product(attributes["kernel_shape"])) / divisor_override)
+                y = mul_scalar(op, y, int(product(attributes["kernel_shape"])) / divisor_override)
         return remove_batch_axis(op, is_unbatched, y)[0]
 
     return capture
 
 
-fused(
+define_fused(
     ONNX,
     "AveragePool",
     ("x",),
@@ -354,7 +361,9 @@ def window_element_counts(op: Builder, n: NodeView, y: ir.Value, x_sizes: Sizes)
     """The divisor of each window: [1, 1, e]. `y` has the shape of the output."""
     result: ir.Value | None = None
     one = op.scalar(1, ir.DataType.INT64)
-    for axis, (size, count, kernel, stride, pad) in enumerate(zip(x_sizes, spatial(y), *_geometry(n, y), strict=True)):
+    for axis, (size, count, kernel, stride, pad) in enumerate(
+        zip(x_sizes, spatial_sizes(y), *_geometry(n, y), strict=True)
+    ):
         window = op.Range(op.scalar(0, ir.DataType.INT64), op.size(count), one)
         start = op.Sub(op.Mul(window, op.size(stride)), op.size(pad))
         end = op.Min(op.Add(start, op.size(kernel)), op.size(sizes.add(size, pad if n.count_include_pad else 0)))
@@ -372,13 +381,13 @@ def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
     shape = input_shape(n)
     kernel, strides, pads = _geometry(n, n.dy)
     shares = op.Div(n.dy, op.Cast(window_element_counts(op, n, n.dy, shape[2:]), to=dtype_of(n.dy)))
-    images = reshaped(op, shares, [product(shape[:2]), 1, *spatial(n.dy)])
+    images = reshaped(op, shares, [product(shape[:2]), 1, *spatial_sizes(n.dy)])
     ones = op.Expand(op.scalar(1, like=n.dy), op.sizes([1, 1, *kernel]))
     dx = op.ConvTranspose(images, ones, strides=strides)
-    lengths = [covered(e, k, s, 1) for e, k, s in zip(spatial(n.dy), kernel, strides, strict=True)]
+    lengths = [covered_size(e, k, s, 1) for e, k, s in zip(spatial_sizes(n.dy), kernel, strides, strict=True)]
     ends = [sizes.add(size, pad) for size, pad in zip(shape[2:], pads, strict=True)]
     missing = [sizes.maximum(0, sizes.subtract(end, length)) for end, length in zip(ends, lengths, strict=True)]
-    return reshaped(op, cut_out(op, extended(op, dx, missing), pads, shape[2:]), shape)
+    return reshaped(op, cropped(op, padded_at_end(op, dx, missing), pads, shape[2:]), shape)
 
 
 def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
@@ -392,7 +401,7 @@ def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> 
     return kernel.default(dy, unread_input(dy, shape, dy.dtype), *arguments, None)  # type: ignore[no-any-return]
 
 
-fused(
+define_fused(
     MICROSOFT,
     "AveragePoolGrad",
     ("dy", "shape"),
@@ -419,7 +428,7 @@ def _global_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return dx
 
 
-fused(
+define_fused(
     ONNX,
     "GlobalAveragePool",
     ("x",),
@@ -428,7 +437,7 @@ fused(
     body=STANDARD,
     gradient=(Gradient(_global_gradient, reads=()),),
     lower=lambda n, x: Call(torch.mean, x, list(range(2, rank_of(n.x))), True),
-    axes=lambda n: f"n c {names('d', n.x)} -> n c {' '.join(['1'] * (rank_of(n.x) - 2))}",
+    axes=lambda n: f"n c {spatial_axes('d', n.x)} -> n c {' '.join(['1'] * (rank_of(n.x) - 2))}",
     flops=lambda n: numel(n.x),
     layout=Layout(frozenset({"x", "y"})),
 )

@@ -21,10 +21,10 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, is_float, normalize_axis, rank_of, type_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, as_value, cast
+from onnxtrain.ops.body_parts import as_value, cast, reshaped
+from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import fused, reshaped
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.torch_compat import dispatch
 
 Tensor = torch.Tensor
@@ -146,7 +146,7 @@ for _name, _function in (
         dispatch.register_fake(_LIBRARY, _name, _function)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "FakeQuant",
     ("x", "scale", "zero_point"),
@@ -167,7 +167,7 @@ fused(
     axes=lambda n: "..., ..., ... -> ..., ...",
     flops=lambda n: sizes.multiply(6, numel(n.x)),
 )
-fused(
+define_fused(
     MICROSOFT,
     "FakeQuantGrad",
     ("dy", "mask"),
@@ -247,7 +247,7 @@ def dequantize(x: Tensor, scale: Tensor, zero_point: Any, axis: int) -> Tensor:
     return real * beside(scale, x, axis)
 
 
-composite(
+define_by_body(
     "QuantizeLinear",
     ("x", "scale", "zero_point?"),
     _level_body,
@@ -259,7 +259,7 @@ composite(
     differentiable=False,
     ort_compatible=lambda n: is_float(dtype_of(n.x)) and dtype_of(n.x) != ir.DataType.DOUBLE,
 )
-composite(
+define_by_body(
     "DequantizeLinear",
     ("x", "scale", "zero_point?"),
     _real_body,

@@ -26,9 +26,8 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
-from onnxtrain.ops.fused import axes_constant, reshaped
 from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
@@ -77,7 +76,7 @@ def _each(op: Builder, scale: ir.Value, blocks: int, block: int, count: int) -> 
 def _first(op: Builder, vector: ir.Value, length: int, count: int) -> ir.Value:
     if length == count:
         return vector
-    ends = (axes_constant(op, [number]) for number in (0, count, 0))
+    ends = (int64_vector(op, [number]) for number in (0, count, 0))
     result: ir.Value = op.Slice(vector, *ends)
     return result
 

@@ -27,7 +27,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, constant_of, dtype_of, is_float, type_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast, elementwise_flops
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import elementwise_flops
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -40,6 +41,7 @@ from onnxtrain.ops.definition import (
     Replay,
     numel,
 )
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.random.keyed_bits import DRAWS as DRAWS
 from onnxtrain.ops.random.keyed_bits import draw_key, kept

@@ -17,8 +17,8 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never
+from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
+from onnxtrain.ops.constructors import always, never, no_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -31,13 +31,13 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
-from onnxtrain.ops.fused import reshaped, times
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.dropout import scale_of
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import unsqueezed
-from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.reshape.rows import arange
 from onnxtrain.ops.reshape.slicing import sliced
 
 _INT64 = ir.DataType.INT64
@@ -89,7 +89,7 @@ def _words(op: Builder, key: ir.Value, count: sizes.Size) -> ir.Value:
         return op.BitwiseXor(z, without_sign)  # type: ignore[no-any-return]
 
     first, second = (sliced(op, key, 0, i, i + 1) for i in (0, 1))
-    z = op.Add(op.Mul(counting(op, count), op.scalar(keyed_bits.GAMMA, _INT64)), first)
+    z = op.Add(op.Mul(arange(op, count), op.scalar(keyed_bits.GAMMA, _INT64)), first)
     z = op.BitwiseXor(op.Mul(mixed(z, keyed_bits.SHIFTS[0]), op.scalar(keyed_bits.FIRST, _INT64)), second)
     z = op.Mul(mixed(z, keyed_bits.SHIFTS[1]), op.scalar(keyed_bits.SECOND, _INT64))
     return mixed(z, keyed_bits.SHIFTS[2])
@@ -103,7 +103,7 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     flipped = op.Mod(op.Add(quarters, op.scalar(keyed_bits.DRAWS // 2, _INT64)), op.scalar(keyed_bits.DRAWS, _INT64))
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.dims_of(n.x))
-    y = times(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), scale_by(n, n.x))
+    y = mul_scalar(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), scale_by(n, n.x))
     return y if n.residual is None else op.Add(y, n.residual)
 
 

@@ -22,7 +22,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, elementwise_flops
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import always, elementwise_flops
 from onnxtrain.ops.definition import (
     DEVICE,
     NOT_DIFFERENTIABLE,
@@ -35,6 +36,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.copies import overwritten
 from onnxtrain.ops.index.fill import filled
 from onnxtrain.ops.registry import define

@@ -22,10 +22,18 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
-from onnxtrain.ops.composite import composite, elementwise_axes, no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, elementwise_flops, never
+from onnxtrain.ops.body_parts import int64_vector, reshaped
+from onnxtrain.ops.constructors import (
+    always,
+    broadcast_axes,
+    define_by_body,
+    define_fused,
+    elementwise_flops,
+    never,
+    no_axes,
+)
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, Replay, numel
-from onnxtrain.ops.fused import axes_constant, fused, reshaped
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.random.dropout import (
     DRAWS,
     draws_fast,
@@ -95,7 +103,7 @@ def _packed(op: Builder, n: NodeView, mask: ir.Value) -> ir.Value:
     padded = TensorType(INT64, (sizes.multiply(words, _WORD),))
     bits = op.node("", "Pad", (bits, op.sizes([0, missing])), {}, types=[padded]).outputs[0]
     weighted = op.Mul(reshaped(op, bits, [words, _WORD]), _powers(op))
-    result: ir.Value = op.Cast(op.ReduceSum(weighted, axes_constant(op, [1]), keepdims=0), to=ir.DataType.UINT32)
+    result: ir.Value = op.Cast(op.ReduceSum(weighted, int64_vector(op, [1]), keepdims=0), to=ir.DataType.UINT32)
     return result
 
 
@@ -193,7 +201,7 @@ def packed_dropout_backward(dy: Tensor, mask: Tensor, ratio: Any, training: Any)
     return dropout_backward_of_any_ratio(dy, unpacked(mask, dy.shape), ratio, training)
 
 
-fused(
+define_fused(
     MICROSOFT,
     "BitmaskDropoutGrad",
     ("dy", "mask", "ratio?", "training_mode?"),
@@ -239,7 +247,7 @@ def packed_bias_dropout(
 
 
 def _bias_dropout(name: str, inner: str, kernel: Any, mask: Any, axes: Any) -> None:
-    composite(
+    define_by_body(
         name,
         ("x", "bias", "residual?", "ratio?", "training_mode?"),
         _bias_body(inner),
@@ -260,5 +268,5 @@ def _unpacked_mask(n: NodeView) -> TensorType:
     return TensorType(ir.DataType.BOOL, sizes.dims_of(n.x))
 
 
-_bias_dropout("BiasDropout", "Dropout", bias_dropout, _unpacked_mask, elementwise_axes)
+_bias_dropout("BiasDropout", "Dropout", bias_dropout, _unpacked_mask, broadcast_axes)
 _bias_dropout("BitmaskBiasDropout", "BitmaskDropout", packed_bias_dropout, lambda n: _words(n, n.x), no_axes)

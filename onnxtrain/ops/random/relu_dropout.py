@@ -20,8 +20,8 @@ from onnxtrain.graph.values import OWN, type_of
 from onnxtrain.native import pointers
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.activation.rectified import threshold_backward, threshold_backward_
-from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import always, never
+from onnxtrain.ops.body_parts import mul_scalar
+from onnxtrain.ops.constructors import always, never, no_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -34,7 +34,6 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
-from onnxtrain.ops.fused import times
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.keyed_dropout import scale_by
@@ -147,7 +146,7 @@ RELU_DROPOUT = define(
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     zero = op.scalar(0.0, like=n.dy)
-    scaled = times(op, n.dy, scale_by(n, n.dy))
+    scaled = mul_scalar(op, n.dy, scale_by(n, n.dy))
     return op.Where(op.LessOrEqual(n.y, zero), zero, scaled)  # type: ignore[no-any-return]
 
 

@@ -19,7 +19,7 @@ from onnxtrain.ops.aten_node import AutocastState, ambient
 from onnxtrain.ops.random.dropout import dropped_out
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.torch_layers import WEIGHTS
-from onnxtrain.ops.registry import compose
+from onnxtrain.ops.registry import register_captures
 from onnxtrain.ops.reshape.dims import transposed
 from onnxtrain.ops.reshape.join import concatenated, split
 
@@ -81,4 +81,4 @@ OPERATORS = {
     "aten.rnn_tanh.input": _capture(RNN, None),
     "aten.rnn_relu.input": _capture(RNN, "Relu"),
 }
-compose(OPERATORS)
+register_captures(OPERATORS)

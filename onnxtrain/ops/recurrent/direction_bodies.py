@@ -19,7 +19,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of
-from onnxtrain.ops.fused import reshaped, total
+from onnxtrain.ops.body_parts import reshaped, sum_over
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
 from onnxtrain.ops.recurrent.scan import scan
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
@@ -234,7 +234,7 @@ def backward(
         factor = op.Cast(op.Greater(y, zero), to=dtype_of(y)) if direction.relu else _tanh_derivative(op, y)
         dh, (dstate_gates,) = _scan_backward(op, direction, factor, 1, dy, dh, None)
         dinput_gates = dstate_gates
-    db, dd = (total(op, dgates, [0, 1], keepdims=False) for dgates in (dinput_gates, dstate_gates))
+    db, dd = (sum_over(op, dgates, [0, 1], keepdims=False) for dgates in (dinput_gates, dstate_gates))
     dw, dr = _weight_gradient(op, dinput_gates, x), _weight_gradient(op, dstate_gates, h_before)
     return Gradients(op.MatMul(dinput_gates, direction.w), dh, dc, dw, dr, db, dd)
 

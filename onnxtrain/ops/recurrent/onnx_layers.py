@@ -26,8 +26,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import always, never
+from onnxtrain.ops.body_parts import reshaped
+from onnxtrain.ops.constructors import always, never, no_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -38,7 +38,6 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.fused import reshaped
 from onnxtrain.ops.recurrent import direction_bodies
 from onnxtrain.ops.recurrent.cells import CELLS, GRU, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.direction_bodies import Direction

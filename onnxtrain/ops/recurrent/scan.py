@@ -19,9 +19,9 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, normalize_axis, rank_of, set_type, type_of
-from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import TORCH_DTYPES, always
+from onnxtrain.ops.constructors import always, no_axes
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.registry import builder, define, definition_of
 
 # (builder of the body, states, slices) -> (states, outputs)

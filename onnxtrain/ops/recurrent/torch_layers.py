@@ -23,10 +23,10 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.composite import no_axes
-from onnxtrain.ops.constructors import cast, never
+from onnxtrain.ops.body_parts import cast, empty_saved_value, reshaped
+from onnxtrain.ops.constructors import never, no_axes
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.fused import nothing, reshaped, wanted
+from onnxtrain.ops.gradient_masks import output_mask
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.recurrent import compiled_lstm, direction_bodies, layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS, LSTM, RNN, Cell
@@ -156,7 +156,7 @@ def _body(op: Builder, cell: Cell, n: NodeView) -> Grads:
         y = concatenated(op, [run[0] for run in runs], -1)
         h = direction_bodies.stack(op, [run[1] for run in runs])
         c = direction_bodies.stack(op, [run[2] for run in runs]) if cell.has_state else None
-    saved = [nothing(op, v) for v in (n.saved, n.saved_reverse) if v is not None]
+    saved = [empty_saved_value(op, v) for v in (n.saved, n.saved_reverse) if v is not None]
     last = [cast(op, v, dtype) for v in (h, c) if v is not None]
     return [cast(op, y, dtype), *last, *saved]
 
@@ -169,7 +169,7 @@ def _gradient(op: Builder, cell: Cell, n: NodeView, *cotangents: ir.Value | None
     weights = _weights(n)
     initial_states = [getattr(n, name) for name in _initial_names(cell)]
     last_c = [n.c] if cell.has_state else []
-    mask = [wanted(n, "x")[0], int(any(wanted(n, *WEIGHTS)))]
+    mask = [output_mask(n, "x")[0], int(any(output_mask(n, *WEIGHTS)))]
     dx, *rest = op.op(OWN, f"{n.definition.name}Grad")(
         *cotangents[: 1 + len(initial_states)],
         *(n.x, *initial_states, *weights, n.y, *last_c, n.saved, n.saved_reverse),

@@ -17,12 +17,13 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, rank_of, type_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, cast
+from onnxtrain.ops.body_parts import cast, int64_vector
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.reshape.dims import unsqueezed
-from onnxtrain.ops.reshape.movement import axis_of, in_rank
-from onnxtrain.ops.reshape.rows import counting
+from onnxtrain.ops.reshape.movement import axis_of, checked_axis
+from onnxtrain.ops.reshape.rows import arange
 
 
 def _axes(n: NodeView) -> str:
@@ -35,7 +36,7 @@ def _capture(op: Builder, x: ir.Value, dim: int, *, dtype: Any = None) -> Any:
     x = cast(op, x, op.out[0].dtype)
     if not rank_of(x):
         return op.Identity(x)
-    return op.own.CumProd(x, axis=in_rank(dim, rank_of(x), "the axis of cumprod"))
+    return op.own.CumProd(x, axis=checked_axis(dim, rank_of(x), "the axis of cumprod"))
 
 
 def _last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
@@ -47,7 +48,7 @@ def _last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 
 def _triangle(op: Builder, n: NodeView, relation: str) -> ir.Value:
     """[i, k]: whether k stands in this relation (Less, LessOrEqual) to i."""
-    count = counting(op, sizes.dims_of(n.x)[axis_of(n, n.x)])
+    count = arange(op, sizes.dims_of(n.x)[axis_of(n, n.x)])
     result: ir.Value = op.op("", relation)(unsqueezed(op, count, 0), unsqueezed(op, count, 1))
     return result
 
@@ -55,7 +56,7 @@ def _triangle(op: Builder, n: NodeView, relation: str) -> ir.Value:
 def _body(op: Builder, n: NodeView) -> ir.Value:
     rows = unsqueezed(op, _last(op, n, n.x), rank_of(n.x) - 1)
     factors = op.Where(_triangle(op, n, "LessOrEqual"), rows, op.scalar(1, like=n.x))
-    return _last(op, n, op.ReduceProd(factors, axes_constant(op, [rank_of(n.x)]), keepdims=0))
+    return _last(op, n, op.ReduceProd(factors, int64_vector(op, [rank_of(n.x)]), keepdims=0))
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -63,7 +64,7 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     one, zero = op.scalar(1, like=n.x), op.scalar(0, like=n.x)
     rank = rank_of(n.x)
     x, dy = (unsqueezed(op, _last(op, n, v), rank - 1) for v in (n.x, n.dy))
-    k = axes_constant(op, [rank])  # from the left: onnxruntime reduces an empty tensor wrongly over a negative axis
+    k = int64_vector(op, [rank])  # from the left: onnxruntime reduces an empty tensor wrongly over a negative axis
     before = op.ReduceProd(op.Where(_triangle(op, n, "Less"), x, one), k, keepdims=0)
     behind = op.Not(_triangle(op, n, "LessOrEqual"))
     after = op.own.CumProd(op.Where(behind, x, one), axis=rank)
@@ -81,7 +82,7 @@ def cumprod_backward(dy: torch.Tensor, x: torch.Tensor, dim: int, y: torch.Tenso
     return found
 
 
-fused(
+define_fused(
     OWN,
     "CumProd",
     ("x",),
@@ -95,7 +96,7 @@ fused(
     axes=_axes,
     flops=lambda n: numel(n.x),
 )
-fused(
+define_fused(
     OWN,
     "CumProdGrad",
     ("dy", "x", "y"),

@@ -15,7 +15,8 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, normalize_axis, rank_of
-from onnxtrain.ops.constructors import always, cast, never, reduced_type, reduction_axes
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import always, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -29,7 +30,16 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
-from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, dims_of, reduction, restored
+from onnxtrain.ops.reduce.over_axes import (
+    Dims,
+    axes_input,
+    axes_of,
+    define_reduction,
+    dims_of,
+    reduced_type,
+    reduction_axes,
+    restored,
+)
 from onnxtrain.ops.registry import define
 
 # ReduceMax, ReduceMin
@@ -87,11 +97,11 @@ def _nan_through(name: str) -> Callable[[Builder, NodeView], ir.Value]:
 
 def _reduce_extreme(name: str, word: str, function: Callable[..., Any]) -> None:
     lower, reads = _over_dims(function), ("x", "y")
-    reduction(name, {}, lower, _shared_evenly, reads=reads, since_version=20)
+    define_reduction(name, {}, lower, _shared_evenly, reads=reads, since_version=20)
     captured = dict.fromkeys((f"aten.a{word}.default", f"aten.{word}.default"), _capture_extreme(name))
     if word == "min":
         captured["aten.aminmax.default"] = _capture_both
-    reduction(name, captured, lower, _shared_evenly, reads=reads, domain=OWN, body=_nan_through(name))
+    define_reduction(name, captured, lower, _shared_evenly, reads=reads, domain=OWN, body=_nan_through(name))
 
 
 _reduce_extreme("ReduceMax", "max", torch.amax)
@@ -124,7 +134,7 @@ def _all_body(op: Builder, n: NodeView) -> ir.Value:
 def _truth(word: str, function: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> None:
     name = f"Reduce{word.title()}"
     overloads = dict.fromkeys((f"aten.{word}.{kind}" for kind in ("default", "dim", "dims")), _capture_truth(name))
-    reduction(name, overloads, _over_dims(function), None, domain=OWN, body=body)
+    define_reduction(name, overloads, _over_dims(function), None, domain=OWN, body=body)
 
 
 _truth("any", torch.any, _any_body)

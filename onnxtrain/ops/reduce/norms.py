@@ -15,9 +15,9 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, NodeView
-from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, dims_of, kernel_call, reduction, restored
+from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, define_reduction, dims_of, kernel_call, restored
 
 
 def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> Any:
@@ -78,8 +78,8 @@ def _l2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(restored(op, n, dy), direction)  # type: ignore[no-any-return]
 
 
-REDUCE_L1 = reduction("ReduceL1", {}, _norm_call(1), _l1_gradient, reads=("x",), since_version=18)
-REDUCE_L2 = reduction(
+REDUCE_L1 = define_reduction("ReduceL1", {}, _norm_call(1), _l1_gradient, reads=("x",), since_version=18)
+REDUCE_L2 = define_reduction(
     "ReduceL2",
     {
         "aten.linalg_vector_norm.default": _capture_vector_norm,
@@ -131,7 +131,7 @@ def _lp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(direction, op.Where(op.Equal(norm, zero), zero, scale))  # type: ignore[no-any-return]
 
 
-REDUCE_LP = reduction(
+REDUCE_LP = define_reduction(
     "ReduceLp",
     {},
     _lp_call,
@@ -157,7 +157,7 @@ def _logsumexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 
 _LOGSUMEXP: FromTorch = _capture_logsumexp
-REDUCE_LOG_SUM_EXP = reduction(
+REDUCE_LOG_SUM_EXP = define_reduction(
     "ReduceLogSumExp",
     {"aten.logsumexp.default": _LOGSUMEXP, "aten.special_logsumexp.default": _LOGSUMEXP},
     kernel_call(torch.logsumexp),

@@ -18,10 +18,10 @@ import torch
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, sum_over
+from onnxtrain.ops.constructors import define_by_body, no_axes
 from onnxtrain.ops.definition import Call, Method, NodeView, numel
-from onnxtrain.ops.fused import statistics_type, total
+from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.reduce.over_axes import axes_input, axes_of, passing_axes, reduced
 
 
@@ -39,7 +39,7 @@ def _reduction(
     domain: str,
     since_version: int,
 ) -> None:
-    composite(
+    define_by_body(
         name,
         ("x", "axes?"),
         body,
@@ -54,17 +54,17 @@ def _reduction(
     )
 
 
-def sum_over(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
+def sum_kernel(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
     """As torch.sum, but over no axes x itself; integers keep their type."""
     return x.sum(list(axes), keepdim, dtype=x.dtype) if axes else x.clone()
 
 
 def log_sum(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
-    return sum_over(x, axes, keepdim).log_()
+    return sum_kernel(x, axes, keepdim).log_()
 
 
 def sum_square(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
-    return sum_over(x.square(), axes, keepdim)
+    return sum_kernel(x.square(), axes, keepdim)
 
 
 _reduction("ReduceLogSum", lambda op, n: op.Log(_summed(op, n, n.x)), log_sum, "", 18)
@@ -74,7 +74,7 @@ _reduction(
     lambda op, n: (
         op.ReduceSum(n.x, axes_input(op, axes_of(n)), keepdims=n.keepdims) if axes_of(n) else op.Identity(n.x)
     ),
-    sum_over,
+    sum_kernel,
     MICROSOFT,
     1,
 )
@@ -84,11 +84,11 @@ _reduction(
 
 
 def _every(op: Builder, x: ir.Value) -> ir.Value:
-    return total(op, x, range(rank_of(x)), keepdims=False)
+    return sum_over(op, x, range(rank_of(x)), keepdims=False)
 
 
 def _norm_body(op: Builder, n: NodeView) -> ir.Value:
-    dtype = statistics_type(dtype_of(n.xs[0]))
+    dtype = accumulation_dtype(dtype_of(n.xs[0]))
     squares = [_every(op, op.Mul(wide, wide)) for wide in (cast(op, x, dtype) for x in n.xs)]
     result: ir.Value = op.Sqrt(op.Sum(*squares))
     return result
@@ -101,13 +101,13 @@ def norm_of_all(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-composite(
+define_by_body(
     "ReduceAllL2",
     ("xs...",),
     _norm_body,
     lambda n, xs: Call(norm_of_all, xs),
     domain=MICROSOFT,
-    shapes=lambda n: (TensorType(statistics_type(dtype_of(n.xs[0])), ()),),
+    shapes=lambda n: (TensorType(accumulation_dtype(dtype_of(n.xs[0])), ()),),
     axes=no_axes,
     differentiable=False,
 )
@@ -134,7 +134,7 @@ def all_finite(xs: Sequence[torch.Tensor], infinite: bool, nan: bool) -> torch.T
     return torch.stack(fine).all()
 
 
-composite(
+define_by_body(
     "IsAllFinite",
     ("xs...",),
     _finite_body,
@@ -145,7 +145,7 @@ composite(
     axes=no_axes,
     differentiable=False,
 )
-composite(
+define_by_body(
     "All",
     ("x",),
     lambda op, n: op.own.ReduceAll(n.x, keepdims=0),

@@ -12,7 +12,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
-from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, always, cast, never, reduced_type, reduction_axes
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import FUSIBLE, always, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -27,6 +28,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.registry import define
 
 Dims = int | Sequence[int] | None
@@ -112,7 +114,7 @@ def kernel_call(function: Callable[..., Any]) -> Callable[..., Call]:
     return lower
 
 
-def reduction(
+def define_reduction(
     name: str,
     from_torch: Mapping[str, FromTorch],
     lower: Callable[..., Call],
@@ -156,3 +158,23 @@ def reduction(
 
 def _one_per_input(n: NodeView, dx: Any) -> tuple[ir.Value | None, ...]:
     return (dx, None)[: len(n.node.inputs)]
+
+
+def reduced_type(
+    n: NodeView, axes: Sequence[int] | None, keepdims: bool, dtype: ir.DataType | None = None
+) -> TensorType:
+    """The type of x reduced over `axes` (all where None)."""
+    shape = sizes.dims_of(n.x)
+    gone = set(range(len(shape))) if axes is None else set(normalize_axes(axes, len(shape)))
+    kept = [1 if i in gone else s for i, s in enumerate(shape) if keepdims or i not in gone]
+    return TensorType(dtype or dtype_of(n.x), tuple(kept))
+
+
+def reduction_axes(n: NodeView, axes: Sequence[int] | None, keepdims: bool) -> str:
+    """The axis map of a reduction of x over `axes`."""
+    rank = rank_of(n.x)
+    gone = set(range(rank)) if axes is None else set(normalize_axes(axes, rank))
+    left = [f"a{i}" for i in range(rank)]
+    right = ["1" if i in gone else f"a{i}" for i in range(rank) if keepdims or i not in gone]
+    inputs = [" ".join(left)] + ["-"] * (len(n.node.inputs) - 1)
+    return f"{', '.join(inputs)} -> {' '.join(right)}"

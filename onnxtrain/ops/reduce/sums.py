@@ -18,17 +18,19 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
-from onnxtrain.ops.constructors import TORCH_DTYPES, always, cast, never, same_as
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import always, never, same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
     axes_input,
     axes_of,
     count_of,
+    define_reduction,
     dims_of,
     in_single,
     kernel_call,
-    reduction,
     restored,
     spread,
 )
@@ -71,7 +73,7 @@ def _capture_count_nonzero(op: Builder, x: ir.Value, dim: Dims = None) -> Any:
     return _capture_sum(op, op.own.NotEqual(x, op.scalar(0, like=x)), dim)
 
 
-REDUCE_SUM = reduction(
+REDUCE_SUM = define_reduction(
     "ReduceSum",
     {
         "aten.sum.default": _capture_sum,
@@ -180,7 +182,7 @@ def _has_elements(n: NodeView) -> bool:
     return isinstance(count, int) and count > 0
 
 
-REDUCE_MEAN = reduction(
+REDUCE_MEAN = define_reduction(
     "ReduceMean",
     {"aten.mean.default": _capture_mean, "aten.mean.dim": _capture_mean},
     kernel_call(torch.mean),
@@ -226,7 +228,7 @@ def _prod_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(restored(op, n, dy), others)  # type: ignore[no-any-return]
 
 
-REDUCE_PROD = reduction(
+REDUCE_PROD = define_reduction(
     "ReduceProd",
     {"aten.prod.default": _capture_prod, "aten.prod.dim_int": _capture_prod},
     _prod_call,

@@ -21,11 +21,11 @@ from onnxtrain.ops.reduce.over_axes import (
     axes_input,
     axes_of,
     count_of,
+    define_reduction,
     dims_of,
     in_single,
     passing_axes,
     reduced,
-    reduction,
     restored,
 )
 from onnxtrain.ops.reduce.sums import mean_gradient
@@ -102,7 +102,7 @@ def _overloads(name: str, word: str) -> dict[str, FromTorch]:
     return {f"aten.{word}.correction": corrected, f"aten.{word}.dim": over_dim, f"aten.{word}.default": over_all}
 
 
-REDUCE_VAR = reduction(
+REDUCE_VAR = define_reduction(
     "ReduceVar",
     _overloads("ReduceVar", "var"),
     _call(torch.var),
@@ -112,7 +112,7 @@ REDUCE_VAR = reduction(
     body=_var_body,
     attributes={"correction": 1.0},
 )
-REDUCE_STD = reduction(
+REDUCE_STD = define_reduction(
     "ReduceStd",
     _overloads("ReduceStd", "std"),
     _call(torch.std),

@@ -13,10 +13,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axes, normalize_axis, rank_of
+from onnxtrain.ops.body_parts import int64_vector
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
-from onnxtrain.ops.reshape.movement import axis_map, constant_ints, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_names, constant_ints, define_movement, format_axis_map
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 # Transpose(x, perm): axis i of y is axis perm[i] of x.
 
@@ -101,7 +102,7 @@ def _capture_channel_shuffle(op: Builder, x: ir.Value, groups: int) -> ir.Value:
     return reshaped(op, transposed(op, parts, order), sizes.dims_of(x))
 
 
-TRANSPOSE = movement(
+TRANSPOSE = define_movement(
     "Transpose",
     ("x",),
     lambda n: (TensorType(dtype_of(n.x), tuple(sizes.dims_of(n.x)[p] for p in perm_of(n))),),
@@ -128,7 +129,7 @@ TRANSPOSE = movement(
         "aten.pixel_unshuffle.default": _capture_pixel_unshuffle,
         "aten.channel_shuffle.default": _capture_channel_shuffle,
     },
-    axes=lambda n: axis_map([names("a", rank_of(n.x))], [f"a{p}" for p in perm_of(n)]),
+    axes=lambda n: format_axis_map([axis_names("a", rank_of(n.x))], [f"a{p}" for p in perm_of(n)]),
     view=True,
     moved_inputs=frozenset({"x"}),
 )
@@ -156,7 +157,7 @@ def _squeeze_axes(n: NodeView) -> str:
     gone = _squeezed(n)
     left = ["1" if i in gone else f"a{i}" for i in range(rank_of(n.x))]
     inputs = [left] + [None] * (len(n.node.inputs) - 1)
-    return axis_map(inputs, [word for word in left if word != "1"])
+    return format_axis_map(inputs, [word for word in left if word != "1"])
 
 
 def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None = None) -> ir.Value:
@@ -171,16 +172,16 @@ def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None =
 
 def squeezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
     """Drops the axes, all of size 1; gives x itself where there are none."""
-    result: ir.Value = op.Squeeze(x, vector(op, axes)) if axes else x
+    result: ir.Value = op.Squeeze(x, int64_vector(op, axes)) if axes else x
     return result
 
 
-SQUEEZE = movement(
+SQUEEZE = define_movement(
     "Squeeze",
     ("x", "axes?"),
     _squeezed_type,
     lambda n, x, axes: Call(torch.squeeze, x, _squeezed(n)),
-    lambda op, n, dy: (op.Unsqueeze(dy, vector(op, _squeezed(n))), None)[: len(n.node.inputs)],
+    lambda op, n, dy: (op.Unsqueeze(dy, int64_vector(op, _squeezed(n))), None)[: len(n.node.inputs)],
     takes_ints=frozenset({1}),
     since_version=13,
     from_torch={
@@ -208,7 +209,7 @@ def unsqueezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
     if not axes:
         return x
     places = normalize_axes(axes, rank_of(x) + len(axes))
-    result: ir.Value = op.Unsqueeze(x, vector(op, places))
+    result: ir.Value = op.Unsqueeze(x, int64_vector(op, places))
     return result
 
 
@@ -235,16 +236,16 @@ def _unsqueeze_call(n: NodeView, x: Any, axes: Any) -> Call:
 
 
 def _unsqueeze_axes(n: NodeView) -> str:
-    left = names("a", rank_of(n.x))
-    return axis_map([left, None], _with_ones(left, _unsqueezed(n), "1"))
+    left = axis_names("a", rank_of(n.x))
+    return format_axis_map([left, None], _with_ones(left, _unsqueezed(n), "1"))
 
 
-UNSQUEEZE = movement(
+UNSQUEEZE = define_movement(
     "Unsqueeze",
     ("x", "axes"),
     lambda n: (TensorType(dtype_of(n.x), tuple(_with_ones(sizes.dims_of(n.x), _unsqueezed(n), 1))),),
     _unsqueeze_call,
-    lambda op, n, dy: (op.Squeeze(dy, vector(op, _unsqueezed(n))), None),
+    lambda op, n, dy: (op.Squeeze(dy, int64_vector(op, _unsqueezed(n))), None),
     takes_ints=frozenset({1}),
     since_version=13,
     from_torch={
@@ -273,7 +274,7 @@ def expanded(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
 
 
 def _expanded_type(n: NodeView) -> Sequence[TensorType]:
-    target = needed_sizes(n.shape, "the shape that Expand gives")
+    target = required_ints(n.shape, "the shape that Expand gives")
     return (TensorType(dtype_of(n.x), sizes.broadcast(sizes.dims_of(n.x), target)),)
 
 
@@ -290,13 +291,13 @@ def _lower_expand(n: NodeView, x: Any, shape: Any) -> Call:
 
 def _expand_axes(n: NodeView) -> str:
     source, target = sizes.dims_of(n.x), sizes.dims_of(n.y)
-    right = names("a", len(target))
+    right = axis_names("a", len(target))
     offset = len(target) - len(source)
     left = [
         "1" if s == 1 else f"a{i + offset}" if s == target[i + offset] else f"[x{i}]"  # x: may be 1, may be the same
         for i, s in enumerate(source)
     ]
-    return axis_map([left, None], right)
+    return format_axis_map([left, None], right)
 
 
 def _to_output_sizes(op: Builder, x: ir.Value, *arguments: Any, implicit: bool = False) -> ir.Value:
@@ -315,7 +316,7 @@ def _meshgrid(op: Builder, xs: Sequence[ir.Value], *, indexing: str = "ij") -> t
     grids = []
     for x, place, out in zip(xs, places, op.out, strict=True):
         column = [-1 if i == place else 1 for i in range(len(xs))]
-        grids.append(expanded(op, op.Reshape(x, vector(op, column)), out.shape))
+        grids.append(expanded(op, op.Reshape(x, int64_vector(op, column)), out.shape))
     return tuple(grids)
 
 
@@ -329,7 +330,7 @@ _EXPANSIONS: dict[str, FromTorch] = {
     "aten.meshgrid.indexing": _meshgrid,
 }
 
-EXPAND = movement(
+EXPAND = define_movement(
     "Expand",
     ("x", "shape"),
     _expanded_type,

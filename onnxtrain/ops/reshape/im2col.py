@@ -19,9 +19,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.body_parts import int64_vector, reshaped
+from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
-from onnxtrain.ops.fused import axes_constant, fused, reshaped
-from onnxtrain.ops.sliding_windows import as_list, product, sizes_per_axis, symmetric_pads, window_count
+from onnxtrain.ops.sliding_windows import ints_per_axis, product, sizes_per_axis, symmetric_pads, window_count
 
 aten = torch.ops.aten
 _WINDOW: dict[str, Any] = {
@@ -67,8 +68,8 @@ def _columns(n: NodeView) -> Sequence[TensorType]:
 
 def _padded(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     down, right = symmetric_pads(n, 2)
-    pads = axes_constant(op, [down, right, down, right])
-    return op.Pad(x, pads, op.scalar(0, like=x), axes_constant(op, [2, 3]))  # type: ignore[no-any-return]
+    pads = int64_vector(op, [down, right, down, right])
+    return op.Pad(x, pads, op.scalar(0, like=x), int64_vector(op, [2, 3]))  # type: ignore[no-any-return]
 
 
 def _im2col_body(op: Builder, n: NodeView) -> ir.Value:
@@ -85,10 +86,10 @@ def _im2col_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 def _attributes(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> dict[str, Any]:
     return {
-        "kernel_shape": as_list(kernel_size, 2),
-        "strides": as_list(stride, 2),
-        "pads": as_list(padding, 2) * 2,
-        "dilations": as_list(dilation, 2),
+        "kernel_shape": ints_per_axis(kernel_size, 2),
+        "strides": ints_per_axis(stride, 2),
+        "pads": ints_per_axis(padding, 2) * 2,
+        "dilations": ints_per_axis(dilation, 2),
     }
 
 
@@ -98,7 +99,7 @@ def _capture_im2col(op: Builder, x: ir.Value, kernel_size: Any, dilation: Any, p
     return op.own.Im2Col(x, **_attributes(kernel_size, dilation, padding, stride))
 
 
-fused(
+define_fused(
     OWN,
     "Im2Col",
     ("x",),
@@ -156,7 +157,7 @@ def _capture_col2im(
     return op.own.Col2Im(x, size, **_attributes(kernel_size, dilation, padding, stride))
 
 
-fused(
+define_fused(
     OWN,
     "Col2Im",
     ("x", "size"),

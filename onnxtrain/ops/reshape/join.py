@@ -14,12 +14,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, int64_vector
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.dims import unsqueezed
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 # Concat(xs..., axis)
 
@@ -49,9 +49,9 @@ def _concat_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Valu
 
 def _concat_axes(n: NodeView) -> str:
     axis = axis_of(n, n.xs[0])
-    words = names("a", rank_of(n.xs[0]))
+    words = axis_names("a", rank_of(n.xs[0]))
     inputs = [[f"x{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.xs))]
-    return axis_map(inputs, words)
+    return format_axis_map(inputs, words)
 
 
 def _capture_cat(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
@@ -94,7 +94,7 @@ def _column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
     return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
 
 
-CONCAT = movement(
+CONCAT = define_movement(
     "Concat",
     ("xs...",),
     _concatenated_type,
@@ -136,7 +136,7 @@ def split(op: Builder, x: ir.Value, lengths: Sequence[Size], axis: int) -> tuple
 def _lengths(n: NodeView) -> tuple[Size, ...]:
     """The lengths of the pieces."""
     if n.split is not None:
-        return needed_sizes(n.split, "the lengths that Split cuts")
+        return required_ints(n.split, "the lengths that Split cuts")
     total, count = sizes.dims_of(n.x)[axis_of(n, n.x)], len(n.node.outputs)
     each = sizes.floor_divide(sizes.add(total, count - 1), count)
     last = sizes.subtract(total, sizes.multiply(each, count - 1))
@@ -188,9 +188,9 @@ def _split_gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence
 
 def _split_axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    words = names("a", rank_of(n.x))
+    words = axis_names("a", rank_of(n.x))
     outputs = [[f"y{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.node.outputs))]
-    return axis_map([words, *[None] * (len(n.node.inputs) - 1)], *outputs)
+    return format_axis_map([words, *[None] * (len(n.node.inputs) - 1)], *outputs)
 
 
 def _capture_split(op: Builder, x: ir.Value, how: Any = None, dim: int = 0) -> tuple[ir.Value, ...]:
@@ -212,10 +212,10 @@ def _capture_unbind(op: Builder, x: ir.Value, dim: int = 0) -> tuple[ir.Value, .
     """One view per index. Split and Squeeze, so that the gradient is one Concat."""
     axis = normalize_axis(dim, rank_of(x))
     pieces = split(op, x, [1] * len(op.out), axis)
-    return tuple(op.Squeeze(piece, vector(op, [axis])) for piece in pieces)
+    return tuple(op.Squeeze(piece, int64_vector(op, [axis])) for piece in pieces)
 
 
-SPLIT = movement(
+SPLIT = define_movement(
     "Split",
     ("x", "split?"),
     _split_types,

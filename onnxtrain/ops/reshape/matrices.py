@@ -15,10 +15,10 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Method, NodeView
 from onnxtrain.ops.reshape.dims import inverse, moved, transposed
-from onnxtrain.ops.reshape.movement import axis_map, in_rank, movement, names
-from onnxtrain.ops.reshape.rows import along, counting, scatter_rows, zeros
+from onnxtrain.ops.reshape.movement import axis_names, checked_axis, define_movement, format_axis_map
+from onnxtrain.ops.reshape.rows import arange, scatter_rows, vector_along, zeros
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 # Trilu(x, k, upper): zeros below (upper) or above the k-th diagonal of the matrices of the last two axes.
 
@@ -34,9 +34,9 @@ def _trilu_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value
 
 
 def _trilu_axes(n: NodeView) -> str:
-    words = names("a", rank_of(n.x))
+    words = axis_names("a", rank_of(n.x))
     words = [*words[:-2], *(f"[{word}]" for word in words[-2:])]
-    return axis_map([words, *[None] * (len(n.node.inputs) - 1)], words)
+    return format_axis_map([words, *[None] * (len(n.node.inputs) - 1)], words)
 
 
 def _capture_trilu(upper: int) -> Any:
@@ -47,7 +47,7 @@ def _capture_trilu(upper: int) -> Any:
     return capture
 
 
-TRILU = movement(
+TRILU = define_movement(
     "Trilu",
     ("x", "k?"),
     same_as("x"),
@@ -75,7 +75,7 @@ def diagonal_length(rows: Size, columns: Size, offset: int) -> Size:
 
 def _matrix_axes(n: NodeView, rank: int) -> tuple[int, int]:
     what = f"an axis of {n.definition.name}"
-    return in_rank(n.row_axis, rank, what), in_rank(n.column_axis, rank, what)
+    return checked_axis(n.row_axis, rank, what), checked_axis(n.column_axis, rank, what)
 
 
 def _diagonal_type(n: NodeView) -> Sequence[TensorType]:
@@ -90,7 +90,7 @@ def _places(op: Builder, length: Size, columns: Size, offset: int) -> ir.Value:
     first = -offset if offset < 0 else 0
     start = sizes.add(sizes.multiply(first, columns), max(offset, 0))
     step = op.size(sizes.add(columns, 1))
-    result: ir.Value = op.Add(op.Mul(counting(op, length), step), op.size(start))
+    result: ir.Value = op.Add(op.Mul(arange(op, length), step), op.size(start))
     return result
 
 
@@ -136,15 +136,15 @@ def _diagonal_names(n: NodeView, rank: int) -> tuple[list[str], list[str]]:
 
 def _diagonal_axes(n: NodeView) -> str:
     whole, diagonal = _diagonal_names(n, rank_of(n.x))
-    return axis_map([whole], diagonal)
+    return format_axis_map([whole], diagonal)
 
 
 def _diagonal_embed_axes(n: NodeView) -> str:
     whole, diagonal = _diagonal_names(n, rank_of(n.y))
-    return axis_map([diagonal, None], whole)
+    return format_axis_map([diagonal, None], whole)
 
 
-DIAGONAL = movement(
+DIAGONAL = define_movement(
     "Diagonal",
     ("x",),
     _diagonal_type,
@@ -184,10 +184,10 @@ def _diagonal_embed_body(op: Builder, n: NodeView) -> ir.Value:
     return transposed(op, reshaped(op, written, (*rest, height, width)), inverse(order))
 
 
-DIAGONAL_EMBED = movement(
+DIAGONAL_EMBED = define_movement(
     "DiagonalEmbed",
     ("x", "shape"),
-    lambda n: (TensorType(dtype_of(n.x), needed_sizes(n.shape, "the shape that DiagonalEmbed gives")),),
+    lambda n: (TensorType(dtype_of(n.x), required_ints(n.shape, "the shape that DiagonalEmbed gives")),),
     lambda n, x, shape: Call(_diagonal_embed, x, shape, n.offset, n.row_axis, n.column_axis),
     lambda op, n, dy: (op.own.Diagonal(dy, **_how(n)), None),
     takes_ints=frozenset({1}),
@@ -210,34 +210,34 @@ def _window_count(total: Size, size: int, step: int) -> Size:
 
 def _unfolded_type(n: NodeView) -> Sequence[TensorType]:
     shape = sizes.dims_of(n.x)
-    axis = in_rank(n.axis, len(shape), "the axis of Unfold")
+    axis = checked_axis(n.axis, len(shape), "the axis of Unfold")
     count = _window_count(shape[axis], n.size, n.step)
     return (TensorType(dtype_of(n.x), (*shape[:axis], count, *shape[axis + 1 :], n.size)),)
 
 
 def _windows(op: Builder, count: Size, size: int, step: int) -> ir.Value:
     """The positions of the elements of each window, [count, size]."""
-    starts = op.Mul(counting(op, count), op.size(step))
-    result: ir.Value = op.Add(along(op, starts, 0, 2), along(op, counting(op, size), 1, 2))
+    starts = op.Mul(arange(op, count), op.size(step))
+    result: ir.Value = op.Add(vector_along(op, starts, 0, 2), vector_along(op, arange(op, size), 1, 2))
     return result
 
 
 def _unfold_body(op: Builder, n: NodeView) -> ir.Value:
     rank = rank_of(n.x)
-    axis = in_rank(n.axis, rank, "the axis of Unfold")
+    axis = checked_axis(n.axis, rank, "the axis of Unfold")
     picked = op.Gather(n.x, _windows(op, sizes.dims_of(n.y)[axis], n.size, n.step), axis=axis)
     return transposed(op, picked, moved(rank + 1, [axis + 1], [-1]))
 
 
 def _unfold_names(n: NodeView, rank: int) -> tuple[list[str], list[str]]:
-    axis = in_rank(n.axis, rank, "the axis of Unfold")
+    axis = checked_axis(n.axis, rank, "the axis of Unfold")
     words = [f"[w{i}]" if i == axis else f"a{i}" for i in range(rank)]
     return words, [f"[c{i}]" if i == axis else word for i, word in enumerate(words)] + ["[k]"]
 
 
 def _unfold_axes(n: NodeView) -> str:
     words, unfolded = _unfold_names(n, rank_of(n.x))
-    return axis_map([words], unfolded)
+    return format_axis_map([words], unfolded)
 
 
 def _capture_unfold(op: Builder, x: ir.Value, dimension: int, size: int, step: int) -> ir.Value:
@@ -249,7 +249,7 @@ def _capture_unfold(op: Builder, x: ir.Value, dimension: int, size: int, step: i
 
 _WINDOWS = {"axis": REQUIRED, "size": REQUIRED, "step": REQUIRED}
 
-UNFOLD = movement(
+UNFOLD = define_movement(
     "Unfold",
     ("x",),
     _unfolded_type,
@@ -267,7 +267,7 @@ UNFOLD = movement(
 def _unfold_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """The windows joined into one axis, then its rows added where they were taken from."""
     shape = sizes.dims_of(n.dx)
-    axis = in_rank(n.axis, len(shape), "the axis of UnfoldGrad")
+    axis = checked_axis(n.axis, len(shape), "the axis of UnfoldGrad")
     dy = transposed(op, n.dy, moved(len(shape) + 1, [-1], [axis + 1]))
     count = sizes.dims_of(n.dy)[axis]
     total = sizes.multiply(count, n.size)
@@ -278,13 +278,13 @@ def _unfold_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _unfold_grad_axes(n: NodeView) -> str:
     words, unfolded = _unfold_names(n, rank_of(n.dx))
-    return axis_map([unfolded, None], words)
+    return format_axis_map([unfolded, None], words)
 
 
-UNFOLD_GRAD = movement(
+UNFOLD_GRAD = define_movement(
     "UnfoldGrad",
     ("dy", "shape"),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that UnfoldGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that UnfoldGrad gives")),),
     lambda n, dy, shape: Call(torch.ops.aten.unfold_backward.default, dy, shape, n.axis, n.size, n.step),
     None,
     takes_ints=frozenset({1}),

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
-from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, normalize_axis, rank_of
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
@@ -29,7 +28,7 @@ from onnxtrain.ops.registry import define
 NO_STOPS: frozenset[str] = frozenset()
 
 
-def movement(
+def define_movement(
     name: str,
     inputs: tuple[str, ...],
     shapes: Callable[[NodeView], Sequence[TensorType]],
@@ -98,12 +97,7 @@ def constant_ints(value: ir.Value, use: str) -> tuple[int, ...]:
     return tuple(int(v) for v in array.reshape(-1))
 
 
-def vector(op: Builder, ints: Sequence[int]) -> ir.Value:
-    """These integers as a constant int64 vector."""
-    return op.constant(list(ints), ir.DataType.INT64)
-
-
-def in_rank(axis: int, rank: int, what: str) -> int:
+def checked_axis(axis: int, rank: int, what: str) -> int:
     """`axis` in [0, rank). Raises GraphError where it is outside [-rank, rank)."""
     if not -rank <= axis < rank:
         raise GraphError(f"{what} is outside the tensor's rank", expected=f"[{-rank}, {rank})", got=axis)
@@ -112,15 +106,15 @@ def in_rank(axis: int, rank: int, what: str) -> int:
 
 def axis_of(n: NodeView, value: ir.Value) -> int:
     """The node's `axis` in [0, rank of `value`)."""
-    return in_rank(n.axis, rank_of(value), f"the axis of {n.definition.name}")
+    return checked_axis(n.axis, rank_of(value), f"the axis of {n.definition.name}")
 
 
-def names(prefix: str, count: int) -> list[str]:
+def axis_names(prefix: str, count: int) -> list[str]:
     """Axis names for an axis map."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
-def axis_map(inputs: Sequence[Sequence[str] | None], *outputs: Sequence[str]) -> str:
+def format_axis_map(inputs: Sequence[Sequence[str] | None], *outputs: Sequence[str]) -> str:
     """The text of an axis map; None for an input that has no axes of the output's."""
     left = ["-" if words is None else " ".join(words) for words in inputs]
     return f"{', '.join(left)} -> {', '.join(' '.join(words) for words in outputs)}"

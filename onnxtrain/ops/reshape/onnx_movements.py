@@ -21,14 +21,14 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
-from onnxtrain.ops.composite import composite, no_axes
-from onnxtrain.ops.constructors import cast
+from onnxtrain.ops.body_parts import cast, int64_vector
+from onnxtrain.ops.constructors import define_by_body, no_axes
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Method, NodeView
 from onnxtrain.ops.reshape.dims import expanded, transposed
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, constant_ints, in_rank, names, vector
-from onnxtrain.ops.reshape.rows import along, counting
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, constant_ints, format_axis_map
+from onnxtrain.ops.reshape.rows import arange, vector_along
 from onnxtrain.ops.reshape.shape import reshaped
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _no_flops(n: NodeView) -> Size:
@@ -48,7 +48,7 @@ def _flattened(x: torch.Tensor, axis: int) -> torch.Tensor:
     return x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel())
 
 
-composite(
+define_by_body(
     "Flatten",
     ("x",),
     lambda op, n: reshaped(op, n.x, _flat_sizes(n)),
@@ -125,7 +125,7 @@ def _samples(n: NodeView) -> str:
     return "n [c] [h] [w] -> n [d] [i] [j]"
 
 
-composite(
+define_by_body(
     "DepthToSpace",
     ("x",),
     _depth_to_space_body,
@@ -137,7 +137,7 @@ composite(
     axes=_samples,
     flops=_no_flops,
 )
-composite(
+define_by_body(
     "SpaceToDepth",
     ("x",),
     _space_to_depth_body,
@@ -157,8 +157,8 @@ composite(
 def _reverse_body(op: Builder, n: NodeView) -> ir.Value:
     """Place t of sequence i is read from lengths[i] - 1 - t where that is not negative, else from t."""
     rank = rank_of(n.x)
-    times = along(op, counting(op, sizes.dims_of(n.x)[n.time_axis]), n.time_axis, rank)
-    lengths = along(op, cast(op, n.lengths, ir.DataType.INT64), n.batch_axis, rank)
+    times = vector_along(op, arange(op, sizes.dims_of(n.x)[n.time_axis]), n.time_axis, rank)
+    lengths = vector_along(op, cast(op, n.lengths, ir.DataType.INT64), n.batch_axis, rank)
     mirrored = op.Sub(op.Sub(lengths, op.scalar(1, ir.DataType.INT64)), times)
     places = op.Where(op.Less(times, lengths), mirrored, times)
     result: ir.Value = op.GatherElements(n.x, expanded(op, places, sizes.dims_of(n.x)), axis=n.time_axis)
@@ -174,12 +174,12 @@ def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, time_axis: int, bat
 
 
 def _reverse_axes(n: NodeView) -> str:
-    words = names("a", rank_of(n.x))
+    words = axis_names("a", rank_of(n.x))
     words[n.time_axis] = f"[a{n.time_axis}]"
-    return axis_map([words, [words[n.batch_axis]]], words)
+    return format_axis_map([words, [words[n.batch_axis]]], words)
 
 
-composite(
+define_by_body(
     "ReverseSequence",
     ("x", "lengths"),
     _reverse_body,
@@ -198,8 +198,8 @@ composite(
 def _cropped(n: NodeView) -> list[tuple[int, Size]]:
     """(axis, target) of each axis that changes."""
     rank = rank_of(n.x)
-    axes = range(rank) if n.axes is None else [in_rank(a, rank, "an axis of CenterCropPad") for a in n.axes]
-    return list(zip(axes, needed_sizes(n.shape, "the shape of CenterCropPad"), strict=True))
+    axes = range(rank) if n.axes is None else [checked_axis(a, rank, "an axis of CenterCropPad") for a in n.axes]
+    return list(zip(axes, required_ints(n.shape, "the shape of CenterCropPad"), strict=True))
 
 
 def _cropped_type(n: NodeView) -> Sequence[TensorType]:
@@ -212,7 +212,7 @@ def _cropped_type(n: NodeView) -> Sequence[TensorType]:
 def _crop_body(op: Builder, n: NodeView) -> ir.Value:
     x, shape = n.x, list(sizes.dims_of(n.x))
     for axis, target in _cropped(n):
-        size, over = vector(op, [axis]), vector(op, [axis])
+        size, over = int64_vector(op, [axis]), int64_vector(op, [axis])
         surplus = sizes.maximum(0, sizes.subtract(shape[axis], target))
         lacking = sizes.maximum(0, sizes.subtract(target, shape[axis]))
         kept = sizes.minimum(shape[axis], target)
@@ -236,7 +236,7 @@ def center_crop_pad(x: torch.Tensor, targets: Sequence[int], axes: Sequence[int]
     return x
 
 
-composite(
+define_by_body(
     "CenterCropPad",
     ("x", "shape"),
     _crop_body,
@@ -256,7 +256,7 @@ composite(
 
 def _folded_type(n: NodeView) -> Sequence[TensorType]:
     block = constant_ints(n.block, "the block of Col2Im")
-    image = needed_sizes(n.image, "the image of Col2Im")
+    image = required_ints(n.image, "the image of Col2Im")
     if len(block) != 2:
         raise GraphError("Col2Im adds up images of two axes", got=f"{len(block)} axes")
     batch, channels, _ = sizes.dims_of(n.x)
@@ -282,7 +282,7 @@ def _lower_fold(n: NodeView, x: Any, image: Any, block: Any) -> Call:
     )
 
 
-composite(
+define_by_body(
     "Col2Im",
     ("x", "image", "block"),
     lambda op, n: op.own.Col2Im(n.x, n.image, **_fold_geometry(n)),
@@ -312,7 +312,7 @@ def _compress_body(op: Builder, n: NodeView) -> ir.Value:
     x, axis = n.x, n.axis
     if axis is None:
         x, axis = reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)),)), 0
-    rows = op.Squeeze(op.NonZero(n.condition), vector(op, [0]))
+    rows = op.Squeeze(op.NonZero(n.condition), int64_vector(op, [0]))
     result: ir.Value = op.Gather(x, rows, axis=axis)
     return result
 
@@ -324,7 +324,7 @@ def _lower_compress(n: NodeView, x: Any, condition: Any) -> Call:
     return Call(torch.index_select, x, axis_of(n, n.x), rows)
 
 
-composite(
+define_by_body(
     "Compress",
     ("x", "condition"),
     _compress_body,

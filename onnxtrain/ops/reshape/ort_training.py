@@ -16,12 +16,12 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of, type_of
-from onnxtrain.ops.composite import composite
+from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView
 from onnxtrain.ops.reshape.join import concatenated, split, split_count
-from onnxtrain.ops.reshape.movement import axis_map, axis_of, names
+from onnxtrain.ops.reshape.movement import axis_names, axis_of, format_axis_map
 from onnxtrain.ops.reshape.shape import sizes_on_device
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def _lengths(n: NodeView) -> list[sizes.Size]:
@@ -52,12 +52,12 @@ def _joined_call(n: NodeView, xs: Any) -> Call:
 
 def _joined_axes(n: NodeView) -> str:
     axis = axis_of(n, n.xs[0])
-    words = names("a", rank_of(n.xs[0]))
+    words = axis_names("a", rank_of(n.xs[0]))
     inputs = [[f"x{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.xs))]
-    return axis_map(inputs, words, *[["[count]"]] * (len(n.node.outputs) - 1))
+    return format_axis_map(inputs, words, *[["[count]"]] * (len(n.node.outputs) - 1))
 
 
-composite(
+define_by_body(
     "ConcatTraining",
     ("xs...",),
     _joined_body,
@@ -73,22 +73,22 @@ composite(
 
 def _pieces(n: NodeView) -> Sequence[TensorType]:
     axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
-    lengths = needed_sizes(n.split, "the lengths that SplitTraining cuts")
+    lengths = required_ints(n.split, "the lengths that SplitTraining cuts")
     return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
 
 
 def _pieces_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    lengths = needed_sizes(n.split, "the lengths that SplitTraining cuts")
+    lengths = required_ints(n.split, "the lengths that SplitTraining cuts")
     return [op.Identity(piece) for piece in split(op, n.x, lengths, axis_of(n, n.x))]
 
 
 def _pieces_axes(n: NodeView) -> str:
-    axis, words = axis_of(n, n.x), names("a", rank_of(n.x))
+    axis, words = axis_of(n, n.x), axis_names("a", rank_of(n.x))
     outputs = [[f"y{i}" if k == axis else w for k, w in enumerate(words)] for i in range(len(n.node.outputs))]
-    return axis_map([words, None], *outputs)
+    return format_axis_map([words, None], *outputs)
 
 
-composite(
+define_by_body(
     "SplitTraining",
     ("x", "split"),
     _pieces_body,
@@ -110,7 +110,7 @@ def _triangle(x: torch.Tensor, k: torch.Tensor | None, upper: bool) -> torch.Ten
     return x.triu(offset) if upper else x.tril(offset)
 
 
-composite(
+define_by_body(
     "Trilu",
     ("x", "k?"),
     lambda op, n: op.Trilu(n.x, n.k, upper=n.upper),

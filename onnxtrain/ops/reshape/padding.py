@@ -21,10 +21,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, rank_of
+from onnxtrain.ops.body_parts import int64_vector
 from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
-from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
-from onnxtrain.ops.reshape.rows import counting
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.reshape.movement import axis_names, checked_axis, constant_ints, define_movement, format_axis_map
+from onnxtrain.ops.reshape.rows import arange
+from onnxtrain.ops.symbolic_ints import required_ints
 
 _TORCH_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 _ONNX_MODES = {torch_mode: mode for mode, torch_mode in _TORCH_MODES.items()}
@@ -43,9 +44,9 @@ def _pads(n: NodeView, rank: int) -> list[tuple[int, Size, Size]]:
     if n.mode not in _TORCH_MODES:
         raise GraphError("Pad knows other modes", expected=", ".join(_TORCH_MODES), got=n.mode)
     axes = tuple(range(rank)) if n.axes is None else constant_ints(n.axes, "the axes of Pad")
-    pads = needed_sizes(n.pads, "the pads of Pad")
+    pads = required_ints(n.pads, "the pads of Pad")
     befores, afters = pads[: len(pads) // 2], pads[len(pads) // 2 :]
-    return [(in_rank(a, rank, "an axis of Pad"), b, c) for a, b, c in zip(axes, befores, afters, strict=True)]
+    return [(checked_axis(a, rank, "an axis of Pad"), b, c) for a, b, c in zip(axes, befores, afters, strict=True)]
 
 
 def _padded_type(n: NodeView) -> Sequence[TensorType]:
@@ -120,7 +121,7 @@ def _filler(n: NodeView, value: Any) -> Any:
 def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
     """Of a constant: padding with the negative amounts, which cuts the padding off."""
     padded = _pads(n, rank_of(n.x))
-    axes = vector(op, [axis for axis, _, _ in padded])
+    axes = int64_vector(op, [axis for axis, _, _ in padded])
     if n.mode == "constant":
         amounts = [before for _, before, _ in padded] + [after for _, _, after in padded]
         dx = op.Pad(dy, op.sizes([sizes.multiply(-1, a) for a in amounts]), op.scalar(0, like=dy), axes)
@@ -131,9 +132,9 @@ def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value |
 
 def _pad_axes(n: NodeView) -> str:
     padded = {axis for axis, before, after in _pads(n, rank_of(n.x)) if (before, after) != (0, 0)}
-    words = names("a", rank_of(n.x))
+    words = axis_names("a", rank_of(n.x))
     inputs = [words, *[None] * (len(n.node.inputs) - 1)]
-    return axis_map(inputs, [f"y{i}" if i in padded else word for i, word in enumerate(words)])
+    return format_axis_map(inputs, [f"y{i}" if i in padded else word for i, word in enumerate(words)])
 
 
 def _padded(op: Builder, x: ir.Value, pad: Sequence[Size], mode: str, value: complex = 0) -> ir.Value:
@@ -143,7 +144,7 @@ def _padded(op: Builder, x: ir.Value, pad: Sequence[Size], mode: str, value: com
     if all(before == 0 == after for _, before, after in pairs):
         return x
     amounts = [before for _, before, _ in pairs] + [after for _, _, after in pairs]
-    axes = vector(op, [axis for axis, _, _ in pairs])
+    axes = int64_vector(op, [axis for axis, _, _ in pairs])
     number = op.scalar(value, like=x) if mode == "constant" else None
     return op.node("", "Pad", (x, op.sizes(amounts), number, axes), {"mode": mode}, types=[op.out[0]]).outputs[0]
 
@@ -166,7 +167,7 @@ def _capture_mode(mode: str) -> Any:
     return lambda op, x, padding: _padded(op, x, padding, mode)
 
 
-PAD = movement(
+PAD = define_movement(
     "Pad",
     ("x", "pads", "value?", "axes?"),
     _padded_type,
@@ -213,7 +214,7 @@ def _pad_grad_body(op: Builder, n: NodeView) -> ir.Value:
     shape = list(sizes.dims_of(n.dy))
     for axis, before, after in _pads(n, len(shape)):
         total = sizes.dims_of(n.dx)[axis]
-        rows = op.Pad(counting(op, total), op.sizes([before, after]), mode=n.mode)
+        rows = op.Pad(arange(op, total), op.sizes([before, after]), mode=n.mode)
         shape[axis] = total
         dx = op.ms.GatherGrad(op.sizes(shape), rows, dx, axis=axis)
     return dx
@@ -221,15 +222,15 @@ def _pad_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _pad_grad_axes(n: NodeView) -> str:
     padded = {axis for axis, _, _ in _pads(n, rank_of(n.dy))}
-    words = [f"[w{i}]" if i in padded else word for i, word in enumerate(names("a", rank_of(n.dy)))]
+    words = [f"[w{i}]" if i in padded else word for i, word in enumerate(axis_names("a", rank_of(n.dy)))]
     inputs = [words, *[None] * (len(n.node.inputs) - 1)]
-    return axis_map(inputs, [f"[x{i}]" if i in padded else word for i, word in enumerate(words)])
+    return format_axis_map(inputs, [f"[x{i}]" if i in padded else word for i, word in enumerate(words)])
 
 
-PAD_GRAD = movement(
+PAD_GRAD = define_movement(
     "PadGrad",
     ("dy", "shape", "pads", "axes?"),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that PadGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that PadGrad gives")),),
     (
         Kernel(lower=_lower_pad_grad, host_inputs=frozenset({1, 2, 3}), applies=lambda n, device: device == "cpu"),
         Kernel(lower=_lower_pad_grad, host_inputs=frozenset({1, 2, 3}), deterministic=False),  # atomic additions

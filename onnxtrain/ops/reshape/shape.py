@@ -16,9 +16,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
+from onnxtrain.ops.body_parts import int64_vector
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
-from onnxtrain.ops.reshape.movement import axis_map, movement, vector
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.reshape.movement import define_movement, format_axis_map
+from onnxtrain.ops.symbolic_ints import required_ints
 
 
 def sizes_on_device(given: int | Sequence[int], device: torch.device) -> torch.Tensor:
@@ -51,7 +52,7 @@ def _lower_shape(n: NodeView, x: Any) -> Call:
     return Call(_shape_tensor, x, taken.start, taken.stop)
 
 
-SHAPE = movement(
+SHAPE = define_movement(
     "Shape",
     ("x",),
     lambda n: (TensorType(ir.DataType.INT64, (len(_slice_of_axes(n)),)),),
@@ -75,7 +76,7 @@ def _numel(x: torch.Tensor) -> torch.Tensor:
     return sizes_on_device(x.numel(), x.device)
 
 
-SIZE = movement(
+SIZE = define_movement(
     "Size",
     ("x",),
     lambda n: (TensorType(ir.DataType.INT64, ()),),
@@ -105,11 +106,11 @@ def reshaped(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
         and 0 not in wanted
         and _what_is_left(sizes.dims_of(x), wanted, *symbolic) == wanted[symbolic[0]]
     ):
-        result = op.Reshape(x, vector(op, [-1 if isinstance(s, str) else s for s in wanted]))
+        result = op.Reshape(x, int64_vector(op, [-1 if isinstance(s, str) else s for s in wanted]))
     elif symbolic or 0 in wanted:
         result = op.Reshape(x, op.sizes(wanted), allowzero=1)
     else:
-        result = op.Reshape(x, vector(op, [s for s in wanted if isinstance(s, int)]))
+        result = op.Reshape(x, int64_vector(op, [s for s in wanted if isinstance(s, int)]))
     return result
 
 
@@ -120,7 +121,7 @@ def _what_is_left(source: Sizes, target: Sequence[Size], position: int) -> Size:
 
 def _reshaped_type(n: NodeView) -> Sequence[TensorType]:
     source = sizes.dims_of(n.x)
-    target = list(needed_sizes(n.shape, "the shape that Reshape gives"))
+    target = list(required_ints(n.shape, "the shape that Reshape gives"))
     if not n.allowzero:
         target = [source[i] if s == 0 else s for i, s in enumerate(target)]
     unknown = [i for i, s in enumerate(target) if s == -1]
@@ -155,7 +156,7 @@ def _reshape_on_host(n: NodeView, x: Any, shape: Any) -> Any:
 
 def _reshape_axes(n: NodeView) -> str:
     left, right = factored(sizes.dims_of(n.x), sizes.dims_of(n.y))
-    return axis_map([left, None], right)
+    return format_axis_map([left, None], right)
 
 
 def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
@@ -227,7 +228,7 @@ _RESHAPES: dict[str, FromTorch] = {
     ),
 }
 
-RESHAPE = movement(
+RESHAPE = define_movement(
     "Reshape",
     ("x", "shape"),
     _reshaped_type,

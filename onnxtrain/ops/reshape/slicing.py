@@ -24,12 +24,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import cast, same_as
+from onnxtrain.ops.body_parts import cast, int64_vector
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView
 from onnxtrain.ops.reshape.dims import expanded, squeezed, swapped, unsqueezed
-from onnxtrain.ops.reshape.movement import axis_map, constant_ints, in_rank, movement, names, vector
-from onnxtrain.ops.reshape.rows import counting, scatter_rows, zeros
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.reshape.movement import axis_names, checked_axis, constant_ints, define_movement, format_axis_map
+from onnxtrain.ops.reshape.rows import arange, scatter_rows, zeros
+from onnxtrain.ops.symbolic_ints import required_ints
 
 _LAST = 2**63 - 1  # as an end: to the last element
 _BEFORE_FIRST = -(2**63)  # as an end of a backward slice: to the first element
@@ -38,8 +39,8 @@ _BACKWARDS = (-1, _BEFORE_FIRST, -1)  # all of an axis
 
 def _axes(n: NodeView, rank: int) -> tuple[int, ...]:
     if n.axes is None:
-        return tuple(range(len(needed_sizes(n.starts, "the starts of Slice"))))
-    return tuple(in_rank(a, rank, "an axis of Slice") for a in constant_ints(n.axes, "the axes of Slice"))
+        return tuple(range(len(required_ints(n.starts, "the starts of Slice"))))
+    return tuple(checked_axis(a, rank, "an axis of Slice") for a in constant_ints(n.axes, "the axes of Slice"))
 
 
 def _steps(n: NodeView, count: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ def _steps(n: NodeView, count: int) -> tuple[int, ...]:
 def _bounds(n: NodeView, rank: int) -> list[tuple[int, Size, Size, int]]:
     """(axis, start, end, step) of each sliced axis."""
     axes = _axes(n, rank)
-    starts, ends = needed_sizes(n.starts, "the starts of Slice"), needed_sizes(n.ends, "the ends of Slice")
+    starts, ends = required_ints(n.starts, "the starts of Slice"), required_ints(n.ends, "the ends of Slice")
     return list(zip(axes, starts, ends, _steps(n, len(axes)), strict=True))
 
 
@@ -124,9 +125,9 @@ def _slice_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value
 
 def _slice_axes(n: NodeView) -> str:
     cut = {bound[0] for bound in _bounds(n, rank_of(n.x))}
-    words = names("a", rank_of(n.x))
+    words = axis_names("a", rank_of(n.x))
     inputs = [words, *[None] * (len(n.node.inputs) - 1)]
-    return axis_map(inputs, [f"y{i}" if i in cut else word for i, word in enumerate(words)])
+    return format_axis_map(inputs, [f"y{i}" if i in cut else word for i, word in enumerate(words)])
 
 
 def _slice_on_host(n: NodeView, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
@@ -142,14 +143,14 @@ def sliced(op: Builder, x: ir.Value, axis: int, start: Size, end: Size, step: in
 
 
 def _how(op: Builder, axis: int, start: Size, end: Size, step: int) -> tuple[ir.Value, ...]:
-    return op.sizes([start]), op.sizes([end]), vector(op, [axis]), vector(op, [step])
+    return op.sizes([start]), op.sizes([end]), int64_vector(op, [axis]), int64_vector(op, [step])
 
 
 def _capture_slice(
     op: Builder, x: ir.Value, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Any = 1
 ) -> ir.Value:
     """PyTorch's guards decide how long the result is, so its own sizes are taken."""
-    axis = in_rank(dim, rank_of(x), "the axis of a slice")
+    axis = checked_axis(dim, rank_of(x), "the axis of a slice")
     _known_step(step)
     if op.out[0].shape == sizes.dims_of(x) and step == 1:
         return x  # as long as x: all of it
@@ -158,7 +159,7 @@ def _capture_slice(
 
 
 def _capture_narrow(op: Builder, x: ir.Value, dim: int, start: Size, length: Size) -> ir.Value:
-    axis = in_rank(dim, rank_of(x), "the axis of narrow")
+    axis = checked_axis(dim, rank_of(x), "the axis of narrow")
     total = sizes.dims_of(x)[axis]
     first = sizes.add(total, start) if _from_the_end(start) else start
     how = _how(op, axis, first, sizes.add(first, length), 1)
@@ -167,7 +168,7 @@ def _capture_narrow(op: Builder, x: ir.Value, dim: int, start: Size, length: Siz
 
 def _capture_select(op: Builder, x: ir.Value, dim: int, index: Size) -> ir.Value:
     """Slice and Squeeze: both are views, and a slice can move through other ops without changing the rank."""
-    axis = in_rank(dim, rank_of(x), "the axis of select")
+    axis = checked_axis(dim, rank_of(x), "the axis of select")
     shape = sizes.dims_of(x)
     row = TensorType(dtype_of(x), (*shape[:axis], 1, *shape[axis + 1 :]))  # where there is none, PyTorch raises
     how = _how(op, axis, *_one_row(x, axis, index), 1)
@@ -182,7 +183,7 @@ def _one_row(x: ir.Value, axis: int, index: Size) -> tuple[Size, Size]:
     return index, _LAST if index == -1 else sizes.add(index, 1)
 
 
-SLICE = movement(
+SLICE = define_movement(
     "Slice",
     ("x", "starts", "ends", "axes?", "steps?"),
     _sliced_type,
@@ -264,7 +265,7 @@ def _written_body(op: Builder, n: NodeView, base: ir.Value, updates: ir.Value) -
         for axis, start, end, step in bounds[: depth - 1]:
             inner = sliced(op, inner, axis, start, end, step)
         axis, start, end, step = bounds[depth - 1]
-        rows = sliced(op, counting(op, sizes.dims_of(base)[axis]), 0, start, end, step)
+        rows = sliced(op, arange(op, sizes.dims_of(base)[axis]), 0, start, end, step)
         updates = scatter_rows(op, inner, rows, updates, axis)
     return updates
 
@@ -278,7 +279,7 @@ def _written_axes(n: NodeView, rank: int, inputs: list[bool]) -> str:
     whole = [f"[y{i}]" if i in cut else f"a{i}" for i in range(rank)]
     part = [f"[u{i}]" if i in cut else f"a{i}" for i in range(rank)]
     others = [None] * (len(n.node.inputs) - len(inputs))
-    return axis_map([*(whole if is_whole else part for is_whole in inputs), *others], whole)
+    return format_axis_map([*(whole if is_whole else part for is_whole in inputs), *others], whole)
 
 
 def _plain(n: NodeView, rank: int) -> tuple[list[int], list[int]]:
@@ -291,10 +292,10 @@ def _lower_slice_grad(n: NodeView, dy: Any, shape: Any, starts: Any, ends: Any, 
     return Call(_slice_grad, dy, shape, places, starts, ends, by)
 
 
-SLICE_GRAD = movement(
+SLICE_GRAD = define_movement(
     "SliceGrad",
     ("dy", "shape", "starts", "ends", "axes?", "steps?"),
-    lambda n: (TensorType(dtype_of(n.dy), needed_sizes(n.shape, "the shape that SliceGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that SliceGrad gives")),),
     _lower_slice_grad,
     None,
     takes_ints=frozenset({1, 2, 3, 4, 5}),
@@ -331,7 +332,7 @@ def _capture_slice_scatter(
     end: Size | None = None,
     step: Any = 1,
 ) -> ir.Value:
-    axis = in_rank(dim, rank_of(x), "the axis of slice_scatter")
+    axis = checked_axis(dim, rank_of(x), "the axis of slice_scatter")
     _known_step(step)
     src = cast(op, src, dtype_of(x))
     if sizes.dims_of(src) == sizes.dims_of(x) and step == 1:
@@ -342,7 +343,7 @@ def _capture_slice_scatter(
 
 
 def _capture_select_scatter(op: Builder, x: ir.Value, src: ir.Value, dim: int, index: Size) -> ir.Value:
-    axis = in_rank(dim, rank_of(x), "the axis of select_scatter")
+    axis = checked_axis(dim, rank_of(x), "the axis of select_scatter")
     row = unsqueezed(op, cast(op, src, dtype_of(x)), axis)
     result: ir.Value = op.own.SliceScatter(x, row, *_how(op, axis, *_one_row(x, axis, index), 1))
     return result
@@ -353,7 +354,7 @@ def _known_step(step: Any) -> None:
         raise GraphError("the step of a slice must be a number", got=str(step))
 
 
-SLICE_SCATTER = movement(
+SLICE_SCATTER = define_movement(
     "SliceScatter",
     ("x", "updates", "starts", "ends", "axes?", "steps?"),
     lambda n: (TensorType(dtype_of(n.x), sizes.dims_of(n.x)),),
@@ -376,26 +377,26 @@ SLICE_SCATTER = movement(
 
 def _flip_body(op: Builder, n: NodeView) -> ir.Value:
     count = len(n.along)
-    start, end, step = (vector(op, [bound] * count) for bound in _BACKWARDS)
-    result: ir.Value = op.Slice(n.x, start, end, vector(op, n.along), step)
+    start, end, step = (int64_vector(op, [bound] * count) for bound in _BACKWARDS)
+    result: ir.Value = op.Slice(n.x, start, end, int64_vector(op, n.along), step)
     return result
 
 
 def _flip_axes(n: NodeView) -> str:
-    words = names("a", rank_of(n.x))
-    return axis_map([words], [f"y{i}" if i in n.along else word for i, word in enumerate(words)])
+    words = axis_names("a", rank_of(n.x))
+    return format_axis_map([words], [f"y{i}" if i in n.along else word for i, word in enumerate(words)])
 
 
 def flipped(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
     """Turns x around along its axes; gives x itself where there are none."""
-    along = [in_rank(a, rank_of(x), "an axis of flip") for a in axes]
+    along = [checked_axis(a, rank_of(x), "an axis of flip") for a in axes]
     result: ir.Value = op.own.Flip(x, along=along) if along else x
     return result
 
 
 def _capture_rot90(op: Builder, x: ir.Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> ir.Value:
     """Quarter turns from the first axis towards the second."""
-    first, second = (in_rank(d, rank_of(x), "an axis of rot90") for d in dims)
+    first, second = (checked_axis(d, rank_of(x), "an axis of rot90") for d in dims)
     if k % 4 == 2:
         return flipped(op, x, first, second)
     if k % 4 == 1:
@@ -403,7 +404,7 @@ def _capture_rot90(op: Builder, x: ir.Value, k: int = 1, dims: Sequence[int] = (
     return flipped(op, swapped(op, x, first, second), second) if k % 4 else x
 
 
-FLIP = movement(
+FLIP = define_movement(
     "Flip",
     ("x",),
     same_as("x"),

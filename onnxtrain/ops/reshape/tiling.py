@@ -13,19 +13,20 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of
+from onnxtrain.ops.body_parts import int64_vector
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Method, NodeView
 from onnxtrain.ops.reshape.dims import unsqueezed
-from onnxtrain.ops.reshape.movement import axis_map, in_rank, movement, names, vector
+from onnxtrain.ops.reshape.movement import axis_names, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import repeated_rows, rolled
-from onnxtrain.ops.symbolic_ints import needed_sizes
+from onnxtrain.ops.symbolic_ints import required_ints
 
 # Tile(x, repeats): x laid out repeats[i] times along axis i.
 
 
 def _repeats(n: NodeView) -> tuple[Size, ...]:
-    repeats = needed_sizes(n.repeats, "the repeats of Tile")
+    repeats = required_ints(n.repeats, "the repeats of Tile")
     if len(repeats) != rank_of(n.x):
         raise GraphError("Tile repeats each axis", expected=f"{rank_of(n.x)} numbers", got=str(repeats))
     return repeats
@@ -46,13 +47,13 @@ def _tile_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, No
         parts.append(size)
     if not summed:
         return dy, None
-    return op.ReduceSum(reshaped(op, dy, parts), vector(op, summed), keepdims=0), None
+    return op.ReduceSum(reshaped(op, dy, parts), int64_vector(op, summed), keepdims=0), None
 
 
 def _tile_axes(n: NodeView) -> str:
-    left = names("a", rank_of(n.x))
+    left = axis_names("a", rank_of(n.x))
     right = [word if repeat == 1 else f"y{i}" for i, (word, repeat) in enumerate(zip(left, _repeats(n), strict=True))]
-    return axis_map([left, None], right)
+    return format_axis_map([left, None], right)
 
 
 def _capture_repeat(op: Builder, x: ir.Value, repeats: Sequence[Size]) -> ir.Value:
@@ -69,11 +70,11 @@ def _capture_repeat_interleave(
 ) -> ir.Value:
     if dim is None:
         x = reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)),))
-    axis = in_rank(dim or 0, rank_of(x), "the axis of repeat_interleave")
+    axis = checked_axis(dim or 0, rank_of(x), "the axis of repeat_interleave")
     return reshaped(op, repeated_rows(op, x, axis, repeats), op.out[0].shape)
 
 
-TILE = movement(
+TILE = define_movement(
     "Tile",
     ("x", "repeats"),
     _tiled_type,
@@ -103,8 +104,8 @@ def _roll_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _roll_axes(n: NodeView) -> str:
     turned = {normalize_axis(axis, rank_of(n.x)) for axis in n.along}
-    words = names("a", rank_of(n.x))
-    return axis_map([words], [f"y{i}" if i in turned else word for i, word in enumerate(words)])
+    words = axis_names("a", rank_of(n.x))
+    return format_axis_map([words], [f"y{i}" if i in turned else word for i, word in enumerate(words)])
 
 
 def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Any:
@@ -119,7 +120,7 @@ def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequen
     return x
 
 
-ROLL = movement(
+ROLL = define_movement(
     "Roll",
     ("x",),
     same_as("x"),

@@ -19,9 +19,8 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.composite import composite
+from onnxtrain.ops.constructors import define_by_body, define_fused
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
-from onnxtrain.ops.fused import fused
 from onnxtrain.ops.random.dropout import dropout_backward_of_any_ratio, dropout_of_any_ratio
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.torch_compat import aten_kernels
@@ -71,7 +70,7 @@ def bias_softmax(x: Tensor, bias: Tensor, axis: int) -> Tensor:
     return torch.softmax(shifted.flatten(axis), axis).view(shifted.shape)
 
 
-composite(
+define_by_body(
     "BiasSoftmax",
     ("x", "bias"),
     _bias_softmax_body,
@@ -104,7 +103,7 @@ def bias_softmax_dropout(x: Tensor, bias: Tensor, axis: int, ratio: Any) -> tupl
     return *dropout_of_any_ratio(probabilities, ratio, True), probabilities
 
 
-composite(
+define_by_body(
     "BiasSoftmaxDropout",
     ("x", "bias", "ratio?"),
     _dropped_body,
@@ -140,7 +139,7 @@ def _dropout_grad_axes(n: NodeView) -> str:
     return f"{words}, {words}, {words}{', -' * (len(n.node.inputs) - 3)} -> {words}"
 
 
-fused(
+define_fused(
     MICROSOFT,
     "SoftmaxDropoutGrad",
     ("dy", "mask", "probabilities", "ratio?"),
@@ -163,7 +162,7 @@ def softmax_backward(dy: Tensor, y: Tensor, axis: int, kernel: Callable[..., Ten
 
 
 def _old_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
-    fused(
+    define_fused(
         MICROSOFT,
         name,
         ("dy", "y"),

@@ -19,7 +19,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
-from onnxtrain.ops.constructors import FUSIBLE, TORCH_DTYPES, always, cast, same_as
+from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import FUSIBLE, always, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -32,6 +33,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 
