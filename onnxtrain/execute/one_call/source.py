@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
-from onnxtrain.execute.one_call.operators import writer_of
+from onnxtrain.execute.one_call.operators import emitter_of
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 
@@ -91,11 +91,11 @@ class _Function:
         self._work += count
 
     def node(self, node: ir.Node) -> None:
-        write_node = writer_of(node)
+        emit = emitter_of(node)
         inputs = [self._array(value) for value in node.inputs if value is not None]
         if any(0 in array.shape for array in inputs):
             raise UnsupportedError("an empty tensor")
-        results = write_node(self, node, inputs)
+        results = emit(self, node, inputs)
         self._arrays.update(zip(node.outputs, results, strict=True))
         if self._scratch > LARGEST or self._work > _MOST_WORK:
             raise UnsupportedError("too much work for one core")
