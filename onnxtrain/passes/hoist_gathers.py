@@ -27,10 +27,10 @@ from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.index.advanced_indexing import INDEX
 from onnxtrain.ops.index.gather import GATHER
-from onnxtrain.ops.index.nd import GATHER_ND
-from onnxtrain.ops.index.subscript import INDEX
-from onnxtrain.ops.index.tokens import SHRUNKEN_GATHER
+from onnxtrain.ops.index.gather_nd import GATHER_ND
+from onnxtrain.ops.index.unpadding import SHRUNKEN_GATHER
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.reshape.dims import inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import permutation_to_front
@@ -128,9 +128,9 @@ def _selected_tokens(n: NodeView) -> _SelectedTokens | None:
     ):
         return None
     if n.definition is INDEX:
-        is_token = n.at == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
+        is_token = n.axes == (0, 1) and all(rank_of(v) == 1 for v in n.indices)
     else:
-        is_token = rank_of(n.places) == 2 and sizes.dims_of(n.places)[1] == 2 - n.batch_dims
+        is_token = rank_of(n.indices) == 2 and sizes.dims_of(n.indices)[1] == 2 - n.batch_dims
     reads = [v for v in n.node.inputs[1:] if v is not None]
     return _SelectedTokens(n.node, sizes.dims_of(x)[:2], sizes.dims_of(y)[0], reads) if is_token else None
 

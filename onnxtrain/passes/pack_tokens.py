@@ -34,9 +34,9 @@ from onnxtrain.ops.attention.flash import FLASH_ATTENTION
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import MUL
 from onnxtrain.ops.elementwise.selection import WHERE
+from onnxtrain.ops.index.advanced_indexing import INDEX
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
-from onnxtrain.ops.index.subscript import INDEX
-from onnxtrain.ops.index.tokens import FLATTEN_AND_UNPAD
+from onnxtrain.ops.index.unpadding import FLATTEN_AND_UNPAD
 from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, permutation_to_front
 from onnxtrain.ops.reshape.shape import reshaped
@@ -376,7 +376,11 @@ def _selecting_reader(n: NodeView, axes: Axes) -> Reader | None:
     if n.definition is SLICE:
         return _slicing_reader(n, axes)
     values = (n.rows,) if n.definition is FLATTEN_AND_UNPAD else tuple(n.indices)
-    if axes != _TOKEN_AXES or (n.definition is INDEX and n.at != (0, 1)) or not all(map(depends_on_data_only, values)):
+    if (
+        axes != _TOKEN_AXES
+        or (n.definition is INDEX and n.axes != (0, 1))
+        or not all(map(depends_on_data_only, values))
+    ):
         return None
     return Reader(n.node, 0, "rows" if n.definition is FLATTEN_AND_UNPAD else "positions", rank_of(n.x), axes, values)
 

@@ -27,7 +27,7 @@ from onnxtrain.graph.values import TensorType, constant_of, dtype_of, rank_of, s
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import NodeView
-from onnxtrain.ops.index.subscript import true_places
+from onnxtrain.ops.index.advanced_indexing import nonzero_indices
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.join import concatenated
@@ -179,7 +179,7 @@ def _skip(op: Builder, n: NodeView, changes: Changes) -> None:
         return
     with nodes_before(op, loss):
         kept = op.Not(op.Equal(labels, n.ignore_index))
-        (rows,) = true_places(op, reshaped(op, kept, (sizes.multiply(*sizes.dims_of(labels)),)), None)
+        (rows,) = nonzero_indices(op, reshaped(op, kept, (sizes.multiply(*sizes.dims_of(labels)),)), None)
     selection = TokenRows(rows)
     compute_selected(op, region, selection)
     for node, index in uses:

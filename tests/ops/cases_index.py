@@ -368,15 +368,15 @@ CASES = [
     ),
     # Subscripts
     OpCase(
-        OWN, "Index", (Spec("6 5 h"), places("b 1", 6, low=-6), places("s", 5)), lambda x, i, j: x[i, j], {"at": [0, 1]}
+        OWN, "Index", (Spec("6 5 h"), places("b 1", 6, low=-6), places("s", 5)), lambda x, i, j: x[i, j], {"axes": [0, 1]}
     ),
-    OpCase(OWN, "Index", (Spec("b 6 s"), places("s t", 6, low=-6)), lambda x, i: x[:, i], {"at": [1]}, label="one"),
+    OpCase(OWN, "Index", (Spec("b 6 s"), places("s t", 6, low=-6)), lambda x, i: x[:, i], {"axes": [1]}, label="one"),
     OpCase(
         OWN,
         "Index",
         (Spec("5 b 6"), places("s", 5), places("s", 6)),
         lambda x, i, j: x[i, :, j],
-        {"at": [0, 2]},
+        {"axes": [0, 2]},
         label="apart",
     ),
     OpCase(
@@ -384,7 +384,7 @@ CASES = [
         "Index",
         (Spec("b 5 6 h"), places("s t", 5), places("", 6)),
         lambda x, i, j: x[:, i, j.expand(i.shape)],
-        {"at": [1, 2]},
+        {"axes": [1, 2]},
         label="scalar",
     ),
     OpCase(
@@ -392,14 +392,14 @@ CASES = [
         "IndexGrad",
         (SizesOf("6 5 h"), Spec("b s h"), places("b 1", 6, low=-6), places("s", 5)),
         lambda shape, dy, i, j: torch.zeros(shape, dtype=dy.dtype).index_put((i, j), dy, True),
-        {"at": [0, 1]},
+        {"axes": [0, 1]},
     ),
     OpCase(
         OWN,
         "IndexGrad",
         (SizesOf("b 6 h"), Spec("b s t h"), places("s t", 6)),
         lambda shape, dy, i: torch.zeros(shape, dtype=dy.dtype).index_add(1, i.reshape(-1), dy.flatten(1, 2)),
-        {"at": [1]},
+        {"axes": [1]},
         label="middle",
     ),
     OpCase(
@@ -407,14 +407,14 @@ CASES = [
         "IndexPut",
         (Spec("6 5 h"), Spec("2 h"), Spec("2", INT, value=[3, -6]), Spec("2", INT, value=[0, 4])),
         index_put(False),
-        {"at": [0, 1]},
+        {"axes": [0, 1]},
     ),
     OpCase(
         OWN,
         "IndexPut",
         (Spec("6 5 h"), Spec("s h"), places("b 1", 6, low=-6), places("s", 5)),
         index_put(True),
-        {"at": [0, 1], "accumulate": 1},
+        {"axes": [0, 1], "accumulate": 1},
         label="add",
     ),
     OpCase(
@@ -422,7 +422,7 @@ CASES = [
         "IndexPut",
         (Spec("5 b 6"), Spec("s b"), places("s", 5), places("s", 6)),
         lambda x, v, i, j: torch.ops.aten.index_put(x, [i, None, j], v, True),
-        {"at": [0, 2], "accumulate": 1},
+        {"axes": [0, 2], "accumulate": 1},
         label="apart",
     ),
     OpCase(
@@ -430,7 +430,7 @@ CASES = [
         "IndexPut",
         (Spec("b 6"), Spec(""), distinct("4", 6)),
         lambda x, v, i: torch.ops.aten.index_put(x, [None, i], v),
-        {"at": [1]},
+        {"axes": [1]},
         label="one-number",
     ),
     OpCase("", "NonZero", (Spec("b s", low=0, high=2, dtype="int64"),), lambda x: x.nonzero().t()),

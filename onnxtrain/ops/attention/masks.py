@@ -12,7 +12,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import constant_of, dtype_of
 from onnxtrain.ops.elementwise.arithmetic import number_of
-from onnxtrain.ops.index.fill import filled
+from onnxtrain.ops.index.creation import filled
 
 
 def causal_mask(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> ir.Value:

@@ -1,1 +1,1 @@
-"""Ops that make tensors from numbers, and that read and write elements at places that other tensors name."""
+"""Ops that create tensors, and ops that gather and scatter elements by index tensors."""

@@ -1,6 +1,6 @@
 """The cross product of vectors of three elements along an axis (torch.linalg.cross).
 
-Cross(a, b) -> y          y[i] = a[i + 1] b[i + 2] - a[i + 2] b[i + 1], the three places taken around
+Cross(a, b) -> y          y[i] = a[i + 1] b[i + 2] - a[i + 2] b[i + 1], with indices modulo 3
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _capture(op: Builder, a: ir.Value, b: ir.Value, *, dim: int = -1) -> Any:
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
-    def around(x: ir.Value, steps: int) -> ir.Value:
-        places = op.constant([(i + steps) % 3 for i in range(3)], ir.DataType.INT64)
-        result: ir.Value = op.Gather(x, places, axis=n.axis)
+    def rolled(x: ir.Value, steps: int) -> ir.Value:
+        indices = op.constant([(i + steps) % 3 for i in range(3)], ir.DataType.INT64)
+        result: ir.Value = op.Gather(x, indices, axis=n.axis)
         return result
 
-    result: ir.Value = op.Sub(op.Mul(around(n.a, 1), around(n.b, 2)), op.Mul(around(n.a, 2), around(n.b, 1)))
+    result: ir.Value = op.Sub(op.Mul(rolled(n.a, 1), rolled(n.b, 2)), op.Mul(rolled(n.a, 2), rolled(n.b, 1)))
     return result
 
 

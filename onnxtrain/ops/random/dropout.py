@@ -42,7 +42,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.ops.index.fill import filled
+from onnxtrain.ops.index.creation import filled
 from onnxtrain.ops.random.keyed_bits import DRAWS as DRAWS
 from onnxtrain.ops.random.keyed_bits import draw_key, kept
 from onnxtrain.ops.registry import define

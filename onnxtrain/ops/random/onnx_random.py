@@ -38,7 +38,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.copies import overwritten
-from onnxtrain.ops.index.fill import filled
+from onnxtrain.ops.index.creation import filled
 from onnxtrain.ops.registry import define
 
 _BOOL = ir.DataType.BOOL

@@ -1,9 +1,9 @@
-"""IndexAdd and IndexCopy: whole rows added to a tensor or written into it, at a vector of row numbers along one axis.
+"""IndexAdd and IndexCopy: add rows to a tensor or write them into it, at a vector of indices along one axis.
 
     IndexAdd(x, rows[n], source[.., n, ..]) -> y        y = x, then y[.., rows[i], ..] += source[.., i, ..]
     IndexCopy(x, rows[n], source[.., n, ..]) -> y       y = x, then y[.., rows[i], ..] = source[.., i, ..]
 
-Row numbers are in [0, size): PyTorch's own kernels raise on others. aten.index_fill is IndexCopy of one number.
+Indices are in [0, size): PyTorch's kernels raise for others. aten.index_fill is an IndexCopy of one value.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Gradients = tuple[ir.Value | None, None, ir.Value | None]
 
 def _axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    left = [f"[x{i}]" if i == axis else word for i, word in enumerate(axis_names("a", rank_of(n.x)))]
-    source = ["[r]" if i == axis else word for i, word in enumerate(left)]
+    left = [f"[x{i}]" if i == axis else name for i, name in enumerate(axis_names("a", rank_of(n.x)))]
+    source = ["[r]" if i == axis else name for i, name in enumerate(left)]
     return format_axis_map([left, ["[r]"], source], left)
 
 
@@ -51,7 +51,7 @@ def _define(
         same_as("x"),
         (
             Kernel(lower=lower, applies=lambda n, device: device == "cpu"),
-            Kernel(lower=lower, deterministic=False),  # on a GPU rows that are named twice are written in any order
+            Kernel(lower=lower, deterministic=False),  # on a GPU repeated indices are written in any order
         ),
         gradient,
         reads=("rows",),
@@ -64,20 +64,20 @@ def _define(
     )
 
 
-def _added_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Gradients:
+def _add_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Gradients:
     return dy, None, op.Gather(dy, n.rows, axis=axis_of(n, n.x)) if n.wants("source") else None
 
 
-def _copied_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Gradients:
+def _copy_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Gradients:
     dx = None
     if n.wants("x"):
-        nothing = op.Expand(op.scalar(0, like=dy), op.shape_of(n.source))
-        dx = op.own.IndexCopy(dy, n.rows, nothing, axis=axis_of(n, n.x))
+        zeros = op.Expand(op.scalar(0, like=dy), op.shape_of(n.source))
+        dx = op.own.IndexCopy(dy, n.rows, zeros, axis=axis_of(n, n.x))
     return dx, None, op.Gather(dy, n.rows, axis=axis_of(n, n.x)) if n.wants("source") else None
 
 
-def _put(op: Builder, name: str, x: ir.Value, dim: int, index: ir.Value, source: ir.Value) -> ir.Value:
-    """A 0-dimensional x or index is a vector of one element to PyTorch."""
+def _build(op: Builder, name: str, x: ir.Value, dim: int, index: ir.Value, source: ir.Value) -> ir.Value:
+    """Build the op `name`; 0-dimensional tensors become vectors of one element, as PyTorch treats them."""
     shape = sizes.dims_of(x)
     if not shape:
         x, source = reshaped(op, x, (1,)), reshaped(op, source, (1,))
@@ -92,31 +92,31 @@ def _put(op: Builder, name: str, x: ir.Value, dim: int, index: ir.Value, source:
 def _capture_add(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, *, alpha: Any = 1) -> ir.Value:
     if alpha != 1:
         source = op.Mul(source, as_value(op, alpha, dtype_of(source)))
-    return _put(op, "IndexAdd", x, dim, index, source)
+    return _build(op, "IndexAdd", x, dim, index, source)
 
 
 def _capture_copy(op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value) -> ir.Value:
-    return _put(op, "IndexCopy", x, dim, index, cast(op, source, dtype_of(x)))
+    return _build(op, "IndexCopy", x, dim, index, cast(op, source, dtype_of(x)))
 
 
-def _capture_fill(op: Builder, x: ir.Value, dim: int, index: ir.Value, number: Any) -> ir.Value:
+def _capture_fill(op: Builder, x: ir.Value, dim: int, index: ir.Value, value: Any) -> ir.Value:
     shape, rows = sizes.dims_of(x) or (1,), sizes.dims_of(index) or (1,)
     axis = checked_axis(dim, len(shape), "the axis of index_fill")
-    written: Sizes = (*shape[:axis], *rows, *shape[axis + 1 :])
-    if isinstance(number, ir.Value):  # its gradient is that of each place once, however often the row is named
-        truth = ir.DataType.BOOL
-        nowhere = expanded(op, op.scalar(False, truth), sizes.dims_of(x))
-        places = _put(op, "IndexCopy", nowhere, dim, index, expanded(op, op.scalar(True, truth), written))
-        chosen: ir.Value = op.Where(places, cast(op, number, dtype_of(x)), x)
-        return chosen
-    return _put(op, "IndexCopy", x, dim, index, expanded(op, as_value(op, number, dtype_of(x)), written))
+    source_shape: Sizes = (*shape[:axis], *rows, *shape[axis + 1 :])
+    if isinstance(value, ir.Value):  # its gradient counts each element once, even if an index is repeated
+        false, true = (op.scalar(boolean, ir.DataType.BOOL) for boolean in (False, True))
+        mask = expanded(op, false, sizes.dims_of(x))
+        mask = _build(op, "IndexCopy", mask, dim, index, expanded(op, true, source_shape))
+        result: ir.Value = op.Where(mask, cast(op, value, dtype_of(x)), x)
+        return result
+    return _build(op, "IndexCopy", x, dim, index, expanded(op, as_value(op, value, dtype_of(x)), source_shape))
 
 
-INDEX_ADD = _define("IndexAdd", torch.index_add, _added_gradient, True, {"aten.index_add.default": _capture_add})
+INDEX_ADD = _define("IndexAdd", torch.index_add, _add_gradient, True, {"aten.index_add.default": _capture_add})
 INDEX_COPY = _define(
     "IndexCopy",
     torch.index_copy,
-    _copied_gradient,
+    _copy_gradient,
     False,
     {
         "aten.index_copy.default": _capture_copy,

@@ -1,7 +1,7 @@
-"""MaskedScatter: elements of a source written, in order, where a mask is true; and its gradient.
+"""MaskedScatter: write the elements of a source in order where a mask is true; and its gradient.
 
-MaskedScatter(x, mask, source) -> y         y = x, but the k-th true place of mask has the k-th element of source
-MaskedScatterGrad(dy, mask, shape) -> ds    the elements of dy at the true places, then zeros, under `shape`
+MaskedScatter(x, mask, source) -> y         x, with the k-th element of source at the k-th true element of mask
+MaskedScatterGrad(dy, mask, shape) -> ds    the elements of dy where mask is true, then zeros, in `shape`
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ def _flat(op: Builder, value: ir.Value) -> ir.Value:
     return reshaped(op, value, (sizes.multiply(1, *sizes.dims_of(value)),))
 
 
-def _ranks(op: Builder, mask: ir.Value) -> ir.Value:
-    """For each place of the flat mask, how many true places are before it."""
+def _true_counts(op: Builder, mask: ir.Value) -> ir.Value:
+    """Return for each element of a flat mask the number of true elements before it."""
     ones = op.Cast(mask, to=ir.DataType.INT64)
     result: ir.Value = op.CumSum(ones, op.constant(0, ir.DataType.INT64), exclusive=1)
     return result
 
 
 def _scatter_body(op: Builder, n: NodeView) -> ir.Value:
-    """The source, with one element more so that none is missing, gathered by rank; then chosen by the mask."""
+    """Gather the source by the count of true elements, and select by the mask.
+
+    The source is padded by one element, because Gather reads index 0 where the mask is false, even of an empty source.
+    """
     mask = _flat(op, n.mask)
     source = op.Concat(_flat(op, n.source), op.constant([0], dtype_of(n.x)), axis=0)
-    ranks = op.Where(mask, _ranks(op, mask), op.scalar(0, ir.DataType.INT64))
-    written = reshaped(op, op.Gather(source, ranks, axis=0), sizes.dims_of(n.x))
+    indices = op.Where(mask, _true_counts(op, mask), op.scalar(0, ir.DataType.INT64))
+    written = reshaped(op, op.Gather(source, indices, axis=0), sizes.dims_of(n.x))
     result: ir.Value = op.Where(n.mask, written, n.x)
     return result
 
@@ -72,16 +75,19 @@ MASKED_SCATTER = define_movement(
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """Each element of dy added at its rank; those that the mask drops at a place beyond the end, which is cut off."""
+    """Scatter each element of dy to its index in the source.
+
+    Elements where the mask is false go to one additional element at the end, which is sliced off.
+    """
     mask = _flat(op, n.mask)
     count = sizes.multiply(1, *sizes.dims_of(n.ds))
-    beyond = op.size(count)
-    ranks = op.Unsqueeze(op.Where(mask, _ranks(op, mask), beyond), op.constant([1], ir.DataType.INT64))
-    longer = zeros(op, (sizes.add(count, 1),), dtype_of(n.dy))
-    kept = op.Where(mask, _flat(op, n.dy), op.scalar(0, like=n.dy))
-    added = op.ScatterND(longer, ranks, kept, reduction="add")
-    first = (op.constant([0], ir.DataType.INT64), op.sizes([count]))
-    return reshaped(op, op.Slice(added, *first), sizes.dims_of(n.ds))
+    past_end = op.size(count)
+    indices = op.Unsqueeze(op.Where(mask, _true_counts(op, mask), past_end), op.constant([1], ir.DataType.INT64))
+    padded = zeros(op, (sizes.add(count, 1),), dtype_of(n.dy))
+    updates = op.Where(mask, _flat(op, n.dy), op.scalar(0, like=n.dy))
+    padded = op.ScatterND(padded, indices, updates, reduction="add")
+    bounds = (op.constant([0], ir.DataType.INT64), op.sizes([count]))
+    return reshaped(op, op.Slice(padded, *bounds), sizes.dims_of(n.ds))
 
 
 def _lower_grad(n: NodeView, dy: Any, mask: Any, shape: Any) -> Call:
@@ -91,7 +97,7 @@ def _lower_grad(n: NodeView, dy: Any, mask: Any, shape: Any) -> Call:
 MASKED_SCATTER_GRAD = define_movement(
     "MaskedScatterGrad",
     ("dy", "mask", "shape"),
-    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that MaskedScatterGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape of MaskedScatterGrad")),),
     _lower_grad,
     None,
     takes_ints=frozenset({2}),

@@ -1,4 +1,4 @@
-"""ConstantOfShape and Range: tensors made from numbers; and what else PyTorch makes from numbers."""
+"""Creation ops: ConstantOfShape and Range, which PyTorch's full, arange, eye and others become."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from onnxtrain.ops.reshape.dims import expanded, unsqueezed
 from onnxtrain.ops.reshape.movement import define_movement
 from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 
-# ConstantOfShape(shape, value): a tensor filled with one number (default: float32 0).
+# ConstantOfShape(shape, value): a tensor whose elements are all `value` (default: float32 0)
 
 
-def filled(op: Builder, wanted: Sequence[Size], number: complex, dtype: ir.DataType) -> ir.Value:
-    """A tensor of these sizes filled with a number."""
-    value = ir.tensor(np.array([number]).astype(dtype.numpy()), dtype=dtype)
-    result: ir.Value = op.ConstantOfShape(op.sizes(wanted), value=value)
+def filled(op: Builder, shape: Sequence[Size], value: complex, dtype: ir.DataType) -> ir.Value:
+    """Return a tensor of this shape filled with a value."""
+    tensor = ir.tensor(np.array([value]).astype(dtype.numpy()), dtype=dtype)
+    result: ir.Value = op.ConstantOfShape(op.sizes(shape), value=tensor)
     return result
 
 
 def zeros_like(op: Builder, value: ir.Value) -> ir.Value:
-    """Zeros of a value's type; its elements are not read."""
+    """Return zeros of a value's type; its elements are not read."""
     return filled(op, sizes.dims_of(value), 0, dtype_of(value))
 
 
@@ -46,12 +46,12 @@ def _lower_fill(n: NodeView, shape: Any) -> Call:
     return Call(torch.full, shape, number, dtype=TORCH_DTYPES[_fill_dtype(n)], device=DEVICE)
 
 
-def _capture_full(op: Builder, shape: Any, number: Any, **options: Any) -> ir.Value:
-    """`full`, `full_like`, `new_full`: the sizes are those of the output."""
-    dtype, wanted = op.out[0]
-    if isinstance(number, (str, ir.Value)):  # a symbolic size, or a 0-dimensional tensor
-        return expanded(op, as_value(op, number, dtype), wanted)
-    return filled(op, wanted, number, dtype)
+def _capture_full(op: Builder, shape: Any, value: Any, **options: Any) -> ir.Value:
+    """Capture `full`, `full_like` and `new_full`, with the type and shape of PyTorch's output."""
+    dtype, out_shape = op.out[0]
+    if isinstance(value, (str, ir.Value)):  # a symbolic size, or a 0-dimensional tensor
+        return expanded(op, as_value(op, value, dtype), out_shape)
+    return filled(op, out_shape, value, dtype)
 
 
 def _capture_new_full(op: Builder, x: ir.Value, shape: Any, number: Any, **options: Any) -> ir.Value:
@@ -59,12 +59,12 @@ def _capture_new_full(op: Builder, x: ir.Value, shape: Any, number: Any, **optio
 
 
 def _capture_fill(op: Builder, x: ir.Value, number: Any = 0) -> ir.Value:
-    """`x.fill_(number)` and `x.zero_()`, functionalized."""
+    """Capture `x.fill_(number)` and `x.zero_()`, functionalized."""
     return overwritten(op, x, _capture_full(op, None, number))
 
 
 def _capture_filled(number: int) -> Any:
-    """`zeros`, `ones` and their like. What PyTorch leaves uninitialized is zeros."""
+    """Capture `zeros`, `ones` and their variants; uninitialized tensors are captured as zeros."""
 
     def capture(op: Builder, *arguments: Any, **options: Any) -> ir.Value:
         return filled(op, op.out[0].shape, number, op.out[0].dtype)
@@ -107,22 +107,29 @@ CONSTANT_OF_SHAPE = define_movement(
 )
 
 
-# Range(start, limit, delta): start, start + delta, … before limit.
+# Range(start, limit, delta): start, start + delta, …, excluding limit
 
 
-def counted(op: Builder, start: Size, limit: Size, delta: Size = 1) -> ir.Value:
-    """The integers from `start` to before `limit` as an int64 vector."""
+def integer_range(op: Builder, start: Size, limit: Size, delta: Size = 1) -> ir.Value:
+    """Return the integers from `start`, in steps of `delta`, excluding `limit`, as an int64 vector."""
     result: ir.Value = op.Range(op.size(start), op.size(limit), op.size(delta))
     return result
 
 
 def _range_type(n: NodeView) -> Sequence[TensorType]:
     if is_float(dtype_of(n.start)):
-        raise GraphError("Range counts integers", got=dtype_of(n.start).name, todo="scale and cast the integers")
-    use = "what Range counts from, to and by"
-    (start,), (limit,), (delta,) = (required_ints(v, use) for v in (n.start, n.limit, n.delta))
+        raise GraphError(
+            "Range supports only integers",
+            expected="an integer type",
+            got=dtype_of(n.start).name,
+            todo="scale and cast a range of integers",
+        )
+    (start,), (limit,), (delta,) = (
+        required_ints(v, f"the {name} of Range")
+        for name, v in (("start", n.start), ("limit", n.limit), ("delta", n.delta))
+    )
     if delta == 0:
-        raise GraphError("Range by steps of 0")
+        raise GraphError("Range has no step", expected="a delta other than 0", got="0")
     if isinstance(delta, int) and delta < 0:
         start, limit, delta = limit, start, -delta
     span = sizes.subtract(limit, start)
@@ -135,32 +142,32 @@ def _lower_range(n: NodeView, start: Any, limit: Any, delta: Any) -> Call:
     first, last, step = (known_ints(v) for v in (n.start, n.limit, n.delta))
     if first and last and step == (1,) and sizes.maximum(first[0], last[0]) == last[0]:
         return Call(torch.arange, start, limit, dtype=dtype, device=DEVICE)
-    return Call(_progression, start, limit, delta, dtype=dtype, device=DEVICE)
+    return Call(_range, start, limit, delta, dtype=dtype, device=DEVICE)
 
 
-def _progression(start: int, limit: int, delta: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As torch.arange, but nothing where limit is not ahead of start."""
+def _range(start: int, limit: int, delta: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return torch.arange, or an empty tensor for a limit before the start, for which torch.arange raises."""
     return torch.arange(start, start + len(range(start, limit, delta)) * delta, delta, dtype=dtype, device=device)
 
 
 def _capture_arange(op: Builder, *bounds: Any, **options: Any) -> Any:
-    """`arange(end)`, `arange(start, end)`, `arange(start, end, step)`.
+    """Capture `arange(end)`, `arange(start, end)` and `arange(start, end, step)`.
 
-    Fractions of known numbers are a constant, computed by PyTorch itself: its rounding decides how many there are.
+    Fractional bounds become a constant that PyTorch computes: its rounding determines the number of elements.
     """
     dtype, shape = op.out[0]
     start, limit, delta = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
-    whole = [int(b) if isinstance(b, float) and b.is_integer() else b for b in (start, limit, delta)]
-    if not any(isinstance(b, float) for b in whole):
-        count = op.node("", "Range", [op.size(b) for b in whole], {}, types=[TensorType(ir.DataType.INT64, shape)])
-        return cast(op, count.outputs[0], dtype)
-    if any(isinstance(b, str) for b in whole):
+    integral = [int(b) if isinstance(b, float) and b.is_integer() else b for b in (start, limit, delta)]
+    if not any(isinstance(b, float) for b in integral):
+        node = op.node("", "Range", [op.size(b) for b in integral], {}, types=[TensorType(ir.DataType.INT64, shape)])
+        return cast(op, node.outputs[0], dtype)
+    if any(isinstance(b, str) for b in integral):
         return NotImplemented
-    return known(op, torch.arange(start, limit, delta, dtype=TORCH_DTYPES[dtype]))
+    return constant_tensor(op, torch.arange(start, limit, delta, dtype=TORCH_DTYPES[dtype]))
 
 
-def known(op: Builder, tensor: torch.Tensor) -> ir.Value:
-    """A tensor that is known at capture, as a constant."""
+def constant_tensor(op: Builder, tensor: torch.Tensor) -> ir.Value:
+    """Return a tensor that is computed at capture as a constant."""
     dtype = ONNX_DTYPES[tensor.dtype]
     array = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return op.constant(array, dtype)
@@ -169,24 +176,24 @@ def known(op: Builder, tensor: torch.Tensor) -> ir.Value:
 def _capture_linspace(op: Builder, start: Any, end: Any, steps: Any, **options: Any) -> Any:
     if not all(isinstance(number, (int, float)) for number in (start, end, steps)):
         return NotImplemented
-    return known(op, torch.linspace(start, end, steps, dtype=TORCH_DTYPES[op.out[0].dtype]))
+    return constant_tensor(op, torch.linspace(start, end, steps, dtype=TORCH_DTYPES[op.out[0].dtype]))
 
 
 def _capture_eye(op: Builder, *arguments: Any, **options: Any) -> ir.Value:
     dtype, (rows, columns) = op.out[0]
-    down = unsqueezed(op, counted(op, 0, rows), 1)
-    across = unsqueezed(op, counted(op, 0, columns), 0)
-    return cast(op, op.Equal(down, across), dtype)
+    row = unsqueezed(op, integer_range(op, 0, rows), 1)
+    column = unsqueezed(op, integer_range(op, 0, columns), 0)
+    return cast(op, op.Equal(row, column), dtype)
 
 
 def _capture_triangle(upper: bool) -> Any:
-    """`triu_indices` and `tril_indices` of a known matrix."""
+    """Capture `triu_indices` and `tril_indices` of a matrix with constant sizes."""
 
     def capture(op: Builder, rows: Any, columns: Any, offset: Any = 0, **options: Any) -> Any:
         if not all(isinstance(number, int) for number in (rows, columns, offset)):
             return NotImplemented
         build = torch.triu_indices if upper else torch.tril_indices
-        return known(op, build(rows, columns, offset, dtype=TORCH_DTYPES[op.out[0].dtype]))
+        return constant_tensor(op, build(rows, columns, offset, dtype=TORCH_DTYPES[op.out[0].dtype]))
 
     return capture
 

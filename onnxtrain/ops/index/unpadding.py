@@ -1,10 +1,10 @@
-"""Rows that matter, taken out of a padded batch and put back: what removing padding is made of.
+"""Ops that remove padding from a batch of sequences, and restore it.
 
-    ShrunkenGather(x, rows) -> y                        Gather of fewer rows than there are
-    FlattenAndUnpad(x[b, s, ..], rows[n]) -> y[n, ..], dims[2]       rows of x under [b*s, ..]; dims is (b, s)
-    PadAndUnflatten(x[n, ..], rows[n], dims[2]) -> y[b, s, ..]       each row at its place, zeros elsewhere
+    ShrunkenGather(x, rows) -> y                        Gather of a subset of rows
+    FlattenAndUnpad(x[b, s, ..], rows[n]) -> y[n, ..], dims[2]       rows of x as [b*s, ..]; dims is (b, s)
+    PadAndUnflatten(x[n, ..], rows[n], dims[2]) -> y[b, s, ..]       each row at its index, zeros elsewhere
 
-The last two are each other's gradient. Rows are numbers in [0, b*s), each at most once.
+The last two are each other's gradient. Rows are distinct indices in [0, b*s).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.traversal import is_used
-from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
+from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
@@ -30,15 +31,15 @@ from onnxtrain.ops.symbolic_ints import required_ints
 # ShrunkenGather
 
 
-def _gathered_type(n: NodeView) -> Sequence[TensorType]:
+def _gathered_types(n: NodeView) -> Sequence[TensorType]:
     axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.dims_of(n.rows), *shape[axis + 1 :])),)
 
 
 def _gathered_axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    words = axis_names("a", rank_of(n.x))
-    return format_axis_map([words, ["i"]], [*words[:axis], "i", *words[axis + 1 :]])
+    x_axes = axis_names("a", rank_of(n.x))
+    return format_axis_map([x_axes, ["i"]], [*x_axes[:axis], "i", *x_axes[axis + 1 :]])
 
 
 SHRUNKEN_GATHER = define_by_body(
@@ -48,7 +49,7 @@ SHRUNKEN_GATHER = define_by_body(
     lambda n, x, rows: Call(torch.index_select, x, axis_of(n, n.x), rows),
     domain=MICROSOFT,
     attributes={"axis": 0},
-    shapes=_gathered_type,
+    shapes=_gathered_types,
     axes=_gathered_axes,
     nondiff_inputs=frozenset({"rows"}),
     flops=lambda n: 0,
@@ -58,22 +59,26 @@ SHRUNKEN_GATHER = define_by_body(
 # FlattenAndUnpad
 
 
-def _two_and_rest(x: ir.Value) -> tuple[Size, Size, tuple[Size, ...]]:
+def _batch_steps_and_rest(x: ir.Value) -> tuple[Size, Size, tuple[Size, ...]]:
     if rank_of(x) < 2:
-        raise GraphError("FlattenAndUnpad takes rows of a batch of sequences", got=f"{rank_of(x)} axes")
+        raise GraphError(
+            "FlattenAndUnpad has an input without batch and sequence axes",
+            expected="at least 2 dimensions",
+            got=format_type(type_of(x)),
+        )
     batch, steps, *rest = sizes.dims_of(x)
     return batch, steps, tuple(rest)
 
 
 def _unpadded_types(n: NodeView) -> Sequence[TensorType]:
-    rest = _two_and_rest(n.x)[2]
+    rest = _batch_steps_and_rest(n.x)[2]
     return TensorType(dtype_of(n.x), (*sizes.dims_of(n.rows), *rest)), TensorType(ir.DataType.INT64, (2,))
 
 
 def _unpad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    batch, steps, rest = _two_and_rest(n.x)
+    batch, steps, rest = _batch_steps_and_rest(n.x)
     flat = reshaped(op, n.x, (sizes.multiply(batch, steps), *rest))
-    # A copy: the sizes may be a constant, which a graph cannot give out.
+    # Identity, because the sizes may be a constant, which cannot be a graph output.
     return op.Gather(flat, n.rows, axis=0), op.Identity(op.sizes([batch, steps]))
 
 
@@ -82,12 +87,12 @@ def flatten_and_unpad(x: torch.Tensor, rows: torch.Tensor, with_dims: bool) -> t
     return y, sizes_on_device(x.shape[:2], x.device) if with_dims else None
 
 
-def _dims_are_read(n: NodeView) -> bool:
+def _dims_are_used(n: NodeView) -> bool:
     return n.dims is not None and is_used(n.dims)
 
 
 def _unpad_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> tuple[ir.Value | None, None]:
-    batch, steps = _two_and_rest(n.x)[:2]
+    batch, steps = _batch_steps_and_rest(n.x)[:2]
     return (None if dy is None else op.ms.PadAndUnflatten(dy, n.rows, op.sizes([batch, steps]))), None
 
 
@@ -100,7 +105,7 @@ FLATTEN_AND_UNPAD = define_movement(
     "FlattenAndUnpad",
     ("x", "rows"),
     _unpadded_types,
-    lambda n, x, rows: Call(flatten_and_unpad, x, rows, _dims_are_read(n)),
+    lambda n, x, rows: Call(flatten_and_unpad, x, rows, _dims_are_used(n)),
     _unpad_gradient,
     reads=("rows",),
     domain=MICROSOFT,
@@ -114,15 +119,15 @@ FLATTEN_AND_UNPAD = define_movement(
 # PadAndUnflatten
 
 
-def _padded_type(n: NodeView) -> Sequence[TensorType]:
-    dims = required_ints(n.dims, "the sizes that PadAndUnflatten gives")
+def _padded_types(n: NodeView) -> Sequence[TensorType]:
+    dims = required_ints(n.dims, "the dims of PadAndUnflatten")
     return (TensorType(dtype_of(n.x), (*dims, *sizes.dims_of(n.x)[1:])),)
 
 
 def _pad_body(op: Builder, n: NodeView) -> ir.Value:
-    ((dtype, (batch, steps, *rest)),) = _padded_type(n)
-    nothing = zeros(op, (sizes.multiply(batch, steps), *rest), dtype)
-    return reshaped(op, scatter_rows(op, nothing, n.rows, n.x, 0), (batch, steps, *rest))
+    ((dtype, (batch, steps, *rest)),) = _padded_types(n)
+    padded = zeros(op, (sizes.multiply(batch, steps), *rest), dtype)
+    return reshaped(op, scatter_rows(op, padded, n.rows, n.x, 0), (batch, steps, *rest))
 
 
 def pad_and_unflatten(x: torch.Tensor, rows: torch.Tensor, dims: tuple[int, int]) -> torch.Tensor:
@@ -142,7 +147,7 @@ def _pad_axes(n: NodeView) -> str:
 PAD_AND_UNFLATTEN = define_movement(
     "PadAndUnflatten",
     ("x", "rows", "dims"),
-    _padded_type,
+    _padded_types,
     lambda n, x, rows, dims: Call(pad_and_unflatten, x, rows, dims),
     _pad_gradient,
     reads=("rows",),

@@ -1,4 +1,4 @@
-"""Reads and writes at places that are several ops."""
+"""Indexing operators of PyTorch that are captured as several ops."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def _flat(op: Builder, x: ir.Value) -> ir.Value:
 
 
 def _take(op: Builder, x: ir.Value, index: ir.Value) -> Any:
-    """Elements by their number in the flat tensor."""
+    """Capture `take`: elements by their index in the flattened tensor."""
     return op.Gather(_flat(op, x), index, axis=0)
 
 
 def _index_reduce(
     op: Builder, x: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """A scatter whose places are the same along all other axes."""
+    """Capture `index_reduce`: a scatter whose indices are broadcast along all other axes."""
     shape = sizes.dims_of(x)
     x, index, source = (v if rank_of(v) else reshaped(op, v, (1,)) for v in (x, index, source))
     axis = checked_axis(dim, rank_of(x), "the axis of index_reduce")
-    places = expanded(op, vector_along(op, index, axis, rank_of(x)), sizes.dims_of(source))
-    gives = TensorType(dtype_of(x), sizes.dims_of(x))
-    y = capture_call(op, "aten.scatter_reduce.two", gives, x, axis, places, source, reduce, include_self=include_self)
+    indices = expanded(op, vector_along(op, index, axis, rank_of(x)), sizes.dims_of(source))
+    y_type = TensorType(dtype_of(x), sizes.dims_of(x))
+    options = {"include_self": include_self}
+    y = capture_call(op, "aten.scatter_reduce.two", y_type, x, axis, indices, source, reduce, **options)
     return reshaped(op, y, shape)
 
 
@@ -48,28 +49,29 @@ def _trace(op: Builder, x: ir.Value) -> Any:
 
 def _diagonal_scatter(op: Builder, x: ir.Value, source: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     rank = rank_of(x)
-    how = {
+    diagonal = {
         "offset": offset,
         "row_axis": checked_axis(dim1, rank, "an axis of diagonal_scatter"),
         "column_axis": checked_axis(dim2, rank, "an axis of diagonal_scatter"),
     }
     shape = op.shape_of(x)
-    on_it = expanded(op, op.scalar(True, ir.DataType.BOOL), sizes.dims_of(source))
-    return op.Where(op.own.DiagonalEmbed(on_it, shape, **how), op.own.DiagonalEmbed(source, shape, **how), x)
+    true = expanded(op, op.scalar(True, ir.DataType.BOOL), sizes.dims_of(source))
+    is_on_diagonal = op.own.DiagonalEmbed(true, shape, **diagonal)
+    return op.Where(is_on_diagonal, op.own.DiagonalEmbed(source, shape, **diagonal), x)
 
 
 def _max_unpool(count: int) -> Any:
-    """PyTorch's places count within a plane, ONNX's through the whole tensor."""
+    """Capture `max_unpool`: PyTorch's indices count within a channel of a sample, ONNX's in the whole tensor."""
 
-    def capture(op: Builder, x: ir.Value, indices: ir.Value, output_size: Sequence[Size], *how: Any) -> Any:
+    def capture(op: Builder, x: ir.Value, indices: ir.Value, output_size: Sequence[Size], *options: Any) -> Any:
         if rank_of(x) != count + 2:
             return NotImplemented
         batch, channels = sizes.dims_of(x)[:2]
-        plane = sizes.multiply(1, *output_size)
-        planes = op.Range(op.size(0), op.size(sizes.multiply(batch, channels)), op.size(1))
-        first = reshaped(op, op.Mul(planes, op.size(plane)), (batch, channels, *[1] * count))
+        channel_elements = sizes.multiply(1, *output_size)
+        channel = op.Range(op.size(0), op.size(sizes.multiply(batch, channels)), op.size(1))
+        offsets = reshaped(op, op.Mul(channel, op.size(channel_elements)), (batch, channels, *[1] * count))
         shape = op.sizes([batch, channels, *output_size])
-        return op.MaxUnpool(x, op.Add(indices, first), shape, kernel_shape=[1] * count)
+        return op.MaxUnpool(x, op.Add(indices, offsets), shape, kernel_shape=[1] * count)
 
     return capture
 
