@@ -1,4 +1,4 @@
-"""What PyTorch's functions that fill, gather, scatter and sort become: right at all sizes, in one capture."""
+"""Captures of PyTorch's creation, gather, scatter, masking and sorting functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,8 @@ from tests.ops.captures import check_capture
 Function = Callable[..., Any]
 
 
-def places(dims: str, size: int, low: int = 0) -> Spec:
+def index_spec(dims: str, size: int, low: int = 0) -> Spec:
+    """Return the spec of random indices from `low` to size - 1."""
     return Spec(dims, "int64", low=low, high=size)
 
 
@@ -41,7 +42,7 @@ def write_rows(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return z
 
 
-ONE: dict[str, Function] = {
+ONE_INPUT: dict[str, Function] = {
     "arange": lambda x: (
         torch.arange(x.size(1)),
         torch.arange(2, x.size(1)),
@@ -75,93 +76,99 @@ ONE: dict[str, Function] = {
     "scalar": lambda x: (torch.scalar_tensor(3.0), torch.tensor(5), torch.tensor(x.size(0))),
     "in-place": lambda x: (x.clone().fill_(2.0) + x, x.clone().zero_() + x),
     "list": lambda x: (x[..., [0, 2, 1]], x[:, [0, 1]][:, :, [3, -1]]),
-    "own-places": lambda x: (x[torch.arange(x.size(0)), torch.arange(x.size(0))], x[:, torch.arange(x.size(1)) - 1]),
+    "computed-indices": lambda x: (
+        x[torch.arange(x.size(0)), torch.arange(x.size(0))],
+        x[:, torch.arange(x.size(1)) - 1],
+    ),
     "topk": lambda x: (*x.topk(2), *x.topk(1, 0, largest=False)),
     "sort": lambda x: (*x.sort(), *x.sort(0, descending=True), x.argsort(1), *x.sort(dim=1, stable=True), x.msort()),
     "sort-scalar": lambda x: (*x.mean().sort(), *x.sum().topk(1)),
 }
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_function_of_one_tensor(name: str) -> None:
-    check_capture(ONE[name])
+@pytest.mark.parametrize("name", ONE_INPUT)
+def test_function_of_one_tensor_matches_eager(name: str) -> None:
+    check_capture(ONE_INPUT[name])
 
 
 def test_topk_in_bfloat16() -> None:
-    """ONNX's TopK takes none."""
-    check_capture(ONE["topk"], dtype=torch.bfloat16)
+    """ONNX's TopK does not support bfloat16."""
+    check_capture(ONE_INPUT["topk"], dtype=torch.bfloat16)
 
 
-def test_as_many_updates_as_places() -> None:
-    """The number of updates is open in the graph, that of places is not."""
+def test_scatter_of_symbolic_updates_at_a_constant_index() -> None:
     index = torch.tensor([0])
     check_capture(lambda x: x.scatter_add(0, index, x * 2) + x.scatter(0, index, x * x), Spec("b"), sizes=({"b": 1},))
 
 
-WITH_PLACES: dict[str, tuple[Function, tuple[Spec, ...]]] = {
-    "embedding": (lambda w, i: F.embedding(i, w), (Spec("7 h"), places("b s", 6))),
-    "embedding-padding": (lambda w, i: F.embedding(i, w, padding_idx=1), (Spec("7 6"), places("b s", 3))),
+WITH_INDICES: dict[str, tuple[Function, tuple[Spec, ...]]] = {
+    "embedding": (lambda w, i: F.embedding(i, w), (Spec("7 h"), index_spec("b s", 6))),
+    "embedding-padding": (lambda w, i: F.embedding(i, w, padding_idx=1), (Spec("7 6"), index_spec("b s", 3))),
     "embedding-frequency": (
         lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
-        (Spec("7 6"), places("b s", 3)),
+        (Spec("7 6"), index_spec("b s", 3)),
     ),
     "embedding-int32": (lambda w, i: F.embedding(i, w), (Spec("7 6"), Spec("b s", torch.int32, low=0, high=6))),
-    "index-select": (lambda x, i: x.index_select(-1, i), (Spec("b s 6"), places("s", 5))),
-    "subscript": (lambda x, i: (x[..., i], x[..., i[:1]]), (Spec("b s 6"), places("s h", 6, low=-6))),
-    "subscript-apart": (lambda x, i: x[i[0], :, i], (Spec("6 b 6"), places("s h", 6))),
-    "subscript-number": (lambda x, i: x[:, 0, i], (Spec("b s 6"), places("s", 6))),
-    "gather": (lambda x, i: x.gather(-1, i), (Spec("b s 6"), places("b s h", 5))),
-    "gather-labels": (lambda x, i: x.gather(-1, i[..., None])[..., 0], (Spec("b s 6"), places("b s", 5))),
-    "gather-fewer": (lambda x, i: x.gather(2, i), (Spec("b+1 s 6"), places("b s 3", 5))),
+    "index-select": (lambda x, i: x.index_select(-1, i), (Spec("b s 6"), index_spec("s", 5))),
+    "subscript": (lambda x, i: (x[..., i], x[..., i[:1]]), (Spec("b s 6"), index_spec("s h", 6, low=-6))),
+    "subscript-apart": (lambda x, i: x[i[0], :, i], (Spec("6 b 6"), index_spec("s h", 6))),
+    "subscript-number": (lambda x, i: x[:, 0, i], (Spec("b s 6"), index_spec("s", 6))),
+    "gather": (lambda x, i: x.gather(-1, i), (Spec("b s 6"), index_spec("b s h", 5))),
+    "gather-labels": (lambda x, i: x.gather(-1, i[..., None])[..., 0], (Spec("b s 6"), index_spec("b s", 5))),
+    "gather-fewer": (lambda x, i: x.gather(2, i), (Spec("b+1 s 6"), index_spec("b s 3", 5))),
     "scatter": (
         lambda x, i: (x.scatter(2, i[..., :1], 2.5), x.scatter(2, i[..., :1], x.detach()), x.scatter_add(2, i, x)),
-        (Spec("b s 6"), places("b s 6", 5)),
+        (Spec("b s 6"), index_spec("b s 6", 5)),
     ),
     "scatter-reduce": (
         lambda x, i: (x.scatter_reduce(2, i, x * 2, "amax"), x.scatter_reduce(2, i, x, "sum")),
-        (Spec("b s 6"), places("b s 6", 5)),
+        (Spec("b s 6"), index_spec("b s 6", 5)),
     ),
     "index-add": (
         lambda x, i: (x.index_add(2, i, x), x.index_add(-1, i, x, alpha=2.0)),
-        (Spec("b s 6"), places("6", 5)),
+        (Spec("b s 6"), index_spec("6", 5)),
     ),
     "index-put-add": (
         lambda x, i: x.index_put((torch.arange(x.size(0)), i), x[:, 0] * 2, accumulate=True),
-        (Spec("b 6 h"), places("b", 5, low=-6)),
+        (Spec("b 6 h"), index_spec("b", 5, low=-6)),
     ),
     **{
-        f"scatter-{how}{'' if itself else '-others'}": (
-            lambda x, i, how=how, itself=itself: x.scatter_reduce(2, i, x * 2, how, include_self=itself),
-            (Spec("b s 6"), places("b s 6", 5)),
+        f"scatter-{reduce}{'' if include_self else '-without-self'}": (
+            lambda x, i, reduce=reduce, include_self=include_self: x.scatter_reduce(
+                2, i, x * 2, reduce, include_self=include_self
+            ),
+            (Spec("b s 6"), index_spec("b s 6", 5)),
         )
-        for how in ("sum", "prod", "mean", "amax", "amin")
-        for itself in (True, False)
+        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        for include_self in (True, False)
     },
     **{
-        f"index-{how}{'' if itself else '-others'}": (
-            lambda x, i, how=how, itself=itself: x.index_reduce(1, i, x[:, :4] * 2, how, include_self=itself),
-            (Spec("b 6 h"), places("4", 5)),
+        f"index-{reduce}{'' if include_self else '-without-self'}": (
+            lambda x, i, reduce=reduce, include_self=include_self: x.index_reduce(
+                1, i, x[:, :4] * 2, reduce, include_self=include_self
+            ),
+            (Spec("b 6 h"), index_spec("4", 5)),
         )
-        for how in ("prod", "mean", "amax", "amin")
-        for itself in (True, False)
+        for reduce in ("prod", "mean", "amax", "amin")
+        for include_self in (True, False)
     },
     "scatter-multiply": (
         lambda x, i: x.detach().scatter(2, i, x.detach(), reduce="multiply") + x,
-        (Spec("b s 6"), places("b s 6", 5)),
+        (Spec("b s 6"), index_spec("b s 6", 5)),
     ),
-    "take": (lambda x, i: x.take(i), (Spec("b s 6"), places("h 2", 6, low=-6))),
-    "index-fill": (lambda x, i: x.index_fill(2, i, 3.0), (Spec("b s 6"), places("3", 5))),
+    "take": (lambda x, i: x.take(i), (Spec("b s 6"), index_spec("h 2", 6, low=-6))),
+    "index-fill": (lambda x, i: x.index_fill(2, i, 3.0), (Spec("b s 6"), index_spec("3", 5))),
     "index-fill-value": (
         lambda x, i: x.index_fill(2, torch.cat([i, i]), x.sum()),
-        (Spec("b s 6"), places("3", 5)),
+        (Spec("b s 6"), index_spec("3", 5)),
     ),
-    "one-hot": (lambda i: F.one_hot(i, 7), (places("b s", 6),)),
+    "one-hot": (lambda i: F.one_hot(i, 7), (index_spec("b s", 6),)),
 }
 
 
-@pytest.mark.parametrize("name", WITH_PLACES)
-def test_function_of_places(name: str) -> None:
-    function, specs = WITH_PLACES[name]
+@pytest.mark.parametrize("name", WITH_INDICES)
+def test_function_of_indices_matches_eager(name: str) -> None:
+    function, specs = WITH_INDICES[name]
     check_capture(function, *specs)
 
 
@@ -177,45 +184,45 @@ MASKED: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_function_of_a_mask(name: str) -> None:
+def test_function_of_a_mask_matches_eager(name: str) -> None:
     check_capture(MASKED[name], Spec("b s h"), Spec("b s", "bool"))
 
 
-# How many elements the mask selects, in turn: the sizes that depend on it are 0, 1 and more on one capture.
+# The numbers of elements that the masks of successive calls select: sizes of 0, 1 and more run on the same capture.
 COUNTS = {"5, 0, 1, 3, 0, 1": (5, 0, 1, 3, 0, 1), "0 first": (0, 7, 1, 1, 0, 2), "1 first": (1, 7, 0, 0, 1, 2)}
 SIZES_OF_COUNTS = (*[{"b": 3, "s": 4, "h": 6}] * 3, *[{"b": 1, "s": 7, "h": 6}] * 3)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("name", MASKED)
-def test_function_of_a_mask_that_selects_any_number(name: str, counts: str) -> None:
-    rest = iter(COUNTS[counts])
+def test_one_capture_serves_masks_of_any_count(name: str, counts: str) -> None:
+    remaining = iter(COUNTS[counts])
 
     def selects(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-        places = torch.randperm(shape[0] * shape[1], generator=generator)
-        return (places < next(rest)).reshape(shape)
+        order = torch.randperm(shape[0] * shape[1], generator=generator)
+        return (order < next(remaining)).reshape(shape)
 
     check_capture(MASKED[name], Spec("b s h"), Spec("b s", "bool", make=selects), sizes=SIZES_OF_COUNTS)
 
 
-def test_take_along_dim_fixes_sizes() -> None:
-    """PyTorch itself decides there which sizes are 1."""
-    places_of_each = (lambda x, i: torch.take_along_dim(x, i[:1, :1], 2), Spec("b s 6"), places("b s 4", 5))
-    check_capture(*places_of_each, sizes=[{"b": 3, "s": 4}])
+def test_take_along_dim_matches_eager() -> None:
+    """PyTorch specializes on the sizes that are 1: only one set of sizes runs."""
+    specs = (Spec("b s 6"), index_spec("b s 4", 5))
+    check_capture(lambda x, i: torch.take_along_dim(x, i[:1, :1], 2), *specs, sizes=[{"b": 3, "s": 4}])
 
 
-def test_writes_to_rows() -> None:
+def test_assignment_to_rows_matches_eager() -> None:
     check_capture(write_rows, Spec("b s h"), Spec("b 2 h"))
 
 
-def test_trace_and_cross() -> None:
+def test_trace_diagonal_scatter_and_cross_match_eager() -> None:
     check_capture(lambda x: x[0].trace() * x, Spec("b s h"))
     check_capture(lambda x, d: x.diagonal_scatter(d, 0, 1, 2), Spec("b 4 4"), Spec("b 4"))
     check_capture(lambda x, d: x.diagonal_scatter(d, -1, 2, 0), Spec("5 b 3"), Spec("b 2"))
     check_capture(lambda x, y: torch.linalg.cross(x, y, dim=1), Spec("b 3 h"), Spec("1 3 h"))
 
 
-def test_sparse_embeddings_are_refused() -> None:
+def test_sparse_embedding_raises() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23})
     weight, rows = ir.Value(name="weight"), ir.Value(name="rows")
     set_type(weight, TensorType(ir.DataType.FLOAT, (5, 4)))
@@ -237,21 +244,21 @@ def test_sparse_embeddings_are_refused() -> None:
         (lambda x, i: x.index_add(0, i, x[:1]), 9),
     ],
 )
-def test_places_outside_the_tensor_raise(function: Function, index: int) -> None:
+def test_index_out_of_range_raises(function: Function, index: int) -> None:
     ours = check_capture(function, Spec("5 6"), Spec("1", "int64", low=0, high=2), sizes=[{}])
     with pytest.raises((IndexError, RuntimeError)):
         ours(torch.randn(5, 6), torch.tensor([index]))
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1, 2), (0, 2), (1,), (2,)])
-def test_adding_at_places_is_index_put(axes: tuple[int, ...]) -> None:
+def test_deterministic_accumulation_matches_index_put(axes: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
     index = [torch.randint(-x.size(a), x.size(a), (6, 1 + k), generator=generator) for k, a in enumerate(axes)]
-    where: list[Any] = [None] * 3
+    indices: list[Any] = [None] * 3
     for axis, tensor in zip(axes, index, strict=True):
-        where[axis] = tensor
-    updates = torch.randn(torch.ops.aten.index(x, where).shape, generator=generator, dtype=torch.float64)
-    expected = torch.ops.aten.index_put(torch.zeros_like(x), where, updates, True)
+        indices[axis] = tensor
+    updates = torch.randn(torch.ops.aten.index(x, indices).shape, generator=generator, dtype=torch.float64)
+    expected = torch.ops.aten.index_put(torch.zeros_like(x), indices, updates, True)
     torch.testing.assert_close(add_to_zeros((3, 4, 5), axes, index, updates), expected)
     torch.testing.assert_close(add_in_order(x, axes, index, updates), x + expected)
