@@ -92,7 +92,7 @@ class Products:
             self.operations = sum(best[key][1] for key in record.found)
         self.count = len(self._calls)
         if MEMORY.wait():
-            MEMORY.functions.join()
+            MEMORY.functions.add_program()
 
     def run(self) -> float:
         """The seconds that all of them take, one after the other."""
@@ -117,11 +117,11 @@ def _memory_at_hand() -> Iterator[None]:
     if native is None:
         yield
         return
-    native.enter()
+    native.begin_run()
     try:
         yield
     finally:
-        native.leave()
+        native.end_run()
 
 
 def matrix_flops(step: Callable[[], object]) -> int:

@@ -2,7 +2,7 @@
 
 What a step frees, the C library gives back to the system, which clears it anew for the next step: of MiniLM's step of
 1.25 s that took 0.16 (40,000 pages of 4 KB; 2 threads of an AMD EPYC). While a program runs, its tensors come from
-memory that earlier ones have left (`native/memory.cpp`). For that an allocator stands in front of PyTorch's, for the
+memory that earlier ones have left (`native/allocator.cpp`). For that an allocator stands in front of PyTorch's, for the
 whole process, from the first program's first run until the last program is collected. So a process holds between steps,
 too, what a step needs at most, and up to a quarter more. It goes back when a program is collected.
 """
@@ -24,8 +24,8 @@ from onnxtrain.plan.cut import Part
 
 LIBRARY = Library(
     "memory",
-    text("memory.cpp"),
-    {"join": "", "part": "", "enter": "", "leave": "", "trim": "", "held": "pp"},
+    text("allocator.cpp"),
+    {"add_program": "", "remove_program": "", "begin_run": "", "end_run": "", "trim": "", "count_bytes": "pp"},
     short=True,
     torch_headers=True,
 )
@@ -46,14 +46,14 @@ def reuse_memory(program: Program) -> None:
         if native is None:
             return ordinary(tensors, given)
         if not joined.is_set():
-            native.join()
-            weakref.finalize(program, native.part).atexit = False
+            native.add_program()
+            weakref.finalize(program, native.remove_program).atexit = False
             joined.set()
-        native.enter()
+        native.begin_run()
         try:
             return ordinary(tensors, given)
         finally:
-            native.leave()
+            native.end_run()
 
     program.run = run
 

@@ -1,6 +1,6 @@
-// Activations x * s(z) by the sigmoid s of some z(x), their gradients, and what they gate.
+// Activations x * s(z) with the sigmoid s of some z(x), their gradients, and gated activations.
 //
-//     silu: z = x      gelu by its tanh: x * (1 + tanh(u)) / 2 = x * s(2u), z = 2u = A * x + B * x^3
+//     silu: z = x      tanh-approximated gelu: x * (1 + tanh(u)) / 2 = x * s(2u), z = 2u = A * x + B * x^3
 //     y = act(x)           dx = dy * act'(x)                  act'(x) = s(z) + x * s'(z) * z'(x)
 //     y = act(gate) * up   dgate = dy * up * act'(gate)       dup = dy * act(gate)
 
@@ -14,32 +14,32 @@ template <class T> struct Gelu {
     static inline Vec<T> slope(Vec<T> x) { return a + 3 * b * x * x; }
 };
 
-template <class T, template <class> class Of> struct Activation {
+template <class T, template <class> class Function> struct Activation {
     Vec<T> y, slope;
     explicit Activation(Vec<T> x) {
-        const Sigmoid<T> s(Of<T>::z(x));
+        const Sigmoid<T> s(Function<T>::z(x));
         y = x * s.value;
-        slope = s.value + x * s.slope * Of<T>::slope(x);
+        slope = s.value + x * s.slope * Function<T>::slope(x);
     }
 };
 
-template <class T, template <class> class Of> static void forward(const T *x, T *y, int64_t count, int64_t threads) {
+template <class T, template <class> class Function> static void forward(const T *x, T *y, int64_t count, int64_t threads) {
     parallel_vectors<T>(count, threads, [=](int64_t at, auto n) {
-        store_first<T>(y + at, n, Activation<T, Of>(load_first<T>(x + at, n)).y);
+        store_first<T>(y + at, n, Activation<T, Function>(load_first<T>(x + at, n)).y);
     });
 }
 
-template <class T, template <class> class Of> static void backward(const T *dy, const T *x, T *dx, int64_t count, int64_t threads) {
+template <class T, template <class> class Function> static void backward(const T *dy, const T *x, T *dx, int64_t count, int64_t threads) {
     parallel_vectors<T>(count, threads, [=](int64_t at, auto n) {
-        store_first<T>(dx + at, n, load_first<T>(dy + at, n) * Activation<T, Of>(load_first<T>(x + at, n)).slope);
+        store_first<T>(dx + at, n, load_first<T>(dy + at, n) * Activation<T, Function>(load_first<T>(x + at, n)).slope);
     });
 }
 
-// Rows of gate and up lie `gate_row` and `up_row` elements apart, as the halves of one product do; all others are dense.
+// The row strides of gate and up are `gate_row` and `up_row` elements, as for halves of one tensor; all else is contiguous.
 struct Rows {
     int64_t count, width, gate_row, up_row;
 
-    // f(place in gate, in up, in dense rows, n)
+    // f(offset in gate, offset in up, offset in contiguous rows, n)
     template <class T, class F> void each(int64_t threads, const F &f) const {
         if (count == 1) return parallel_vectors<T>(width, threads, [=](int64_t at, auto n) { f(at, at, at, n); });
         parallel_for(count * width < 32768 ? 1 : threads, count, [=](int64_t begin, int64_t end) {
@@ -49,17 +49,17 @@ struct Rows {
     }
 };
 
-template <class T, template <class> class Of>
+template <class T, template <class> class Function>
 static void gated(const Rows &rows, const T *gate, const T *up, T *y, int64_t threads) {
     rows.each<T>(threads, [=](int64_t g, int64_t u, int64_t at, auto n) {
-        store_first<T>(y + at, n, Activation<T, Of>(load_first<T>(gate + g, n)).y * load_first<T>(up + u, n));
+        store_first<T>(y + at, n, Activation<T, Function>(load_first<T>(gate + g, n)).y * load_first<T>(up + u, n));
     });
 }
 
-template <class T, template <class> class Of>
+template <class T, template <class> class Function>
 static void gated_backward(const Rows &rows, const T *dy, const T *gate, const T *up, T *dgate, T *dup, int64_t threads) {
     rows.each<T>(threads, [=](int64_t g, int64_t u, int64_t at, auto n) {
-        const Activation<T, Of> act(load_first<T>(gate + g, n));
+        const Activation<T, Function> act(load_first<T>(gate + g, n));
         const Vec<T> d = load_first<T>(dy + at, n);
         store_first<T>(dup + at, n, d * act.y);
         store_first<T>(dgate + at, n, d * load_first<T>(up + u, n) * act.slope);

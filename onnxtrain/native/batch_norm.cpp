@@ -1,10 +1,10 @@
-// Batch norm of rows x[m, c], as pictures that lie channels-last are, with the residual that is added to it and the relu
-// behind. Sums of few rows are float, their sums double.
+// Batch norm of rows x[m, c], as of images in channels_last memory format, with an optional residual and Relu. Sums of few
+// rows are accumulated in float, and these sums in double.
 
 typedef Vec<float> vec;
 typedef double wide __attribute__((vector_size(2 * VECTOR_BYTES)));
-constexpr int64_t BLOCK = 16;     // rows that are added in float
-constexpr int64_t SAMPLED = 128;  // that a mean is guessed from: it is off by a tenth of the deviation then
+constexpr int64_t BLOCK = 16;     // rows that are accumulated in float
+constexpr int64_t SAMPLED = 128;  // rows for the estimate of a mean, whose error is then a tenth of the deviation
 
 static inline void add_to(double *total, vec v) {
     wide sum;
@@ -13,7 +13,7 @@ static inline void add_to(double *total, vec v) {
     std::memcpy(total, &sum, sizeof sum);
 }
 
-// What all rows are dealt to the threads by, in every pass alike: a thread finds its rows in its cache again.
+// Distributes the rows among the threads in the same way in every pass: a thread finds its rows in its cache.
 struct Rows {
     int64_t count, channels, threads, part, padded;
 
@@ -22,16 +22,16 @@ struct Rows {
           part((count + this->threads - 1) / this->threads), padded(::padded<float>(channels)) {}
 
     // f(thread, first row, row after the last)
-    template <class F> void deal(const F &f) const {
+    template <class F> void for_threads(const F &f) const {
         parallel_for(threads, threads, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; t++) f(t, std::min(t * part, count), std::min((t + 1) * part, count));
         });
     }
 
-    // term(offset, channel, n, sums): adds what the n elements there give to two vectors of sums.
+    // term(offset, channel, n, sums) adds the contribution of n elements to two vectors of sums.
     template <class Term> void sums(double *totals, const Term &term) const {
         double *partial = static_cast<double *>(std::calloc(size_t(threads * 2 * padded), sizeof(double)));
-        deal([&](int64_t t, int64_t first, int64_t last) {
+        for_threads([&](int64_t t, int64_t first, int64_t last) {
             double *own = partial + t * 2 * padded;
             for (int64_t row = first; row < last; row += BLOCK) {
                 const int64_t end = std::min(row + BLOCK, last);
@@ -50,13 +50,13 @@ struct Rows {
         std::free(partial);
     }
 
-    // The mean of some rows that lie scattered over all: every part of the golden ratio of `count`, which no pattern meets.
-    // In 13 binary digits: what it leaves of zeros, which relu makes many of, adds up without rounding.
-    void guess(const float *x, float *centre) const {
+    // An estimate of the mean from rows spread over all of them: at multiples of the golden ratio, which follow no pattern
+    // of the data. Rounded to 13 bits: x - centre of zeros, of which a Relu makes many, is then summed without rounding.
+    void estimate_mean(const float *x, float *centre) const {
         double *total = static_cast<double *>(std::calloc(size_t(padded), sizeof(double)));
         for (int64_t i = 0; i < SAMPLED; i++) {
-            const double place = double(i) * 0.6180339887498949;
-            const int64_t row = int64_t((place - double(int64_t(place))) * double(count));
+            const double position = double(i) * 0.6180339887498949;
+            const int64_t row = int64_t((position - double(int64_t(position))) * double(count));
             each_vector<float>(0, channels, [&](int64_t c, auto n) { add_to(total + c, load_first<float>(x + row * channels + c, n)); });
         }
         for (int64_t c = 0; c < channels; c++) {
@@ -78,35 +78,35 @@ struct Rows {
         });
     }
 
-    // mean[c] and var[c] of m rows, of which some give a guess of the mean: so one pass reads all of them and not two.
-    // Where the guess was so far off that squares around it lose digits, a second one takes the mean that it found.
+    // mean[c] and var[c] of m rows in one pass instead of two, with an estimate of the mean from some of the rows. If the
+    // estimate is so far off that squares around it lose precision, a second pass uses the mean of the first.
     void statistics(const float *x, double *mean, double *var) const {
         double *totals = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
         float *centre = static_cast<float *>(std::calloc(size_t(padded), sizeof(float)));
-        bool far = count < 8 * SAMPLED;
-        if (far) sums(totals, [=](int64_t o, int64_t, auto n, vec *s) { s[0] += load_first<float>(x + o, n); });
-        else guess(x, centre);
-        for (int pass = far; pass < 2; pass++) {
+        bool needs_second_pass = count < 8 * SAMPLED;
+        if (needs_second_pass) sums(totals, [=](int64_t o, int64_t, auto n, vec *s) { s[0] += load_first<float>(x + o, n); });
+        else estimate_mean(x, centre);
+        for (int pass = needs_second_pass; pass < 2; pass++) {
             if (pass == 1) {
                 for (int64_t c = 0; c < channels; c++) centre[c] += float(totals[c] / double(count));
             }
             moments(x, centre, totals);
-            far = false;
+            needs_second_pass = false;
             for (int64_t c = 0; c < channels; c++) {
-                const double off = totals[c] / double(count);  // what rounding the mean to float left, or the guess
+                const double off = totals[c] / double(count);  // the error of the estimate, or of rounding the mean to float
                 mean[c] = centre[c] + off;
                 var[c] = std::max(totals[padded + c] / double(count) - off * off, 0.0);
-                far |= !(off * off <= 0.25 * var[c]);
+                needs_second_pass |= !(off * off <= 0.25 * var[c]);
             }
-            if (!far) break;
+            if (!needs_second_pass) break;
         }
         std::free(centre);
         std::free(totals);
     }
 
-    // value(offset, channel, n): the n elements that are written there.
+    // Writes value(offset, channel, n), n elements, everywhere.
     template <class Value> void each(float *y, const Value &value) const {
-        deal([&](int64_t, int64_t first, int64_t last) {
+        for_threads([&](int64_t, int64_t first, int64_t last) {
             for (int64_t row = first; row < last; row++) {
                 const int64_t at = row * channels;
                 each_vector<float>(0, channels, [=](int64_t c, auto n) { store_first<float>(y + at + c, n, value(at + c, c, n)); });
@@ -115,7 +115,7 @@ struct Rows {
     }
 };
 
-// f(flags...) with each as a constant, so that the loops inside ask nothing.
+// f(flags...) with each flag as a compile-time constant, which removes the branches from the loops in f.
 template <class F> static inline void with_flags(const F &f) { f(); }
 template <class F, class... Flags> static inline void with_flags(const F &f, bool flag, Flags... flags) {
     if (flag) with_flags([&](auto... others) { f(std::true_type(), others...); }, flags...);
@@ -124,11 +124,11 @@ template <class F, class... Flags> static inline void with_flags(const F &f, boo
 
 extern "C" {
 
-// y = (x - mean) * inv_std * scale + b + residual, of it max(., 0) where `relu`. Gives mean and inv_std of the rows, and
-// the running statistics moved by `momentum` towards mean and var (of m - 1). scale, b and residual may be null, and so
-// may the running statistics and what they become.
+// y = (x - mean) * inv_std * scale + b + residual; with `relu`, max(y, 0). Also writes mean and inv_std of the rows, and the
+// running statistics updated by `momentum` with mean and the unbiased var. scale, b and residual may be null; so may the
+// running statistics, with their updated values.
 void forward(const float *x, const float *scale, const float *b, const float *residual, const float *running_mean,
-             const float *running_var, float *y, float *moved_mean, float *moved_var, float *mean, float *inv_std,
+             const float *running_var, float *y, float *new_mean, float *new_var, float *mean, float *inv_std,
              int64_t count, int64_t channels, double momentum, double epsilon, int64_t relu, int64_t threads) {
     const Rows rows(count, channels, threads);
     const int64_t padded = rows.padded;
@@ -142,10 +142,10 @@ void forward(const float *x, const float *scale, const float *b, const float *re
         inv_std[c] = float(inverse);
         factor[c] = scale ? float(inverse * scale[c]) : float(inverse);
         shift[c] = b ? b[c] : 0.0f;
-        if (moved_mean) {
-            const double unbiased = v * double(count) / double(count - 1);  // of one row inf or NaN, as in PyTorch
-            moved_mean[c] = float(running_mean[c] + momentum * (means[c] - running_mean[c]));
-            moved_var[c] = float((1 - momentum) * running_var[c] + momentum * unbiased);
+        if (new_mean) {
+            const double unbiased = v * double(count) / double(count - 1);  // inf or NaN for a single row, as in PyTorch
+            new_mean[c] = float(running_mean[c] + momentum * (means[c] - running_mean[c]));
+            new_var[c] = float((1 - momentum) * running_var[c] + momentum * unbiased);
         }
     }
     const auto write = [&](auto adds, auto cuts) {
@@ -162,8 +162,8 @@ void forward(const float *x, const float *scale, const float *b, const float *re
 }
 
 // dscale = sum(g * z), db = sum(g), dx = scale * inv_std * (g - (db + z * dscale) / m) with z = (x - mean) * inv_std;
-// where mean and inv_std are not those of the rows, dx = scale * inv_std * g. g is dy + added, and 0 where y is given and
-// not above 0; it is written to dresidual where that is given. scale, y, added, dx and dresidual may be null.
+// without `of_rows`, when mean and inv_std are not those of the rows, dx = scale * inv_std * g. g is dy + added, and 0 where
+// y, if given, is <= 0; g is written to dresidual if that is given. scale, y, added, dx and dresidual may be null.
 void backward(const float *dy, const float *x, const float *scale, const float *mean, const float *inv_std, const float *y,
               const float *added, float *dx, float *dscale, float *db, float *dresidual, int64_t count, int64_t channels,
               int64_t of_rows, int64_t threads) {
@@ -173,18 +173,18 @@ void backward(const float *dy, const float *x, const float *scale, const float *
     float *centre = static_cast<float *>(std::calloc(size_t(4 * padded), sizeof(float)));
     float *factor = centre + padded, *slope = factor + padded, *shift = slope + padded;
     std::copy(mean, mean + channels, centre);
-    float *const kept = dresidual ? dresidual : added ? dx : nullptr;  // g, where that is read at less cost than made again
+    float *const stored_g = dresidual ? dresidual : added ? dx : nullptr;  // g, if reading it is cheaper than recomputing it
     const auto add = [&](auto sums, auto masks, auto writes) {
         rows.sums(totals, [=](int64_t o, int64_t c, auto n, vec *s) {
             vec g = load_first<float>(dy + o, n);
             if constexpr (sums) g += load_first<float>(added + o, n);
             if constexpr (masks) g = load_first<float>(y + o, n) <= 0 ? vec{} : g;
-            if constexpr (writes) store_first<float>(kept + o, n, g);
+            if constexpr (writes) store_first<float>(stored_g + o, n, g);
             s[0] += g;
             s[1] += g * (load_first<float>(x + o, n) - load<float>(centre + c));
         });
     };
-    with_flags(add, added != nullptr, y != nullptr, kept != nullptr);
+    with_flags(add, added != nullptr, y != nullptr, stored_g != nullptr);
     for (int64_t c = 0; c < channels; c++) {
         const double inverse = inv_std[c], f = scale ? inverse * scale[c] : inverse;
         const double ds = totals[padded + c] * inverse;
@@ -194,17 +194,18 @@ void backward(const float *dy, const float *x, const float *scale, const float *
         slope[c] = of_rows ? float(inverse * ds / double(count)) : 0.0f;
         shift[c] = of_rows ? float(-totals[c] * f / double(count)) : 0.0f;
     }
-    const float *const source = kept ? kept : dy;
+    const float *const source = stored_g ? stored_g : dy;
     const auto write = [&](auto masks) {
         rows.each(dx, [=](int64_t o, int64_t c, auto n) {
             vec g = load_first<float>(source + o, n);
             if constexpr (masks) g = load_first<float>(y + o, n) <= 0 ? vec{} : g;
-            // x is centred first: a rounded constant of a channel would add up in the sums of dx further back.
+            // x is centered first: the rounding error of a channel's constant would accumulate in the sums over dx of
+            // earlier layers.
             const vec d = load_first<float>(x + o, n) - load<float>(centre + c);
             return (g - d * load<float>(slope + c)) * load<float>(factor + c) + load<float>(shift + c);
         });
     };
-    if (dx) with_flags(write, y && !kept);
+    if (dx) with_flags(write, y && !stored_g);
     std::free(centre);
     std::free(totals);
 }

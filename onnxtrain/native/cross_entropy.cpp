@@ -1,9 +1,9 @@
-// Cross entropy of rows of scores [n, c] with class indices. Each row is read from memory once in each direction.
+// Cross entropy of rows of scores [n, c] with class indices. Forward and backward read each row from memory once.
 //
 //     peak = max x      log_sum = log sum exp(x - peak)      loss = weight * (log_sum + peak - x[label])
 //     dx = cotangent * (exp(x - peak - log_sum) - (class == label))
 
-// A NaN among the scores may be passed over here: `log_sum` is NaN then.
+// The result may ignore a NaN among the scores: `log_sum` is NaN then.
 template <class T> static T largest(const T *x, int64_t count) {
     const int64_t whole = count / LANES<T> * LANES<T>;
     Vec<T> most = Vec<T>{} - std::numeric_limits<T>::infinity();
@@ -11,14 +11,14 @@ template <class T> static T largest(const T *x, int64_t count) {
         const Vec<T> v = load<T>(x + i);
         most = v > most ? v : most;
     }
-    T one = most_of<T>(most);
+    T one = maximum_of<T>(most);
     for (int64_t i = whole; i < count; i++) one = x[i] > one ? x[i] : one;
     return one;
 }
 
 template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
     const int64_t whole = count / LANES<T> * LANES<T>;
-    Vec<T> sum[2] = {};  // two: one addition need not wait for the other
+    Vec<T> sum[2] = {};  // two independent chains of additions
     int64_t i = 0;
     for (; i + LANES<T> < whole; i += 2 * LANES<T>) {
         sum[0] += exponential<T>(load<T>(x + i) - peak);
@@ -31,8 +31,8 @@ template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
 
 template <class T>
 static void forward(const T *x, const int64_t *labels, const T *weights, int64_t ignored, T *loss, T *weight, T *peak,
-                    T *log_sum, int64_t *wrong, int64_t rows, int64_t classes, int64_t threads) {
-    std::atomic<int64_t> any{0};
+                    T *log_sum, int64_t *invalid_label, int64_t rows, int64_t classes, int64_t threads) {
+    std::atomic<int64_t> found_invalid{0};
     parallel_for(rows * classes < 32768 ? 1 : threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             const T *row = x + r * classes;
@@ -41,15 +41,15 @@ static void forward(const T *x, const int64_t *labels, const T *weights, int64_t
             log_sum[r] = logarithm(sum_of_powers(row, classes, peak[r]));
             loss[r] = weight[r] = 0;
             if (label == ignored) continue;
-            if (label < 0 || label >= classes) { any = 1; continue; }
+            if (label < 0 || label >= classes) { found_invalid = 1; continue; }
             weight[r] = weights ? weights[label] : T(1);
             loss[r] = weight[r] * (log_sum[r] - (row[label] - peak[r]));
         }
     });
-    *wrong = any;
+    *invalid_label = found_invalid;
 }
 
-// `cotangents` [n]: of each row's loss, times its weight; 0 where the row is ignored.
+// `cotangents`[n]: the cotangent of each row's loss times the row's weight; 0 for ignored rows.
 template <class T>
 static void backward(const T *x, const int64_t *labels, const T *cotangents, const T *peak, const T *log_sum,
                      int64_t ignored, T *dx, int64_t rows, int64_t classes, int64_t threads) {
@@ -76,8 +76,8 @@ static void backward(const T *x, const int64_t *labels, const T *cotangents, con
 
 #define FORWARD(NAME, T)                                                                                               \
     extern "C" void NAME(const T *x, const int64_t *labels, const T *weights, int64_t ignored, T *loss, T *weight,     \
-                         T *peak, T *log_sum, int64_t *wrong, int64_t rows, int64_t classes, int64_t threads) {        \
-        forward<T>(x, labels, weights, ignored, loss, weight, peak, log_sum, wrong, rows, classes, threads);           \
+                         T *peak, T *log_sum, int64_t *invalid_label, int64_t rows, int64_t classes, int64_t threads) {        \
+        forward<T>(x, labels, weights, ignored, loss, weight, peak, log_sum, invalid_label, rows, classes, threads);           \
     }
 #define BACKWARD(NAME, T)                                                                                              \
     extern "C" void NAME(const T *x, const int64_t *labels, const T *cotangents, const T *peak, const T *log_sum,      \

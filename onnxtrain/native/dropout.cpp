@@ -1,28 +1,28 @@
-// Dropout by draws from a key: y = x * (draw >= least ? scale : 0) + residual, elements in the order of a contiguous
-// tensor. residual may be null; y may lie where x does. Behind relu: y = max(x, 0) * (...), whose gradient is
-// dx = y > 0 ? dy * scale : 0; a number that is missing stays so, as in PyTorch.
+// Dropout with keyed random bits: y = x * (bits >= least ? scale : 0) + residual, elements in contiguous order. residual may
+// be null; y may be x. After a Relu: y = max(x, 0) * (...), whose gradient is dx = y > 0 ? dy * scale : 0; NaN stays NaN, as
+// in PyTorch.
 
-constexpr int64_t CHUNK = 1024;  // elements whose draws are made together
+constexpr int64_t CHUNK = 1024;  // elements whose random bits are generated together
 
 template <class F> static void in_chunks(const int64_t *key, int64_t count, int64_t threads, const F &f) {
     const int64_t chunks = (count + CHUNK - 1) / CHUNK;
     parallel_for(count < 32768 ? 1 : threads, chunks, [&](int64_t begin, int64_t end) {
-        alignas(64) int16_t draws[CHUNK + 64];
+        alignas(64) int16_t random_bits[CHUNK + 64];
         for (int64_t c = begin; c < end; c++) {
             const int64_t at = c * CHUNK, n = std::min(CHUNK, count - at);
-            draw(draws, n, at / 4, key);
-            f(at, n, draws);
+            write_random_bits(random_bits, n, at / 4, key);
+            f(at, n, random_bits);
         }
     });
 }
 
-// join(offset, count, x, factor) for all vectors: what y is there.
+// y = join(offset, count, x, factor) for each vector.
 template <class T, class F>
 static void dropout(const T *x, T *y, const int64_t *key, int64_t least, T scale, int64_t count, int64_t threads, const F &join) {
     const int16_t low = int16_t(least);
-    in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *draws) {
+    in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *random_bits) {
         each_vector<T>(0, n, [=](int64_t i, auto m) {
-            const Vec<T> v = load_first<T>(x + at + i, m), f = factor<T>(draws + i, low, scale);
+            const Vec<T> v = load_first<T>(x + at + i, m), f = dropout_factor<T>(random_bits + i, low, scale);
             store_first<T>(y + at + i, m, join(at + i, m, v, f));
         });
     });
@@ -70,17 +70,17 @@ static void relu_dropout_backward(const T *dy, const T *y, T *dx, T scale, int64
 OF_TYPE(float)
 OF_TYPE(double)
 
-// 1 where an element is kept.
+// The mask: 1 where an element is kept, 0 where it is dropped.
 extern "C" void kept(uint8_t *mask, const int64_t *key, int64_t least, int64_t count, int64_t threads) {
     typedef int16_t wide __attribute__((vector_size(64)));
     typedef int8_t narrow __attribute__((vector_size(32)));
     const int16_t low = int16_t(least);
-    in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *draws) {
+    in_chunks(key, count, threads, [=](int64_t at, int64_t n, const int16_t *random_bits) {
         for (int64_t i = 0; i < n; i += 32) {
             wide bits;
-            std::memcpy(&bits, draws + i, sizeof bits);
-            const narrow found = __builtin_convertvector(bits >= low, narrow) & 1;
-            std::memcpy(mask + at + i, &found, size_t(std::min<int64_t>(32, n - i)));
+            std::memcpy(&bits, random_bits + i, sizeof bits);
+            const narrow is_kept = __builtin_convertvector(bits >= low, narrow) & 1;
+            std::memcpy(mask + at + i, &is_kept, size_t(std::min<int64_t>(32, n - i)));
         }
     });
 }

@@ -1,5 +1,5 @@
-// The exponential function of vectors, of least error among polynomials of its degree for float, the series for
-// double; its inverse, and the sigmoid.
+// The exponential function of vectors, with the minimax polynomial for float and the Taylor series for double; the
+// logarithm, and the sigmoid.
 
 template <class T> struct Powers;
 template <> struct Powers<float> {
@@ -8,7 +8,7 @@ template <> struct Powers<float> {
     static constexpr int32_t one = 127 << 23;  // the bits of 1.0
     static constexpr float rounder = 12582912.0f, least = -87.33654f, log2e = 1.44269504088896341f;
     static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-    static inline Vec<T> small(Vec<T> r) {  // e^r for |r| <= ln 2 / 2, but for 3.1e-9 of it
+    static inline Vec<T> small(Vec<T> r) {  // e^r for |r| <= ln 2 / 2, with a relative error of 3.1e-9
         Vec<T> p = r * 1.3814539416e-3f + 8.3687454462e-3f;
         p = p * r + 4.1668388993e-2f;
         p = p * r + 1.6666521132e-1f;
@@ -39,7 +39,7 @@ template <> struct Powers<double> {
     }
 };
 
-// e^x for x <= 0; 0 where float has no normal number for it, NaN for NaN.
+// e^x for x <= 0; 0 where the result would be subnormal, NaN for NaN.
 template <class T> static inline Vec<T> exponential(Vec<T> x) {
     typedef Powers<T> L;
     const Vec<T> shifted = x * L::log2e + L::rounder, n = shifted - L::rounder;
@@ -52,7 +52,8 @@ template <class T> static inline Vec<T> exponential(Vec<T> x) {
     return x < L::least ? Vec<T>{} : L::small(r) * power;
 }
 
-// ln x for x >= 1. The bits of x are a line between its powers of 2; two of Halley's steps lead from it to the curve.
+// ln x for x >= 1. The bits of x, read as an integer, interpolate log2 linearly between powers of 2; two of Halley's
+// iterations refine that.
 template <class T> static inline Vec<T> logarithm_above_one(Vec<T> x) {
     typedef Powers<T> L;
     typename Lanes<T>::ivec bits;
@@ -65,7 +66,7 @@ template <class T> static inline Vec<T> logarithm_above_one(Vec<T> x) {
     return y;
 }
 
-// The sigmoid and its slope. e^-|x| gives it for either sign without overflow.
+// The sigmoid and its derivative, from e^-|x|, which does not overflow for either sign.
 template <class T> struct Sigmoid {
     Vec<T> value, slope;
     explicit Sigmoid(Vec<T> x) {

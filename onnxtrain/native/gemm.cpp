@@ -1,11 +1,11 @@
-// y[m, n] = a[m, k] @ b + bias[n], of b[k, n] or b[n, k] transposed. A thread takes some columns and rows of y at a time,
-// as soon as it is free: another program on its core, or a slower core, costs what it takes and no more.
-//     for up to DEPTH of k: panels of b, [k][WIDE], fill half of the second-level cache
-//         for ROWS of a, which fill the rest, and each panel, which fills most of the first-level one: tiles of y
+// y[m, n] = a[m, k] @ b + bias[n], with b[k, n], or b[n, k] transposed. Each thread takes the next block of y as soon as it
+// is free, so a thread that is slowed down by another program or a slower core delays the result as little as possible.
+//     for up to DEPTH of k: panels of b, [k][WIDE], fill half of the L2 cache
+//         for ROWS of a, which fill the rest of L2, and each panel, which fills most of the L1 cache: tiles of y
 
 constexpr int64_t DEPTH = 384, ROWS = 96, COLUMNS = 128;
-constexpr int64_t COPIED = DEPTH + 16;  // floats between copied rows of a
-constexpr int64_t CLASHING = 512;       // floats: rows so many apart, or a multiple, meet in few sets of the first-level cache
+constexpr int64_t COPY_STRIDE = DEPTH + 16;  // floats between copied rows of a
+constexpr int64_t ALIASING = 512;            // floats: rows at a multiple of this distance map to few sets of the L1 cache
 
 struct Gemm {
     const float *a, *b, *bias;
@@ -30,7 +30,7 @@ static void pack(const Gemm &p, int64_t depth, int64_t count, int64_t column, in
         for (int64_t j = 0; j < WIDE; j++) panel[l * WIDE + j] = j < width ? from[j * p.b_stride + l] : 0;
 }
 
-// f(row, column, elements) for each vector of a tile.
+// f(row, vector, number of elements) for each vector of a tile of `width` columns.
 template <int HEIGHT, class F> static inline void each_vector_of_tile(int64_t width, const F &f) {
     if (width == WIDE) {
 #pragma GCC unroll 16
@@ -46,7 +46,7 @@ template <int HEIGHT, class F> static inline void each_vector_of_tile(int64_t wi
             f(i, j, std::max<int64_t>(0, std::min<int64_t>(LANES<float>, width - j * LANES<float>)));
 }
 
-// y[HEIGHT][width] = a @ panel, and what `start` gives: y itself, or the bias.
+// y[HEIGHT][width] = a @ panel + start(row, vector, number of elements).
 template <int HEIGHT, class F>
 static __attribute__((noinline)) void multiply(int64_t count, const float *a, int64_t a_stride, const float *panel, float *y, int64_t y_stride, int64_t width, const F &start) {
     Vec<float> tile[HEIGHT][ACROSS];
@@ -57,14 +57,14 @@ static __attribute__((noinline)) void multiply(int64_t count, const float *a, in
         __builtin_prefetch(y + i * y_stride, 1);
         __builtin_prefetch(y + i * y_stride + width - 1, 1);
     }
-    add_product<float, HEIGHT, ACROSS>(count, a, a_stride, 1, panel, WIDE, tile);
+    add_matmul<float, HEIGHT, ACROSS>(count, a, a_stride, 1, panel, WIDE, tile);
     each_vector_of_tile<HEIGHT>(width, [&](int i, int j, auto n) {
         store_first<float>(y + i * y_stride + j * LANES<float>, n, tile[i][j] + start(i, j, n));
     });
 }
 
-// The columns from `column` to `last` of some rows of y.
-static void part(const Gemm &p, int64_t row, int64_t last_row, int64_t column, int64_t last, float *panels, float *copied) {
+// The block of y of the rows [row, last_row) and the columns [column, last).
+static void compute_block(const Gemm &p, int64_t row, int64_t last_row, int64_t column, int64_t last, float *panels, float *copied) {
     const int64_t step = divided(divided(p.k, divided(p.k, DEPTH)), LANES<float>) * LANES<float>;
     for (int64_t depth = 0; depth < p.k; depth += step) {
         const int64_t count = std::min(step, p.k - depth);
@@ -73,9 +73,9 @@ static void part(const Gemm &p, int64_t row, int64_t last_row, int64_t column, i
             const int64_t rows = std::min(ROWS, last_row - r);
             const float *a = p.a + r * p.a_stride + depth;
             int64_t stride = p.a_stride;
-            if (stride % CLASHING == 0) {
-                for (int64_t i = 0; i < rows; i++) std::memcpy(copied + i * COPIED, a + i * stride, size_t(count) * sizeof(float));
-                a = copied, stride = COPIED;
+            if (stride % ALIASING == 0) {
+                for (int64_t i = 0; i < rows; i++) std::memcpy(copied + i * COPY_STRIDE, a + i * stride, size_t(count) * sizeof(float));
+                a = copied, stride = COPY_STRIDE;
             }
             for (int64_t c = column; c < last; c += WIDE)
                 for (int64_t i = 0; i < rows; i += TALL)
@@ -97,18 +97,19 @@ static void part(const Gemm &p, int64_t row, int64_t last_row, int64_t column, i
 
 extern "C" {
 
-// Rows of a lie a_stride floats apart, those of b as it lies b_stride; y is contiguous, bias may be null. k is not 0.
+// a_stride and b_stride are the distances of rows in floats, those of b as it is stored. y is contiguous. bias may be null.
+// k is not 0.
 void gemm(const float *a, const float *b, const float *bias, float *y, int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t transposed, int64_t threads) {
     const Gemm p{a, b, bias, y, m, n, k, a_stride, b_stride, bool(transposed)};
-    const bool low = divided(n, COLUMNS) * divided(m, ROWS) < 2 * threads;  // fewer rows than threads could share
-    const int64_t columns = std::min(COLUMNS, divided(divided(n, low ? 2 * threads : 1), WIDE) * WIDE), across = divided(n, columns);
+    const bool few_blocks = divided(n, COLUMNS) * divided(m, ROWS) < 2 * threads;  // then narrower blocks
+    const int64_t columns = std::min(COLUMNS, divided(divided(n, few_blocks ? 2 * threads : 1), WIDE) * WIDE), across = divided(n, columns);
     const int64_t parts = std::min(divided(2 * threads, across), divided(m, ROWS)), rows = divided(divided(m, parts), TALL) * TALL;
     std::atomic<int64_t> next{0};
     parallel_team(m * n * k < 65536 ? 1 : std::min(threads, across * parts), [&](int64_t, int64_t) {
-        float *panels = scratch<float>(DEPTH * COLUMNS), *copied = scratch<float>(ROWS * COPIED);
+        float *panels = scratch<float>(DEPTH * COLUMNS), *copied = scratch<float>(ROWS * COPY_STRIDE);
         for (int64_t i; (i = next.fetch_add(1)) < across * parts;) {
             const int64_t row = i / across * rows, column = i % across * columns;
-            part(p, row, std::min(m, row + rows), column, std::min(n, column + columns), panels, copied);
+            compute_block(p, row, std::min(m, row + rows), column, std::min(n, column + columns), panels, copied);
         }
         std::free(panels);
         std::free(copied);

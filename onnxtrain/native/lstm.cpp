@@ -1,14 +1,14 @@
-// The chain of an LSTM: what each step needs of the step before. Hochreiter and Schmidhuber 1997,
-// https://doi.org/10.1162/neco.1997.9.8.1735. Products over all steps are made before and behind, by PyTorch.
+// The recurrence of an LSTM: all that a step computes from the previous step. Hochreiter and Schmidhuber 1997,
+// https://doi.org/10.1162/neco.1997.9.8.1735. PyTorch computes the GEMMs over all steps, before and after.
 //
 //     i, f, o = sigmoid(x + r @ h)    g = tanh(x + r @ h)    c' = f * c + i * g    h' = o * tanh(c')
 //
-// s steps, b samples, h hidden units; gates i, f, g, o. A thread has its own units in all steps: of r it reads only
-// their part, which it holds in its cache, packed so that it is read in order. After each step all wait for each other.
+// s steps, b samples, h hidden units; gates i, f, g, o. A thread computes the same units in all steps, so it reads only
+// their part of r, which stays in its cache, packed for sequential access. The threads synchronize after each step.
 
 constexpr int GATES = 4;
 
-// The hyperbolic tangent near 0, where 1 - e^-2x would lose digits: Cephes' tanhf and tanh.
+// tanh near 0, where 1 - e^-2x would lose precision: Cephes' tanhf and tanh.
 static inline Vec<float> small_tanh(Vec<float> x) {
     const Vec<float> z = x * x;
     Vec<float> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
@@ -34,31 +34,31 @@ template <class T> static inline Vec<T> tanh_of(Vec<T> x) {
 struct Sizes {
     int64_t steps, samples, hidden;
     bool reverse;
-    int64_t at(int64_t step) const { return reverse ? steps - 1 - step : step; }  // the direction's order
+    int64_t at(int64_t step) const { return reverse ? steps - 1 - step : step; }  // in the order of the direction
 };
 
-// All threads of a team wait until the last is here.
+// A barrier for all threads of a team.
 class Barrier {
-    std::atomic<int64_t> here_{0}, round_{0};
+    std::atomic<int64_t> arrived_{0}, round_{0};
 
   public:
     void wait(int64_t team) {
         const int64_t round = round_.load();
-        if (here_.fetch_add(1) == team - 1) {
-            here_.store(0);
+        if (arrived_.fetch_add(1) == team - 1) {
+            arrived_.store(0);
             round_.store(round + 1);
         } else
             for (int64_t tries = 0; round_.load() == round; tries++)
-                if (tries > 2000) sched_yield();  // the other is not running
+                if (tries > 2000) sched_yield();  // another thread may not be running
     }
 };
 
-// Forward of M samples and LANES units: gates hold x + biases, and become what they are after their functions.
+// Forward of M samples and LANES units: gates hold W x + biases and are overwritten with the activated gates.
 template <class T, int M>
-static void units_forward(const Sizes &z, const T *before, const T *packed, int64_t unit, T *gates, const T *cell, T *state, T *y) {
+static void units_forward(const Sizes &z, const T *previous_h, const T *packed, int64_t unit, T *gates, const T *cell, T *state, T *y) {
     const int64_t h = z.hidden;
     Vec<T> sums[M][GATES] = {};
-    add_product<T, M, GATES>(h, before, h, 1, packed, GATES * LANES<T>, sums);
+    add_matmul<T, M, GATES>(h, previous_h, h, 1, packed, GATES * LANES<T>, sums);
     each_vector<T>(unit, std::min(unit + LANES<T>, h), [&](int64_t, auto n) {
         for (int r = 0; r < M; r++) {
             T *own = gates + r * GATES * h + unit;
@@ -74,9 +74,9 @@ static void units_forward(const Sizes &z, const T *before, const T *packed, int6
     });
 }
 
-// r[4 h, h]; gates[s, b, 4 h] hold x + biases; first[b, h] and cell[b, h] are the first states.
+// r[4 h, h]; gates[s, b, 4 h] hold W x + biases; initial[b, h] and cell[b, h] are the initial states.
 template <class T>
-static void forward(const Sizes &z, const T *r, T *gates, const T *first, const T *cell, T *states, T *y, int64_t threads) {
+static void forward(const Sizes &z, const T *r, T *gates, const T *initial, const T *cell, T *states, T *y, int64_t threads) {
     const int64_t h = z.hidden, blocks = (h + LANES<T> - 1) / LANES<T>, whole = z.samples * h, panel = h * GATES * LANES<T>;
     Barrier barrier;
     parallel_team(std::min(threads, blocks), [&](int64_t thread, int64_t team) {
@@ -91,12 +91,12 @@ static void forward(const Sizes &z, const T *r, T *gates, const T *first, const 
                 }
         for (int64_t step = 0; step < z.steps; step++) {
             const int64_t t = z.at(step);
-            const T *before = step ? y + z.at(step - 1) * whole : first, *old = step ? states + z.at(step - 1) * whole : cell;
+            const T *previous_h = step ? y + z.at(step - 1) * whole : initial, *previous_c = step ? states + z.at(step - 1) * whole : cell;
             for (int64_t block = begin; block < end; block++) {
                 const T *own = packed + (block - begin) * panel;
                 const auto run = [&](int64_t b, auto rows) {
-                    units_forward<T, decltype(rows)::value>(z, before + b * h, own, block * LANES<T>, gates + (t * z.samples + b) * GATES * h,
-                                                            old + b * h, states + t * whole + b * h, y + t * whole + b * h);
+                    units_forward<T, decltype(rows)::value>(z, previous_h + b * h, own, block * LANES<T>, gates + (t * z.samples + b) * GATES * h,
+                                                            previous_c + b * h, states + t * whole + b * h, y + t * whole + b * h);
                 };
                 int64_t b = 0;
                 for (; b + 4 <= z.samples; b += 4) run(b, std::integral_constant<int, 4>());
@@ -108,42 +108,42 @@ static void forward(const Sizes &z, const T *r, T *gates, const T *first, const 
     });
 }
 
-// The gradients of a step's gates, of its units [begin, end); dc becomes that of the cell state before.
+// The gradients of a step's gates of the units [begin, end); dc becomes that of the previous cell state.
 template <class T>
-static void gates_backward(const Sizes &z, int64_t begin, int64_t end, const T *gates, const T *state, const T *old, const T *dy, const T *dh, T *dc, T *found) {
+static void gates_backward(const Sizes &z, int64_t begin, int64_t end, const T *gates, const T *state, const T *previous_c, const T *dy, const T *dh, T *dc, T *dgates) {
     const int64_t h = z.hidden;
     for (int64_t b = 0; b < z.samples; b++)
         each_vector<T>(begin, end, [&](int64_t unit, auto n) {
             const int64_t at = b * h + unit;
             const T *own = gates + b * GATES * h + unit;
-            T *to = found + b * GATES * h + unit;
+            T *to = dgates + b * GATES * h + unit;
             const Vec<T> i = load_first<T>(own, n), f = load_first<T>(own + h, n), g = load_first<T>(own + 2 * h, n),
-                         o = load_first<T>(own + 3 * h, n), squashed = tanh_of<T>(load_first<T>(state + at, n));
+                         o = load_first<T>(own + 3 * h, n), tanh_c = tanh_of<T>(load_first<T>(state + at, n));
             const Vec<T> up = load_first<T>(dy + at, n) + load_first<T>(dh + at, n);
-            const Vec<T> d = load_first<T>(dc + at, n) + up * o * (1 - squashed * squashed);
+            const Vec<T> d = load_first<T>(dc + at, n) + up * o * (1 - tanh_c * tanh_c);
             store_first<T>(to, n, d * g * i * (1 - i));
-            store_first<T>(to + h, n, d * load_first<T>(old + at, n) * f * (1 - f));
+            store_first<T>(to + h, n, d * load_first<T>(previous_c + at, n) * f * (1 - f));
             store_first<T>(to + 2 * h, n, d * i * (1 - g * g));
-            store_first<T>(to + 3 * h, n, up * squashed * o * (1 - o));
+            store_first<T>(to + 3 * h, n, up * tanh_c * o * (1 - o));
             store_first<T>(dc + at, n, d * f);
         });
 }
 
-// dh[M, N * LANES units] = found[M, 4 h] @ r.
+// dh[M, N * LANES units] = dgates[M, 4 h] @ r.
 template <class T, int M, int N>
-static void states_backward(const Sizes &z, const T *found, const T *packed, int64_t unit, T *dh) {
+static void states_backward(const Sizes &z, const T *dgates, const T *packed, int64_t unit, T *dh) {
     Vec<T> sums[M][N] = {};
-    add_product<T, M, N>(GATES * z.hidden, found, GATES * z.hidden, 1, packed, N * LANES<T>, sums);
+    add_matmul<T, M, N>(GATES * z.hidden, dgates, GATES * z.hidden, 1, packed, N * LANES<T>, sums);
     for (int r = 0; r < M; r++)
         each_vector<T>(unit, std::min(unit + N * LANES<T>, z.hidden), [&](int64_t at, auto n) {
             store_first<T>(dh + r * z.hidden + at, n, sums[r][(at - unit) / LANES<T>]);
         });
 }
 
-// found[s, b, 4 h]: the gradients of the gates. dh[b, h] and dc[b, h] are those of the last states and become those of
-// the first.
+// dgates[s, b, 4 h]: the gradients of the gates. dh[b, h] and dc[b, h] are those of the last states and become those of
+// the initial states.
 template <class T>
-static void backward(const Sizes &z, const T *r, const T *gates, const T *states, const T *cell, const T *dy, T *dh, T *dc, T *found, int64_t threads) {
+static void backward(const Sizes &z, const T *r, const T *gates, const T *states, const T *cell, const T *dy, T *dh, T *dc, T *dgates, int64_t threads) {
     constexpr int N = 2, M = 8;
     const int64_t h = z.hidden, width = N * LANES<T>, blocks = (h + width - 1) / width, whole = z.samples * h, panel = GATES * h * width;
     Barrier barrier;
@@ -158,7 +158,7 @@ static void backward(const Sizes &z, const T *r, const T *gates, const T *states
                 }
         for (int64_t step = z.steps - 1; step >= 0; step--) {
             const int64_t t = z.at(step);
-            T *own = found + t * z.samples * GATES * h;
+            T *own = dgates + t * z.samples * GATES * h;
             gates_backward<T>(z, begin * width, std::min(end * width, h), gates + t * z.samples * GATES * h, states + t * whole,
                               step ? states + z.at(step - 1) * whole : cell, dy + t * whole, dh, dc, own);
             barrier.wait(team);
@@ -174,14 +174,14 @@ static void backward(const Sizes &z, const T *r, const T *gates, const T *states
 }
 
 #define DEFINE(TYPE)                                                                                                                  \
-    extern "C" void forward_##TYPE(const TYPE *r, TYPE *gates, const TYPE *first, const TYPE *cell, TYPE *states, TYPE *y,            \
+    extern "C" void forward_##TYPE(const TYPE *r, TYPE *gates, const TYPE *initial, const TYPE *cell, TYPE *states, TYPE *y,            \
                                    int64_t steps, int64_t samples, int64_t hidden, int64_t reverse, int64_t threads) {                \
-        forward<TYPE>({steps, samples, hidden, reverse != 0}, r, gates, first, cell, states, y, threads);                             \
+        forward<TYPE>({steps, samples, hidden, reverse != 0}, r, gates, initial, cell, states, y, threads);                             \
     }                                                                                                                                 \
     extern "C" void backward_##TYPE(const TYPE *r, const TYPE *gates, const TYPE *states, const TYPE *cell, const TYPE *dy, TYPE *dh, \
-                                    TYPE *dc, TYPE *found, int64_t steps, int64_t samples, int64_t hidden, int64_t reverse,           \
+                                    TYPE *dc, TYPE *dgates, int64_t steps, int64_t samples, int64_t hidden, int64_t reverse,           \
                                     int64_t threads) {                                                                                \
-        backward<TYPE>({steps, samples, hidden, reverse != 0}, r, gates, states, cell, dy, dh, dc, found, threads);                   \
+        backward<TYPE>({steps, samples, hidden, reverse != 0}, r, gates, states, cell, dy, dh, dc, dgates, threads);                   \
     }
 
 DEFINE(float)

@@ -1,12 +1,12 @@
-// Root mean square norm of rows x[count, width] and its gradient; Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+// RMS norm of rows x[count, width] and its gradient; Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
 //
 //     inv_std = 1 / sqrt(mean(x^2) + epsilon)      y = x * inv_std * scale
 //     dx = inv_std * (g - z * mean(g * z)) + added        dscale = sum(dy * z)        with z = x * inv_std, g = dy * scale
 
-constexpr int64_t BLOCK = 16;  // rows whose dscale is added in the elements' type; blocks are added in double
-constexpr int CHAINS = 4;      // sums that do not wait for each other
+constexpr int64_t BLOCK = 16;  // rows whose dscale is accumulated in the elements' type; blocks are accumulated in double
+constexpr int CHAINS = 4;      // independent sums
 
-// The sum over a row of what term(offset, count) gives.
+// The sum of term(offset, count) over the vectors of a row.
 template <class T, class F> static inline T sum_of_row(int64_t width, const F &term) {
     Vec<T> sums[CHAINS] = {};
     int64_t c = 0;
@@ -16,11 +16,11 @@ template <class T, class F> static inline T sum_of_row(int64_t width, const F &t
     return sum_of<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-static inline int64_t team(int64_t count, int64_t width, int64_t threads) { return count * width < 32768 ? 1 : threads; }
+static inline int64_t team_size(int64_t count, int64_t width, int64_t threads) { return count * width < 32768 ? 1 : threads; }
 
 template <class T>
 static void forward(const T *x, const T *scale, T *y, T *inv_std, int64_t count, int64_t width, double epsilon, int64_t threads) {
-    parallel_for(team(count, width, threads), count, [=](int64_t begin, int64_t end) {
+    parallel_for(team_size(count, width, threads), count, [=](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             const T *from = x + r * width;
             T *to = y + r * width;
@@ -44,7 +44,7 @@ static void forward(const T *x, const T *scale, T *y, T *inv_std, int64_t count,
 template <class T>
 static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, const T *added, T *dx, T *dscale,
                      int64_t count, int64_t width, int64_t threads) {
-    threads = std::min(team(count, width, threads), std::max<int64_t>(count, 1));
+    threads = std::min(team_size(count, width, threads), std::max<int64_t>(count, 1));
     const int64_t part = (count + threads - 1) / threads, padded = ::padded<T>(width);
     double *partial = dscale ? static_cast<double *>(std::calloc(size_t(threads * padded), sizeof(double))) : nullptr;
     parallel_for(threads, threads, [=](int64_t first, int64_t last) {
@@ -56,19 +56,19 @@ static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, 
                 if (dscale) std::fill(block, block + padded, T(0));
                 for (int64_t r = row; r < stop; r++) {
                     const T *d = dy + r * width, *from = x + r * width, inverse = inv_std[r];
-                    const auto slope = [=](int64_t c, auto n) {
+                    const auto scaled_dy = [=](int64_t c, auto n) {
                         const Vec<T> v = load_first<T>(d + c, n);
                         return scale ? v * load_first<T>(scale + c, n) : v;
                     };
                     if (dx) {
                         const T sum = sum_of_row<T>(width, [=](int64_t c, auto n) {
-                            return slope(c, n) * (load_first<T>(from + c, n) * inverse);
+                            return scaled_dy(c, n) * (load_first<T>(from + c, n) * inverse);
                         });
                         const T mean = sum / T(width);
                         const T *other = added ? added + r * width : nullptr;
                         T *to = dx + r * width;
                         each_vector<T>(0, width, [=](int64_t c, auto n) {
-                            const Vec<T> z = load_first<T>(from + c, n) * inverse, own = (slope(c, n) - z * mean) * inverse;
+                            const Vec<T> z = load_first<T>(from + c, n) * inverse, own = (scaled_dy(c, n) - z * mean) * inverse;
                             store_first<T>(to + c, n, other ? own + load_first<T>(other + c, n) : own);
                         });
                     }

@@ -1,6 +1,6 @@
-// Vectors of the width that the processor has, in the compilers' own notation: GCC and Clang, any processor. TILE_ROWS
-// times two vectors are the sums of a product's tile. Of AVX's 16 registers they take 12: with 4 rows they wait for each
-// other, and attention of [16, 12, 128, 32] takes a quarter longer (22.3 ms backward on one thread of an EPYC, 17.5 with 6).
+// SIMD vectors of the processor's width with the vector extensions of GCC and Clang, for any processor. A GEMM tile has
+// TILE_ROWS times two vectors of sums: 12 of AVX's 16 registers. With 4 rows the latency of the additions shows, and
+// attention of [16, 12, 128, 32] takes a quarter longer (22.3 ms backward on one thread of an EPYC, 17.5 with 6).
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64, TILE_ROWS = 8;
 #elif defined(__AVX__)
@@ -28,7 +28,7 @@ template <class T> constexpr int LANES = VECTOR_BYTES / sizeof(T);
 
 template <class T> static inline Vec<T> load(const T *p) { Vec<T> v; std::memcpy(&v, p, sizeof v); return v; }
 template <class T> static inline void store(T *p, Vec<T> v) { std::memcpy(p, &v, sizeof v); }
-// Fewer elements than lanes: what is not there is `rest`, and is not written.
+// The first `count` lanes only: missing lanes are `rest` when loaded, and are not stored.
 template <class T> static inline Vec<T> load_first(const T *p, int64_t count, T rest = 0) {
     Vec<T> v = Vec<T>{} + rest;
     std::memcpy(&v, p, size_t(count) * sizeof(T));
@@ -37,15 +37,15 @@ template <class T> static inline Vec<T> load_first(const T *p, int64_t count, T 
 template <class T> static inline void store_first(T *p, int64_t count, Vec<T> v) { std::memcpy(p, &v, size_t(count) * sizeof(T)); }
 template <class T> static inline int64_t padded(int64_t n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }
 
-// f(at, count) for each vector of [begin, end), and for what is left behind the last whole one. Of a whole vector `count`
-// is a constant, so that nothing is asked.
+// f(at, count) for each vector of [begin, end), and for the remainder after the last full one. For a full vector `count` is
+// a compile-time constant, which removes the branches.
 template <class T, class F> static inline void each_vector(int64_t begin, int64_t end, const F &f) {
     int64_t at = begin;
     for (; at + LANES<T> <= end; at += LANES<T>) f(at, std::integral_constant<int64_t, LANES<T>>());
     if (at < end) f(at, end - at);
 }
 
-// The same for [0, count), whole vectors in equal parts on the threads.
+// The same for [0, count), with the full vectors divided equally among the threads.
 template <class T, class F> static void parallel_vectors(int64_t count, int64_t threads, const F &f) {
     parallel_for(count < 32768 ? 1 : threads, padded<T>(count) / LANES<T>, [&](int64_t begin, int64_t end) {
         each_vector<T>(begin * LANES<T>, std::min(end * LANES<T>, count), f);
@@ -60,11 +60,11 @@ template <class T> static inline Vec<T> absolute(Vec<T> x) {
     return x;
 }
 
-// Of each lane the larger; of a number that is missing and another, the second.
-template <class T> static inline Vec<T> larger(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
+// The maximum of each lane; b if one of them is NaN.
+template <class T> static inline Vec<T> maximum(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
 
-// One number from all lanes: by halves, which needs few steps.
-template <class T, class F> static inline T folded(Vec<T> x, const F &f) {
+// Reduces all lanes to one value by halving, which needs few steps.
+template <class T, class F> static inline T reduce_lanes(Vec<T> x, const F &f) {
     T lanes[LANES<T>];
     store<T>(lanes, x);
     for (int half = LANES<T> / 2; half > 0; half /= 2)
@@ -72,12 +72,13 @@ template <class T, class F> static inline T folded(Vec<T> x, const F &f) {
     return lanes[0];
 }
 
-template <class T> static inline T sum_of(Vec<T> x) { return folded<T>(x, [](T a, T b) { return a + b; }); }
-template <class T> static inline T most_of(Vec<T> x) { return folded<T>(x, [](T a, T b) { return b > a ? b : a; }); }
+template <class T> static inline T sum_of(Vec<T> x) { return reduce_lanes<T>(x, [](T a, T b) { return a + b; }); }
+template <class T> static inline T maximum_of(Vec<T> x) { return reduce_lanes<T>(x, [](T a, T b) { return b > a ? b : a; }); }
 
-// sums[M][N vectors] += a[M, depth] @ b[depth, N vectors]; element [i, l] of a lies at i * am + l * ak.
+// The inner loop of every GEMM: sums[M][N vectors] += a[M, depth] @ b[depth, N vectors]; element [i, l] of a is at
+// i * am + l * ak, row l of b at l * bk.
 template <class T, int M, int N>
-static inline void add_product(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, Vec<T> (&sums)[M][N]) {
+static inline void add_matmul(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, Vec<T> (&sums)[M][N]) {
     for (int64_t l = 0; l < depth; l++) {
         Vec<T> row[N];
         for (int j = 0; j < N; j++) row[j] = load<T>(b + l * bk + j * LANES<T>);
@@ -88,7 +89,7 @@ static inline void add_product(int64_t depth, const T *a, int64_t am, int64_t ak
     }
 }
 
-// a0 b0 a1 b1 ...: of the lower halves of a and b, or of the upper ones.
+// a0 b0 a1 b1 ...: interleaves the lower halves of a and b, or the upper halves.
 template <class T, bool UPPER, int... I> static inline Vec<T> interleaved(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
     return __builtin_shufflevector(a, b, ((UPPER * LANES<T> + I) / 2 + I % 2 * LANES<T>)...);
@@ -97,8 +98,8 @@ template <class T, bool UPPER, int... I> static inline Vec<T> interleaved(Vec<T>
 #endif
 }
 
-// LANES x LANES elements: to[j, i] = from[i, j]. Each round moves the first bit of a vector's number behind the last of
-// its lanes' numbers.
+// Transposes LANES x LANES elements: to[j, i] = from[i, j]. In each round the highest bit of a vector's index becomes the
+// lowest bit of its lanes' indices.
 template <class T> __attribute__((noinline)) static void transpose_tile(const T *from, int64_t from_stride, T *to, int64_t to_stride) {
     constexpr int N = LANES<T>;
     constexpr auto lanes = std::make_integer_sequence<int, N>();
@@ -119,7 +120,7 @@ template <class T> __attribute__((noinline)) static void transpose_tile(const T 
     for (int i = 0; i < N; i++) store<T>(to + i * to_stride, x[i]);
 }
 
-// Memory that the caller frees.
+// Aligned memory, which the caller frees.
 template <class T> static T *scratch(int64_t count) {
     T *memory = static_cast<T *>(std::aligned_alloc(64, size_t((count * sizeof(T) + 63) / 64 * 64)));
     if (memory == nullptr) std::abort();

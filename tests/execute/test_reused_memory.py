@@ -41,16 +41,16 @@ def nothing_held() -> Iterator[None]:
     LIBRARY.functions.trim()
     _BEFORE.in_use = 0
     _BEFORE.in_use = held()[0]
-    LIBRARY.functions.join()
+    LIBRARY.functions.add_program()
     yield
     gc.collect()
-    LIBRARY.functions.part()
+    LIBRARY.functions.remove_program()
 
 
 def held() -> tuple[int, int]:
     """Bytes of blocks in use since the test began, and at hand."""
     counts = (ctypes.c_int64 * 2)()
-    LIBRARY.functions.held(ctypes.addressof(counts), ctypes.addressof(counts) + 8)
+    LIBRARY.functions.count_bytes(ctypes.addressof(counts), ctypes.addressof(counts) + 8)
     return counts[0] - _BEFORE.in_use, counts[1]
 
 
@@ -83,11 +83,11 @@ def step(module: nn.Module, rows: int = 64) -> torch.Tensor:
 
 def inside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What is made while a program runs."""
-    LIBRARY.functions.enter()
+    LIBRARY.functions.begin_run()
     try:
         return make()
     finally:
-        LIBRARY.functions.leave()
+        LIBRARY.functions.end_run()
 
 
 def test_a_steps_memory_serves_the_next() -> None:
@@ -168,18 +168,18 @@ def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("options", [{}, {"native": False, "reuse_memory": True}])
 def test_without_the_option_or_compiled_kernels_the_allocator_is_left_alone(options: dict[str, bool]) -> None:
-    LIBRARY.functions.part()
+    LIBRARY.functions.remove_program()
     before = allocator()
     module = ORTModule(Wide(), **options)
     for _ in range(3):
         step(module)
     assert allocator() == before
-    LIBRARY.functions.join()
+    LIBRARY.functions.add_program()
     assert held() == (0, 0)
 
 
 def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
-    LIBRARY.functions.part()
+    LIBRARY.functions.remove_program()
     before = allocator()
     modules = [ORTModule(Wide(), reuse_memory=True) for _ in range(2)]
     step(modules[0])
@@ -201,7 +201,7 @@ def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
     del again
     gc.collect()
     assert allocator() == before
-    LIBRARY.functions.join()
+    LIBRARY.functions.add_program()
 
 
 def test_blocks_are_reused_for_what_is_little_smaller() -> None:
@@ -316,8 +316,8 @@ def test_a_process_ends_with_tensors_alive() -> None:
         "import torch\n"
         "from onnxtrain.execute.reused_memory import LIBRARY\n"
         "assert LIBRARY.wait()\n"
-        "LIBRARY.functions.join()\n"
-        "LIBRARY.functions.enter()\n"
+        "LIBRARY.functions.add_program()\n"
+        "LIBRARY.functions.begin_run()\n"
         "x = torch.ones(1 << 20)\n"
         "print(x.sum().item())\n"
     )

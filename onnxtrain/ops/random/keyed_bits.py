@@ -30,7 +30,7 @@ _CHUNK = 65536  # words: what is computed on together stays in the cache
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 LIBRARY = Library(
     "dropout",
-    text("vectors.h", "draws.h", "dropout.cpp"),
+    text("vectors.h", "keyed_bits.h", "dropout.cpp"),
     {
         "kept": "ppiii",
         **{
