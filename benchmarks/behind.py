@@ -62,8 +62,8 @@ def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """The compilers that run stand still inside, and no piece of Python runs. All goes on afterwards."""
-    with background.pieces:
-        groups = background.groups()
+    with background.throttle_lock:
+        groups = background.process_groups()
         _signal(groups, signal.SIGSTOP)
         try:
             yield

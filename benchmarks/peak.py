@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, read_sources
 
 _SOURCE = r"""
 // Twelve sums: enough for two units of a latency of four or five.
@@ -27,7 +27,7 @@ extern "C" void multiply_adds(int64_t threads, int64_t rounds, int64_t *operatio
     });
 }
 """
-_LIBRARY = Library("peak", text("vectors.h") + _SOURCE, {"multiply_adds": "iipp"})
+_LIBRARY = Library("peak", read_sources("vectors.h") + _SOURCE, {"multiply_adds": "iipp"})
 _ROUNDS, _TRIALS = 2_000_000, 3
 
 

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if sys.version_info[:3] == (3, 13, 0):
         drop_warnings_of_slow_guards()
-    library._AFTER_S = 0.0  # no first step is waited for
+    library._DELAY_S = 0.0  # no first step is waited for
     if WORKERS > 1:
         # One thread a worker: several pools of threads on the same cores are slower than none.
         torch.set_num_threads(1)

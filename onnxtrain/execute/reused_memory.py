@@ -19,12 +19,12 @@ import torch
 from onnxtrain.execute.program import Program, Results
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.native import Library, text
+from onnxtrain.native import Library, read_sources
 from onnxtrain.plan.cut import Part
 
 LIBRARY = Library(
     "memory",
-    text("allocator.cpp"),
+    read_sources("allocator.cpp"),
     {"add_program": "", "remove_program": "", "begin_run": "", "end_run": "", "trim": "", "count_bytes": "pp"},
     short=True,
     torch_headers=True,

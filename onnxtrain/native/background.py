@@ -1,4 +1,4 @@
-"""What runs beside a training: compilers, at low priority, one at a time and never longer than the program; Python."""
+"""Work beside a training: compilers at low priority, one at a time, and throttled Python work."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO
 
-# A compiler's share of one core beside two threads that keep two cores busy, and how long steps of a Llama-like model
-# then take: at 10, 10 % and 1.10 times as long; at 5, 25 % and 1.32; at 3, 43 % and 1.56. At 19 nothing ever ends.
+# A compiler's share of one core beside two threads on two busy cores, and the resulting time of a step of a Llama-like
+# model: at 10, 10 % and 1.10 times as long; at 5, 25 % and 1.32; at 3, 43 % and 1.56. At 19 no compilation finishes.
 _NICENESS = "5"
 _GRACE_S = 1.0
-_REST = 10.0  # times what a piece of Python took
-pieces = threading.Lock()  # of `piece`; a benchmark that times steps without any holds it, too
+_PAUSE = 10.0  # times the processor time of a piece of throttled work
+throttle_lock = threading.Lock()  # held by `throttled`; a benchmark holds it to time steps without such work
 _running: set[subprocess.Popen[bytes]] = set()
 _lock = threading.Lock()
 _ending = threading.Event()
 
 
-class Turn:
-    """A place in a queue. `with` waits until it is time and all who came before have left; then it leaves."""
+class Ticket:
+    """A place in the queue of compilations. `with` waits until it is first and its time has come; then it leaves."""
 
-    def __init__(self, queue: list[Turn], changed: threading.Condition, earliest: float) -> None:
+    def __init__(self, queue: list[Ticket], changed: threading.Condition, earliest: float) -> None:
         self._queue, self._changed, self._earliest = queue, changed, earliest
 
     def __enter__(self) -> None:
@@ -38,7 +38,7 @@ class Turn:
                 self._changed.wait_for(lambda: self._queue[0] is self)
             time.sleep(max(self._earliest - time.monotonic(), 0.0))
             _end_thread_of_ending_program()
-        except BaseException:  # an interrupted wait must not block all who come after
+        except BaseException:  # an interrupted wait must not block the tickets behind it
             self.leave()
             raise
 
@@ -48,59 +48,59 @@ class Turn:
         self.leave()
 
     def leave(self) -> None:
-        """Gives the place up, where that was not done yet."""
+        """Leave the queue, if not done yet."""
         with self._changed:
             if self in self._queue:
                 self._queue.remove(self)
                 self._changed.notify_all()
 
 
-_queue: list[Turn] = []
+_queue: list[Ticket] = []
 _changed = threading.Condition()
 
 
-def turn(after_s: float = 0.0) -> Turn:
-    """The next place in the queue of all that this program compiles.
+def take_ticket(after_s: float = 0.0) -> Ticket:
+    """Join the queue of all compilations of this program.
 
     Args:
-        after_s: seconds from now, before which it is not taken.
+        after_s: seconds to wait at least before the compilation starts.
     """
-    _end_with_program()
-    made = Turn(_queue, _changed, time.monotonic() + after_s)
+    _register_end_of_program()
+    ticket = Ticket(_queue, _changed, time.monotonic() + after_s)
     with _changed:
-        _queue.append(made)
-    return made
+        _queue.append(ticket)
+    return ticket
 
 
 @contextlib.contextmanager
-def piece() -> Iterator[None]:
-    """A piece of Python beside a training, whose step it may hold up by as much: one at a time, then a rest.
+def throttled() -> Iterator[None]:
+    """Run a piece of Python work beside a training: one at a time, followed by a pause of this thread.
 
-    The rest, on this thread, is ten times as long as the piece took of a processor. So work that is divided into pieces
-    takes a tenth of each step's time, where all at once it would make one step long.
+    The work may delay a step by its own duration. The pause is ten times its processor time, so work that is divided
+    into pieces takes a tenth of each step's time instead of delaying a single step by all of it.
     """
-    with pieces:
+    with throttle_lock:
         before = time.thread_time()
         yield
-        time.sleep(_REST * (time.thread_time() - before))
+        time.sleep(_PAUSE * (time.thread_time() - before))
 
 
-def groups() -> list[int]:
-    """The numbers of the process groups of all that runs now."""
+def process_groups() -> list[int]:
+    """The ids of the process groups of all running children."""
     with _lock:
         return [child.pid for child in _running if child.returncode is None]
 
 
 def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Starts a command at low priority, in a process group of its own. `end` it.
+    """Start a command at low priority in its own process group; the caller must `end` it.
 
     Args:
         command: the program and its arguments.
-        output: where what it says goes, errors too: a file, or `subprocess.PIPE`.
-        pass_fds: the open files that it gets.
+        output: for stdout and stderr: a file, or `subprocess.PIPE`.
+        pass_fds: the file descriptors that it inherits.
     """
     nice = shutil.which("nice")
-    _end_with_program()
+    _register_end_of_program()
     with _lock:
         _end_thread_of_ending_program()
         child = subprocess.Popen(
@@ -109,14 +109,14 @@ def start(command: Sequence[str], output: int | IO[bytes], pass_fds: Sequence[in
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=pass_fds,
-            process_group=0,  # in this session: Linux shares processors out by session first, by niceness within one
+            process_group=0,  # in this session: Linux divides processor time by session first, by niceness within one
         )
         _running.add(child)
     return child
 
 
 def end(child: subprocess.Popen[bytes]) -> int:
-    """Ends a process and those that it started, if they run yet; its status."""
+    """End a process and its children, if they still run; return its exit status."""
     if child.poll() is None:
         _signal(child)
     _running.discard(child)
@@ -125,18 +125,18 @@ def end(child: subprocess.Popen[bytes]) -> int:
 
 
 def run(command: Sequence[str], limit_s: float) -> tuple[int, str]:
-    """Runs a command at low priority and waits: its status and what it said."""
+    """Run a command at low priority and wait; return its exit status and output."""
     child = start(command, subprocess.PIPE)
     try:
-        said, _ = child.communicate(timeout=limit_s)
+        output, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         end(child)
-        return -1, f"no end after {limit_s:g} s"
-    return end(child), said.decode(errors="replace")
+        return -1, f"timed out after {limit_s:g} s"
+    return end(child), output.decode(errors="replace")
 
 
 def _signal(child: subprocess.Popen[bytes]) -> None:
-    """The driver and the compiler proper, which it starts; one that does not end when it is asked to is killed."""
+    """Terminate the compiler driver and the compiler that it started; kill them if they do not end in time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
         try:
@@ -146,19 +146,19 @@ def _signal(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_thread_of_ending_program() -> None:
-    """Nothing new is begun, and no compiler that was ended is called a failure."""
+    """End this thread at the end of the program: start nothing new, and report no ended compiler as a failure."""
     if _ending.is_set():
-        raise SystemExit  # of this thread, without a word
+        raise SystemExit  # ends only this thread, silently
 
 
 @functools.cache
-def _end_with_program() -> None:
-    """Asks for `_end_all` once there is something to end: a program that compiles nothing gets no handler."""
+def _register_end_of_program() -> None:
+    """Register `_end_all` once there may be something to end: other programs get no atexit handler."""
     atexit.register(_end_all)
 
 
 def _end_all() -> None:
-    """No compiler outlives the program that asked for it."""
+    """End all children: no compiler outlives the program."""
     with _lock:
         _ending.set()
         for child in tuple(_running):

@@ -1,4 +1,4 @@
-"""Which C++ compiler the machine has, and how it is called."""
+"""The machine's C++ compiler and its flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from onnxtrain.system.machine import current_machine
 
-# No -ffast-math: infinities and NaN keep their meaning. Without errno and traps more loops become vectors.
+# No -ffast-math, which would break infinities and NaN. Without errno and traps the compiler vectorizes more loops.
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pipe", "-w")
 
 
@@ -23,7 +23,7 @@ class Compiler:
 
     Attributes:
         command: the program and its first arguments.
-        version: what it says of itself.
+        version: the output of --version.
     """
 
     command: tuple[str, ...]
@@ -34,7 +34,7 @@ class Compiler:
 
 
 def flags(*, torch_headers: bool = False) -> Sequence[str]:
-    """How everything is compiled; with PyTorch's and Python's headers, for this version of each."""
+    """The flags for all sources; with `torch_headers`, also those for the headers of this PyTorch and Python."""
     x86 = current_machine().architecture in ("x86_64", "AMD64")
     return (*_FLAGS, "-march=native" if x86 else "-mcpu=native", *(_for_torch() if torch_headers else ()))
 
@@ -45,29 +45,29 @@ def _for_torch() -> Sequence[str]:
     return (
         *(f"-I{include}" for include in includes),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f'-DCOMPILED_FOR="{torch.__version__} {sys.version}"',  # another version in the same folder is another library
+        f'-DCOMPILED_FOR="{torch.__version__} {sys.version}"',  # another version gets another cache key
         f"-L{folder / 'lib'}",
-        "-Wl,--no-as-needed",  # the libraries come before the source, which needs them
+        "-Wl,--no-as-needed",  # the libraries are listed before the source that needs them
         *("-lc10", "-ltorch_cpu", "-ltorch_python"),
     )
 
 
 def has_torch_headers() -> bool:
-    """Whether Python's headers are there, which often come apart (python3-dev), and PyTorch's."""
-    places = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include/torch")
-    return Path(places[0], "Python.h").exists() and Path(places[1]).exists()
+    """Whether the headers of Python, which are often a separate package (python3-dev), and of PyTorch are installed."""
+    python_header = Path(sysconfig.get_path("include"), "Python.h")
+    return python_header.exists() and (Path(torch.__file__).parent / "include/torch").exists()
 
 
 def find() -> Compiler | None:
-    """The first of the machine's compilers that runs; None where none does.
+    """The first of the machine's compilers that runs; None if none does.
 
-    It starts a process, which takes some milliseconds.
+    Starts a process, which takes some milliseconds.
     """
     for command in current_machine().compilers:
         try:
-            asked = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
+            result = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if asked.returncode == 0:
-            return Compiler(command, asked.stdout)
+        if result.returncode == 0:
+            return Compiler(command, result.stdout)
     return None

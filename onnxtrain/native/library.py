@@ -1,4 +1,4 @@
-"""Functions of a source text, there as soon as the text is compiled."""
+"""The functions of a C++ source, available once it is compiled."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from onnxtrain.log import LOG, warn
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, build
 
-# The step that asks for a kernel is a first step, which people wait for: a compiler beside it cost a Llama-like model's
-# 0.2 of 1.7 s.
-_AFTER_S = 1.0
+# A kernel is requested in a first step, for which people wait: a compiler beside it took 0.2 of 1.7 s with a Llama-like
+# model.
+_DELAY_S = 1.0
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "o": ctypes.py_object}
 
 
-def text(*names: str) -> str:
-    """The files of this folder with these names, one after the other."""
+def read_sources(*names: str) -> str:
+    """The concatenation of the named files of this folder."""
     return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
 
 
 def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    """Where their elements lie; None is a null pointer. The caller holds the tensors while the pointers are used."""
+    """The addresses of the tensors' data; None is a null pointer. The caller keeps the tensors alive meanwhile."""
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
 class Library:
-    """One source text and its functions.
+    """One C++ source and its functions.
 
     Attributes:
-        name, source, signatures: what it was made from.
-        functions: the compiled functions by name; None as long as they are not there.
-        why_not: after a failed build, the reason.
+        name, source, signatures: the arguments of the constructor.
+        functions: the compiled functions by name; None until they are loaded.
+        failure: after a failed build, the reason.
     """
 
     def __init__(
@@ -49,67 +49,67 @@ class Library:
         short: bool = False,
         torch_headers: bool = False,
     ) -> None:
-        """Notes what is to be compiled.
+        """Describe a library; nothing is compiled yet.
 
         Args:
             name: for the file in the cache.
-            source: C++ that defines `extern "C"` functions; `parallel.h` comes before it.
-            signatures: for each function its name and a letter per argument: p, i, f, d or o; ">o" at the end where it
+            source: C++ that defines `extern "C"` functions; `parallel.h` is prepended.
+            signatures: for each function its name and one letter per argument: p, i, f, d or o; ">o" at the end if it
                 returns a Python object (a new reference, or null with an exception set).
-            short: calls take microseconds and keep Python's lock, which costs less than to give it away. What takes or
-                returns Python objects is short.
-            torch_headers: the source includes PyTorch's headers and Python's: it takes 10 s to compile.
+            short: calls take microseconds and keep the GIL, which costs less than releasing it. Required if functions
+                take or return Python objects.
+            torch_headers: the source includes the headers of PyTorch and Python; it takes 10 s to compile.
         """
         self.functions: Any = None
-        self.why_not: str | None = None
+        self.failure: str | None = None
         self.name, self.source, self.signatures = name, source, dict(signatures)
         self._short, self._torch_headers = short, torch_headers
         self._lock = threading.Lock()
-        self._work: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def request(self) -> None:
-        """Starts the build, the first time: behind those that were requested before. Returns at once."""
-        if self._work is not None:
+        """Start the build, if not done yet, after those requested earlier. Returns immediately."""
+        if self._thread is not None:
             return
         with self._lock:
-            if self._work is None:
-                name, turn = f"onnxtrain builds {self.name}", background.turn(_AFTER_S)
-                self._work = threading.Thread(target=self._build, args=(turn,), name=name, daemon=True)
-                self._work.start()
+            if self._thread is None:
+                name, ticket = f"onnxtrain builds {self.name}", background.take_ticket(_DELAY_S)
+                self._thread = threading.Thread(target=self._build, args=(ticket,), name=name, daemon=True)
+                self._thread.start()
 
-    def is_there(self) -> bool | None:
-        """Whether the functions are there; None where they never will be."""
-        return None if self.why_not is not None else self.functions is not None
+    def is_ready(self) -> bool | None:
+        """Whether the functions are loaded; None if they never will be."""
+        return None if self.failure is not None else self.functions is not None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Requests the functions and waits for them; whether they are there."""
+        """Request the functions and wait for them; return whether they are loaded."""
         self.request()
-        assert self._work is not None
-        self._work.join(seconds)
+        assert self._thread is not None
+        self._thread.join(seconds)
         return self.functions is not None
 
-    def _build(self, turn: background.Turn) -> None:
+    def _build(self, ticket: background.Ticket) -> None:
         try:
-            source = text("parallel.h") + self.source
-            self.functions = self._load(build(self.name, source, turn, torch_headers=self._torch_headers))
+            source = read_sources("parallel.h") + self.source
+            self.functions = self._load(build(self.name, source, ticket, torch_headers=self._torch_headers))
         except BuildError as error:
-            self.why_not = str(error)
-            said = f"the compiled kernel {self.name} cannot be built, and PyTorch's kernels run instead: {error}"
-            if " ended with " in self.why_not:  # the compiler, with an error; a machine without one is said once
-                warn(said)
+            self.failure = str(error)
+            message = f"the compiled kernel {self.name} failed to build; using PyTorch's: {error}"
+            if " ended with " in self.failure:  # a compiler error; a missing compiler has its own single warning
+                warn(message)
             else:
-                LOG.info("%s", said)
+                LOG.info("%s", message)
         finally:
-            turn.leave()
+            ticket.leave()
 
     def _load(self, path: Path) -> SimpleNamespace:
         try:
             library = (ctypes.PyDLL if self._short else ctypes.CDLL)(str(path))
-            found = {name: getattr(library, name) for name in self.signatures}
+            functions = {name: getattr(library, name) for name in self.signatures}
         except (OSError, AttributeError) as error:
-            raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
+            raise BuildError(f"loading the library ended with an error: {error}") from error
         for name, signature in self.signatures.items():
             letters, _, result = signature.partition(">")
-            found[name].argtypes = [_TYPES[letter] for letter in letters]
-            found[name].restype = _TYPES[result] if result else None
-        return SimpleNamespace(**found)
+            functions[name].argtypes = [_TYPES[letter] for letter in letters]
+            functions[name].restype = _TYPES[result] if result else None
+        return SimpleNamespace(**functions)

@@ -17,7 +17,7 @@ import torch
 from onnxtrain import log
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.native import compiler
-from onnxtrain.native.build import BuildError, usable_compiler
+from onnxtrain.native.build import BuildError, require_compiler
 from onnxtrain.ops.attention import compiled_kernels as compiled_attention
 from onnxtrain.ops.attention import flash
 from onnxtrain.ops.cost_model import moving_seconds, widening_seconds
@@ -184,11 +184,11 @@ def test_compiler(
     monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="a compiler"))
     with caplog.at_level(logging.WARNING, "onnxtrain"):
         if machine.compiles:
-            assert usable_compiler("kernels") == compiler.Compiler(machine.compilers[0], "a compiler")
+            assert require_compiler("kernels") == compiler.Compiler(machine.compilers[0], "a compiler")
         else:
             for _ in range(2):
                 with pytest.raises(BuildError, match="no C\\+\\+ compiler" if machine.system == "linux" else "Linux"):
-                    usable_compiler("kernels")
+                    require_compiler("kernels")
     is_missing = machine.system == "linux" and not machine.compilers
     assert len(caplog.records) == is_missing
     target = "-march=native" if machine.architecture in ("x86_64", "AMD64") else "-mcpu=native"

@@ -41,7 +41,7 @@ FORMS = [
 @pytest.fixture(scope="module", autouse=True)
 def entry() -> None:
     """Compiled before any test waits for a call: it takes 10 s, once a machine."""
-    assert ENTRY.wait() == has_torch_headers(), ENTRY.why_not
+    assert ENTRY.wait() == has_torch_headers(), ENTRY.failure
 
 
 CASES: list[OpCase] = [
@@ -117,7 +117,7 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
                 count += 1
     function = Function("\n".join(texts), (), ())
     library = Library("one-call-test", function.source, signatures, short=True)
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
     for check, known, found, first in runs:
         before = [one.program.run for one in found]
         for number, one in enumerate(found, first):
@@ -154,7 +154,7 @@ def test_transposed_matrices() -> None:
     ]
     signatures = {f"{NAME}_{i}": "p" for i in range(len(kinds))}
     library = Library("one-call-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
     for i, (c_type, r, c, stride) in enumerate(kinds):
         given = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
         found = torch.full((r + 1, c), -1, dtype=given.dtype)
@@ -335,7 +335,7 @@ extern "C" void run(void* const* p) {
 }
 """
     library = Library("one-call-test", source, {NAME: "p"}, short=True)
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
     kind = ((3,), torch.float32)
     function = getattr(library.functions, NAME)
     return form(

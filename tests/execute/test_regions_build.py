@@ -25,7 +25,7 @@ from onnxtrain.execute.regions import process as processes
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.log import LOG
 from onnxtrain.native import build
-from onnxtrain.native.build import BuildError, is_whole, seal
+from onnxtrain.native.build import BuildError, append_digest, is_intact
 from onnxtrain.options import Options
 from tests.execute.region_cases import a_request, gated, nodes_as_kernel, part_of, regions_of, written
 
@@ -64,10 +64,10 @@ def answer(compiled):
 """
 SEALS = """
 def sealed(folder, data):
-    from onnxtrain.native.build import seal
+    from onnxtrain.native.build import append_digest
     library = folder / "library.so"
     library.write_bytes(data)
-    seal(library)
+    append_digest(library)
     return ""
 """
 
@@ -189,7 +189,7 @@ def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / request.LIBRARY).exists()
     monkeypatch.setattr(child, "load", lambda path, device: nodes_as_kernel(tmp_path))
     child.compile_in(tmp_path)
-    assert is_whole(tmp_path / request.LIBRARY)
+    assert is_intact(tmp_path / request.LIBRARY)
 
 
 def test_two_threads_say_a_reason_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,7 +226,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(folder)
         library = folder / request.LIBRARY
         library.write_bytes(b"a library")
-        seal(library)
+        append_digest(library)
 
     monkeypatch.setattr(Process, "compile", compiled)
     return found
@@ -273,7 +273,7 @@ TWO = """
     import sys, time
     from pathlib import Path
     from onnxtrain.execute.regions import build as building, request
-    from onnxtrain.native.build import seal
+    from onnxtrain.native.build import append_digest
 
     class Wanted:
         key = "same"
@@ -284,7 +284,7 @@ TWO = """
         time.sleep(0.3)
         library = folder / request.LIBRARY
         library.write_bytes(b"a library")
-        seal(library)
+        append_digest(library)
 
     building._process.compile = compiled
     ((_, path),) = building.build([Wanted()])

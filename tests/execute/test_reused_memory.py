@@ -28,7 +28,7 @@ pytestmark = pytest.mark.compiler
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
-    assert LIBRARY.wait(), LIBRARY.why_not
+    assert LIBRARY.wait(), LIBRARY.failure
 
 
 _BEFORE = SimpleNamespace(in_use=0)

@@ -1,4 +1,4 @@
-"""C++ is compiled behind, once a machine; what goes wrong is said once and stops nothing."""
+"""C++ is compiled in the background, once per machine; failures are logged once and stop nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counter(source: str = COUNT) -> Library:
 
 def check(library: Library) -> None:
     """Every item is visited once, on any number of threads."""
-    assert library.wait(WAIT_LIMIT_S), library.why_not
+    assert library.wait(WAIT_LIMIT_S), library.failure
     for n, threads in ((0, 2), (1, 4), (7, 2), (1000, 1), (1000, 3), (5, 64)):
         seen = torch.zeros(n, dtype=torch.int64)
         library.functions.count(seen.data_ptr(), n, threads)
@@ -60,12 +60,12 @@ def test_source_in_functions_out(cache: Path) -> None:
     assert library.functions is None
     check(library)
     (file,) = cache.iterdir()
-    assert build.is_whole(file)
+    assert build.is_intact(file)
 
 
 @pytest.mark.everywhere
 def test_the_threads_are_those_of_pytorch() -> None:
-    """No second OpenMP library comes into the process. Other packages, as scikit-learn, bring their own."""
+    """No second OpenMP library is loaded. Other packages, such as scikit-learn, load their own."""
     before = openmp_libraries()
     check(counter())
     assert openmp_libraries() == before
@@ -76,14 +76,14 @@ def openmp_libraries() -> set[str]:
     return {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp." in line}
 
 
-def test_what_is_compiled_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_library_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(counter())
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     check(counter())
 
 
 @pytest.mark.parametrize("other", ["source", "flags", "compiler", "processor"])
-def test_what_decides_the_code_decides_the_file(
+def test_the_cache_key_contains_all_that_affects_the_code(
     other: str, cache: Path, monkeypatch: pytest.MonkeyPatch, described_machine: Describe
 ) -> None:
     check(counter())
@@ -108,12 +108,12 @@ def test_a_damaged_file_is_compiled_again(damage, cache: Path) -> None:
     whole = file.read_bytes()
     file.unlink()  # this process has it mapped
     file.write_bytes(damage(whole))
-    assert not build.is_whole(file)
+    assert not build.is_intact(file)
     check(counter())
-    assert build.is_whole(file)
+    assert build.is_intact(file)
 
 
-def test_what_does_not_compile_is_said_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_error_is_logged_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     library = counter("this is no C++")
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(WAIT_LIMIT_S)
@@ -125,10 +125,10 @@ def test_what_does_not_compile_is_said_once(cache: Path, caplog: pytest.LogCaptu
     assert list(cache.iterdir()) == []
 
 
-def test_a_function_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_function_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     library = Library("count", COUNT, {"another": "p"})
     assert not library.wait(WAIT_LIMIT_S)
-    assert "another" in (library.why_not or "")
+    assert "another" in (library.failure or "")
     assert any(r.levelno == logging.WARNING for r in caplog.records)
 
 
@@ -145,7 +145,7 @@ def test_without_a_compiler_one_warning_says_what_to_install(
     assert "apt install g++" in warning
     assert "ONNXTRAIN_NATIVE=0" in warning
     for library in libraries:
-        assert "no C++ compiler" in (library.why_not or "")
+        assert "no C++ compiler" in (library.failure or "")
 
 
 def test_a_compiler_that_does_not_run_is_named(described_machine: Describe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_compiler_that_does_not_run_is_named(described_machine: Describe, monk
     described_machine(current_machine(), compilers=(("false", "--fast"),))
     library = counter()
     assert not library.wait(WAIT_LIMIT_S)
-    assert "'false --fast'" in (library.why_not or "")
+    assert "'false --fast'" in (library.failure or "")
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
@@ -165,15 +165,15 @@ def test_outside_linux_nothing_is_compiled(
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(WAIT_LIMIT_S)
     assert [r.levelno for r in caplog.records if r.name.startswith("onnxtrain")] == [logging.INFO]
-    assert f"for Linux, this is {system}" in (library.why_not or "")
+    assert f"for Linux, this is {system}" in (library.failure or "")
 
 
-def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
+def test_an_unwritable_cache_is_reported(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file in the place of the folder")
     library = counter()
     assert not library.wait(WAIT_LIMIT_S)
-    assert "cannot be used" in (library.why_not or "")
+    assert "cannot be used" in (library.failure or "")
 
 
 PYTHON = """
@@ -189,7 +189,7 @@ def test_functions_of_python_objects() -> None:
     if not compiler.has_torch_headers():
         pytest.skip("needs Python's headers")
     library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
-    assert library.wait(WAIT_LIMIT_S), library.why_not
+    assert library.wait(WAIT_LIMIT_S), library.failure
     first, second = object(), object()
     assert library.functions.both(first, second) == (first, second)
     with pytest.raises(ValueError, match="twice the same"):
@@ -197,23 +197,23 @@ def test_functions_of_python_objects() -> None:
 
 
 def test_another_pytorch_is_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its classes lie otherwise in memory, though it is in the same folder."""
+    """Its classes may have another memory layout, although it is in the same folder."""
     flags = compiler.flags(torch_headers=True)
     monkeypatch.setattr(torch, "__version__", "2.99")
     assert compiler.flags(torch_headers=True) != flags
     assert compiler.flags() == compiler.flags(torch_headers=False)
 
 
-def test_missing_headers_are_said(
+def test_missing_headers_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a fact, not as a warning: many machines have no python3-dev."""
+    """Without a warning: many machines have no python3-dev."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(WAIT_LIMIT_S)
     assert [r.levelno for r in caplog.records if "the compiled kernel" in r.getMessage()] == [logging.INFO]
-    assert "python3-dev" in (library.why_not or "")
+    assert "python3-dev" in (library.failure or "")
 
 
 def in_process(code: str, **variables: str) -> subprocess.Popen[str]:
@@ -227,20 +227,20 @@ def in_process(code: str, **variables: str) -> subprocess.Popen[str]:
 
 
 BUILD = """
-from onnxtrain.native.background import turn
+from onnxtrain.native.background import take_ticket
 from onnxtrain.native.build import build, is_whole
-assert is_whole(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing(int64_t) {}", turn()))
+assert is_intact(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing(int64_t) {}", take_ticket()))
 """
 
 
-def test_processes_build_side_by_side(cache: Path) -> None:
+def test_processes_build_concurrently(cache: Path) -> None:
     for process in [in_process(BUILD) for _ in range(3)]:
         output, _ = process.communicate(timeout=WAIT_LIMIT_S)
         assert process.returncode == 0, output
-    assert len(list(cache.iterdir())) == 1  # and nothing that was half done
+    assert len(list(cache.iterdir())) == 1  # and no incomplete file
 
 
-def test_compilers_run_one_after_the_other_in_the_order_asked(tmp_path: Path, described_machine: Describe) -> None:
+def test_compilers_run_one_at_a_time_in_the_order_of_requests(tmp_path: Path, described_machine: Describe) -> None:
     notes, noting = tmp_path / "notes", tmp_path / "noting-c++"
     noting.write_text(
         f"""#!/bin/sh
@@ -262,13 +262,13 @@ exit 1
     assert notes.read_text().splitlines() == [f"{what} // {n}" for n in range(4) for what in ("begin", "end")]
 
 
-def test_the_step_that_asks_has_the_processor_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test's own."""
+def test_the_step_that_requests_a_library_runs_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake clock."""
     now = [5.0]
     slept: list[tuple[int, float]] = []
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: slept.append((threading.get_ident(), s)))
     monkeypatch.setattr(background, "time", clock)
-    first, second = background.turn(1.0), background.turn(1.0)
+    first, second = background.take_ticket(1.0), background.take_ticket(1.0)
     now[0] += 0.25
     with first:
         now[0] += 2.0
@@ -283,32 +283,32 @@ def test_an_interrupted_wait_gives_up_its_place(monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patched:
         patched.setattr(background, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupt))
-        interrupted = background.turn()
+        interrupted = background.take_ticket()
         with pytest.raises(KeyboardInterrupt), interrupted:
             pass
-    with background.turn():
+    with background.take_ticket():
         pass
 
 
-def test_a_piece_of_python_is_followed_by_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten times as long, by a clock of the test's own. No other thread has a piece meanwhile."""
+def test_throttled_work_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as long, with a fake clock. No other throttled work runs meanwhile."""
     now, slept = [5.0], []
 
     def sleep(seconds: float) -> None:
-        slept.append((seconds, background.pieces.locked()))
+        slept.append((seconds, background.throttle_lock.locked()))
 
     monkeypatch.setattr(background, "time", SimpleNamespace(thread_time=lambda: now[0], sleep=sleep))
     for seconds in (0.5, 0.25):
-        with background.piece():
-            assert background.pieces.locked()
+        with background.throttled():
+            assert background.throttle_lock.locked()
             now[0] += seconds
     assert slept == [(5.0, True), (2.5, True)]
-    assert not background.pieces.locked()
+    assert not background.throttle_lock.locked()
 
 
-def test_what_is_there_waits_for_no_compiler() -> None:
+def test_a_cached_library_waits_for_no_compiler() -> None:
     check(counter())
-    with background.turn():
+    with background.take_ticket():
         check(counter())
         other = counter(COUNT + "// other")
         assert not other.wait(0.1)
@@ -316,7 +316,7 @@ def test_what_is_there_waits_for_no_compiler() -> None:
 
 
 def test_the_compiler_is_of_low_priority_and_ends_with_the_program(cache: Path, tmp_path: Path) -> None:
-    """A request returns at once; who leaves before the code is there leaves no process behind, and starts none."""
+    """A request returns immediately; a program that ends before the build leaves no process behind and starts none."""
     slow, notes = tmp_path / "slow-c++", tmp_path / "notes"
     slow.write_text(
         f"""#!/bin/sh
@@ -340,32 +340,32 @@ sleep 100
     """
     output, _ = (process := in_process(code, CXX=str(slow), PYTHONWARNINGS="always")).communicate(timeout=WAIT_LIMIT_S)
     assert process.returncode == 0, output
-    assert output == "", "what was ended is no failure"
+    assert output == "", "an ended compiler must not be reported as a failure"
     pid, niceness, session = map(int, notes.read_text().split())
     assert niceness == min(os.nice(0) + int(background._NICENESS), 19)
-    assert session == os.getsid(0), "Linux gives a session of its own as much time as the program's"
+    assert session == os.getsid(0), "Linux gives a separate session as much time as the program's"
     assert ends_soon(pid)
     assert list(cache.iterdir()) == []
 
 
-def test_a_compiler_gets_no_signal_before_it_is_to_end(tmp_path: Path) -> None:
-    """One that was stopped and continued would say so. What it started ends with it."""
+def test_a_compiler_gets_no_signal_until_it_is_ended(tmp_path: Path) -> None:
+    """A stopped and continued process would print it. Its children end with it."""
     noting = tmp_path / "noting"
     noting.write_text("trap 'echo continued' CONT\nsleep 100 & echo $!\nwhile :; do sleep 0.01; done\n")
     child = background.start(["sh", str(noting)], subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout as said:
         started = int(said.readline())
-        assert background.groups() == [child.pid]
+        assert background.process_groups() == [child.pid]
         time.sleep(0.5)
         assert background.end(child) == -signal.SIGTERM
         assert said.read() == b""
-    assert background.groups() == []
+    assert background.process_groups() == []
     assert ends_soon(started)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Python itself says nothing
-def test_a_program_that_ends_begins_no_compile(
+def test_an_ending_program_starts_no_compilation(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "_ending", ending := threading.Event())

@@ -136,7 +136,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
     for sizes, transposed in itertools.gemm(SIZES, (False, True)):
         counts: Counter[str] = Counter()
         monkeypatch.setattr(LIBRARY, "functions", counting(library, counts))

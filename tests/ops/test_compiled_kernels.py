@@ -64,7 +64,7 @@ BY_OPERATORS = ("VarlenAttention-bias", "VarlenAttention-one-bias", "VarlenAtten
 
 def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
     """The library's functions; `calls` counts theirs."""
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
 
     def counted(name: str, function: Any) -> Any:
         def call(*arguments: Any) -> None:
@@ -755,7 +755,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY, *others):
         assert library.wait()
         narrow = Library(library.name, library.source, library.signatures)
-        assert narrow.wait(), narrow.why_not
+        assert narrow.wait(), narrow.failure
         monkeypatch.setattr(library, "functions", narrow.functions)
     for dtype in (torch.float32, torch.float64):
         test_dropout_is_that_of_the_same_mask((33, 70), (64, 48), 2, True, dtype)

@@ -131,7 +131,7 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
     library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
     for geometry, layout in itertools.product(GEOMETRIES, (torch.channels_last, torch.contiguous_format)):
         found: Counter[str] = Counter()
         monkeypatch.setattr(LIBRARY, "functions", counting(library, found))
@@ -196,7 +196,7 @@ def test_nothing_is_settled_before_it_is_there(answers: Path, monkeypatch: pytes
 
 def test_without_a_compiler_the_others_settle_it(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LIBRARY, "functions", None)
-    monkeypatch.setattr(LIBRARY, "why_not", "there is no compiler")
+    monkeypatch.setattr(LIBRARY, "failure", "there is no compiler")
     steps(answers, 2 * SAMPLES + 4)
     assert choices(answers) <= {"aten"}
 

@@ -154,7 +154,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if not current_machine().compiles:
         pytest.skip("needs a C++ compiler")
     library = batch_norm_channels_last.LIBRARY
-    assert library.wait(), library.why_not
+    assert library.wait(), library.failure
     found: list[str] = []
 
     def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:

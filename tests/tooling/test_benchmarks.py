@@ -242,7 +242,7 @@ def test_compilers_stand_still_while_steps_are_timed_alone() -> None:
     try:
         with behind.held():
             assert _comes(lambda: process.status() == psutil.STATUS_STOPPED)
-            assert native_background.pieces.locked()
+            assert native_background.throttle_lock.locked()
         assert _comes(lambda: process.status() != psutil.STATUS_STOPPED)
     finally:
         native_background.end(child)

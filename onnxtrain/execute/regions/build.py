@@ -14,7 +14,7 @@ from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.request import LIBRARY, Request
 from onnxtrain.log import warn
 from onnxtrain.native import background
-from onnxtrain.native.build import BuildError, is_whole, usable_compiler
+from onnxtrain.native.build import BuildError, is_intact, require_compiler
 from onnxtrain.system.cache_folder import cache_folder, scratch_folder
 
 _LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
@@ -71,18 +71,18 @@ def _kept(request: Request) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / f"region-{request.key}.so"
     with FileLock(folder / f".region-{request.key}.lock"):  # several processes of one training want the same
-        if not is_whole(target):
-            with background.turn():
+        if not is_intact(target):
+            with background.take_ticket():
                 _compile(request, target)
     return target
 
 
 def _compile(request: Request, target: Path) -> None:
-    usable_compiler("compiled regions")
+    require_compiler("compiled regions")
     with scratch_folder(target) as scratch:
         request.write(scratch)
         _process.compile(scratch, target.parent / "inductor", _LIMIT_S)
         library = scratch / LIBRARY
-        if not is_whole(library):
+        if not is_intact(library):
             raise BuildError("the compiler of regions left no whole library")
         os.replace(library, target)

@@ -43,7 +43,7 @@ def load(path: Path, device: torch.device) -> Kernel:
         else:
             runner = inductor.CUDA_RUNNER.get()(str(path), 1, str(device))
     except (RuntimeError, AttributeError) as error:
-        raise BuildError(f"the library ended with an error when it was loaded: {error}") from error
+        raise BuildError(f"loading the library ended with an error: {error}") from error
     if device.type == "cpu":
         return cast(Kernel, runner.run)  # it takes any sequence
 

@@ -25,7 +25,7 @@ from onnxtrain.execute.regions import request
 from onnxtrain.execute.regions.call import RegionCall, load
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.native.build import seal
+from onnxtrain.native.build import append_digest
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.plan.cut import single_part
 from onnxtrain.torch_compat import inductor
@@ -78,7 +78,7 @@ def compile_in(folder: Path) -> None:
         library.write_bytes(archive.read(name))
     # A kernel that ends its process ends this one, and not the training.
     RegionCall(part, load(library, device), device).compare(shapes)
-    seal(library)
+    append_digest(library)
     library.replace(folder / request.LIBRARY)
 
 

@@ -100,9 +100,9 @@ class FusedProgram:
         """Off the main thread, in pieces: in all it takes some 100 ms, and to compile a region minutes."""
         part = self._program.part
         try:
-            with background.piece():
+            with background.throttled():
                 storages = Storages(part.nodes, known_numbers(part, shapes, given), self._device.type)
-            with background.piece():
+            with background.throttled():
                 self._part, regions, _ = find_regions(part, storages)
         except (GraphError, NameError) as reason:
             LOG.debug("%s has no regions: %s", self._program.filename, reason)
@@ -114,7 +114,7 @@ class FusedProgram:
             calls = self._calls(request, library, equal[request.key])
             if calls:
                 self.calls += calls
-                with background.piece():
+                with background.throttled():
                     fused = self._fused(self.calls)
                     self._run = fused.run
         if fused is None:
@@ -134,7 +134,7 @@ class FusedProgram:
             if not self._is_wanted(region, storages):
                 continue
             try:
-                with background.piece():
+                with background.throttled():
                     request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
             except GraphError as reason:
                 LOG.info("The region %s stays as it is: %s", region, reason)
@@ -153,11 +153,11 @@ class FusedProgram:
         try:
             if isinstance(library, BuildError):
                 raise library
-            with background.piece():
+            with background.throttled():
                 kernel = load(library, self._device)
             calls = []
             for region in regions:
-                with background.piece():
+                with background.throttled():
                     calls.append(RegionCall(region.part, kernel, self._device))
             return calls
         except BuildError as reason:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.definition import Call, InPlaceCapableCall
 
@@ -29,7 +29,7 @@ COMPILED_GATES = ("silu", "tanh_gelu")
 APPROXIMATE = {"gelu": "none", "tanh_gelu": "tanh"}  # the values of `approximate` in PyTorch and ONNX
 LIBRARY = Library(
     "activation",
-    text("vectors.h", "exponential.h", "activation.cpp"),
+    read_sources("vectors.h", "exponential.h", "activation.cpp"),
     {
         f"{name}_{c_type}": signature
         for c_type in _C_TYPES.values()

@@ -31,7 +31,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
 from onnxtrain.ops.attention.scores import scale_number
 from onnxtrain.ops.dtypes import TORCH_DTYPES
@@ -45,7 +45,7 @@ _C_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf
 
 def _library(c_type: str) -> Library:
     sum_type = "double" if c_type == "double" else "float"
-    source = text("vectors.h", "exponential.h", "keyed_bits.h", "attention.cpp")
+    source = read_sources("vectors.h", "exponential.h", "keyed_bits.h", "attention.cpp")
     return Library(
         f"attention-{c_type}",
         f"{source}\nFUNCTIONS({c_type}, {c_type}, {sum_type})\n",

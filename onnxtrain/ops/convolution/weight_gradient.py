@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 
-LIBRARY = Library("convolution", text("vectors.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"})
+LIBRARY = Library("convolution", read_sources("vectors.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"})
 
 
 def weight_gradient(

@@ -24,7 +24,7 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.body_parts import int64_vector, sum_over
 from onnxtrain.ops.constructors import define_fused
@@ -50,7 +50,7 @@ _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
 _FEWEST_SCORES = 4096  # below, the gain is not worth a compile of 0.4 s
 LIBRARY = Library(
     "cross_entropy",
-    text("vectors.h", "exponential.h", "cross_entropy.cpp"),
+    read_sources("vectors.h", "exponential.h", "cross_entropy.cpp"),
     {
         **{f"forward_{name}": "pppipppppiii" for name in _CPP_TYPES.values()},
         **{f"backward_{name}": "pppppipiii" for name in _CPP_TYPES.values()},

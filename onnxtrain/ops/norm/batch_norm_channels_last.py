@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 
 aten = torch.ops.aten
 
 LIBRARY = Library(
     "batch_norm",
-    text("vectors.h", "batch_norm.cpp"),
+    read_sources("vectors.h", "batch_norm.cpp"),
     {"forward": "pppppppppppiiddii", "backward": "pppppppppppiiii"},
 )
 _FEWEST_CHANNELS = 16  # for the compiled kernel: the lanes of a vector

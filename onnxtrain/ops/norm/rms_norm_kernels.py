@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.definition import Call
 from onnxtrain.torch_compat import aten_kernels
@@ -21,7 +21,7 @@ _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
 _FEWEST_ELEMENTS = 16384  # below, the call through ctypes costs more than the kernel gains
 LIBRARY = Library(
     "rms_norm",
-    text("vectors.h", "rms_norm.cpp"),
+    read_sources("vectors.h", "rms_norm.cpp"),
     {
         f"{direction}_{cpp_type}": letters
         for cpp_type in _CPP_TYPES.values()

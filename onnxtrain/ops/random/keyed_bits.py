@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops import huge_pages
 
 DRAWS = 65536  # what 16 bits tell apart
@@ -30,7 +30,7 @@ _CHUNK = 65536  # words: what is computed on together stays in the cache
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 LIBRARY = Library(
     "dropout",
-    text("vectors.h", "keyed_bits.h", "dropout.cpp"),
+    read_sources("vectors.h", "keyed_bits.h", "dropout.cpp"),
     {
         "kept": "ppiii",
         **{

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 
 import torch
 
-from onnxtrain.native import Library, pointers, text
+from onnxtrain.native import Library, pointers, read_sources
 
 Tensor = torch.Tensor
 _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
 _FEWEST_HIDDEN = 16  # units: the lanes of a vector
 LIBRARY = Library(
     "lstm",
-    text("vectors.h", "exponential.h", "lstm.cpp"),
+    read_sources("vectors.h", "exponential.h", "lstm.cpp"),
     {
         f"{direction}_{cpp_type}": f"{pointers}iiiii"
         for cpp_type in _CPP_TYPES.values()
