@@ -160,7 +160,7 @@ def test_small_tensors_are_pytorchs() -> None:
 def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[bool] = []
     functions = LIBRARY.functions
-    both = SimpleNamespace(**{**vars(functions), "enter": lambda: entered.append(True), "leave": lambda: None})
+    both = SimpleNamespace(**{**vars(functions), "begin_run": lambda: entered.append(True), "end_run": lambda: None})
     monkeypatch.setattr(LIBRARY, "functions", both)
     step(ORTModule(Wide(width), reuse_memory=True))
     assert len(entered) == (2 if width > 8 else 0)

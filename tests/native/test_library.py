@@ -228,7 +228,7 @@ def in_process(code: str, **variables: str) -> subprocess.Popen[str]:
 
 BUILD = """
 from onnxtrain.native.background import take_ticket
-from onnxtrain.native.build import build, is_whole
+from onnxtrain.native.build import build, is_intact
 assert is_intact(build("count", "#include <cstdint>\\nextern \\"C\\" void nothing(int64_t) {}", take_ticket()))
 """
 
