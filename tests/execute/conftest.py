@@ -13,5 +13,5 @@ def regions_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of compiled regions, empty; no region that did not compile in another test; and no rests."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "_refused", {})
-    monkeypatch.setattr(background, "_REST", 0.0)
+    monkeypatch.setattr(background, "_PAUSE", 0.0)
     return tmp_path / "cache" / "regions"
