@@ -1,7 +1,7 @@
-"""Fake implementations of PyTorch's operators that have none: without one, no module that calls them can be captured.
+"""Meta functions of PyTorch's operators that lack one: without it no module that calls them can be captured.
 
-`ctc_loss` keeps its forward probabilities for backward; how many depends on the longest target. `linalg.lstsq` gives
-residuals only for matrices of full rank: one that is not gives an empty tensor, here as in PyTorch.
+`ctc_loss` saves its forward probabilities for backward; their number depends on the longest target. `linalg.lstsq`
+returns residuals only for matrices of full rank, else an empty tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onnxtrain.torch_compat import dispatch
 Tensor = torch.Tensor
 
 
-def ctc_loss_on_fakes(
+def ctc_loss_meta(
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Any,
@@ -24,21 +24,21 @@ def ctc_loss_on_fakes(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sequence, and what backward reads."""
-    # What is kept has 2 n + 1 columns for a longest target of n. Where only the run tells n, this is an upper bound:
-    # the one reader is PyTorch's own backward, which takes it as it comes.
-    known = not isinstance(target_lengths, Tensor) and len(target_lengths)
-    longest = 2 * (max(target_lengths) if known else targets.size(-1)) + 1
+    """Return the loss of each sequence, and the tensor saved for backward."""
+    # The saved tensor has 2 n + 1 columns for a longest target of n. If n is known at run time only, this is an upper
+    # bound: the only reader is PyTorch's own backward, which takes any size.
+    lengths_are_static = not isinstance(target_lengths, Tensor) and len(target_lengths)
+    longest = 2 * (max(target_lengths) if lengths_are_static else targets.size(-1)) + 1
     if log_probs.dim() == 2:
         return log_probs.new_empty(()), log_probs.new_empty((1, log_probs.size(0), longest))
     steps, batch, _ = log_probs.shape
     return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, longest))
 
 
-def lstsq_on_fakes(
+def lstsq_meta(
     a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solution, residuals, rank and singular values; empty is what the driver does not give."""
+    """Return solution, residuals, rank and singular values; those that the driver does not compute are empty."""
     rows, columns = a.shape[-2:]
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[: a.dim() - 2])
     is_vector = a.dim() == b.dim() + 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
@@ -57,9 +57,9 @@ def lstsq_on_fakes(
 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
 
 for _name, _function in (
-    ("aten::_ctc_loss", ctc_loss_on_fakes),
-    ("aten::_ctc_loss.Tensor", ctc_loss_on_fakes),
-    ("aten::linalg_lstsq", lstsq_on_fakes),
+    ("aten::_ctc_loss", ctc_loss_meta),
+    ("aten::_ctc_loss.Tensor", ctc_loss_meta),
+    ("aten::linalg_lstsq", lstsq_meta),
 ):
-    if not dispatch.has_fake(_name):  # a kernel for meta tensors may be there, which fakes refuse
+    if not dispatch.has_fake(_name):  # PyTorch may have a kernel for meta tensors that FakeTensors refuse
         dispatch.register_fake(_LIBRARY, _name, _function)

@@ -1,4 +1,4 @@
-"""What work is expected to take on a machine, before anything is measured."""
+"""Expected times on a machine, before anything is measured."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 
 from onnxtrain.system.machine import Machine
 
-Shapes = tuple[tuple[int, ...], ...]  # of a node's inputs; () for an absent one
+Shapes = tuple[tuple[int, ...], ...]  # of a node's inputs; () for an absent input
 
 
 def expected_seconds(library: str, flops: float, machine: Machine, dtype: torch.dtype = torch.float32) -> float:
-    """What multiplications of elements of this type are expected to take by one of the libraries in `Rates.gflops`."""
+    """Return the expected seconds of a GEMM in this element type by one of the libraries in `Rates.gflops`."""
     rates = machine.rates
     gflops = rates.gflops[library] * rates.narrow.get(dtype, 1.0) * machine.threads
     return rates.overheads[library] + flops / gflops / 1e9
 
 
 def widening_seconds(elements: int, machine: Machine) -> float:
-    """What it is expected to take to widen or to round so many elements."""
+    """Return the expected seconds for widening or rounding this many elements."""
     rates = machine.rates
     return 2 * rates.overheads["aten"] + elements / rates.widened / machine.threads
 
 
-def moving_seconds(count: int, machine: Machine) -> float:
-    """What it is expected to take to read or write so many bytes of tensors."""
+def moving_seconds(byte_count: int, machine: Machine) -> float:
+    """Return the expected seconds for reading or writing this many bytes of tensors."""
     rates = machine.rates
-    return rates.overheads["aten"] + count / rates.moved_bytes / machine.threads
+    return rates.overheads["aten"] + byte_count / rates.moved_bytes / machine.threads

@@ -1,7 +1,7 @@
-"""The definition of an op: everything that is known about it, in one place.
+"""The definition of an op: all facts about it, in one place.
 
-Passes, the differentiator and the executor ask a definition; none of them holds a list of op names. All fields are
-required, so that a hole is an error where the op is written and not where it is used; `constructors.py` fills them for
+Passes, the differentiator and the executor read definitions; none of them holds a list of op names. The basic fields
+are required: a missing one is an error where the op is defined, not where it is used. `constructors.py` fills them for
 whole classes of ops.
 """
 
@@ -21,7 +21,7 @@ from onnxtrain.graph import axes as axis_maps
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import TensorType, rank_of, type_of
+from onnxtrain.graph.values import TensorType, type_of
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.system.machine import Machine
 
@@ -32,10 +32,10 @@ class Effects(enum.Flag):
     """What a node does besides computing its outputs from its inputs."""
 
     NONE = 0
-    RANDOM = enum.auto()  # draws from a generator: never merged, reordered or dropped under rng="torch"
-    PYTHON = enum.auto()  # runs the user's Python: it may keep its inputs, and give them out again
+    RANDOM = enum.auto()  # samples from a generator: never merged, reordered or dropped under rng="torch"
+    PYTHON = enum.auto()  # runs the user's Python: it may keep its inputs, and return them later
     COLLECTIVE = enum.auto()  # all ranks must run it
-    HOST_SYNC = enum.auto()  # its output's sizes depend on data: a GPU must be waited for
+    HOST_SYNC = enum.auto()  # its output's sizes depend on data: the host must wait for the GPU
 
 
 class Required(enum.Enum):
@@ -48,7 +48,7 @@ REQUIRED = Required.REQUIRED
 
 
 class Standard(enum.Enum):
-    """Marks a body that needs no writing: the op is ONNX itself."""
+    """Marks a body that need not be written: the op is a standard one."""
 
     STANDARD = enum.auto()
 
@@ -96,7 +96,7 @@ class Call:
 
 
 class InPlaceCapableCall(Call):
-    """A call of a function that another one stands beside, which writes the result over its first argument."""
+    """A call of a function that has an in-place variant, which writes the result over its first argument."""
 
     __slots__ = ("in_place",)
 
@@ -136,7 +136,7 @@ class Property(Method):
 
 
 class Device(enum.Enum):
-    """Stands for the device that the program runs on, in the arguments of a Call."""
+    """Represents the device that the program runs on, in the arguments of a Call."""
 
     DEVICE = enum.auto()
 
@@ -179,7 +179,7 @@ class NodeView:
             if attribute is None:
                 default = definition.attributes[name]
                 if default is REQUIRED:
-                    raise GraphError(f"{definition.name} needs the attribute {name}")
+                    raise GraphError(f"{definition.name} lacks the required attribute {name}")
                 return default
             return _attribute_value(attribute)
         slot = definition.slots.get(name)
@@ -191,7 +191,7 @@ class NodeView:
         return values[slot.position] if slot.position < len(values) else None
 
     def wants(self, name: str) -> bool:
-        """In a gradient rule: whether the gradient of this input is asked for; `xs[2]` is a variadic input's third."""
+        """In a gradient rule: whether this input needs a gradient; `xs[2]` is the third member of a variadic input."""
         return self._wanted is None or name in self._wanted
 
 
@@ -204,9 +204,9 @@ def _attribute_value(attribute: ir.Attr) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-# A gradient rule: (builder, node, one cotangent per output, None where there is none) -> one gradient per input.
+# A gradient rule: (builder, node, one cotangent or None per output) -> one gradient or None per input.
 GradientRule = Callable[..., "Sequence[ir.Value | None] | ir.Value | None"]
-# A body: (builder, node) -> the node's outputs, from n's inputs and attributes, in ops that have a lower body.
+# A body: (builder, node) -> the node's outputs, computed from its inputs and attributes by simpler ops.
 Body = Callable[[Builder, NodeView], "ir.Value | Sequence[ir.Value | None]"]
 FromTorch = Callable[..., Any]
 
@@ -410,22 +410,25 @@ class OpDef:
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)
-        twice = {n for n in names if names.count(n) > 1}
-        if twice:
-            raise GraphError(f"{self.name}: {', '.join(sorted(twice))} names two things")
+        duplicates = {n for n in names if names.count(n) > 1}
+        if duplicates:
+            raise GraphError(
+                f"{self.name}: expected distinct names of inputs, outputs and attributes",
+                got=f"{', '.join(sorted(duplicates))} twice",
+            )
 
     def view(self, node: ir.Node, wanted: Iterable[str] | None = None) -> NodeView:
         return NodeView(node, self, None if wanted is None else frozenset(wanted))
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
         types = self.shapes(self.view(node))
-        added = getattr(self.view(node), self.output_addend) if self.output_addend else None
-        if added is not None and type_of(added) != types[0]:
+        addend = getattr(self.view(node), self.output_addend) if self.output_addend else None
+        if addend is not None and type_of(addend) != types[0]:
             raise GraphError(
-                f"{self.name} adds a tensor of its result's type",
+                f"{self.name}: {self.output_addend} must have the type of the output it is added to",
                 expected=str(types[0]),
-                got=str(type_of(added)),
-                todo=f"cast or expand what is given as {self.output_addend}, or add it by an Add behind",
+                got=str(type_of(addend)),
+                todo=f"cast or expand {self.output_addend}, or add it by an Add after the node",
             )
         return types
 
@@ -434,7 +437,7 @@ class OpDef:
 
     @functools.cached_property
     def slots(self) -> Mapping[str, Slot]:
-        """The inputs and outputs by name, without their marks."""
+        """The positions of inputs and outputs by name, without the marks `?` and `...`."""
         return {
             name.rstrip("?").removesuffix("..."): Slot(index, is_output, name.endswith("..."))
             for is_output, names in ((True, self.outputs), (False, self.inputs))
@@ -447,12 +450,12 @@ class OpDef:
         return frozenset(name for name, default in self.attributes.items() if default is REQUIRED)
 
     def input_name(self, index: int) -> str:
-        """The declared name of input `index`, without its mark; a variadic's name for each of its members."""
+        """Return the declared name of input `index`, without its mark; members of a variadic input share its name."""
         declared = self.inputs[min(index, len(self.inputs) - 1)]
         return declared.rstrip("?").removesuffix("...")
 
     def output_name(self, index: int) -> str:
-        """The declared name of output `index`, without its mark."""
+        """Return the declared name of output `index`, without its mark."""
         declared = self.outputs[min(index, len(self.outputs) - 1)]
         return declared.rstrip("?").removesuffix("...")
 
@@ -460,7 +463,7 @@ class OpDef:
         return axis_maps.parse(self.axes(self.view(node)))
 
     def kernel(self, node: ir.Node, device: str) -> Kernel:
-        """The first kernel that applies to the node on this device type ("cpu", "cuda")."""
+        """Return the first kernel that applies to the node on this device type ("cpu", "cuda")."""
         view = self.view(node)
         for kernel in self.kernels:
             if kernel.applies(view, device):
@@ -468,7 +471,7 @@ class OpDef:
         raise GraphError(f"no kernel of {self.name} applies on {device} to {node.name}")
 
     def candidates(self, node: ir.Node, device: str) -> tuple[Kernel, ...]:
-        """The kernels between which speed decides, PyTorch's own way first; one where there is no choice."""
+        """Return the kernels of which the fastest is chosen, PyTorch's own first; one if there is no choice."""
         first = self.kernel(node, device)
         view = self.view(node)
         others = (k for k in self.kernels if k is not first and k.name and k.applies(view, device))
@@ -476,9 +479,5 @@ class OpDef:
 
 
 def numel(value: ir.Value | None) -> Size:
-    """The number of elements of a value, as a size."""
+    """Return the number of elements of a value, as a size."""
     return 0 if value is None else sizes.multiply(1, *sizes.dims_of(value))
-
-
-def ranks(values: Sequence[ir.Value | None]) -> list[int | None]:
-    return [None if v is None else rank_of(v) for v in values]

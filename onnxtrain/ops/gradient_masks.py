@@ -11,32 +11,34 @@ from onnxtrain.ops.definition import NodeView
 
 
 def first_cotangent(n: NodeView, cotangents: Sequence[ir.Value | None]) -> ir.Value:
-    """The cotangent of the first output. What is saved for backward beside it is no output to differentiate.
+    """Return the cotangent of the first output. The other outputs are saved for backward and are not differentiable.
 
     Raises:
-        GraphError: a gradient arrives at another output.
+        GraphError: another output has a cotangent, or the first has none.
     """
     first, *others = cotangents
     if first is None or any(c is not None for c in others):
         names = ", ".join(name for name, c in zip(n.definition.outputs, cotangents, strict=True) if c is not None)
         raise GraphError(
-            f"only the first output of {n.definition.name} is differentiable", got=f"a gradient of {names}"
+            f"{n.definition.name} is differentiated by its first output alone",
+            expected=f"a gradient of {n.definition.outputs[0]} only",
+            got=f"a gradient of {names or 'none'}",
         )
     return first
 
 
 def output_mask(n: NodeView, *names: str) -> list[int]:
-    """A backward op's output_mask: 1 for each of these inputs that is there and whose gradient is asked for, else 0."""
+    """Return a backward op's output_mask: 1 for each of these inputs that is present and needs a gradient, else 0."""
     return [int(getattr(n, name) is not None and n.wants(name)) for name in names]
 
 
 def apply_output_mask(gradients: Sequence[ir.Value], mask: Sequence[int], n: NodeView) -> list[ir.Value | None]:
-    """The gradients that the mask lets through, as many as the node has inputs."""
-    found: list[ir.Value | None] = [g if m else None for g, m in zip(gradients, mask, strict=True)]
+    """Return one gradient per input of the node, None if the mask excludes it."""
+    masked: list[ir.Value | None] = [g if m else None for g, m in zip(gradients, mask, strict=True)]
     count = len(n.node.inputs)
-    return (found + [None] * count)[:count]
+    return (masked + [None] * count)[:count]
 
 
 def as_bools(mask: Sequence[int]) -> list[bool]:
-    """An output_mask as PyTorch's backward kernels take it."""
+    """Return an output_mask in the form that PyTorch's backward kernels take."""
     return [bool(m) for m in mask]

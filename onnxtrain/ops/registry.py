@@ -1,4 +1,4 @@
-"""All op definitions, found by domain and name, and by the ATen overload they are captured from."""
+"""All op definitions by domain and name, and all captures by ATen overload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FROM_TORCH: dict[str, FromTorch] = {}
 
 
 def define(op: OpDef) -> OpDef:
-    """Adds a definition. Raises GraphError where the op or an ATen overload is defined twice."""
+    """Register a definition. Raises GraphError if the op or one of its ATen overloads is registered already."""
     key = (op.domain, op.name)
     if key in OPS:
         raise GraphError(f"{op.domain}::{op.name} is defined twice")
@@ -27,15 +27,19 @@ def define(op: OpDef) -> OpDef:
 
 
 def register_captures(from_torch: Mapping[str, FromTorch]) -> None:
-    """Adds captures of ATen overloads, such as become several ops. Raises GraphError where one is there already."""
-    twice = from_torch.keys() & FROM_TORCH.keys()
-    if twice:
-        raise GraphError(f"{', '.join(sorted(twice))} is captured twice")
+    """Register captures of ATen overloads, such as those that become several ops.
+
+    Raises:
+        GraphError: an overload has a capture already.
+    """
+    duplicates = from_torch.keys() & FROM_TORCH.keys()
+    if duplicates:
+        raise GraphError(f"{', '.join(sorted(duplicates))} is captured twice")
     FROM_TORCH.update(from_torch)
 
 
 def lookup(domain: str, name: str) -> OpDef:
-    """The definition of an op. Raises GraphError where there is none."""
+    """Return the definition of an op. Raises GraphError if there is none."""
     op = OPS.get((domain, name))
     if op is None:
         raise GraphError(f"{domain or 'ai.onnx'}::{name} has no definition in onnxtrain.ops")
@@ -51,15 +55,15 @@ def view(node: ir.Node) -> NodeView:
 
 
 def builder(graph: ir.Graph) -> Builder:
-    """A builder that types its nodes by these definitions."""
+    """Return a builder that infers the types of its nodes from these definitions."""
     return Builder(graph, lookup)
 
 
-def capture_call(op: Builder, overload: str, gives: TensorType, *arguments: Any, **named: Any) -> ir.Value:
-    """Captures an ATen call that the one being captured is composed of; its result has the type `gives`."""
-    before, op.out = op.out, (gives,)
+def capture_call(op: Builder, overload: str, output_type: TensorType, *arguments: Any, **keywords: Any) -> ir.Value:
+    """Capture an ATen call that is one part of the call being captured."""
+    outer_types, op.out = op.out, (output_type,)
     try:
-        result: ir.Value = FROM_TORCH[overload](op, *arguments, **named)
+        result: ir.Value = FROM_TORCH[overload](op, *arguments, **keywords)
     finally:
-        op.out = before
+        op.out = outer_types
     return result

@@ -1,9 +1,9 @@
-"""A node of an imported ONNX model that this package does not know: it goes through as it is.
+"""A node of an imported ONNX model whose op has no definition here: it passes through unchanged.
 
-    Foreign(inputs...) -> outputs...        node: the node as bytes of a NodeProto; version: of its domain's opset
+    Foreign(inputs...) -> outputs...        node: the node as a serialized NodeProto; version: of its domain's opset
 
-Custom ops, and standard ops without a definition, may stand wherever no gradient is asked for: in front of the trained
-part, or behind it. `device/from_onnx` makes these nodes, and `unwrap` puts the originals back before a file is written.
+Custom ops, and standard ops without a definition, are allowed where no gradient is needed: before or after the trained
+part. `device/from_onnx` creates these nodes, and `unwrap` restores the originals before a file is written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NAME = "Foreign"
 def wrap(
     op: Builder, node: ir.Node, inputs: Sequence[ir.Value | None], types: Sequence[TensorType], version: int
 ) -> ir.Node:
-    """Appends a Foreign node for `node`, whose outputs have these types, of this opset version of its domain."""
+    """Append a Foreign node for `node`; `types` are those of its outputs, `version` the opset version of its domain."""
     proto = ir.to_proto(node)
     content = np.frombuffer(proto.SerializeToString(), np.uint8)
     return op.node(OWN, NAME, inputs, {"node": ir.Tensor(content), "version": version}, types=types)
 
 
 def original(node: ir.Node) -> ir.Node:
-    """The node that a Foreign node stands for, reading the same values; its outputs are new."""
+    """Return the node that a Foreign node represents, with the same inputs and new outputs."""
     proto = onnx.NodeProto.FromString(node.attributes["node"].as_tensor().tobytes())
     kept = ir.from_proto(proto)
     return ir.Node(
@@ -50,7 +50,7 @@ def original(node: ir.Node) -> ir.Node:
 
 
 def unwrap(graph: ir.Graph) -> None:
-    """Puts the original of each Foreign node in its place."""
+    """Replace each Foreign node by the original."""
     for node in list(graph):
         if (node.domain, node.op_type) != (OWN, NAME):
             continue
@@ -81,13 +81,13 @@ define(
         since_version=1,
         from_torch={},
         shapes=_outputs,
-        body=NoBody("an op of another maker, which onnxtrain does not know"),
+        body=NoBody("a custom op, or a standard op without a definition in onnxtrain"),
         ort_compatible=lambda n: True,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_no_kernel),),
         axes=lambda n: NO_AXES,
-        effects=Effects.HOST_SYNC,  # it is not folded or merged: what it does is not known
+        effects=Effects.HOST_SYNC,  # neither folded nor merged: its effects are unknown
         aliases={},
         flops=lambda n: numel(n.node.outputs[0]),
         host_eval=None,
