@@ -1,4 +1,4 @@
-"""Times training steps of eager PyTorch, onnxtrain and torch.compile, and shows what came out. It asserts nothing.
+"""Time training steps of eager PyTorch, onnxtrain and torch.compile, and show the results. Nothing is asserted.
 
 Usage: python -m benchmarks [--only NAME ...] [--no-compile] [--quick] [--rounds N] [--repeats N] [--write]
 """
@@ -20,7 +20,6 @@ from rich.console import Console
 
 from benchmarks import behind, processes, results, tables
 from benchmarks.chart import speed_chart
-from benchmarks.contenders import COMPILING, CONTENDERS, EAGER, ONNXTRAIN, OWN, USUAL, can_compile, of_workload
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, describe_machine, measured_commit
@@ -29,6 +28,7 @@ from benchmarks.page import write_page
 from benchmarks.progress import Watch
 from benchmarks.results import Behind, Circumstances, Measured, Timed
 from benchmarks.spent import Spent
+from benchmarks.variants import COMPILING, EAGER, ONNXTRAIN, OWN, USUAL, VARIANTS, can_compile, of_workload
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
@@ -45,7 +45,7 @@ class Plan:
     """What one run of the benchmark does."""
 
     names: tuple[str, ...]
-    contenders: tuple[str, ...]
+    variants: tuple[str, ...]
     rounds: int | None  # None: each workload's own
     repeats: int  # processes for each first step of eager and onnxtrain; the others have one
     warm: bool
@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str]) -> Plan:
         help="what to measure (default: all; none: nothing)",
     )
     usual = "those without the option regions"
-    add("--contenders", nargs="+", choices=tuple(CONTENDERS), default=USUAL, help=f"who is timed (default: {usual})")
+    add("--variants", nargs="+", choices=tuple(VARIANTS), default=USUAL, help=f"what is timed (default: {usual})")
     add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
     add("--rounds", "--steps", type=int, help="how often each step is timed, at most (default: by workload, 15 to 300)")
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> Plan:
     left_out = COMPILING if given.no_compile or not can_compile() else ()
     return Plan(
         names=tuple(name for name in _NAMES if name in asked),
-        contenders=tuple(name for name in CONTENDERS if name in given.contenders and name not in left_out),
+        variants=tuple(name for name in VARIANTS if name in given.variants and name not in left_out),
         rounds=_QUICK_ROUNDS if given.quick and given.rounds is None else given.rounds,
         repeats=(1 if given.quick else _REPEATS) if given.repeats is None else given.repeats,
         warm=not given.quick,
@@ -126,15 +126,15 @@ class Run:
         return Behind(behind.WORKLOAD.title, circumstances, during_s, alone_s, found["compiling_s"])
 
     def _workload(self, workload: Workload) -> Measured:
-        contenders = [name for name in of_workload(workload) if name in self._plan.contenders]
-        firsts: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+        variants = [name for name in of_workload(workload) if name in self._plan.variants]
+        firsts: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
         inductor = []
         if self._plan.warm and not self._read_files:  # one process first: the files that all read are then in memory
             self._watch.doing("a first process, not counted")
             processes.run("benchmarks.first_step", [MLP.name, ONNXTRAIN], self._caches.empty(), self._watch.doing)
             self._read_files = True
         for repeat in range(0 if workload.cold else self._plan.repeats):
-            for name in contenders:
+            for name in variants:
                 if repeat and name not in (EAGER, *OWN):  # whose first steps have no goal, and may take minutes
                     continue
                 self._watch.doing(f"first step of {name}, process {repeat + 1} of {self._plan.repeats}")
@@ -143,14 +143,14 @@ class Run:
                 firsts[name].append(processes.run("benchmarks.first_step", arguments, caches, self._watch.doing))
                 inductor.append(caches)
         rounds = self._plan.rounds or workload.rounds
-        arguments = [workload.name, str(rounds), "warm" if self._plan.warm else "at once", *contenders]
+        arguments = [workload.name, str(rounds), "warm" if self._plan.warm else "at once", *variants]
         caches = self._caches.empty() if workload.cold else self._caches.warm(inductor)
         found = processes.run("benchmarks.steady", arguments, caches, self._watch.doing)
         return Measured(
             workload=workload.name,
             circumstances=self._circumstances(found["others_cores"]),
             items=found["items"],
-            contenders=tuple(_timed(one, firsts[one["contender"]]) for one in found["contenders"]),
+            variants=tuple(_timed(one, firsts[one["variant"]]) for one in found["variants"]),
             products_s=tuple(found["products_s"]),
             products=found["products"],
             products_flops=found["products_flops"],
@@ -166,7 +166,7 @@ class Run:
 
 def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
     return Timed(
-        contender=found["contender"],
+        variant=found["variant"],
         first_s=tuple(first["first_s"] for first in firsts),
         second_s=tuple(first["second_s"] for first in firsts),
         rounds_s=tuple(found["rounds_s"]),

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.contenders import ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.processes import Tell
 from benchmarks.steady import is_compiling
+from benchmarks.variants import ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 from onnxtrain.native import background

@@ -1,6 +1,6 @@
 """Speeds as horizontal bars in an SVG that needs no script and reads in light and dark.
 
-workload ─▶ a bar a contender: how many times eager's speed it has, quartiles as a thin line, the number at its end
+workload ─▶ a bar per variant: speedup over eager, quartiles as a thin line, the value at its end
 
 Of runs that begin cold it is the speed in total, with what is compiled. A bar that would make all others short is cut,
 and ends in a point.
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from html import escape
 
-from benchmarks.contenders import CONTENDERS, EAGER
 from benchmarks.results import Measured, speed_over
+from benchmarks.variants import EAGER, VARIANTS
 from benchmarks.workload import Workload
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 330, 70, 60
@@ -26,11 +26,11 @@ _COLOURS = {
 }
 # What README shows: few workloads, against eager and torch.compile.
 _OVERVIEW = ("minilm-lengths", "bert-mlm", "t5", "minilm", "gpt2", "cnn", "vit", "llama", "lstm")
-_OVERVIEW_CONTENDERS = ("onnxtrain", "torch.compile")
-_CLASSES = {contender: f"bar{number}" for number, contender in enumerate(_COLOURS)}
+_OVERVIEW_VARIANTS = ("onnxtrain", "torch.compile")
+_CLASSES = {variant: f"bar{number}" for number, variant in enumerate(_COLOURS)}
 
 
-Speeds = tuple[str, float, float, float]  # contender, lower quartile, median, upper quartile
+Speeds = tuple[str, float, float, float]  # variant, lower quartile, median, upper quartile
 
 
 def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
@@ -39,11 +39,11 @@ def speed_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
 
 
 def overview_chart(results: Sequence[tuple[Workload, Measured]]) -> str:
-    """Draw the workloads and contenders that README shows."""
+    """Draw the workloads and variants that README shows."""
     by_name = {workload.name: (workload, measured) for workload, measured in results}
     chosen = [by_name[name] for name in _OVERVIEW if name in by_name]
     return draw([
-        (workload.title, [each for each in _speeds(workload, measured) if each[0] in _OVERVIEW_CONTENDERS])
+        (workload.title, [each for each in _speeds(workload, measured) if each[0] in _OVERVIEW_VARIANTS])
         for workload, measured in chosen
     ])  # fmt: skip
 
@@ -58,8 +58,8 @@ def draw(all_groups: Sequence[tuple[str, Sequence[Speeds]]]) -> str:
     for title, speeds in groups:
         middle = top + (len(speeds) * (_BAR + _GAP) - _GAP) / 2
         parts.append(_text(_LEFT - 10, middle + 4, _shortened(title), "name", "end"))
-        for contender, low, speed, high in speeds:
-            parts += _bar(contender, top, scale, low, speed, high)
+        for variant, low, speed, high in speeds:
+            parts += _bar(variant, top, scale, low, speed, high)
             top += _BAR + _GAP
         top += _BETWEEN
     height = top + 10
@@ -86,23 +86,23 @@ def _speeds(workload: Workload, measured: Measured) -> list[Speeds]:
     eager = measured.of(EAGER)
     if eager is None:
         return []
-    of_others = [timed for name in CONTENDERS if name in _COLOURS and (timed := measured.of(name)) is not None]
+    of_others = [timed for name in VARIANTS if name in _COLOURS and (timed := measured.of(name)) is not None]
     if workload.cold:
-        totals = [(timed.contender, eager.total_s / timed.total_s) for timed in of_others]
-        return [(contender, speed, speed, speed) for contender, speed in totals]
-    return [(timed.contender, *speed_over(timed, eager)) for timed in of_others]
+        totals = [(timed.variant, eager.total_s / timed.total_s) for timed in of_others]
+        return [(variant, speed, speed, speed) for variant, speed in totals]
+    return [(timed.variant, *speed_over(timed, eager)) for timed in of_others]
 
 
-def _bar(contender: str, top: float, scale: float, low: float, speed: float, high: float) -> list[str]:
+def _bar(variant: str, top: float, scale: float, low: float, speed: float, high: float) -> list[str]:
     middle = top + _BAR / 2
     quartiles = f" (quartiles {low:.2f} – {high:.2f})" if low < high else ""
-    title = f"<title>{escape(f'{contender}: {speed:.2f} ×{quartiles}')}</title>"
+    title = f"<title>{escape(f'{variant}: {speed:.2f} ×{quartiles}')}</title>"
     start, end = (_LEFT + min(value, _MOST) * scale for value in (low, high))
     right, bottom = _LEFT + min(speed, _MOST) * scale, top + _BAR
     tip = right + (_BAR / 2 if speed > _MOST else 0)
     corners = f"{_LEFT},{top} {right:.1f},{top} {tip:.1f},{middle} {right:.1f},{bottom} {_LEFT},{bottom}"
     return [
-        f'<polygon class="{_CLASSES[contender]}" points="{corners}">{title}</polygon>',
+        f'<polygon class="{_CLASSES[variant]}" points="{corners}">{title}</polygon>',
         f'<line class="range" x1="{start:.1f}" x2="{end:.1f}" y1="{middle}" y2="{middle}"/>',
         _text(max(tip, end) + 6, top + _BAR - 2.5, f"{speed:.2f}", "figure", "start"),
     ]
@@ -111,12 +111,12 @@ def _bar(contender: str, top: float, scale: float, low: float, speed: float, hig
 def _legend(shown: Collection[str]) -> list[str]:
     parts = []
     left = 20
-    for contender, style in _CLASSES.items():
-        if contender not in shown:
+    for variant, style in _CLASSES.items():
+        if variant not in shown:
             continue
         parts.append(f'<rect class="{style}" x="{left}" y="14" width="12" height="12"/>')
-        parts.append(_text(left + 18, 24, contender, "note", "start"))
-        left += 48 + 7 * len(contender)
+        parts.append(_text(left + 18, 24, variant, "note", "start"))
+        left += 48 + 7 * len(variant)
     return parts
 
 

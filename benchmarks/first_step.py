@@ -14,11 +14,11 @@ import time
 import torch
 
 from benchmarks import processes
-from benchmarks.contenders import Stepper, make_batches, make_model
+from benchmarks.variants import Stepper, make_batches, make_model
 from benchmarks.workloads import WORKLOADS
 
 
-def measure(workload: str, contender: str) -> dict[str, float]:
+def measure(workload: str, variant: str) -> dict[str, float]:
     """The seconds of an implementation's first two steps; of the first also the processor time of all threads."""
     work = WORKLOADS[workload]
     first, *more = make_batches(work)
@@ -26,13 +26,13 @@ def measure(workload: str, contender: str) -> dict[str, float]:
     _start_threads()
     model = make_model(work)
     before = time.process_time()
-    stepper = Stepper(work, contender, model)
+    stepper = Stepper(work, variant, model)
     first_s = stepper.prepare_s + stepper.step(first)
     return {"first_s": first_s, "first_cpu_s": time.process_time() - before, "second_s": stepper.step(second)}
 
 
 def _start_threads() -> None:
-    """PyTorch starts its threads with the first large call: that is not the contender's."""
+    """Let PyTorch start its threads: it does so at the first large call, which is no part of the variant's time."""
     rows = torch.ones(256, 256, requires_grad=True)
     (rows @ rows).relu().sum().backward()
 

@@ -1,9 +1,9 @@
 """Times what passes save that leave work out, and measures peak memory. It asserts nothing.
 
-Usage: python -m benchmarks.less_work [--only NAME ...] [--contenders NAME ...] [--rounds N] [--no-memory]
+Usage: python -m benchmarks.less_work [--only NAME ...] [--variants NAME ...] [--rounds N] [--no-memory]
 
 The first round has compilers in it, as far as caches on disk do not help: it is shown beside the median of the
-others. `--contenders` measures some at a time, eager always among them.
+others. `--variants` selects variants; eager is always measured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rich.table import Table
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from benchmarks.contenders import EAGER
 from benchmarks.cpu_workloads import MINILM
 from benchmarks.machine import describe_machine
 from benchmarks.results import Rounds, speed_over
 from benchmarks.tables import machine_table
+from benchmarks.variants import EAGER
 from onnxtrain import FallbackPolicy, ORTModule
 
 Batch = Mapping[str, torch.Tensor]
@@ -42,7 +42,7 @@ COMPILE = "torch.compile"
 
 
 @dataclass(frozen=True)
-class Contender:
+class Variant:
     """Who runs the model, on which of a scene's batches."""
 
     wrap: Callable[[nn.Module], Run]
@@ -55,22 +55,22 @@ class Scene:
 
     Attributes:
         batches: from whether they are sorted by length, the batches of a round.
-        memory: the contenders of which peak memory is measured, each in a process of its own.
+        memory: the variants whose peak memory is measured, each in its own process.
     """
 
     title: str
     model: Callable[[], nn.Module]
     batches: Callable[[bool], Batches]
-    contenders: Mapping[str, Contender]
+    variants: Mapping[str, Variant]
     memory: Sequence[str] = ()
 
 
-def _onnxtrain(**options: Any) -> Contender:
+def _onnxtrain(**options: Any) -> Variant:
     policy = FallbackPolicy.FALLBACK_DISABLE  # falling back would time eager PyTorch against itself
-    return Contender(lambda model: ORTModule(model, fallback_policy=policy, **options))
+    return Variant(lambda model: ORTModule(model, fallback_policy=policy, **options))
 
 
-_EAGER = Contender(lambda model: model)
+_EAGER = Variant(lambda model: model)
 
 
 # Real paragraphs
@@ -178,8 +178,8 @@ SCENES: Mapping[str, Scene] = {
         _paragraphs,
         {
             EAGER: _EAGER,
-            SORTED: Contender(lambda model: model, sorted=True),
-            COMPILE: Contender(torch.compile),
+            SORTED: Variant(lambda model: model, sorted=True),
+            COMPILE: Variant(torch.compile),
             OFF: _onnxtrain(skip_padding="never"),
             ON: _onnxtrain(),
         },
@@ -234,14 +234,14 @@ SCENES: Mapping[str, Scene] = {
 
 
 class _Stepper:
-    """One contender with its own copy of the model."""
+    """One variant with its own copy of the model."""
 
-    def __init__(self, scene: Scene, contender: Contender) -> None:
+    def __init__(self, scene: Scene, variant: Variant) -> None:
         torch.manual_seed(0)
         plain = scene.model().train()
-        self._batches = scene.batches(contender.sorted)
+        self._batches = scene.batches(variant.sorted)
         self._parameters = list(plain.parameters())
-        self._run = contender.wrap(plain)
+        self._run = variant.wrap(plain)
 
     def round(self) -> float:
         """Forward and backward of all batches; the seconds that they took."""
@@ -256,8 +256,8 @@ class _Stepper:
 
 
 def measure(scene: Scene, names: Sequence[str], rounds: int) -> tuple[tuple[Rounds, ...], dict[str, float]]:
-    """Rounds of contenders in turn, and their first, after three for each to warm up and, for kernels, five seconds."""
-    steppers = {name: _Stepper(scene, scene.contenders[name]) for name in names}
+    """Interleaved rounds of the variants after a warm-up (three steps each, then 5 s for kernels), and first steps."""
+    steppers = {name: _Stepper(scene, scene.variants[name]) for name in names}
     times: dict[str, list[float]] = {name: [] for name in steppers}
     first = {name: stepper.round() for name, stepper in steppers.items()}
     until = time.monotonic() + 5 * len(steppers)
@@ -276,10 +276,10 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> tuple[tuple[Roun
     return tuple(Rounds(name, tuple(taken)) for name, taken in times.items()), first
 
 
-def peak_mb(scene: Scene, contender: str) -> float:
+def peak_mb(scene: Scene, variant: str) -> float:
     """The most memory of five steps, less what the process has before it makes the model."""
     before = _status("VmRSS")
-    stepper = _Stepper(scene, scene.contenders[contender])
+    stepper = _Stepper(scene, scene.variants[variant])
     for _ in range(3):
         stepper.round()
     gc.collect()
@@ -296,31 +296,31 @@ def _status(name: str) -> int:
 
 
 def _peaks(name: str) -> dict[str, float]:
-    """Peak memory of each contender that the scene names, in a process of its own."""
+    """Peak memory of each variant in `memory`, measured in its own process."""
     found = {}
-    for contender in SCENES[name].memory:
-        command = [sys.executable, "-m", "benchmarks.less_work", "--peak", name, contender]
-        found[contender] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for variant in SCENES[name].memory:
+        command = [sys.executable, "-m", "benchmarks.less_work", "--peak", name, variant]
+        found[variant] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return found
 
 
 def table(scene: Scene, results: Sequence[Rounds], first: Mapping[str, float], peaks: Mapping[str, float]) -> Table:
-    """One line a contender: its times, how many times as fast as eager and as the pass switched off, its memory."""
+    """One line per variant: times, speedup over eager and over the disabled pass, memory."""
     shown = Table(title=scene.title, title_justify="left")
     for header in ("", "first round", "median of a round", "x eager", "x pass off", "peak memory", "of eager's"):
         shown.add_column(header, justify="right")
-    off = next((r for r in results if r.contender == OFF), None)
-    eager = next(r for r in results if r.contender == EAGER)
+    off = next((r for r in results if r.variant == OFF), None)
+    eager = next(r for r in results if r.variant == EAGER)
     for result in results:
         ratio = "" if off is None else f"{off.median_s / result.median_s:.2f}"
         memory = ("", "")
-        if result.contender in peaks:
-            peak = peaks[result.contender]
+        if result.variant in peaks:
+            peak = peaks[result.variant]
             memory = (f"{peak:.0f} MB", f"{peak / peaks[EAGER]:.2f}")
         low, middle, high = speed_over(result, eager)
         shown.add_row(
-            result.contender,
-            f"{first[result.contender]:.1f} s",
+            result.variant,
+            f"{first[result.variant]:.1f} s",
             f"{1e3 * result.median_s:.0f} ms",
             f"{middle:.2f} ({low:.2f}-{high:.2f})",
             ratio,
@@ -332,21 +332,21 @@ def table(scene: Scene, results: Sequence[Rounds], first: Mapping[str, float], p
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.less_work")
     parser.add_argument("--only", nargs="+", choices=SCENES, default=tuple(SCENES), help="what to measure")
-    parser.add_argument("--contenders", nargs="+", help="who competes with eager (default: all)")
+    parser.add_argument("--variants", nargs="+", help="the variants to compare with eager (default: all)")
     parser.add_argument("--rounds", type=int, default=10, help="of each scene, 2 or more (default: 10)")
     parser.add_argument("--no-memory", action="store_true", help="times only")
-    parser.add_argument("--peak", nargs=2, metavar=("SCENE", "CONTENDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--peak", nargs=2, metavar=("SCENE", "VARIANT"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.peak:
-        name, contender = given.peak
-        print(peak_mb(SCENES[name], contender))
+        name, variant = given.peak
+        print(peak_mb(SCENES[name], variant))
         return
     console = Console(width=120)
     command = " ".join(("python -m benchmarks.less_work", *arguments))
     console.print(machine_table(describe_machine(), command), highlight=False)
     for name in given.only:
         peaks = {} if given.no_memory else _peaks(name)
-        names = [c for c in SCENES[name].contenders if c == EAGER or c in (given.contenders or SCENES[name].contenders)]
+        names = [c for c in SCENES[name].variants if c == EAGER or c in (given.variants or SCENES[name].variants)]
         console.print(table(SCENES[name], *measure(SCENES[name], names, given.rounds), peaks))
 
 

@@ -2,7 +2,7 @@
 
     eager ─ eager + torch.utils.checkpoint per layer ─ torch.compile(activation_memory_budget) ─ onnxtrain at budgets
 
-All take turns in one process; shown are the medians of each one's times over eager's in the same round, and the peaks
+All are interleaved in one process; shown are the medians of their times over eager's in the same round, and the peaks
 that PyTorch's allocator saw in one step. onnxtrain runs with `rng="fast"`, as it does by default: at shares of what it
 holds when it keeps everything, and in the bytes that the others took.
 """
@@ -85,7 +85,7 @@ MODELS = {"minilm": _minilm, "gpt2": _gpt2, "t5": _t5, "llama": _llama}
 CHECKPOINTS, COMPILED, OURS = "eager, a checkpoint per layer", "torch.compile, budget 0.5", "onnxtrain"
 
 
-class Contenders:
+class Variants:
     """Steps of one model, each on a copy of its own with the same parameters.
 
     Attributes:
@@ -151,7 +151,7 @@ def _compiled(share: float) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender.
+    """One variant.
 
     Attributes:
         title: its name.
@@ -166,15 +166,15 @@ class Measured:
     bytes: int
 
 
-def measure(contenders: Contenders, rounds: int) -> list[Measured]:
-    """Lets all take turns."""
-    times: dict[str, list[float]] = {title: [] for title in contenders.steps}
+def measure(variants: Variants, rounds: int) -> list[Measured]:
+    """Interleave all steps."""
+    times: dict[str, list[float]] = {title: [] for title in variants.steps}
     for _ in range(rounds):
-        for title, step in contenders.steps.items():
+        for title, step in variants.steps.items():
             start = time.perf_counter()
             step()
             times[title].append(time.perf_counter() - start)
-    peaks = contenders.peaks
+    peaks = variants.peaks
     return [
         Measured(
             title,
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile too: its kernels take minutes to build")
     parser.add_argument("--write", action="store_true", help="draw the chart docs/how-to/memory-MODEL.svg")
     options = parser.parse_args()
-    results = measure(Contenders(options.model, options.compile), options.rounds)
+    results = measure(Variants(options.model, options.compile), options.rounds)
     print(table(results))
     if options.write:
         file = DOCS / f"memory-{options.model}.svg"

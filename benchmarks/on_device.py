@@ -4,7 +4,7 @@ Usage: python -m benchmarks.on_device [--rounds N] [--only NAME ...]
 
 The gradient step is forward and backward. The whole step adds the update by AdamW: onnxtrain's optimizer graph against
 `torch.optim.AdamW(fused=True)`, PyTorch's default AdamW, and the plain graph of standard ops, which is the one that
-portable artifacts have. All take turns in one process, on the same batch.
+portable artifacts have. All are interleaved in one process, on the same batch.
 """
 
 from __future__ import annotations
@@ -166,10 +166,10 @@ def _table(title: str, times: Mapping[str, Sequence[float]]) -> Table:
     return table
 
 
-def _whole(contender: _Torch | _Stock) -> Step:
+def _whole(variant: _Torch | _Stock) -> Step:
     def step() -> None:
-        contender.gradients()
-        contender.update()
+        variant.gradients()
+        variant.update()
 
     return step
 
@@ -195,13 +195,13 @@ def main(arguments: Sequence[str]) -> None:
             ours, plain = _Stock(network, folder, plain=False), _Stock(network, folder, plain=True)
         eager, default = _Torch(network, fused=True), _Torch(network, fused=False)
         everyone = {TORCH: eager, "torch, AdamW()": default, "onnxtrain": ours, "onnxtrain, plain update": plain}
-        for contender in everyone.values():  # without gradients PyTorch's update does nothing
-            contender.gradients()
+        for variant in everyone.values():  # without gradients PyTorch's update does nothing
+            variant.gradients()
         gradients = {name: everyone[name].gradients for name in (TORCH, "onnxtrain")}
         console.print(_table(f"{network.title}: forward and backward", _measure(gradients, given.rounds)))
-        updates = {name: contender.update for name, contender in everyone.items()}
+        updates = {name: variant.update for name, variant in everyone.items()}
         console.print(_table(f"{network.title}: update", _measure(updates, given.rounds)))
-        whole = {name: _whole(contender) for name, contender in everyone.items()}
+        whole = {name: _whole(variant) for name, variant in everyone.items()}
         console.print(_table(f"{network.title}: whole step", _measure(whole, given.rounds)))
 
 

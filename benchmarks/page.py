@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.chart import overview_chart, speed_chart
-from benchmarks.contenders import COMPILE, COMPILE_DYNAMIC, EAGER, ONNXTRAIN
 from benchmarks.results import Measured, Timed, speed_over
 from benchmarks.tables import Rows, duration
+from benchmarks.variants import COMPILE, COMPILE_DYNAMIC, EAGER, ONNXTRAIN
 from benchmarks.workload import Workload
 
 _HEADER = (

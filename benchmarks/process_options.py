@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import first_step, processes, steady
-from benchmarks.contenders import ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.cpu_workloads import CPU_WORKLOADS
 from benchmarks.machine import describe_machine, measured_commit
 from benchmarks.processes import Tell
+from benchmarks.variants import ONNXTRAIN, Stepper, make_batches, make_model
 
 FIRST, STEADY = "first", "steady"
 # Option -> the step that it changes, and workloads.

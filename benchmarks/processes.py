@@ -73,7 +73,7 @@ def end_on_termination() -> None:
 
 
 class Caches:
-    """Folders for all that is compiled: one for each contender's first step, empty at its start, and one for the rest.
+    """Cache folders: an empty one for each variant's first step, and one for everything else.
 
     What the first steps of torch.compile wrote is found again by the steady steps, which would else compile anew.
     """

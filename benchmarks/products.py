@@ -110,7 +110,7 @@ class Products:
 def _memory_at_hand() -> Iterator[None]:
     """Results lie in memory of the round before, as under the option `reuse_memory`: the system clears fresh memory.
 
-    In a process with five contenders BERT's products, with scores of 30,522 words, run at 133 GFLOP/s so, and at 98
+    In a process with five variants BERT's products, with scores of 30,522 words, run at 133 GFLOP/s so, and at 98
     where memory is given back each time: they took longer than onnxtrain's whole step.
     """
     native = MEMORY.functions
@@ -127,7 +127,7 @@ def _memory_at_hand() -> Iterator[None]:
 def matrix_flops(step: Callable[[], object]) -> int:
     """Floating-point operations of the step's products of two matrices: of PyTorch, oneDNN, 1×1 convolutions, our own.
 
-    Convolutions that are none of these products are not counted: they are the same in every contender.
+    Convolutions that are none of these products are not counted: they are the same in every variant.
     """
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile,

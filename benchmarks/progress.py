@@ -1,6 +1,6 @@
 """Shows a benchmark while it runs: a live line on a terminal, plain lines elsewhere.
 
-Only what the measuring processes say between their timed parts is shown, so that showing costs no contender anything.
+Only what the measuring processes say between their timed parts is shown, so that the display costs no variant time.
 """
 
 from __future__ import annotations

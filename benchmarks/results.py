@@ -17,10 +17,10 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import EAGER, ONNXTRAIN
 from benchmarks.machine import Machine
 from benchmarks.other_programs import MOST
 from benchmarks.spent import Spent
+from benchmarks.variants import EAGER, ONNXTRAIN
 
 Quartiles = tuple[float, float, float]
 
@@ -47,9 +47,9 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Rounds:
-    """One contender's time in each round, in seconds."""
+    """One variant's time in each round, in seconds."""
 
-    contender: str
+    variant: str
     rounds_s: tuple[float, ...]
 
     @property
@@ -68,7 +68,7 @@ class Timed(Rounds):
     Attributes:
         first_s, second_s: its first and second step in each fresh process.
         peak_bytes: of a step.
-        losses: of its first steps, in which all contenders see the same batches.
+        losses: of its first steps, for which all variants get the same batches.
         spent: what a step's time goes to; empty where that was not looked at.
         parts_s: the same by what the training loop does.
     """
@@ -90,10 +90,10 @@ class Measured:
     """What one run gave of one workload.
 
     Attributes:
-        items: of all rounds of a contender together.
+        items: of all rounds of a variant.
         products_s: what the step's matrix products alone took, in each round; empty where that is not known.
         products: how many there are in a step.
-        turn: how many steps a contender takes in a round; times are those of one.
+        turn: steps of a variant per round; times are per step.
         products_flops: floating-point operations of these products.
         kept: how much of these operations onnxtrain's step has: it leaves out rows that nobody reads.
         peak_flops: those that the processor makes in a second at most, the median of all rounds; None where that is
@@ -103,7 +103,7 @@ class Measured:
     workload: str
     circumstances: Circumstances
     items: int
-    contenders: tuple[Timed, ...]
+    variants: tuple[Timed, ...]
     products_s: tuple[float, ...]
     products: int
     turn: int = 1
@@ -111,13 +111,13 @@ class Measured:
     kept: float = 1.0
     peak_flops: float | None = None
 
-    def of(self, contender: str) -> Timed | None:
-        return next((timed for timed in self.contenders if timed.contender == contender), None)
+    def of(self, variant: str) -> Timed | None:
+        return next((timed for timed in self.variants if timed.variant == variant), None)
 
-    def share(self, contender: Timed) -> float | None:
-        """How much of a contender's step its matrix products would take at their best."""
-        kept = self.kept if contender.contender == ONNXTRAIN else 1.0
-        return kept * statistics.median(self.products_s) / contender.median_s if self.products_s else None
+    def share(self, variant: Timed) -> float | None:
+        """The fraction of a variant's step that its matmuls take at the best measured rate."""
+        kept = self.kept if variant.variant == ONNXTRAIN else 1.0
+        return kept * statistics.median(self.products_s) / variant.median_s if self.products_s else None
 
     def later(self) -> tuple[float, ...]:
         """Seconds by which onnxtrain's first step takes longer than eager's, of each pair of processes."""
@@ -205,11 +205,11 @@ def from_json(values: dict[str, Any]) -> Measured | Behind:
     common = {"circumstances": Circumstances(**circumstances | {"machine": Machine(**machine)})}
     if "during_s" in values:
         return Behind(**_with_tuples(values) | common)
-    contenders = tuple(
+    variants = tuple(
         Timed(**_with_tuples(timed) | {"spent": tuple(Spent(**each) for each in timed.get("spent", ()))})
-        for timed in values["contenders"]
+        for timed in values["variants"]
     )
-    return Measured(**_with_tuples(values) | common | {"contenders": contenders})
+    return Measured(**_with_tuples(values) | common | {"variants": variants})
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.contenders import PARTS, Stepper
+from benchmarks.variants import PARTS, Stepper
 from benchmarks.workload import Batch
 from onnxtrain.ops import OPS
 
@@ -63,7 +63,7 @@ def spent(step: Callable[[], object]) -> list[Spent]:
 
 
 def parts(steppers: Mapping[str, Stepper], batch: Batch, steps: int) -> dict[str, dict[str, float]]:
-    """The median seconds of each part of a step on a CPU, by contender; some steps of each in turn."""
+    """The median seconds of each part of a step on a CPU, by variant; steps interleaved."""
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steppers}
     started = time.monotonic()
     while not all(times.values()) or time.monotonic() - started < _PARTS_S:

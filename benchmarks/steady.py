@@ -1,10 +1,10 @@
-"""The steady step: all contenders in one process, one turn of each, again and again.
+"""The steady step: all variants interleaved in one process.
 
-Each round gives one time of each contender, taken within the same moment of the machine. So the ratio is taken round by
+Each round gives one time of each variant, measured in the same state of the machine. So the ratio is taken round by
 round, and its quartiles say how steady it is; who goes first changes with every round. The step's matrix products
 alone are timed in the same rounds.
 
-A turn is a step or, where that is short, as many as fill 10 ms, whose mean counts: after one step of another contender
+A turn is a step or, where that is short, as many as fill 10 ms, whose mean counts: after one step of another variant
 all code and data are out of the caches, which costs as much as half of a step of 0.3 ms, and is not how anybody trains.
 """
 
@@ -22,13 +22,13 @@ from typing import Any
 import psutil
 
 from benchmarks import processes
-from benchmarks.contenders import EAGER, ONNXTRAIN, OWN, Stepper, make_batches, make_model
 from benchmarks.memory import peak_bytes
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.peak import peak_flops
 from benchmarks.processes import Tell
 from benchmarks.products import Products, matrix_flops
 from benchmarks.spent import parts, spent
+from benchmarks.variants import EAGER, ONNXTRAIN, OWN, Stepper, make_batches, make_model
 from benchmarks.workload import Batch, Workload
 from benchmarks.workloads import WORKLOADS
 
@@ -38,7 +38,7 @@ _LEAST_WARM_UP = 24
 _LEAST_WARM_UP_S = 4.0
 _WARM_UP_OF_OTHERS = 5  # steps of those that change nothing while they run
 _MOST_WARM_UP_OF_OTHERS_S = 60.0  # then those are enough that they have taken
-_COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all contenders see the same batches
+_COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # in which all variants see the same batches
 _MOST_WARM_UP_S = 900.0  # a fused region takes some 6 s of a processor, and a model may have ten
 _POLL_S = 0.2
 _SHOW_EVERY_S = 1.0
@@ -50,7 +50,7 @@ _LEAST_ROUNDS = 3
 
 
 def measure(
-    workload: Workload, contenders: Sequence[str], rounds: int, tell: Tell, *, warm: bool = True
+    workload: Workload, variants: Sequence[str], rounds: int, tell: Tell, *, warm: bool = True
 ) -> dict[str, Any]:
     """Times `rounds` rounds; all but the first steps and the circumstances of a `Measured`."""
     batches = make_batches(workload)
@@ -61,15 +61,15 @@ def measure(
         products = Products(lambda: eager.step(batches[0]))
     steppers: dict[str, Stepper] = {}
     if not workload.cold:
-        for contender in contenders:
-            tell(f"preparing {contender}")
-            steppers[contender] = Stepper(workload, contender, model)
-            steppers[contender].step(batches[0])
+        for variant in variants:
+            tell(f"preparing {variant}")
+            steppers[variant] = Stepper(workload, variant, model)
+            steppers[variant].step(batches[0])
         if warm:
             warm_up(steppers, batches, tell)
     steps = _steps_of_a_turn(steppers, batches)
     others = OtherPrograms()
-    times = _timed(workload, contenders, model, steppers, batches, rounds, steps, products, tell)
+    times = _timed(workload, variants, model, steppers, batches, rounds, steps, products, tell)
     busy = others.cores()
     tell("measuring peak memory")
     largest = max(batches, key=workload.items, default={})
@@ -80,18 +80,18 @@ def measure(
     shares = parts(looked_at, largest, steps) if looked_at and not workload.cold else {}
     kinds = {n: spent(lambda own=own: own.step(largest)) for n, own in looked_at.items()}
     return {
-        "items": sum(workload.items(batches[number % len(batches)]) for number in range(len(times[contenders[0]]))),
+        "items": sum(workload.items(batches[number % len(batches)]) for number in range(len(times[variants[0]]))),
         "turn": steps,
-        "contenders": [
+        "variants": [
             {
-                "contender": n,
+                "variant": n,
                 "rounds_s": times[n],
                 "peak_bytes": peaks[n],
                 "losses": steppers[n].losses[:_COMMON_STEPS],
                 "spent": [dataclasses.asdict(each) for each in kinds.get(n, ())],
                 "parts_s": shares.get(n, {}),
             }
-            for n in contenders
+            for n in variants
         ],
         "products_s": times[_PRODUCTS],
         "products": products.count if products else 0,
@@ -118,7 +118,7 @@ _PROFILED = (EAGER, ONNXTRAIN)
 
 def _timed(
     workload: Workload,
-    contenders: Sequence[str],
+    variants: Sequence[str],
     model: Any,
     steppers: dict[str, Stepper],
     batches: Sequence[Batch],
@@ -127,24 +127,24 @@ def _timed(
     products: Products | None,
     tell: Tell,
 ) -> dict[str, list[float]]:
-    """The seconds of a step, in each round, by contender; those of the products; and what the processor made."""
-    times: dict[str, list[float]] = {contender: [] for contender in (*contenders, _PRODUCTS, _PEAK)}
+    """The seconds of a step, in each round, by variant; those of the products; and what the processor made."""
+    times: dict[str, list[float]] = {variant: [] for variant in (*variants, _PRODUCTS, _PEAK)}
     started = shown = time.monotonic()
     least = _LEAST_ROUNDS if len(batches) == 1 else rounds
     gc.collect()
     gc.disable()  # else a collection falls on whoever is running just then
     try:
         for number in range(rounds):
-            first = number % len(contenders)
-            for contender in (*contenders[first:], *contenders[:first]):
+            first = number % len(variants)
+            for variant in (*variants[first:], *variants[:first]):
                 prepare_s = 0.0
-                if contender not in steppers:  # cold: to prepare it is part of its first step
-                    tell(f"first step of {contender}")
-                    steppers[contender] = Stepper(workload, contender, model)
-                    prepare_s = steppers[contender].prepare_s
+                if variant not in steppers:  # cold: to prepare it is part of its first step
+                    tell(f"first step of {variant}")
+                    steppers[variant] = Stepper(workload, variant, model)
+                    prepare_s = steppers[variant].prepare_s
                 batch = batches[number % len(batches)]
-                turn = [steppers[contender].step(batch) for _ in range(steps)]
-                times[contender].append(prepare_s + statistics.mean(turn))
+                turn = [steppers[variant].step(batch) for _ in range(steps)]
+                times[variant].append(prepare_s + statistics.mean(turn))
             if products is not None and products.count:
                 times[_PRODUCTS].append(statistics.mean(products.run() for _ in range(steps)))
                 if workload.device == "cpu" and (peak := peak_flops()) is not None:
@@ -181,8 +181,8 @@ def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) 
         enough = count >= len(batches) and taken >= _LEAST_WARM_UP_S
         if enough and since_compiling > _LEAST_WARM_UP:
             return
-        for contender, stepper in steppers.items():
-            if contender in OWN or (count < _WARM_UP_OF_OTHERS and taken < _MOST_WARM_UP_OF_OTHERS_S):
+        for variant, stepper in steppers.items():
+            if variant in OWN or (count < _WARM_UP_OF_OTHERS and taken < _MOST_WARM_UP_OF_OTHERS_S):
                 stepper.step(batches[count % len(batches)])
         count += 1
 
@@ -198,10 +198,10 @@ def is_compiling() -> bool:
     return False
 
 
-def _main(workload: str, rounds: str, warm: str, *contenders: str) -> None:
+def _main(workload: str, rounds: str, warm: str, *variants: str) -> None:
     result = measure(
         WORKLOADS[workload],
-        contenders,
+        variants,
         int(rounds),
         lambda text: processes.send(doing=text),
         warm=warm == "warm",

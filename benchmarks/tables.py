@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from benchmarks.contenders import EAGER, ONNXTRAIN
 from benchmarks.machine import Machine
 from benchmarks.results import MOST_ABOVE_S, MOST_SLOWDOWN, Behind, Circumstances, Measured, Timed, speed_over
 from benchmarks.spent import Spent
+from benchmarks.variants import EAGER, ONNXTRAIN
 from benchmarks.workload import Workload
 
 MOST_AFTER_EAGER_S = 2.0  # the goal for every first step
@@ -48,15 +48,15 @@ def machine_table(machine: Machine, command: str) -> Table:
 
 
 def workload_rows(workload: Workload, measured: Measured) -> Rows:
-    """One line a contender, and how many times its speed onnxtrain has."""
+    """One line per variant, with onnxtrain's speedup over it."""
     ours = measured.of(ONNXTRAIN)
     own = f"{workload.unit}/s"
     header = ("", "first step", "median step", own, "peak memory", "products", "onnxtrain is", "in total", "goal")
     rows = []
-    for timed in measured.contenders:
+    for timed in measured.variants:
         share = measured.share(timed)
         row = (
-            timed.contender,
+            timed.variant,
             "" if timed.first_median_s is None else f"{timed.first_median_s:.2f} s",
             duration(timed.median_s),
             f"{measured.items / timed.total_s:,.0f}",
@@ -72,7 +72,7 @@ def _compared(workload: Workload, ours: Timed | None, timed: Timed) -> tuple[str
         return "", "", ""
     low, middle, high = speed_over(ours, timed)
     total = timed.total_s / ours.total_s
-    goal = workload.goals.speed.get(timed.contender)
+    goal = workload.goals.speed.get(timed.variant)
     said = "" if goal is None else f"{goal:g} ×: {verdict(total if workload.cold else middle, goal)}"
     return f"{middle:.2f} × ({low:.2f} – {high:.2f})", f"{total:.2f} ×", said
 
@@ -83,10 +83,10 @@ def verdict(reached: float, goal: float) -> str:
 
 
 def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
-    first, *_ = measured.contenders
+    first, *_ = measured.variants
     ran = "Forward, backward and AdamW" if workload.optimized else "Forward and backward"
     turn = f" of {measured.turn} steps each" if measured.turn > 1 else ""
-    yield f"{ran}; {len(first.rounds_s)} rounds{turn}, in turn in one process."
+    yield f"{ran}; {len(first.rounds_s)} rounds{turn}, interleaved in one process."
     ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
     if measured.products_s:
         note = f"Products: {measured.products} matrix products and convolutions alone take this share of a step"
@@ -113,8 +113,8 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
     if ours and eager and ours.parts_s and eager.parts_s:
         parts = (f"{part} {duration(eager.parts_s[part])} and {duration(s)}" for part, s in ours.parts_s.items())
         yield f"A step in parts, {EAGER} and {ONNXTRAIN}: {', '.join(parts)}."
-    common = min(len(timed.losses) for timed in measured.contenders)
-    losses = ", ".join(f"{timed.contender} {timed.losses[common - 1]:.3f}" for timed in measured.contenders)
+    common = min(len(timed.losses) for timed in measured.variants)
+    losses = ", ".join(f"{timed.variant} {timed.losses[common - 1]:.3f}" for timed in measured.variants)
     yield f"Loss of step {common}: {losses}."
     yield _beside(measured.circumstances)
 

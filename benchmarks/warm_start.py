@@ -1,6 +1,6 @@
 """The first step of a program that ran before: eager PyTorch against onnxtrain with its captures on disk.
 
-    a process, not counted, trains until nothing is compiled any more ─▶ processes in turn: eager, onnxtrain ─▶ medians
+    a process, not counted, trains until all is compiled ─▶ interleaved processes: eager, onnxtrain ─▶ medians
 
 Usage: python -m benchmarks.warm_start [--only NAME] [--repeats N] [--caches FOLDER]
 
@@ -21,23 +21,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import processes
-from benchmarks.contenders import EAGER, ONNXTRAIN
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM
 from benchmarks.machine import describe_machine
 from benchmarks.processes import Tell
+from benchmarks.variants import EAGER, ONNXTRAIN
 
 
 def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, list[float]]:
-    """The seconds of first steps, a list for each contender; `folder` is filled first where it has no captures."""
+    """The seconds of first steps, a list for each variant; `folder` is filled first where it has no captures."""
     captures = folder.resolve() / "captures"
     caches = {"ONNXTRAIN_CACHE_DIR": str(folder.resolve() / "kernels"), "ORTMODULE_CACHE_DIR": str(captures)}
     if not captures.exists():
         processes.run("benchmarks.steady", [workload, "1", "warm", ONNXTRAIN], caches, tell)
     times: dict[str, list[float]] = {EAGER: [], ONNXTRAIN: []}
     for repeat in range(repeats):
-        for contender, own in times.items():
-            tell(f"{contender}, process {repeat + 1} of {repeats}")
-            own.append(processes.run("benchmarks.first_step", [workload, contender], caches, tell)["first_s"])
+        for variant, own in times.items():
+            tell(f"{variant}, process {repeat + 1} of {repeats}")
+            own.append(processes.run("benchmarks.first_step", [workload, variant], caches, tell)["first_s"])
     return times
 
 

@@ -21,7 +21,7 @@ class Goals:
     """What onnxtrain is to reach in the same run.
 
     Attributes:
-        speed: at least so many times each contender's speed.
+        speed: the least speedup over each variant.
         share: at least so much of the speed that the step's matrix products alone would allow.
     """
 
@@ -34,10 +34,10 @@ class Workload:
     """A training step.
 
     Attributes:
-        make_batches: the batches, used in turn.
+        make_batches: the batches, used cyclically.
         loss: from what runs the model and a batch, a scalar to differentiate.
         items: how many of `unit` a batch holds.
-        rounds: how often each contender's step is timed.
+        rounds: how many times each variant's step is timed.
         cold: nothing is prepared or warmed up before the clock runs, and no cache has anything.
         optimized: whether the optimizer's step belongs to it.
         device: "cpu" or "cuda".

@@ -1,4 +1,4 @@
-"""The demonstration: fine-tunes a pretrained MiniLM, eager PyTorch and onnxtrain fed the same batches in turn."""
+"""The demonstration: fine-tune a pretrained MiniLM in eager PyTorch and onnxtrain, interleaved on the same batches."""
 
 import os
 

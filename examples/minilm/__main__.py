@@ -27,7 +27,7 @@ from examples.minilm.progress import Clock, Progress, as_minutes, make_progress
 from examples.minilm.result import EAGER, NUDGED, ONNXTRAIN, Phase, Result
 from examples.minilm.settings import QUICK, WHOLE, Settings
 from examples.minilm.table import notes, terminal_table
-from examples.minilm.training import Contender, nudge, train_in_turn
+from examples.minilm.training import Variant, nudge, train_interleaved
 from onnxtrain import ORTModule
 from onnxtrain.report import StageReport
 
@@ -56,7 +56,7 @@ class Run:
         return copy.deepcopy(self._start)
 
     def warm_up(self) -> None:
-        """Lets PyTorch start its threads and fill its caches, so that no contender's first step pays for that."""
+        """Let PyTorch start its threads and fill its caches before the first step of any variant."""
         model = self.model().train()
         model(**self.batches[-1]).loss.backward()
         torch.optim.AdamW(model.parameters()).step()
@@ -64,7 +64,7 @@ class Run:
     def train(self) -> tuple[Phase, tuple[StageReport, ...], tuple[int, int]]:
         """Trains with default options; gives what was measured, the pipeline's stages and the sizes of the peak."""
         settings = self.settings
-        eager, ours = self._contenders(settings.training_steps, rng=None)
+        eager, ours = self._variants(settings.training_steps, rng=None)
         phase = Phase((eager.record, ours.record))
         self.progress.begin("Training with default options", phase.records, settings.training_steps)
         self.progress.doing("classifying the held-out paragraphs before training")
@@ -72,51 +72,51 @@ class Run:
         eager.evaluate(self.held_out)
         ours.record.evaluations.append(eager.record.evaluations[0])
         self.clock.spend(2 * len(self.held_out) * _EVALUATION_UNITS)
-        self._train_in_turn((eager, ours), settings.training_steps, evaluated=True)
+        self._train_interleaved((eager, ours), settings.training_steps, evaluated=True)
         largest = max(self.batches, key=count_tokens)
         self.progress.doing("measuring the peak memory of one step")
-        for contender in (eager, ours):
-            contender.record.peak_bytes = peak_bytes(contender.model, largest)
+        for variant in (eager, ours):
+            variant.record.peak_bytes = peak_bytes(variant.model, largest)
         rows, columns = largest["input_ids"].shape
         return phase, self.stages, (rows, columns)
 
     def compare(self) -> Phase:
         """Trains with the same dropout masks, beside an eager copy whose weights differ in their last bit."""
         steps = self.settings.exact_steps
-        eager, ours = self._contenders(steps, rng="torch")
-        nudged = Contender(NUDGED, nudge(self.model()), self.settings, steps)
+        eager, ours = self._variants(steps, rng="torch")
+        nudged = Variant(NUDGED, nudge(self.model()), self.settings, steps)
         phase = Phase((eager.record, ours.record, nudged.record))
         self.progress.begin('Training with the same dropout masks, rng="torch"', phase.records, steps)
-        self._train_in_turn((eager, ours, nudged), steps, evaluated=False)
+        self._train_interleaved((eager, ours, nudged), steps, evaluated=False)
         return phase
 
-    def _contenders(self, steps: int, rng: str | None) -> tuple[Contender, Contender]:
+    def _variants(self, steps: int, rng: str | None) -> tuple[Variant, Variant]:
         def wrap(model: torch.nn.Module) -> torch.nn.Module:
             return ORTModule(model) if rng is None else ORTModule(model, rng=rng)
 
         torch.manual_seed(self.settings.seed)
-        eager = Contender(EAGER, self.model(), self.settings, steps)
-        return eager, Contender(ONNXTRAIN, self.model(), self.settings, steps, wrap)
+        eager = Variant(EAGER, self.model(), self.settings, steps)
+        return eager, Variant(ONNXTRAIN, self.model(), self.settings, steps, wrap)
 
-    def _train_in_turn(self, contenders: Sequence[Contender], steps: int, *, evaluated: bool) -> None:
-        def announce(contender: Contender) -> None:
-            if isinstance(contender.model, ORTModule):
+    def _train_interleaved(self, variants: Sequence[Variant], steps: int, *, evaluated: bool) -> None:
+        def announce(variant: Variant) -> None:
+            if isinstance(variant.model, ORTModule):
                 self.progress.doing("onnxtrain captures and compiles the model in its first step")
 
-        def keep_stages(contender: Contender) -> None:
-            if isinstance(contender.model, ORTModule):  # now: later reports are of the program for evaluation
-                self.stages = contender.model.report().stages
+        def keep_stages(variant: Variant) -> None:
+            if isinstance(variant.model, ORTModule):  # now: later reports are of the program for evaluation
+                self.stages = variant.model.report().stages
 
         def count() -> None:
-            done = len(contenders[0].record.steps)
+            done = len(variants[0].record.steps)
             evaluations = len(self.held_out) if evaluated and done in evaluate_after else 0
-            self.clock.spend(len(contenders) * (1 + _EVALUATION_UNITS * evaluations))
+            self.clock.spend(len(variants) * (1 + _EVALUATION_UNITS * evaluations))
             self.progress.update(self.clock.left_s())
 
         evaluate_after = self.settings.evaluate_after() if evaluated else frozenset()
         batches: list[Batch] = self.batches[:steps]
-        train_in_turn(
-            contenders,
+        train_interleaved(
+            variants,
             batches,
             held_out=self.held_out,
             evaluate_after=evaluate_after,
@@ -158,7 +158,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
     """The settings and the folder for the page that a command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m examples.minilm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer topics, shorter texts, fewer steps")
-    parser.add_argument("--steps", type=int, help="training steps of each contender")
+    parser.add_argument("--steps", type=int, help="training steps of each variant")
     parser.add_argument("--batch-size", type=int, help="paragraphs a step")
     parser.add_argument("--seed", type=int, help="of the split, the order, the new head and the dropout masks")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the page (%(default)s)")

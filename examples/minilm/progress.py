@@ -1,6 +1,6 @@
 """Shows a run while it goes on: a live table on a terminal, plain lines elsewhere.
 
-Both are told of every step after its time was taken, so that showing costs no contender anything.
+Both are told of every step after its time was taken, so that the display costs no variant time.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Evaluation:
 
 @dataclass
 class Record:
-    """What one contender did in one phase."""
+    """The measurements of one variant in one phase."""
 
     name: str
     wrap_s: float = 0.0
@@ -75,7 +75,7 @@ class Record:
 
 @dataclass
 class Phase:
-    """Contenders that were fed the same batches in turn."""
+    """Variants that were interleaved on the same batches."""
 
     records: tuple[Record, ...]
 

@@ -1,4 +1,4 @@
-"""The table at the end: what was measured of both contenders, each line with what its number means."""
+"""The table at the end: the measurements of both variants, each line with what its number means."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def notes(result: Result) -> tuple[str, ...]:
     sequences, length = result.peak_batch
     return (
         (
-            "Loss, accuracy, times: training with default options, both fed the same batches in turn, in one process; "
-            "who goes first alternates. onnxtrain draws dropout masks of its own here, cheaper ones, so that the two "
-            "losses differ as with another seed."
+            "Loss, accuracy, times: training with default options, both on the same batches, interleaved in one "
+            "process; the order alternates. onnxtrain samples its own, cheaper dropout masks here, so the two losses "
+            "differ as with another seed."
         ),
         (
             'Largest loss difference: another training from the same start, with ORTModule(model, rng="torch"), where '

@@ -1,8 +1,8 @@
-"""Trains contenders on the same batches in turn, and measures each step.
+"""Train variants on the same batches, interleaved, and measure each step.
 
     batch ─▶ save the generator's state ─▶ step of A ─▶ restore ─▶ step of B ─▶ next batch, B first
 
-Every contender starts a step from the same generator state: one that draws as eager PyTorch does gets the same dropout
+Every variant starts a step from the same generator state: one that samples as eager PyTorch does gets the same dropout
 masks. Who goes first changes with every batch, so that none has the warmer cache.
 """
 
@@ -18,7 +18,7 @@ from examples.minilm.result import Evaluation, Record, Step
 from examples.minilm.settings import Settings
 
 
-class Contender:
+class Variant:
     """A model with its own optimizer, and the record of what it did."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Contender:
         )
 
     def step(self, batch: Batch) -> None:
-        """One training step, written as anyone writes it: the same lines for every contender."""
+        """One training step, written as anyone writes it: the same lines for every variant."""
         started = time.perf_counter()
         self._optimizer.zero_grad()
         loss = self.model(**batch).loss
@@ -66,34 +66,34 @@ class Contender:
         self.record.evaluations.append(Evaluation(len(self.record.steps), loss / total, right / total))
 
 
-def train_in_turn(
-    contenders: Sequence[Contender],
+def train_interleaved(
+    variants: Sequence[Variant],
     batches: Sequence[Batch],
     *,
     held_out: Sequence[Batch] = (),
     evaluate_after: frozenset[int] = frozenset(),
-    before_first_step: Callable[[Contender], None] = lambda contender: None,
-    after_first_step: Callable[[Contender], None] = lambda contender: None,
+    before_first_step: Callable[[Variant], None] = lambda variant: None,
+    after_first_step: Callable[[Variant], None] = lambda variant: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Feeds each batch to every contender; the generator goes on from where the first contender of the list left it."""
+    """Feed each batch to every variant; the generator continues from its state after the first variant of the list."""
     for number, batch in enumerate(batches):
         before = torch.get_rng_state()
         after = before
-        first = number % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
+        first = number % len(variants)
+        for variant in (*variants[first:], *variants[:first]):
             if number == 0:
-                before_first_step(contender)
+                before_first_step(variant)
             torch.set_rng_state(before)
-            contender.step(batch)
+            variant.step(batch)
             if number == 0:
-                after_first_step(contender)
-            if contender is contenders[0]:
+                after_first_step(variant)
+            if variant is variants[0]:
                 after = torch.get_rng_state()
         torch.set_rng_state(after)
         if number + 1 in evaluate_after:
-            for contender in contenders:
-                contender.evaluate(held_out)
+            for variant in variants:
+                variant.evaluate(held_out)
         after_step()
 
 

@@ -35,18 +35,6 @@ from benchmarks import (
     warm_start,
 )
 from benchmarks.chart import overview_chart, speed_chart
-from benchmarks.contenders import (
-    COMPILE,
-    CONTENDERS,
-    EAGER,
-    ONEDNN,
-    ONNXTRAIN,
-    Stepper,
-    make_batches,
-    make_model,
-    of_workload,
-    onednn_has_bfloat16,
-)
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, measured_commit
@@ -54,6 +42,18 @@ from benchmarks.memory import peak_bytes
 from benchmarks.products import Products, matrix_flops
 from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, speed_over
 from benchmarks.spent import REST, Spent, spent
+from benchmarks.variants import (
+    COMPILE,
+    EAGER,
+    ONEDNN,
+    ONNXTRAIN,
+    VARIANTS,
+    Stepper,
+    make_batches,
+    make_model,
+    of_workload,
+    onednn_has_bfloat16,
+)
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
 from onnxtrain.native import background as native_background
@@ -66,18 +66,18 @@ QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
 LOUD = dataclasses.replace(QUIET, others_cores=1.0)
 
 
-def timed(contender: str, *rounds_s: float, first_s: float = 1.0) -> Timed:
-    return Timed(contender, rounds_s, (first_s,), (0.5,), 1 << 20, (0.5, 0.25))
+def timed(variant: str, *rounds_s: float, first_s: float = 1.0) -> Timed:
+    return Timed(variant, rounds_s, (first_s,), (0.5,), 1 << 20, (0.5, 0.25))
 
 
 def made_up(circumstances: Circumstances = QUIET) -> Measured:
     """Eager takes 2, 4 and 6 seconds where onnxtrain takes 1 and 2."""
-    contenders = (
+    variants = (
         timed(EAGER, 2.0, 4.0, 6.0),
         timed(ONEDNN, 1.0, 2.0, 2.0),
         timed(ONNXTRAIN, 1.0, 2.0, 2.0, first_s=4.0),
     )
-    return Measured(MINILM.name, circumstances, 6144, contenders, (0.9, 1.0, 1.1), 30)
+    return Measured(MINILM.name, circumstances, 6144, variants, (0.9, 1.0, 1.1), 30)
 
 
 # ----------------------------------------------------------------------------------------------------- what is measured
@@ -95,29 +95,29 @@ def test_the_ratio_is_taken_round_by_round() -> None:
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who took a step, one after the other, where contenders do nothing for a second."""
+    """Who took a step, one after the other, where variants do nothing for a second."""
     found: list[str] = []
 
     class Fake:
         prepare_s = 0.5
         losses = (0.0,)
 
-        def __init__(self, workload: Workload, contender: str, model: Any) -> None:
-            self.contender = contender
+        def __init__(self, workload: Workload, variant: str, model: Any) -> None:
+            self.variant = variant
 
         def step(self, batch: Batch) -> float:
-            found.append(self.contender)
+            found.append(self.variant)
             return 1.0
 
     monkeypatch.setattr(steady, "Stepper", Fake)
     return found
 
 
-def test_contenders_take_turns_in_going_first(order: list[str]) -> None:
+def test_variants_take_turns_in_going_first(order: list[str]) -> None:
     cold = dataclasses.replace(MLP, cold=True)
     found = steady.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
     assert order[:6] == [EAGER, ONNXTRAIN, ONNXTRAIN, EAGER, EAGER, ONNXTRAIN]
-    assert found["contenders"][1]["rounds_s"] == [1.5, 1.0, 1.0], "to prepare it belongs to a cold first step"
+    assert found["variants"][1]["rounds_s"] == [1.5, 1.0, 1.0], "to prepare it belongs to a cold first step"
     assert found["items"] == 3 * 16
 
 
@@ -125,17 +125,17 @@ def test_rounds_end_when_they_take_long(order: list[str], monkeypatch: pytest.Mo
     cold = dataclasses.replace(MLP, cold=True)
     monkeypatch.setattr(steady, "_MOST_ROUNDS_S", 0.0)
     found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
-    assert len(found["contenders"][0]["rounds_s"]) == 3
+    assert len(found["variants"][0]["rounds_s"]) == 3
     assert found["items"] == 3 * 16
     monkeypatch.setattr(steady, "make_batches", lambda _: make_batches(MLP) * 9)
     found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
-    assert len(found["contenders"][0]["rounds_s"]) == 9, "each batch has its round"
+    assert len(found["variants"][0]["rounds_s"]) == 9, "each batch has its round"
 
 
-@pytest.mark.parametrize("contender", [ONEDNN, ONNXTRAIN])
-def test_contenders_take_the_same_step(contender: str) -> None:
+@pytest.mark.parametrize("variant", [ONEDNN, ONNXTRAIN])
+def test_variants_take_the_same_step(variant: str) -> None:
     model, (batch,) = make_model(MLP), make_batches(MLP)
-    eager, other = Stepper(MLP, EAGER, model), Stepper(MLP, contender, model)
+    eager, other = Stepper(MLP, EAGER, model), Stepper(MLP, variant, model)
     for _ in range(3):
         eager.step(batch)
         other.step(batch)
@@ -148,7 +148,7 @@ def test_onednn_runs_each_linear_under_autocast_too() -> None:
         pytest.skip("oneDNN has no inner product in bfloat16 on this processor")
     model = torch.nn.Linear(64, 32)
     x = torch.randn(16, 64, requires_grad=True)
-    own = CONTENDERS[ONEDNN](torch.nn.Sequential(model))
+    own = VARIANTS[ONEDNN](torch.nn.Sequential(model))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = own(x)
     assert y.dtype == torch.bfloat16
@@ -160,7 +160,7 @@ def test_onednn_runs_each_linear_under_autocast_too() -> None:
 
 @pytest.mark.parametrize("has", [False, True])
 def test_who_cannot_run_a_workload_is_left_out(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.contenders.onednn_has_bfloat16", lambda: has)
+    monkeypatch.setattr("benchmarks.variants.onednn_has_bfloat16", lambda: has)
     narrow = CPU_WORKLOADS["minilm-bf16"]
     assert (ONEDNN in of_workload(narrow)) is has
     assert ONEDNN in of_workload(MLP)
@@ -293,8 +293,8 @@ def test_a_table_says_which_goals_are_met_and_which_missed() -> None:
     assert "Undisturbed: other programs kept 0.01 cores busy" in text
     assert "2.00 × (2.00 – 2.50)" in text
     pairs = {ONNXTRAIN: (4.0, 5.0, 2.5), EAGER: (1.0, 1.5, 1.0)}
-    more = tuple(dataclasses.replace(t, first_s=pairs.get(t.contender, t.first_s)) for t in made_up().contenders)
-    several = shown(tables.workload_rows(workload, dataclasses.replace(made_up(), contenders=more)))
+    more = tuple(dataclasses.replace(t, first_s=pairs.get(t.variant, t.first_s)) for t in made_up().variants)
+    several = shown(tables.workload_rows(workload, dataclasses.replace(made_up(), variants=more)))
     assert "First step +3.0 s after eager's (+1.5 to +3.5 in 3 pairs of processes); goal 2 s: missed" in several
 
 
@@ -337,8 +337,8 @@ def test_what_the_time_goes_to_stands_side_by_side() -> None:
     eager = (*(Spent(f"aten::op{i}", 2.0, i) for i in range(10)), Spent(REST, 0.0, 0))
     measured = made_up()
     spent = {ONNXTRAIN: ours, EAGER: eager, ONEDNN: ()}
-    known = tuple(dataclasses.replace(t, spent=spent[t.contender]) for t in measured.contenders)
-    found = tables.spent_rows(dataclasses.replace(measured, contenders=known))
+    known = tuple(dataclasses.replace(t, spent=spent[t.variant]) for t in measured.variants)
+    found = tables.spent_rows(dataclasses.replace(measured, variants=known))
     assert found is not None
     assert found.rows[0] == ("Linear × 2", "6.0 ms", "60%", "aten::op0 × 0", "2.0 ms", "10%")
     assert [row[3:] for row in found.rows[-2:]] == [("other ops", "4.0 ms", "20%"), (REST, "0.0 µs", "0%")]
@@ -354,7 +354,7 @@ def test_ops_of_a_graph_are_told_from_pytorchs_operators() -> None:
     assert "aten::addmm" in {each.op for each in spent(lambda: eager(x).sum().backward())}
 
 
-def test_the_chart_is_xml_with_a_bar_for_each_contender() -> None:
+def test_the_chart_is_xml_with_a_bar_for_each_variant() -> None:
     chart = speed_chart([(MINILM, made_up()), (CPU_WORKLOADS["gpt2"], made_up())])
     root = ElementTree.fromstring(chart)
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -366,7 +366,7 @@ def test_the_chart_is_xml_with_a_bar_for_each_contender() -> None:
 def test_the_chart_shows_totals_of_cold_runs_and_cuts_long_bars() -> None:
     cold = dataclasses.replace(MINILM, cold=True)
     fast = dataclasses.replace(
-        made_up(), contenders=(timed(EAGER, 30.0, 30.0), timed(ONEDNN, 20.0, 20.0), timed(ONNXTRAIN, 1.0, 5.0))
+        made_up(), variants=(timed(EAGER, 30.0, 30.0), timed(ONEDNN, 20.0, 20.0), timed(ONNXTRAIN, 1.0, 5.0))
     )
     root = ElementTree.fromstring(speed_chart([(cold, fast)]))
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -388,7 +388,7 @@ def test_the_page_names_machine_and_commit(tmp_path: Path) -> None:
         ElementTree.fromstring((tmp_path / name).read_text(encoding="utf-8"))
 
 
-def test_the_overview_shows_chosen_contenders() -> None:
+def test_the_overview_shows_chosen_variants() -> None:
     titles = [each.text for each in ElementTree.fromstring(overview_chart([(MINILM, made_up())])).iter() if each.text]
     assert "onnxtrain" in titles
     assert ONEDNN not in titles
@@ -458,13 +458,13 @@ def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPat
     watch = SimpleNamespace(begin=lambda name: None, doing=lambda text: None)
     with pytest.raises(InterruptedError):
         program.Run(plan, QUIET.machine, tmp_path, watch).measure(MLP.name)
-    assert asked == [*plan.contenders, *[EAGER, ONNXTRAIN] * 2]
+    assert asked == [*plan.variants, *[EAGER, ONNXTRAIN] * 2]
 
 
 def test_the_command_line_chooses() -> None:
     plan = program.parse(["--only", "gpt2", "cpu", "--no-compile", "--quick"])
     assert plan.names == (*CPU_WORKLOADS, "behind")
-    assert COMPILE not in plan.contenders
+    assert COMPILE not in plan.variants
     assert (plan.rounds, plan.warm, plan.pages) == (3, False, None)
     assert program.parse(["--only", "--write"]).names == ()
     assert (plan.repeats, program.parse([]).repeats, program.parse(["--repeats", "0"]).repeats) == (1, 5, 0)
@@ -479,11 +479,11 @@ def test_the_command_line_chooses() -> None:
 def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, docs = tmp_path / "out", tmp_path / "docs"
     docs.mkdir()
-    arguments = ["--only", MLP.name, "--contenders", EAGER, ONNXTRAIN, "--quick", "--rounds", "2", "--loaded"]
+    arguments = ["--only", MLP.name, "--variants", EAGER, ONNXTRAIN, "--quick", "--rounds", "2", "--loaded"]
     assert program.main([*arguments, "--out", str(out), "--write", str(docs)]) == 0
     values = json.loads((out / f"{MLP.name}.json").read_text(encoding="utf-8"))
-    assert [one["contender"] for one in values["contenders"]] == [EAGER, ONNXTRAIN]
-    for one in values["contenders"]:
+    assert [one["variant"] for one in values["variants"]] == [EAGER, ONNXTRAIN]
+    for one in values["variants"]:
         assert len(one["rounds_s"]) == 2
         assert len(one["first_s"]) == 1
         assert one["peak_bytes"] > 0

@@ -34,7 +34,7 @@ from examples.minilm.progress import Clock, LiveProgress, PlainProgress, as_minu
 from examples.minilm.result import EAGER, NUDGED, ONNXTRAIN, Evaluation, Phase, Record, Result, Step
 from examples.minilm.settings import QUICK, WHOLE
 from examples.minilm.table import rows, terminal_table
-from examples.minilm.training import Contender, nudge, train_in_turn
+from examples.minilm.training import Variant, nudge, train_interleaved
 from onnxtrain.report import CompileReport, Refusal, StageReport
 
 STAGES = (
@@ -173,30 +173,30 @@ def test_a_batch_larger_than_the_corpus_is_refused() -> None:
 # --------------------------------------------------------------------------------------------------------- the training
 
 
-def contenders(*names: str) -> list[Contender]:
+def variants(*names: str) -> list[Variant]:
     made = []
     for name in names:
         torch.manual_seed(0)
-        made.append(Contender(name, Tiny(), QUICK, steps=6))
+        made.append(Variant(name, Tiny(), QUICK, steps=6))
     return made
 
 
-def test_contenders_draw_the_same_masks_and_take_turns_in_going_first() -> None:
-    one, other = contenders("one", "other")
+def test_variants_draw_the_same_masks_and_take_turns_in_going_first() -> None:
+    one, other = variants("one", "other")
     order: list[str] = []
-    for contender in (one, other):
-        contender.model.register_forward_hook(lambda *_, name=contender.record.name: order.append(name))
-    train_in_turn([one, other], tiny_batches(6))
+    for variant in (one, other):
+        variant.model.register_forward_hook(lambda *_, name=variant.record.name: order.append(name))
+    train_interleaved([one, other], tiny_batches(6))
     assert one.record.losses == other.record.losses
     assert len(set(one.record.losses)) == 6
     assert order == ["one", "other", "other", "one"] * 3
 
 
 def test_the_generator_goes_on_as_if_only_the_first_had_trained() -> None:
-    alone = contenders("alone")
-    train_in_turn(alone, tiny_batches(5))
+    alone = variants("alone")
+    train_interleaved(alone, tiny_batches(5))
     expected = torch.get_rng_state()
-    train_in_turn(contenders("one", "other", "third"), tiny_batches(5))
+    train_interleaved(variants("one", "other", "third"), tiny_batches(5))
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -209,9 +209,9 @@ def test_nudged_weights_are_the_neighbours_of_the_old_ones() -> None:
 
 
 def test_evaluation_is_without_dropout_and_leaves_the_model_training() -> None:
-    (one,) = contenders("one")
+    (one,) = variants("one")
     batches = tiny_batches(2)
-    train_in_turn([one], batches, held_out=batches, evaluate_after=frozenset({1, 2}))
+    train_interleaved([one], batches, held_out=batches, evaluate_after=frozenset({1, 2}))
     first, last = one.record.evaluations
     assert (first.step, last.step) == (1, 2)
     assert 0.0 <= last.accuracy <= 1.0

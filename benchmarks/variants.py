@@ -97,7 +97,7 @@ def can_compile() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
 
 
-CONTENDERS: dict[str, Prepare] = {
+VARIANTS: dict[str, Prepare] = {
     EAGER: _eager,
     ONEDNN: _with_onednn,
     ONNXTRAIN: _onnxtrain,
@@ -112,9 +112,9 @@ USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed unless ot
 
 
 def of_workload(workload: Workload) -> tuple[str, ...]:
-    """The contenders that can run it: oneDNN computes on a CPU, and not in every type on each."""
+    """The variants that can run a workload: oneDNN runs on CPUs only, and not with every dtype on each."""
     onednn = workload.device == "cpu" and (not workload.narrow or onednn_has_bfloat16())
-    return tuple(name for name in CONTENDERS if onednn or name != ONEDNN)
+    return tuple(name for name in VARIANTS if onednn or name != ONEDNN)
 
 
 def onednn_has_bfloat16() -> bool:
@@ -130,9 +130,9 @@ PARTS = ("gradients cleared", "forward", "loss outside the model", "backward", "
 
 
 class Stepper:
-    """One contender with its own copy of the model; all copies have the same weights and see the same batches."""
+    """One variant with its own copy of the model; all copies have the same weights and see the same batches."""
 
-    def __init__(self, workload: Workload, contender: str, model: nn.Module) -> None:
+    def __init__(self, workload: Workload, variant: str, model: nn.Module) -> None:
         """Prepares a copy of `model` in `prepare_s` seconds."""
         plain = copy.deepcopy(model)
         self._loss = workload.loss
@@ -141,7 +141,7 @@ class Stepper:
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=True) if workload.optimized else None
         self.losses: list[float] = []
         started = time.perf_counter()
-        self._forward = CONTENDERS[contender](plain)
+        self._forward = VARIANTS[variant](plain)
         self.prepare_s = time.perf_counter() - started
 
     def step(self, batch: Batch) -> float:
@@ -186,7 +186,7 @@ class Stepper:
 
 
 def make_model(workload: Workload) -> nn.Module:
-    """The model that all contenders get copies of, training, on its device."""
+    """The model that all variants get copies of, training, on its device."""
     torch.manual_seed(0)
     return workload.make_model().to(workload.device).train()
 
