@@ -1,4 +1,4 @@
-"""Finds or makes the compiled unit for a call of a module, and runs it.
+"""Find or compile the unit for a call of a module, and run it.
 
     call ─flatten─> tensors, structure ─key─> entries ─state and guards─> unit ─run─> results ─unflatten─> output
 
@@ -44,22 +44,22 @@ from onnxtrain.system.garbage_collector import collector_paused
 
 
 class _Entry:
-    """A compiled unit, or None where there is none, for one key and one state of the module."""
+    """The compiled unit for one key and one state of the module, or None if such calls fall back."""
 
-    __slots__ = ("_patience", "_seen", "compiled", "guards", "instead", "reads", "state", "usual")
+    __slots__ = ("_patience", "_seen", "compiled", "fallback", "guards", "reads", "state", "usual")
 
-    def __init__(self, state: ModuleState, compiled: Compiled | None, instead: Call | None = None) -> None:
+    def __init__(self, state: ModuleState, compiled: Compiled | None, fallback: Call | None = None) -> None:
         self.state = state
-        self.instead = instead  # what runs the module in pieces
+        self.fallback = fallback  # runs the module in pieces, between graph breaks
         self.usual: UsualCall | None = None
-        self._seen = 0  # calls on the long way since `usual` was made
+        self._seen = 0  # calls that missed the fast path since `usual` was made
         self._patience = 1
         self.compiled = compiled
         self.reads = compiled.captured.reads if compiled is not None else frozenset()
         self.guards = compiled.captured.guards if compiled is not None else _no_guards
 
     def learn(self, module: torch.nn.Module, structure: Structure, tensors: list[torch.Tensor]) -> None:
-        """Makes the function that recognises such calls; again, after ever more calls, where the module has changed."""
+        """Make the fast path for such calls; make it again, after ever more calls, if the module has changed."""
         self._seen += 1
         if self.compiled is None or self._seen < self._patience:
             return
@@ -71,16 +71,16 @@ class _Entry:
         self._seen, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
-        """Example sizes with which another capture may turn out to be this one."""
+        """Example sizes with which a new capture may turn out to be the same graph as this one."""
         return self.compiled.captured.guards.suggestion(tensors) if self.compiled is not None else None
 
     def adopts(self, captured: Captured, module: torch.nn.Module) -> bool:
-        """Whether `captured`, of `module` as it is now, is this graph, which then serves its sizes too."""
+        """Whether `captured`, of `module` in its present state, is the same graph; if so, extend the guards to it."""
         if self.compiled is None or self.compiled.captured.output != captured.output:
             return False
         if not self.compiled.captured.guards.adopt(captured.guards):
             return False
-        if not captured.reads <= self.reads:  # forward read more at these sizes: that must stay as it is, too
+        if not captured.reads <= self.reads:  # forward read more at these sizes: it becomes part of the state, too
             self.reads |= captured.reads
             self.state = ModuleState.take(module, self.state.names, self.reads, self.compiled.captured.constants)
             self.usual = None
@@ -88,14 +88,14 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Instead:
-    """What runs a call that cannot be a graph.
+class _Fallback:
+    """How to run a call that cannot be captured.
 
     Attributes:
         run: runs it in pieces or in PyTorch.
-        warning: says so, and why.
-        key: that of the call.
-        entry: for later calls of its kind; None where they are to be tried again.
+        warning: the reason, for the user.
+        key: of the call.
+        entry: for later calls with this key; None if they are to be captured again.
     """
 
     run: Call
@@ -104,8 +104,8 @@ class _Instead:
     entry: _Entry | None = None
 
 
-def _never(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Missed]:
-    """No call is usual."""
+def _always_missed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Missed]:
+    """A fast path that takes no call."""
     return Missed
 
 
@@ -117,7 +117,7 @@ def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-_MOST_PATIENCE = 256  # to recognise the usual call takes as long to learn as a hundred calls on the long way
+_MOST_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
 
 
 Call: TypeAlias = Callable[..., Any]
@@ -125,7 +125,7 @@ Call: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """How an entry point wants the module run.
+    """How an entry point wants its module run.
 
     Attributes:
         in_torch: runs the module in eager PyTorch; set if the module's own hooks run around the graph, else None.
@@ -145,7 +145,7 @@ class EntryPoint:
 
 
 class Engine:
-    """Runs calls of one module."""
+    """Run calls of one module."""
 
     def __init__(self, module: torch.nn.Module, options: Options, entry_point: EntryPoint | None = None) -> None:
         self._module = module
@@ -154,7 +154,7 @@ class Engine:
         self._in_torch = self._entry_point.in_torch or module
         self._entries: dict[Any, list[_Entry]] = {}
         self._recent: _Entry | None = None
-        self._usual: UsualCall = _never
+        self._usual: UsualCall = _always_missed
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
         self._in_pieces: Call | None = None
@@ -170,50 +170,50 @@ class Engine:
     def newest(self) -> Compiled:
         """The newest compiled unit. Raises RuntimeError before the first one."""
         if self._newest is None:
-            raise RuntimeError("nothing is compiled yet: call the module first")
+            raise RuntimeError("the module is not compiled yet: call it once first")
         return self._newest
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._calls += 1
         output = self._usual(args, kwargs)
-        return self._on_the_long_way(args, kwargs) if output is Missed else output
+        return self._run_slow_path(args, kwargs) if output is Missed else output
 
-    def _on_the_long_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_slow_path(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if capture_is_under_way():
             return self._in_torch(*args, **kwargs)
-        # What runs instead runs outside of the handlers: an error of the user's module is then shown alone.
-        instead: _Instead | None = None
+        # The fallback runs outside of the exception handlers, so that an error of the user's module is shown alone.
+        fallback: _Fallback | None = None
         try:
             tensors, structure = flatten_call(args, kwargs)
             key = (structure, environment(), *map(tensor_facts, tensors))
         except ORTModuleFallbackException as error:
-            instead = self._instead(error)
-        if instead is not None:
-            return self._run(instead, args, kwargs)
+            fallback = self._fallback(error)
+        if fallback is not None:
+            return self._run(fallback, args, kwargs)
         entry, inputs = self._find(key, tensors)
         if entry is None:
             try:
                 entry, inputs = self._find_or_compile(key, tensors, structure)
             except ORTModuleFallbackException as error:
-                instead = self._fall_back(key, error, args, kwargs)
+                fallback = self._fall_back(key, error, args, kwargs)
         if entry is None:
-            assert instead is not None
-            return self._run(instead, args, kwargs)
+            assert fallback is not None
+            return self._run(fallback, args, kwargs)
         if entry.compiled is None:
-            return (entry.instead or self._in_torch)(*args, **kwargs)
+            return (entry.fallback or self._in_torch)(*args, **kwargs)
         if entry is self._recent:
             entry.learn(self._module, structure, tensors)
         self._recent = entry
-        self._usual = entry.usual or _never
+        self._usual = entry.usual or _always_missed
         return entry.compiled.run(*inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
-        """The entry that serves a call, and what it takes."""
+        """The entry for a call, and its unit's inputs: the module's tensors and the call's."""
         entries = self._entries.get(key, [])
-        for place, entry in enumerate(entries):
+        for position, entry in enumerate(entries):
             inputs = entry.state.read(self._module)
             if inputs is not None and entry.guards(tensors):
-                if place:  # to the front: to look at an entry whose state has changed may take milliseconds
+                if position:  # to the front: checking an entry whose state has changed may take milliseconds
                     self._entries[key] = [entry, *(e for e in entries if e is not entry)]
                 inputs += tensors
                 return entry, inputs
@@ -223,7 +223,7 @@ class Engine:
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
         with CAPTURE_LOCK, collector_paused(self._options.pause_collector), logs.level_of(self._options):
-            entry, inputs = self._find(key, tensors)  # another thread may have made it meanwhile
+            entry, inputs = self._find(key, tensors)  # another thread may have compiled it meanwhile
             if entry is None:
                 return self._compile(key, tensors, structure)
             return entry, inputs
@@ -246,7 +246,7 @@ class Engine:
             try:
                 entry = self._capture(key, tensors, structure, watch)
             except SideEffectError:
-                # A change that forward makes once is made now; one that it makes again is found by the second capture.
+                # Make a change that forward makes only once; the second capture finds one that it makes again.
                 watch.settle()
                 entry = self._capture(key, tensors, structure, SideEffects(self._module))
         except BaseException:
@@ -273,7 +273,7 @@ class Engine:
         return own
 
     def _capture(self, key: Any, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects) -> _Entry:
-        """Captures, and compiles unless the graph is one that is compiled already."""
+        """Capture, and compile unless the same graph is compiled already."""
         module = self._module
         same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
         suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
@@ -313,22 +313,22 @@ class Engine:
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 
     def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Says once per new capture why the earlier ones do not serve."""
+        """Log why the earlier captures do not match the call."""
         name = type(self._module).__name__
         if not self._entries:
             LOG.info("%s: first capture", name)
             return
-        reason = "the structure, types or environment of the call is new"
+        reason = "the call has a new structure, new types or a new environment"
         for entry in self._entries.get(key, ()):
             changed = entry.state.difference(self._module)
             if changed:
                 reason = changed
             elif entry.compiled is not None:
                 reason = entry.compiled.captured.guards.explain(tensors)
-        LOG.info("%s: captured again, because %s", name, reason)
+        LOG.info("%s: captured again: %s", name, reason)
 
     def _warn_of_strings(self, structure: Structure) -> None:
-        """Warns, once per module, that another string makes another capture."""
+        """Warn once per module that each new string needs a new capture."""
         if any(isinstance(constant, str) for constant in structure.constants().values()):
             self._warn(
                 f"Received input of type {str} which may be treated as a constant by ORT by default: each new string "
@@ -336,7 +336,7 @@ class Engine:
             )
 
     def _warn_of_operators(self, captured: Captured) -> None:
-        """Warns, once per module and set of operators, of those without an ONNX form."""
+        """Warn once per module and set of operators of those without an ONNX form."""
         names = {
             node.attributes.get_string("operator")
             for node in captured.model.graph
@@ -352,28 +352,28 @@ class Engine:
 
     def _fall_back(
         self, key: Any, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Instead:
-        """What runs the module in pieces or in PyTorch; later calls of its kind take it too, unless to be tried again.
+    ) -> _Fallback:
+        """The fallback of a call; later calls with this key take it too, unless `fallback_retry` is set.
 
         Raises:
-            ORTModuleFallbackException: the error, where the policy forbids that.
+            ORTModuleFallbackException: the error, if the policy forbids a fallback.
         """
         pieces = self._pieces(error, args, kwargs)
-        instead = self._instead(error, pieces)
+        fallback = self._fallback(error, pieces)
         if self._options.fallback_retry:
-            return instead
+            return fallback
         entry = _Entry(ModuleState.take(self._module), None, pieces)
         if isinstance(error, SideEffectError | ChangingStateError):
             entry.state.check = _any_state  # its state changes on every call
-        return replace(instead, key=key, entry=entry)
+        return replace(fallback, key=key, entry=entry)
 
     def _pieces(
         self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call | None:
-        """What runs the module in pieces; None where that is not wanted, or none of its parts may be a graph."""
+        """A function that runs the module in pieces; None if that is switched off, or no part of it can be captured."""
         if self._entry_point.pieces is None or not self._options.pieces:
             return None
-        # generate() fills a cache: PyTorch is done before pieces are found. A parameter would be changed in each piece.
+        # generate() fills a cache: PyTorch is faster than finding pieces. Each piece would change a parameter again.
         if isinstance(error, ChangedArgumentError | ChangedParameterError):
             return None
         try:
@@ -384,27 +384,28 @@ class Engine:
             self._in_pieces = self._entry_point.pieces(self._in_torch)
         return self._in_pieces
 
-    def _instead(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Instead:
-        """What runs the module in pieces or in PyTorch; raises the error where the policy forbids that."""
+    def _fallback(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Fallback:
+        """Run the module in pieces or in PyTorch; raises the error if the policy forbids a fallback."""
         if not self._options.fallback_policy.covers(error):
             raise error
-        how = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
-        warning = f"{type(self._module).__name__} runs in PyTorch, not {how}: {error}"
-        return _Instead(pieces or self._in_torch, warning)
+        graph = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
+        warning = f"{type(self._module).__name__} runs in PyTorch, not {graph}: {error}"
+        return _Fallback(pieces or self._in_torch, warning)
 
-    def _run(self, instead: _Instead, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a call, and warns once per reason.
+    def _run(self, fallback: _Fallback, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call, and warn once per reason.
 
-        What forward raises in PyTorch too is no reason: it is raised alone, and the next call is tried as a graph.
+        An error that forward raises in PyTorch too is no reason to fall back: it is raised alone, and the next call is
+        captured again.
         """
-        output = instead.run(*args, **kwargs)
-        if instead.entry is not None:
-            self._entries.setdefault(instead.key, []).append(instead.entry)
-        self._warn(instead.warning)
+        output = fallback.run(*args, **kwargs)
+        if fallback.entry is not None:
+            self._entries.setdefault(fallback.key, []).append(fallback.entry)
+        self._warn(fallback.warning)
         return output
 
     def _warn(self, text: str) -> None:
-        """Warns, once per text."""
+        """Warn once per text."""
         if text in self._warned:
             return
         self._warned.add(text)
@@ -415,10 +416,10 @@ class Engine:
 
 
 def set_up(engine: Engine, name: str, options: Options) -> Call:
-    """Applies the options that are about the whole process.
+    """Apply the options that concern the whole process.
 
     Returns:
-        What runs calls, as (args, kwargs): the engine, watched where the options say so.
+        A function of (args, kwargs): the engine, inside the watches that the options ask for.
     """
     logs.set_up(options)
     warn_ineffective_variables()
@@ -430,8 +431,8 @@ def set_up(engine: Engine, name: str, options: Options) -> Call:
     return MemoryWatch(run, name) if options.print_memory_stats else run
 
 
-class _RunBy(torch.nn.Module):
-    """A module that `run` runs, and not its call."""
+class _CalledBy(torch.nn.Module):
+    """A module whose forward is `run` instead of the inner module's call."""
 
     def __init__(self, module: torch.nn.Module, run: Call) -> None:
         super().__init__()
@@ -443,11 +444,11 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
     """A function that runs the module in PyTorch on tensors in the order of the capture's inputs."""
     inputs = sum(s.kind == "input" for s in captured.sources)
     own = [s for s in captured.sources if s.kind != "input"]
-    subject, prefix = (module, "") if in_torch is None else (_RunBy(module, in_torch), "module.")
+    subject, prefix = (module, "") if in_torch is None else (_CalledBy(module, in_torch), "module.")
 
     def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        # Buffers were updated by the forward that is run again: their updates go to copies. What a parameter holds
-        # comes with it, and what lies outside of the module forward finds itself.
+        # The first forward has updated the buffers: this one updates copies. Inner tensors of a tensor subclass come
+        # with their parameter, and forward finds tensors outside of the module itself.
         state = {
             prefix + s.name: t if s.kind == "parameter" else t.clone()
             for s, t in zip(own, tensors[: len(own)], strict=True)
@@ -455,7 +456,7 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
         }
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
         leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return found if captured.kept is None else [found[i] for i in captured.kept]
+        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tensor_leaves if captured.kept is None else [tensor_leaves[i] for i in captured.kept]
 
     return run
