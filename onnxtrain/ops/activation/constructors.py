@@ -38,7 +38,7 @@ def scalar(op: Builder, n: NodeView, value: float) -> ir.Value:
     return op.scalar(value, like=n.node.outputs[0])
 
 
-def activation_grad(
+def define_activation_grad(
     name: str,
     saved: str,
     lower: Lower,
@@ -90,7 +90,7 @@ def activation_grad(
     )
 
 
-def activation(
+def define_activation(
     name: str,
     from_torch: str | Mapping[str, FromTorch],
     lower: Lower,
@@ -112,7 +112,7 @@ def activation(
     fusion: Fusion = FUSIBLE,
     cpp_expression: str = "",
 ) -> tuple[OpDef, OpDef]:
-    """Define y = f(x), and dx as `activation_grad` does. `preferred_kernels` holds a kernel of each."""
+    """Define y = f(x), and dx as `define_activation_grad` does. `preferred_kernels` holds a kernel of each."""
     grad_name, defaults = grad_name or f"{name}Grad", attributes or {}
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
@@ -137,7 +137,7 @@ def activation(
         fusion=fusion,
         cpp_expression=cpp_expression,
     )
-    return forward, activation_grad(
+    return forward, define_activation_grad(
         grad_name,
         saved,
         grad_lower,

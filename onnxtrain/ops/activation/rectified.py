@@ -23,7 +23,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
-from onnxtrain.ops.activation.constructors import activation, not_double, scalar
+from onnxtrain.ops.activation.constructors import define_activation, not_double, scalar
 from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
@@ -89,7 +89,7 @@ def threshold_backward_(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> 
     return _aten.threshold_backward.grad_input(dy, x, threshold, grad_input=dy)  # type: ignore[no-any-return]
 
 
-RELU, RELU_GRAD = activation(
+RELU, RELU_GRAD = define_activation(
     "Relu",
     "aten.relu.default",
     lambda n, x: Call(torch.relu, x),
@@ -103,7 +103,7 @@ RELU, RELU_GRAD = activation(
     flops=1,
     cpp_expression="{0} < 0 ? 0 : {0}",
 )
-LEAKY_RELU, LEAKY_RELU_GRAD = activation(
+LEAKY_RELU, LEAKY_RELU_GRAD = define_activation(
     "LeakyRelu",
     {"aten.leaky_relu.default": _capture_leaky_relu},
     lambda n, x: Call(aten_kernels.leaky_relu, x, n.alpha),
@@ -116,7 +116,7 @@ LEAKY_RELU, LEAKY_RELU_GRAD = activation(
     ort_compatible=not_double,
     flops=2,
 )
-THRESHOLD, THRESHOLD_GRAD = activation(
+THRESHOLD, THRESHOLD_GRAD = define_activation(
     "Threshold",
     {"aten.threshold.default": _capture_threshold},
     lambda n, x: Call(torch.threshold, x, n.threshold, n.value),
@@ -178,7 +178,7 @@ def _hard_swish_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.GreaterOrEqual(n.x, three), n.dy, lower)  # type: ignore[no-any-return]
 
 
-HARDTANH, HARDTANH_GRAD = activation(
+HARDTANH, HARDTANH_GRAD = define_activation(
     "Hardtanh",
     {
         "aten.hardtanh.default": _capture_hardtanh,
@@ -192,7 +192,7 @@ HARDTANH, HARDTANH_GRAD = activation(
     attributes={"low": -1.0, "high": 1.0},
     flops=2,
 )
-HARD_SIGMOID, HARD_SIGMOID_GRAD = activation(
+HARD_SIGMOID, HARD_SIGMOID_GRAD = define_activation(
     "HardSigmoid",
     {"aten.hardsigmoid.default": lambda op, x: op.HardSigmoid(x, alpha=1 / 6, beta=0.5)},
     lambda n, x: Call(aten_kernels.hardsigmoid, x),
@@ -203,7 +203,7 @@ HARD_SIGMOID, HARD_SIGMOID_GRAD = activation(
     since_version=6,
     ort_compatible=not_double,
 )
-HARD_SWISH, HARD_SWISH_GRAD = activation(
+HARD_SWISH, HARD_SWISH_GRAD = define_activation(
     "HardSwish",
     "aten.hardswish.default",
     lambda n, x: Call(aten_kernels.hardswish, x),
@@ -235,7 +235,7 @@ def _shrink_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(large, n.dy, scalar(op, n, 0.0))  # type: ignore[no-any-return]
 
 
-HARDSHRINK, HARDSHRINK_GRAD = activation(
+HARDSHRINK, HARDSHRINK_GRAD = define_activation(
     "Hardshrink",
     {"aten.hardshrink.default": lambda op, x, lambd=0.5: op.own.Hardshrink(x, lambd=float(lambd))},
     lambda n, x: Call(torch.hardshrink, x, n.lambd),
@@ -246,7 +246,7 @@ HARDSHRINK, HARDSHRINK_GRAD = activation(
     attributes={"lambd": 0.5},
     flops=2,
 )
-SOFTSHRINK, SOFTSHRINK_GRAD = activation(
+SOFTSHRINK, SOFTSHRINK_GRAD = define_activation(
     "Softshrink",
     {"aten.softshrink.default": lambda op, x, lambd=0.5: op.own.Softshrink(x, lambd=float(lambd))},
     lambda n, x: Call(aten_kernels.softshrink, x, n.lambd),

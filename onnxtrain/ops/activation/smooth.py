@@ -21,7 +21,7 @@ import torch
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
 from onnxtrain.ops.activation import compiled_kernels as kernels
-from onnxtrain.ops.activation.constructors import activation, activation_grad, not_double, scalar
+from onnxtrain.ops.activation.constructors import define_activation, define_activation_grad, not_double, scalar
 from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.constructors import define_unary
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fusion, Infix, InPlaceCapableCall, Kernel, NodeView
@@ -47,7 +47,7 @@ def _capture_unary(name: str) -> FromTorch:
     return lambda op, x: op.op(ONNX, name)(cast(op, x, op.out[0].dtype))
 
 
-SIGMOID, SIGMOID_GRAD = activation(
+SIGMOID, SIGMOID_GRAD = define_activation(
     "Sigmoid",
     dict.fromkeys(("aten.sigmoid.default", "aten.special_expit.default"), _capture_unary("Sigmoid")),
     lambda n, x: Call(torch.sigmoid, x),
@@ -59,7 +59,7 @@ SIGMOID, SIGMOID_GRAD = activation(
     since_version=13,
     cpp_expression="1 / (1 + std::exp(-{0}))",
 )
-TANH, TANH_GRAD = activation(
+TANH, TANH_GRAD = define_activation(
     "Tanh",
     "aten.tanh.default",
     lambda n, x: Call(torch.tanh, x),
@@ -117,7 +117,7 @@ def _can_compile(n: NodeView, device: str) -> bool:
     return n.approximate == "tanh" and may_compile(n, device)
 
 
-GELU, GELU_GRAD = activation(
+GELU, GELU_GRAD = define_activation(
     "Gelu",
     {"aten.gelu.default": _capture_gelu},
     lambda n, x: Call(torch.nn.functional.gelu, x, approximate=n.approximate),
@@ -165,7 +165,7 @@ def _quick_gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Mul(n.dy, derivative)  # type: ignore[no-any-return]
 
 
-QUICK_GELU, QUICK_GELU_GRAD = activation(
+QUICK_GELU, QUICK_GELU_GRAD = define_activation(
     "QuickGelu",
     {"aten.silu.default": lambda op, x: op.ms.QuickGelu(x, alpha=1.0)},
     _quick_gelu_call,
@@ -203,7 +203,7 @@ def _capture_softplus(op: Builder, x: ir.Value, beta: float = 1, threshold: floa
     return op.own.Softplus(x, beta=float(beta), threshold=float(threshold))
 
 
-SCALED_SOFTPLUS, SOFTPLUS_GRAD = activation(
+SCALED_SOFTPLUS, SOFTPLUS_GRAD = define_activation(
     "Softplus",
     {},
     lambda n, x: Call(aten_kernels.softplus, x, n.beta, n.threshold),
@@ -231,7 +231,7 @@ def _mish_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Mul(n.dy, derivative)  # type: ignore[no-any-return]
 
 
-MISH, MISH_GRAD = activation(
+MISH, MISH_GRAD = define_activation(
     "Mish",
     "aten.mish.default",
     lambda n, x: Call(torch.nn.functional.mish, x),
@@ -254,7 +254,7 @@ def _log_sigmoid_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
     return Call(_aten.log_sigmoid_backward.default, dy, x, Call(torch.exp, Call(torch.neg, Call(torch.abs, x))))
 
 
-LOG_SIGMOID, LOG_SIGMOID_GRAD = activation(
+LOG_SIGMOID, LOG_SIGMOID_GRAD = define_activation(
     "LogSigmoid",
     "aten.log_sigmoid.default",
     lambda n, x: Call(torch.nn.functional.logsigmoid, x),
@@ -293,7 +293,7 @@ def _capture_elu(op: Builder, x: ir.Value, alpha: float = 1, scale: float = 1, i
 
 
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-ELU_GRAD = activation_grad(
+ELU_GRAD = define_activation_grad(
     "EluGrad",
     "x",
     lambda n, dy, x: Call(_aten.elu_backward.default, dy, n.alpha, n.scale, n.input_scale, False, x),

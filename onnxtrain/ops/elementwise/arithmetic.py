@@ -392,7 +392,7 @@ def _lerp_call(n: NodeView, a: Any, b: Any, weight: Any) -> Call:
     return Call(torch.lerp, a, b, weight if number is None else number)
 
 
-def _ternary(
+def _define_ternary(
     name: str,
     torch_names: Sequence[str],
     inputs: tuple[str, str, str],
@@ -426,7 +426,7 @@ def _ternary(
     )
 
 
-LERP = _ternary(
+LERP = _define_ternary(
     "Lerp",
     ("aten.lerp.Tensor", "aten.lerp.Scalar"),
     ("a", "b", "weight"),
@@ -470,7 +470,7 @@ def _capture_addc(name: str) -> FromTorch:
     return capture
 
 
-ADDCMUL = _ternary(
+ADDCMUL = _define_ternary(
     "Addcmul",
     ("aten.addcmul.default",),
     ("a", "b", "c"),
@@ -480,7 +480,7 @@ ADDCMUL = _ternary(
     Gradient(_addcmul_gradient, ("b", "c")),
     {"value": 1.0},
 )
-ADDCDIV = _ternary(
+ADDCDIV = _define_ternary(
     "Addcdiv",
     ("aten.addcdiv.default",),
     ("a", "b", "c"),

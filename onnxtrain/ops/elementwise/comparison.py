@@ -34,7 +34,7 @@ def _capture_comparison(domain: str, name: str, supports_bool: bool) -> FromTorc
     return capture
 
 
-def _comparison(
+def _define_comparison(
     name: str,
     torch_names: Sequence[str],
     kernel: Callable[[Any, Any], Any],
@@ -62,8 +62,8 @@ def _comparison(
     )
 
 
-EQUAL = _comparison("Equal", ("eq",), operator.eq, "==", since_version=13, supports_bool=True)
-NOT_EQUAL = _comparison(
+EQUAL = _define_comparison("Equal", ("eq",), operator.eq, "==", since_version=13, supports_bool=True)
+NOT_EQUAL = _define_comparison(
     "NotEqual",
     ("ne", "not_equal"),
     operator.ne,
@@ -72,16 +72,16 @@ NOT_EQUAL = _comparison(
     body=lambda op, n: op.Not(op.Equal(n.a, n.b)),
     supports_bool=True,
 )
-LESS = _comparison("Less", ("lt", "less"), operator.lt, "<", since_version=13)
-LESS_OR_EQUAL = _comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since_version=16)
-GREATER = _comparison("Greater", ("gt", "greater"), operator.gt, ">", since_version=13)
-GREATER_OR_EQUAL = _comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since_version=16)
+LESS = _define_comparison("Less", ("lt", "less"), operator.lt, "<", since_version=13)
+LESS_OR_EQUAL = _define_comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since_version=16)
+GREATER = _define_comparison("Greater", ("gt", "greater"), operator.gt, ">", since_version=13)
+GREATER_OR_EQUAL = _define_comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since_version=16)
 
 
 # Predicates of one tensor
 
 
-def _predicate(
+def _define_predicate(
     name: str,
     torch_name: str,
     kernel: Callable[..., Any],
@@ -140,8 +140,8 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
-IS_NAN = _predicate("IsNaN", "aten.isnan.default", torch.isnan, since_version=20, cpp_expression="{0} != {0}")
-IS_INF = _predicate(
+IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan, since_version=20, cpp_expression="{0} != {0}")
+IS_INF = _define_predicate(
     "IsInf",
     "aten.isinf.default",
     torch.isinf,
@@ -153,4 +153,6 @@ IS_INF = _predicate(
     },
     lower=_isinf_call,
 )
-IS_FINITE = _predicate("IsFinite", "aten.isfinite.default", torch.isfinite, domain=MICROSOFT, body=_is_finite_body)
+IS_FINITE = _define_predicate(
+    "IsFinite", "aten.isfinite.default", torch.isfinite, domain=MICROSOFT, body=_is_finite_body
+)

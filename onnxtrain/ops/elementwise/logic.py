@@ -36,7 +36,7 @@ def _capture_bitwise(name: str) -> FromTorch:
     return capture
 
 
-def _logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> tuple[OpDef, OpDef]:
+def _define_logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> tuple[OpDef, OpDef]:
     """Define a logical op, such as And, and its bitwise counterpart, such as BitwiseAnd."""
     word, cpp = name.lower(), f"{{0}} {symbol} {{1}}"
     overloads = [f"aten.bitwise_{word}.{overload}" for overload in ("Tensor", "Scalar", "Scalar_Tensor")]
@@ -64,9 +64,9 @@ def _logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: s
     return logical, bitwise
 
 
-AND, BITWISE_AND = _logical_and_bitwise("And", operator.and_, "&")
-OR, BITWISE_OR = _logical_and_bitwise("Or", operator.or_, "|")
-XOR, BITWISE_XOR = _logical_and_bitwise("Xor", operator.xor, "^")
+AND, BITWISE_AND = _define_logical_and_bitwise("And", operator.and_, "&")
+OR, BITWISE_OR = _define_logical_and_bitwise("Or", operator.or_, "|")
+XOR, BITWISE_XOR = _define_logical_and_bitwise("Xor", operator.xor, "^")
 NOT = define_unary(
     "Not", {"aten.logical_not.default": _capture_logical("Not")}, torch.logical_not, None, cpp_expression="!{0}"
 )

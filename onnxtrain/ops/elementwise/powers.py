@@ -187,7 +187,7 @@ def _log1p_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Div(dy, op.Add(n.x, op.scalar(1, like=n.x)))  # type: ignore[no-any-return]
 
 
-def _logarithm(name: str, log_of_base: float, kernel: Any) -> None:
+def _define_logarithm(name: str, log_of_base: float, kernel: Any) -> None:
     """Define a logarithm whose base has no ONNX op."""
 
     def body(op: Builder, n: NodeView) -> ir.Value:
@@ -215,8 +215,8 @@ LOG1P = define_unary(
     domain=OWN,
     body=_log1p_body,
 )
-_logarithm("Log2", 0.6931471805599453, torch.log2)
-_logarithm("Log10", 2.3025850929940456, torch.log10)  # log 10 as in PyTorch's gradient
+_define_logarithm("Log2", 0.6931471805599453, torch.log2)
+_define_logarithm("Log10", 2.3025850929940456, torch.log10)  # log 10 as in PyTorch's gradient
 
 
 def _logaddexp_body(op: Builder, n: NodeView) -> ir.Value:

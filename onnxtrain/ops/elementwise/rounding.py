@@ -15,7 +15,7 @@ from onnxtrain.ops.definition import STANDARD, NodeView, OpDef
 from onnxtrain.ops.elementwise.arithmetic import zeros_like
 
 
-def _rounding(
+def _define_rounding(
     name: str,
     kernel: Callable[..., Any],
     *,
@@ -46,7 +46,7 @@ def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
 
 
-FLOOR = _rounding("Floor", torch.floor, since_version=13, cpp_expression="std::floor({0})")
-CEIL = _rounding("Ceil", torch.ceil, since_version=13, cpp_expression="std::ceil({0})")
-ROUND = _rounding("Round", torch.round, since_version=11)
-TRUNC = _rounding("Trunc", torch.trunc, aliases=("fix",), domain=OWN, body=_trunc_body)
+FLOOR = _define_rounding("Floor", torch.floor, since_version=13, cpp_expression="std::floor({0})")
+CEIL = _define_rounding("Ceil", torch.ceil, since_version=13, cpp_expression="std::ceil({0})")
+ROUND = _define_rounding("Round", torch.round, since_version=11)
+TRUNC = _define_rounding("Trunc", torch.trunc, aliases=("fix",), domain=OWN, body=_trunc_body)

@@ -152,7 +152,7 @@ def _on_host(name: str) -> Callable[..., Any]:
     return lambda n, *terms: functools.reduce(lambda a, b: elementwise_on_host(_host_extreme(name), a, b), terms)
 
 
-def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> OpDef:
+def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> OpDef:
     def lower(n: NodeView, terms: Sequence[Any]) -> Call:
         return functools.reduce(lambda a, b: Call(kernel, a, b), terms) if len(terms) > 1 else Call(torch.clone, *terms)
 
@@ -183,8 +183,8 @@ def _extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any], symb
     )
 
 
-MAX = _extreme("Max", "maximum", torch.maximum, ">")
-MIN = _extreme("Min", "minimum", torch.minimum, "<")
+MAX = _define_extreme("Max", "maximum", torch.maximum, ">")
+MIN = _define_extreme("Min", "minimum", torch.minimum, "<")
 
 
 # Clip and Clamp

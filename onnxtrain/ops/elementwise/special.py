@@ -166,7 +166,7 @@ define_binary(
 )
 
 
-def _nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> None:
+def _define_nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> None:
     """Define FMax or FMin."""
 
     def is_a(op: Builder, n: NodeView) -> ir.Value:
@@ -185,8 +185,8 @@ def _nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> None:
     define_binary(name, _overloads(name, f"{name.lower()}.default"), kernel, gradient, domain=OWN, body=body)
 
 
-_nan_ignoring_extreme("FMax", torch.fmax, is_max=True)
-_nan_ignoring_extreme("FMin", torch.fmin, is_max=False)
+_define_nan_ignoring_extreme("FMax", torch.fmax, is_max=True)
+_define_nan_ignoring_extreme("FMin", torch.fmin, is_max=False)
 
 
 # Functions that are captured as several ops

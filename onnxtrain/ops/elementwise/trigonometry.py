@@ -19,7 +19,7 @@ Grad = ir.Value | None
 Derivative = Callable[[Builder, NodeView], ir.Value]
 
 
-def _function(
+def _define_function(
     name: str,
     kernel: Any,
     derivative: Derivative,
@@ -49,25 +49,25 @@ def _square_plus(op: Builder, value: ir.Value, sign: int, offset: int) -> ir.Val
     return result
 
 
-_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7, cpp_expression="std::sin({0})")
-_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7, cpp_expression="std::cos({0})")
-_function("Tan", torch.tan, lambda op, n: _square_plus(op, n.y, 1, 1), since_version=7, reads="y")
-_function(
+_define_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7, cpp_expression="std::sin({0})")
+_define_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7, cpp_expression="std::cos({0})")
+_define_function("Tan", torch.tan, lambda op, n: _square_plus(op, n.y, 1, 1), since_version=7, reads="y")
+_define_function(
     "Asin", torch.asin, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, -1, 1)), since_version=7, aliases=("arcsin",)
 )
-_function(
+_define_function(
     "Acos",
     torch.acos,
     lambda op, n: op.Neg(op.own.Rsqrt(_square_plus(op, n.x, -1, 1))),
     since_version=7,
     aliases=("arccos",),
 )
-_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since_version=9)
-_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since_version=9)
-_function(
+_define_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since_version=9)
+_define_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since_version=9)
+_define_function(
     "Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, 1)), since_version=9, aliases=("arcsinh",)
 )
-_function(
+_define_function(
     "Acosh",
     torch.acosh,
     lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, -1)),
