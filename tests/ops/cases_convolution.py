@@ -1,7 +1,7 @@
-"""Convolutions against torch.nn.functional.
+"""Cases of convolutions, with torch.nn.functional as the reference.
 
-Each twice: in both dtypes without its body, and in float32 with it. For double, onnxruntime has no kernel and
-`onnx.reference` fails on groups and on absent biases.
+Each case runs in both dtypes without its body, and in float32 with it: onnxruntime has no kernel for double, and
+`onnx.reference` fails for groups and absent biases.
 """
 
 import dataclasses
@@ -19,39 +19,41 @@ Geometry = Mapping[str, Any]
 
 
 def sizes(*letters: str) -> list[dict[str, int]]:
-    """Samples, then sizes large enough for the kernels here. One is odd where the stride leaves places over."""
-    found = [
+    """Return sets of sizes that are large enough for the kernels here; with odd ones, strides leave elements over."""
+    size_sets = [
         {"n": 2, "h": 9, "w": 8, "p": 5, "q": 4, "r": 3},
         {"n": 1, "h": 7, "w": 5, "p": 3, "q": 5, "r": 4},
         {"n": 0, "h": 8, "w": 9, "p": 4, "q": 3, "r": 5},
     ]
-    return [{name: s[name] for name in ("n", *letters)} for s in found]
+    return [{name: s[name] for name in ("n", *letters)} for s in size_sets]
 
 
 def geometry(rank: int, stride: int = 1, pad: int = 0, dilation: int = 1, group: int = 1) -> dict[str, Any]:
     return {"strides": [stride] * rank, "pads": [pad] * 2 * rank, "dilations": [dilation] * rank, "group": group}
 
 
-def conv(how: Geometry) -> Any:
-    rank = len(how["strides"])
+def conv(attributes: Geometry) -> Any:
+    strides, pads, dilations, group = (attributes[name] for name in ("strides", "pads", "dilations", "group"))
+    rank = len(strides)
 
     def reference(x: Any, w: Any, b: Any = None) -> Any:
-        return CONV[rank](x, w, b, how["strides"], how["pads"][:rank], how["dilations"], how["group"])
+        return CONV[rank](x, w, b, strides, pads[:rank], dilations, group)
 
     return reference
 
 
-def conv_transpose(how: Geometry, more: int = 0) -> Any:
-    rank = len(how["strides"])
+def conv_transpose(attributes: Geometry, output_padding: int = 0) -> Any:
+    strides, pads, dilations, group = (attributes[name] for name in ("strides", "pads", "dilations", "group"))
+    rank = len(strides)
 
     def reference(x: Any, w: Any, b: Any = None) -> Any:
-        return TRANSPOSED[rank](x, w, b, how["strides"], how["pads"][:rank], more, how["group"], how["dilations"])
+        return TRANSPOSED[rank](x, w, b, strides, pads[:rank], output_padding, group, dilations)
 
     return reference
 
 
-def by_autograd(forward: Any) -> Any:
-    """(dx, dw, db) of a convolution."""
+def autograd_gradients(forward: Any) -> Any:
+    """Return autograd's (dx, dw, db) of a convolution, as a function of dy, x and w."""
 
     def reference(dy: Any, x: Any, w: Any) -> Any:
         leaves = [t.detach().requires_grad_() for t in (x, w, torch.zeros(dy.shape[1], dtype=x.dtype))]
@@ -60,20 +62,21 @@ def by_autograd(forward: Any) -> Any:
     return reference
 
 
-def conv_cases(label: str, x: str, w: str, how: dict[str, Any], bias: bool = True) -> OpCase:
+def conv_case(label: str, x: str, w: str, attributes: dict[str, Any], bias: bool = True) -> OpCase:
     inputs = (Spec(x), Spec(w), *([Spec(w.split()[0])] if bias else []))
-    return OpCase("", "Conv", inputs, conv(how), how, sizes=sizes(*x.split()[2:]), label=label)
+    return OpCase("", "Conv", inputs, conv(attributes), attributes, sizes=sizes(*x.split()[2:]), label=label)
 
 
-def transposed_cases(label: str, x: str, w: str, b: str, how: dict[str, Any], more: int, bodies: bool = True) -> OpCase:
-    rank = len(how["strides"])
-    attributes = {**how, "output_padding": [more] * rank}
+def transposed_case(
+    label: str, x: str, w: str, b: str, attributes: dict[str, Any], output_padding: int, bodies: bool = True
+) -> OpCase:
+    rank = len(attributes["strides"])
     return OpCase(
         "",
         "ConvTranspose",
         (Spec(x), Spec(w), Spec(b)),
-        conv_transpose(how, more),
-        attributes,
+        conv_transpose(attributes, output_padding),
+        {**attributes, "output_padding": [output_padding] * rank},
         sizes=sizes(*x.split()[2:]),
         bodies=bodies,
         label=label,
@@ -83,17 +86,17 @@ def transposed_cases(label: str, x: str, w: str, b: str, how: dict[str, Any], mo
 STRIDED = geometry(2, stride=2, pad=1)
 
 
-def weight_gradients(label: str, outs: str, channels: str) -> tuple[OpCase, OpCase]:
-    """ConvGrad with these channels, whose body computes the gradient of w in the way of the label."""
-    dy, x, w = f"n {outs}", f"n {channels}", f"{outs} {channels}"
-    same = geometry(2, pad=1)
+def weight_gradient_cases(label: str, out_channels: str, channels: str) -> tuple[OpCase, OpCase]:
+    """Return cases of ConvGrad with these channels; `label` names the body of dw that they select."""
+    dy, x, w = f"n {out_channels}", f"n {channels}", f"{out_channels} {channels}"
+    padded = geometry(2, pad=1)
     return (
         OpCase(
             "com.microsoft",
             "ConvGrad",
             (Spec(f"{dy} h w"), Spec(f"{x} h w"), Spec(f"{w} 3 3")),
-            by_autograd(conv(same)),
-            same,
+            autograd_gradients(conv(padded)),
+            padded,
             sizes=sizes("h", "w"),
             label=label,
         ),
@@ -101,7 +104,7 @@ def weight_gradients(label: str, outs: str, channels: str) -> tuple[OpCase, OpCa
             "com.microsoft",
             "ConvGrad",
             (Spec(f"{dy} p q"), Spec(f"{x} h w"), Spec(f"{w} 3 2")),
-            by_autograd(conv(STRIDED)),
+            autograd_gradients(conv(STRIDED)),
             STRIDED,
             sizes=[
                 {"n": 2, "h": 9, "w": 8, "p": 5, "q": 5},
@@ -114,14 +117,14 @@ def weight_gradients(label: str, outs: str, channels: str) -> tuple[OpCase, OpCa
 
 
 _CASES = [
-    conv_cases("plain", "n 4 h w", "6 4 3 3", geometry(2)),
-    conv_cases("padded", "n 4 h w", "6 4 3 3", geometry(2, pad=1), bias=False),
-    conv_cases("strided", "n 4 h w", "6 4 3 2", STRIDED),
-    conv_cases("dilated", "n 4 h w", "6 2 3 2", geometry(2, stride=3, pad=2, dilation=2, group=2)),
-    conv_cases("depthwise", "n 4 h w", "8 1 3 3", geometry(2, pad=1, group=4)),
-    conv_cases("point", "n 4 h w", "6 4 1 1", geometry(2, stride=2)),
-    conv_cases("1d", "n 4 h", "6 2 3", geometry(1, stride=2, pad=1, group=2)),
-    conv_cases("3d", "n 2 p q r", "4 2 2 3 2", geometry(3, stride=2, pad=1)),
+    conv_case("plain", "n 4 h w", "6 4 3 3", geometry(2)),
+    conv_case("padded", "n 4 h w", "6 4 3 3", geometry(2, pad=1), bias=False),
+    conv_case("strided", "n 4 h w", "6 4 3 2", STRIDED),
+    conv_case("dilated", "n 4 h w", "6 2 3 2", geometry(2, stride=3, pad=2, dilation=2, group=2)),
+    conv_case("depthwise", "n 4 h w", "8 1 3 3", geometry(2, pad=1, group=4)),
+    conv_case("point", "n 4 h w", "6 4 1 1", geometry(2, stride=2)),
+    conv_case("1d", "n 4 h", "6 2 3", geometry(1, stride=2, pad=1, group=2)),
+    conv_case("3d", "n 2 p q r", "4 2 2 3 2", geometry(3, stride=2, pad=1)),
     OpCase(
         "",
         "Conv",
@@ -131,32 +134,32 @@ _CASES = [
         sizes=[{"n": 2, "c": 3, "o": 4, "h": 6, "w": 5}, {"n": 1, "c": 1, "o": 1, "h": 3, "w": 4}],
         label="symbolic",
     ),
-    transposed_cases("plain", "n 4 h w", "4 6 3 3", "6", geometry(2), 0),
-    transposed_cases("strided", "n 4 h w", "4 6 3 2", "6", STRIDED, 1),
-    transposed_cases("dilated", "n 4 h w", "4 3 3 2", "6", geometry(2, stride=2, pad=1, dilation=3, group=2), 1),
-    # onnxruntime takes an output padding below the stride only, PyTorch and ONNX also one below the dilation.
-    transposed_cases(
+    transposed_case("plain", "n 4 h w", "4 6 3 3", "6", geometry(2), 0),
+    transposed_case("strided", "n 4 h w", "4 6 3 2", "6", STRIDED, 1),
+    transposed_case("dilated", "n 4 h w", "4 3 3 2", "6", geometry(2, stride=2, pad=1, dilation=3, group=2), 1),
+    # onnxruntime requires an output padding below the stride, PyTorch and ONNX one below the stride or the dilation.
+    transposed_case(
         "far", "n 4 h w", "4 3 3 2", "6", geometry(2, stride=2, pad=1, dilation=3, group=2), 2, bodies=False
     ),
-    transposed_cases("1d", "n 4 h", "4 3 3", "3", geometry(1, stride=2, pad=1), 1),
-    transposed_cases("3d", "n 2 p q r", "2 3 2 3 2", "3", geometry(3, stride=2, pad=1), 1),
+    transposed_case("1d", "n 4 h", "4 3 3", "3", geometry(1, stride=2, pad=1), 1),
+    transposed_case("3d", "n 2 p q r", "2 3 2 3 2", "3", geometry(3, stride=2, pad=1), 1),
     OpCase(
         "com.microsoft",
         "ConvGrad",
         (Spec("n 6 h w"), Spec("n 4 h w"), Spec("6 4 3 3")),
-        by_autograd(conv(geometry(2, pad=1))),
+        autograd_gradients(conv(geometry(2, pad=1))),
         geometry(2, pad=1),
         sizes=sizes("h", "w"),
     ),
-    # Of many channels the body's gradient of w is a matrix product for each place of a window.
-    *weight_gradients("products", "6", "16"),
-    # Of few, one product with all places of the windows below each other.
-    *weight_gradients("columns", "12", "2"),
+    # For many channels, the body of dw has one matmul per kernel position.
+    *weight_gradient_cases("matmuls", "6", "16"),
+    # For few channels, it has a single matmul for all kernel positions.
+    *weight_gradient_cases("one-matmul", "12", "2"),
     OpCase(
         "com.microsoft",
         "ConvTransposeGrad",
         (Spec("n 6 h w"), Spec("n 4 h w"), Spec("4 6 3 3")),
-        by_autograd(conv_transpose(geometry(2, pad=1))),
+        autograd_gradients(conv_transpose(geometry(2, pad=1))),
         geometry(2, pad=1),
         sizes=sizes("h", "w"),
     ),

@@ -1,4 +1,4 @@
-"""What PyTorch's convolutions become, and that they run its own kernels: every bit agrees."""
+"""Captures of PyTorch's convolutions, which run PyTorch's own kernels: results are bitwise equal."""
 
 import onnx_ir as ir
 import pytest
@@ -17,9 +17,9 @@ X = {1: (4, 9), 2: (4, 9, 8), 3: (4, 6, 5, 7)}
 
 
 def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
-    """Inputs of several batch sizes; the second is larger in space too."""
+    """Return inputs of several batch sizes; every second one has larger spatial sizes."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(n, X[rank][0], *(s + number % 2 for s in X[rank][1:])) for number, n in enumerate(batches)]
+    shapes = [(n, X[rank][0], *(s + index % 2 for s in X[rank][1:])) for index, n in enumerate(batches)]
     return [[torch.randn(shape, generator=generator)] for shape in shapes]
 
 
@@ -43,15 +43,15 @@ def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
     ],
     ids=str,
 )
-def test_convolution(module):
+def test_convolution_is_bitwise_equal_to_eager(module):
     rank = module.weight.dim() - 2
     ours = check_module(module, *calls(rank, 3, 2, 1), exact=True, aten=module.padding_mode != "zeros")
-    kind = "ConvTranspose" if isinstance(module, nn.modules.conv._ConvTransposeNd) else "Conv"
-    assert f"ai.onnx::{kind}" in ops_of(ours)
+    op_type = "ConvTranspose" if isinstance(module, nn.modules.conv._ConvTransposeNd) else "Conv"
+    assert f"ai.onnx::{op_type}" in ops_of(ours)
 
 
-def test_only_the_gradients_that_are_asked_for():
-    """A frozen weight, a frozen bias, an input that needs no gradient."""
+def test_only_required_gradients_are_computed():
+    """With a frozen weight, a frozen bias, and an input that requires no gradient."""
     for frozen in ("weight", "bias"):
         module = nn.Conv2d(4, 6, 3)
         getattr(module, frozen).requires_grad_(False)
@@ -61,37 +61,36 @@ def test_only_the_gradients_that_are_asked_for():
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_other_types(dtype, described_machine):
-    """As on a processor with instructions for bfloat16; on others its operands may be widened."""
+def test_float64_and_bfloat16_are_bitwise_equal_to_eager(dtype, described_machine):
+    """The described processor has bfloat16 instructions; on others the operands may be widened."""
     described_machine("amx")
     check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=dtype, exact=True)
     check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=dtype, exact=True)
 
 
 @pytest.mark.everywhere
-def test_bfloat16_as_this_processor_computes_it():
+def test_bfloat16_on_this_processor_matches_eager():
     check_module(nn.Conv2d(4, 6, 3, padding=1), *calls(2, 3, 2), dtype=torch.bfloat16)
     check_module(nn.ConvTranspose2d(4, 6, 3, stride=2), *calls(2, 3, 2), dtype=torch.bfloat16)
 
 
-def test_under_autocast():
+def test_autocast_matches_eager():
     check_module(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 2)), *calls(2, 3, 2), autocast=True)
 
 
-def test_channels_last():
-    """The layout of outputs and gradients follows that of the input, as in PyTorch."""
+def test_channels_last_input_gives_channels_last_output():
     module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 2)).to(memory_format=torch.channels_last)
     inputs = [[x.to(memory_format=torch.channels_last)] for [x] in calls(2, 3, 2)]
     ours = check_module(module, *inputs, exact=True)
     assert ours(inputs[0][0]).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_single_sample():
+def test_single_sample_without_a_batch_axis():
     check_module(nn.Conv2d(4, 6, 3), *([x[0]] for [x] in calls(2, 3, 2)), exact=True)
     check_module(nn.ConvTranspose1d(4, 6, 3), *([x[0]] for [x] in calls(1, 3, 2)), exact=True)
 
 
-def test_functional_convolution():
+def test_torch_convolution_matches_eager():
     check_capture(
         lambda x, w, b: torch.convolution(x, w, b, [2, 1], [1, 0], [1, 1], False, [0, 0], 2),
         Spec("n 4 h 6"),
@@ -101,7 +100,7 @@ def test_functional_convolution():
     )
 
 
-def test_padding_that_differs_at_the_ends_is_refused():
+def test_asymmetric_padding_raises():
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23})
     op = builder(graph)
     x, w = ir.Value(name="x"), ir.Value(name="w")
@@ -111,6 +110,6 @@ def test_padding_that_differs_at_the_ends_is_refused():
         op.Conv(x, w, pads=[1, 0, 0, 1])
 
 
-def test_a_convolution_of_no_channels():
-    """PyTorch gives no channels then, whatever the weight says."""
+def test_convolution_without_input_channels_stays_an_aten_node():
+    """PyTorch then returns no output channels, whatever the weight's shape is."""
     check_capture(F.conv1d, Spec("n 0 h"), Spec("3 0 1"), aten=True, sizes=({"n": 3, "h": 6}, {"n": 2, "h": 9}))

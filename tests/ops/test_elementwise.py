@@ -1,4 +1,4 @@
-"""What PyTorch's elementwise functions become, and their bodies at NaN, infinities, -0.0 and ties."""
+"""Captures of PyTorch's elementwise functions; copies, in-place writes and commutative ops."""
 
 import copy
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from tests.ops.captures import OfTensors, check_capture
 POSITIVE = Spec("b s h", low=0.2, high=2.0)
 INNER = Spec("b s h", low=-0.9, high=0.9)
 ROW = Spec("h", low=0.5)
-WHOLE = Spec("b s h", "int64", -9, 9)
-COUNT = Spec("b s h", "int64", 1, 5)
-SMALL = Spec("b s h", torch.uint8, 0, 200)
-TRUTH = Spec("b s h", "bool")
+INTEGERS = Spec("b s h", "int64", -9, 9)
+POSITIVE_INTEGERS = Spec("b s h", "int64", 1, 5)
+BYTES = Spec("b s h", torch.uint8, 0, 200)
+BOOLS = Spec("b s h", "bool")
 ANY = Spec("b s h")
 
 UNIT = Spec("b s h", low=0.05, high=0.95)
 
 FUNCTIONS = {
     "angle": (lambda a: torch.angle(a) * a + torch.angle(a * a), ANY),
-    "angle-int": (torch.angle, WHOLE),
+    "angle-int": (torch.angle, INTEGERS),
     "deg2rad": (torch.deg2rad, ANY),
-    "deg2rad-int": (torch.deg2rad, WHOLE),
+    "deg2rad-int": (torch.deg2rad, INTEGERS),
     "rad2deg": (torch.rad2deg, ANY),
     "frac": (torch.frac, ANY),
     "logit": (torch.logit, UNIT),
@@ -52,12 +52,12 @@ FUNCTIONS = {
     "add-alpha": (lambda a, b: torch.add(a, b, alpha=0.3), ANY, ROW),
     "add-scalar": (lambda a: a + 1.7, ANY),
     "add-size": (lambda a: a + a.shape[1], ANY),
-    "add-int": (lambda a, b: a + b, ANY, WHOLE),
-    "add-int-scalar": (lambda a: a + 2.5, WHOLE),
-    "add-int-float-alpha": (lambda a: torch.add(a, 1.5, alpha=2), WHOLE),
-    "add-bool": (lambda a, b: a + b, TRUTH, TRUTH),
-    "add-bool-int": (lambda a, b: a + b, TRUTH, WHOLE),
-    "add-small-int": (lambda a, b: a + b, SMALL, SMALL),
+    "add-int": (lambda a, b: a + b, ANY, INTEGERS),
+    "add-int-scalar": (lambda a: a + 2.5, INTEGERS),
+    "add-int-float-alpha": (lambda a: torch.add(a, 1.5, alpha=2), INTEGERS),
+    "add-bool": (lambda a, b: a + b, BOOLS, BOOLS),
+    "add-bool-int": (lambda a, b: a + b, BOOLS, INTEGERS),
+    "add-small-int": (lambda a, b: a + b, BYTES, BYTES),
     "add-double": (lambda a, b: a + b.double(), ANY, ROW),
     "add-0-d": (lambda a: a + a.double().sum(), ANY),
     "sub": (lambda a, b: torch.sub(a, b, alpha=2), ANY, ROW),
@@ -66,28 +66,28 @@ FUNCTIONS = {
     "rsub-alpha": (lambda a, b: torch.rsub(a, b, alpha=0.5), ANY, ROW),
     "mul": (lambda a, b: a * b, ANY, ROW),
     "mul-size": (lambda a: a * a.shape[0], ANY),
-    "mul-bool": (lambda a, b: a * b, TRUTH, TRUTH),
-    "mul-mask": (lambda a, b: a * b, ANY, TRUTH),
+    "mul-bool": (lambda a, b: a * b, BOOLS, BOOLS),
+    "mul-mask": (lambda a, b: a * b, ANY, BOOLS),
     "multiply": (torch.multiply, ANY, ROW),
     "div": (lambda a, b: a / b, ANY, ROW),
     "div-scalar": (lambda a: a / 0.3, ANY),
     "div-size": (lambda a: a / a.shape[1], ANY),
-    "div-int": (lambda a, b: a / b, WHOLE, COUNT),
+    "div-int": (lambda a, b: a / b, INTEGERS, POSITIVE_INTEGERS),
     "div-floor": (lambda a: torch.div(a, 0.7, rounding_mode="floor"), ANY),
     "div-trunc": (lambda a: torch.div(a, 0.7, rounding_mode="trunc"), ANY),
-    "div-trunc-int": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), WHOLE, COUNT),
-    "div-floor-int": (lambda a, b: torch.div(a, b, rounding_mode="floor"), WHOLE, COUNT),
+    "div-trunc-int": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), INTEGERS, POSITIVE_INTEGERS),
+    "div-floor-int": (lambda a, b: torch.div(a, b, rounding_mode="floor"), INTEGERS, POSITIVE_INTEGERS),
     "true-divide": (lambda a: torch.true_divide(a, 3), ANY),
-    "floor-divide": (lambda a, b: a // b, WHOLE, COUNT),
+    "floor-divide": (lambda a, b: a // b, INTEGERS, POSITIVE_INTEGERS),
     "reciprocal": (lambda a: 1 / a, POSITIVE),
     "remainder": (lambda a: a % 0.7, ANY),
-    "remainder-int": (lambda a: a % 3, WHOLE),
-    "remainder-of-scalar": (lambda b: torch.remainder(7, b), COUNT),
+    "remainder-int": (lambda a: a % 3, INTEGERS),
+    "remainder-of-scalar": (lambda b: torch.remainder(7, b), POSITIVE_INTEGERS),
     "fmod": (lambda a: torch.fmod(a, 0.7), ANY),
-    "fmod-int": (torch.fmod, WHOLE, COUNT),
+    "fmod-int": (torch.fmod, INTEGERS, POSITIVE_INTEGERS),
     "neg": (lambda a: -a, ANY),
     "abs": (torch.abs, ANY),
-    "abs-int": (torch.abs, WHOLE),
+    "abs-int": (torch.abs, INTEGERS),
     "sign": (torch.sign, ANY),
     "sgn": (torch.sgn, ANY),
     "lerp": (lambda a, b: torch.lerp(a, b, 0.3), ANY, ANY),
@@ -99,11 +99,11 @@ FUNCTIONS = {
     "pow-negative": (lambda a: a**-1.5, POSITIVE),
     "pow-tensor": (torch.pow, POSITIVE, ANY),
     "pow-of-scalar": (lambda b: 2**b, ANY),
-    "pow-of-negative": (lambda b: torch.pow(-2.0, b), WHOLE),
-    "pow-int": (lambda a: a**2, WHOLE),
+    "pow-of-negative": (lambda b: torch.pow(-2.0, b), INTEGERS),
+    "pow-int": (lambda a: a**2, INTEGERS),
     "float-power": (lambda a: torch.float_power(a, 2), ANY),
     "sqrt": (torch.sqrt, POSITIVE),
-    "sqrt-int": (torch.sqrt, COUNT),
+    "sqrt-int": (torch.sqrt, POSITIVE_INTEGERS),
     "rsqrt": (torch.rsqrt, POSITIVE),
     "exp": (torch.exp, ANY),
     "exp2": (torch.exp2, ANY),
@@ -127,72 +127,72 @@ FUNCTIONS = {
     "atan2": (torch.atan2, ANY, ROW),
     "erf": (torch.erf, ANY),
     "floor": (torch.floor, ANY),
-    "floor-int": (torch.floor, WHOLE),
+    "floor-int": (torch.floor, INTEGERS),
     "ceil": (torch.ceil, ANY),
     "round": (torch.round, ANY),
     "trunc": (torch.trunc, ANY),
     "fix": (torch.fix, ANY),
-    "eq": (lambda a, b: a == b, WHOLE, COUNT),
-    "eq-bool": (lambda a: a == True, TRUTH),  # noqa: E712  # the comparison under test
+    "eq": (lambda a, b: a == b, INTEGERS, POSITIVE_INTEGERS),
+    "eq-bool": (lambda a: a == True, BOOLS),  # noqa: E712  # the comparison under test
     "ne": (lambda a: a != 0.5, ANY),
     "lt": (lambda a, b: a < b, ANY, ROW),
-    "lt-int": (lambda a: a < 2.5, WHOLE),
-    "lt-mixed": (lambda a, b: a < b, ANY, WHOLE),
-    "lt-bool": (lambda a, b: a < b, TRUTH, TRUTH),
+    "lt-int": (lambda a: a < 2.5, INTEGERS),
+    "lt-mixed": (lambda a, b: a < b, ANY, INTEGERS),
+    "lt-bool": (lambda a, b: a < b, BOOLS, BOOLS),
     "le": (lambda a: a <= a.shape[0], ANY),
     "gt": (torch.greater, ANY, ROW),
-    "ge": (lambda a: a >= 1, WHOLE),
+    "ge": (lambda a: a >= 1, INTEGERS),
     "isnan": (torch.isnan, ANY),
-    "isnan-int": (torch.isnan, WHOLE),
+    "isnan-int": (torch.isnan, INTEGERS),
     "isinf": (torch.isinf, ANY),
     "isposinf": (torch.isposinf, ANY),
     "isneginf": (torch.isneginf, ANY),
     "isfinite": (torch.isfinite, ANY),
-    "and": (lambda a, b: a & b, TRUTH, TRUTH),
-    "and-int": (lambda a: a & 3, WHOLE),
-    "or": (lambda a, b: a | b, TRUTH, TRUTH),
-    "or-int": (lambda a, b: a | b, WHOLE, COUNT),
-    "xor": (lambda a, b: a ^ b, TRUTH, TRUTH),
-    "not": (lambda a: ~a, TRUTH),
-    "not-int": (lambda a: ~a, WHOLE),
-    "bitwise-and": (lambda a: torch.bitwise_and(a, 6), WHOLE),
-    "logical-and": (torch.logical_and, ANY, WHOLE),
-    "logical-or": (torch.logical_or, ANY, WHOLE),
-    "logical-xor": (torch.logical_xor, TRUTH, WHOLE),
+    "and": (lambda a, b: a & b, BOOLS, BOOLS),
+    "and-int": (lambda a: a & 3, INTEGERS),
+    "or": (lambda a, b: a | b, BOOLS, BOOLS),
+    "or-int": (lambda a, b: a | b, INTEGERS, POSITIVE_INTEGERS),
+    "xor": (lambda a, b: a ^ b, BOOLS, BOOLS),
+    "not": (lambda a: ~a, BOOLS),
+    "not-int": (lambda a: ~a, INTEGERS),
+    "bitwise-and": (lambda a: torch.bitwise_and(a, 6), INTEGERS),
+    "logical-and": (torch.logical_and, ANY, INTEGERS),
+    "logical-or": (torch.logical_or, ANY, INTEGERS),
+    "logical-xor": (torch.logical_xor, BOOLS, INTEGERS),
     "logical-not": (torch.logical_not, ANY),
-    "where": (torch.where, TRUTH, ANY, ROW),
-    "where-mixed": (torch.where, TRUTH, ANY, WHOLE),
-    "where-scalar": (lambda c, a: torch.where(c, a, 0.3), TRUTH, ANY),
-    "where-scalar-self": (lambda c, a: torch.where(c, 1, a), TRUTH, ANY),
-    "where-scalars": (lambda c: torch.where(c, 1, 0), TRUTH),
-    "where-float-scalars": (lambda c: torch.where(c, 1.0, 0.0), TRUTH),
-    "masked-fill": (lambda a, m: a.masked_fill(m, float("-inf")), ANY, TRUTH),
+    "where": (torch.where, BOOLS, ANY, ROW),
+    "where-mixed": (torch.where, BOOLS, ANY, INTEGERS),
+    "where-scalar": (lambda c, a: torch.where(c, a, 0.3), BOOLS, ANY),
+    "where-scalar-self": (lambda c, a: torch.where(c, 1, a), BOOLS, ANY),
+    "where-scalars": (lambda c: torch.where(c, 1, 0), BOOLS),
+    "where-float-scalars": (lambda c: torch.where(c, 1.0, 0.0), BOOLS),
+    "masked-fill": (lambda a, m: a.masked_fill(m, float("-inf")), ANY, BOOLS),
     "masked-fill-row": (lambda a, m: a.masked_fill(m, 0.3), ANY, Spec("h", "bool")),
-    "masked-fill-tensor": (lambda a, m, v: a.masked_fill(m, v.sum()), ANY, TRUTH, ROW),
-    "masked-fill-int": (lambda a, m: a.masked_fill(m, -100), WHOLE, TRUTH),
+    "masked-fill-tensor": (lambda a, m, v: a.masked_fill(m, v.sum()), ANY, BOOLS, ROW),
+    "masked-fill-int": (lambda a, m: a.masked_fill(m, -100), INTEGERS, BOOLS),
     "maximum": (torch.maximum, ANY, ROW),
     "max-other": (torch.max, ANY, ROW),
-    "maximum-bool": (torch.maximum, TRUTH, TRUTH),
+    "maximum-bool": (torch.maximum, BOOLS, BOOLS),
     "minimum": (torch.minimum, ANY, ROW),
-    "min-other": (torch.min, WHOLE, COUNT),
+    "min-other": (torch.min, INTEGERS, POSITIVE_INTEGERS),
     "clamp": (lambda a: a.clamp(-0.5, 1.0), ANY),
     "clamp-min": (lambda a: a.clamp(min=0), ANY),
     "clamp-max": (lambda a: a.clamp_max(0.4), ANY),
     "clamp-size": (lambda a: a.clamp(max=a.shape[0] - 2), ANY),
-    "clamp-int": (lambda a: a.clamp(-2, 3), WHOLE),
-    "clamp-int-by-float": (lambda a: a.clamp(-1.5), WHOLE),
+    "clamp-int": (lambda a: a.clamp(-2, 3), INTEGERS),
+    "clamp-int-by-float": (lambda a: a.clamp(-1.5), INTEGERS),
     "clamp-tensor": (lambda a, b: a.clamp(-b, b), ANY, ROW),
     "clamp-min-tensor": (torch.clamp_min, ANY, ROW),
     "clip": (lambda a: a.clip(0, 1), ANY),
     "nan-to-num": (lambda a: torch.nan_to_num(a / (a > 0)), ANY),
-    "nan-to-num-int": (torch.nan_to_num, WHOLE),
+    "nan-to-num-int": (torch.nan_to_num, INTEGERS),
     "to-double": (lambda a: a.double(), ANY),
     "to-half": (lambda a: a.half(), ANY),
     "to-int": (lambda a: (a * 9).long(), ANY),
     "to-uint8": (lambda a: (a * 200).to(torch.uint8), ANY),
-    "to-bool": (lambda a: a.bool(), WHOLE),
-    "bool-to-float": (lambda a: a.float(), TRUTH),
-    "type-as": (lambda a, b: b.type_as(a), ANY, WHOLE),
+    "to-bool": (lambda a: a.bool(), INTEGERS),
+    "bool-to-float": (lambda a: a.float(), BOOLS),
+    "type-as": (lambda a, b: b.type_as(a), ANY, INTEGERS),
     "clone": (lambda a: a.clone() * 2, ANY),
     "detach": (lambda a: a.detach() * a, ANY),
     "contiguous": (lambda a: a.transpose(0, 1).contiguous() * 2, ANY),
@@ -202,14 +202,14 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_functions_become(name: str) -> None:
+def test_captured_function_matches_eager(name: str) -> None:
     function, *specs = FUNCTIONS[name]
     check_capture(function, *specs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, (_, *specs) in FUNCTIONS.items() if any(s.dtype == "float" for s in specs)])
-def test_what_functions_become_in_bfloat16(name: str) -> None:
+def test_captured_function_matches_eager_in_bfloat16(name: str) -> None:
     function, *specs = FUNCTIONS[name]
     check_capture(function, *specs, dtype=torch.bfloat16)
 
@@ -218,14 +218,14 @@ def test_what_functions_become_in_bfloat16(name: str) -> None:
     "copy",
     [torch.clone, lambda x: x.to(x.dtype, copy=True), lambda x: x.to("cpu", x.dtype, copy=True), lambda x: x + 0],
 )
-def test_a_copy_has_memory_of_its_own(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_copy_shares_no_memory(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(2, 3)
     y = ORTModule(OfTensors(copy))(x)
     y.zero_()
     assert x.all()
 
 
-def test_a_layout_that_is_asked_for_is_given() -> None:
+def test_requested_memory_format_is_kept() -> None:
     x = torch.randn(2, 3, 4, 5)
     for function in (
         lambda x: x.to(memory_format=torch.channels_last),
@@ -236,23 +236,23 @@ def test_a_layout_that_is_asked_for_is_given() -> None:
         assert ORTModule(OfTensors(function))(x).stride() == function(x).stride()
 
 
-def test_powers_of_types_that_onnx_lacks_stay_pytorchs() -> None:
+def test_powers_of_unsupported_types_stay_aten_nodes() -> None:
     check_capture(lambda a: a**2, Spec("b s h", torch.int16, -9, 9), aten=True)
 
 
 def test_a_scalar_keeps_its_precision_beside_bfloat16() -> None:
-    """0.1 rounded to bfloat16 is 0.1001: the product differs."""
+    """0.1 rounded to bfloat16 is 0.1001, which would change the result."""
     x = torch.full((64,), 255.0, dtype=torch.bfloat16)
     module = check_capture(lambda a: a * 0.1, Spec("b"), dtype=torch.bfloat16, sizes=[{"b": 64}])
     assert torch.equal(module(x), x * 0.1)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS.values() if op.commutative], ids=lambda op: op.name)
-def test_commutative_ops_give_the_same_in_either_order(op: OpDef) -> None:
-    kind = (
+def test_commutative_op_ignores_the_order_of_operands(op: OpDef) -> None:
+    dtype = (
         torch.bool if op.name in ("And", "Or", "Xor") else torch.int64 if op.name.startswith("Bit") else torch.float32
     )
-    a, b = (torch.randn(3, 4, generator=torch.Generator().manual_seed(n)).mul(9).to(kind) for n in (1, 2))
+    a, b = (torch.randn(3, 4, generator=torch.Generator().manual_seed(n)).mul(9).to(dtype) for n in (1, 2))
     node = ir.Node(op.domain, op.name, [ir.Value(), ir.Value()])
     first, second = (op.kernels[0].lower(op.view(node), *pair).evaluate() for pair in ((a, b), (b, a)))
     assert torch.equal(first, second)
@@ -269,8 +269,8 @@ OVERWRITES = {
 
 
 @pytest.mark.parametrize("name", OVERWRITES)
-def test_what_is_overwritten_has_a_gradient_of_zeros(name: str) -> None:
-    """As in eager, and not None: an optimizer with momentum or weight decay tells them apart."""
+def test_overwritten_values_have_zero_gradients(name: str) -> None:
+    """As in eager, the gradient is not None, which an optimizer with momentum or weight decay distinguishes."""
 
     class Overwrites(torch.nn.Module):
         def __init__(self) -> None:
@@ -284,9 +284,9 @@ def test_what_is_overwritten_has_a_gradient_of_zeros(name: str) -> None:
     module = Overwrites()
     ours = ORTModule(copy.deepcopy(module), fallback_policy="FALLBACK_DISABLE")
     for rows in (3, 5):
-        found = []
-        for each in (module, ours):
+        results = []
+        for model in (module, ours):
             x = torch.arange(rows * 4.0).view(rows, 4).requires_grad_()
-            y = each(x)
-            found.append((y, *torch.autograd.grad(y.sum(), [x, *each.parameters()])))
-        assert all(map(torch.equal, *found))
+            y = model(x)
+            results.append((y, *torch.autograd.grad(y.sum(), [x, *model.parameters()])))
+        assert all(map(torch.equal, *results))

@@ -1,4 +1,4 @@
-"""The compiled gradient of a convolution's weight, and when it is tried."""
+"""The compiled kernel of a convolution's weight gradient, and when it is measured and chosen."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.compiler
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the compiled kernel ran."""
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(LIBRARY, "functions", counting(LIBRARY, found))
-    return found
+    """Count the calls of the compiled kernel."""
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(LIBRARY, "functions", counting(LIBRARY, counts))
+    return counts
 
 
 CASES = [case for case in cases_convolution.CASES if case.name == "ConvGrad"]
@@ -41,24 +41,24 @@ CASES = [case for case in cases_convolution.CASES if case.name == "ConvGrad"]
 def test_matches_autograd(case: OpCase, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     let_cases_compile(monkeypatch)
     check = CaseCheck(case, torch.float32, compiled)
-    ran = [check.check_sizes(known) for known in case.size_sets()]
+    ran = [check.check_sizes(sizes) for sizes in case.size_sets()]
     assert ran[0]
     attributes = dict(case.attributes)
-    of_pictures = len(attributes["strides"]) == 2 and attributes["group"] == 1
+    is_supported = len(attributes["strides"]) == 2 and attributes["group"] == 1
     wants_weight = attributes.get("output_mask", (1, 1, 1))[1] == 1
-    assert bool(calls) == (of_pictures and wants_weight)
+    assert bool(calls) == (is_supported and wants_weight)
 
 
 def gradients(
     x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, geometry: tuple[list[int], ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Eager PyTorch's, of x, w and b."""
+    """Return eager PyTorch's gradients of x, w and b."""
     b = torch.zeros(w.size(0), dtype=w.dtype)
     leaves = [t.detach().requires_grad_() for t in (x, w, b)]
     return torch.autograd.grad(torch.nn.functional.conv2d(*leaves, *geometry), leaves, dy)
 
 
-# Pictures, channels, outputs, size, window, strides, pads, dilations.
+# Images, channels, output channels, image size, kernel size, strides, pads, dilations
 GEOMETRIES = [
     (2, 3, 5, (7, 9), (3, 3), (1, 1), (1, 1), (1, 1)),
     (1, 1, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
@@ -66,60 +66,62 @@ GEOMETRIES = [
     (2, 7, 17, (11, 6), (3, 2), (2, 3), (1, 0), (1, 1)),
     (2, 13, 33, (10, 12), (2, 3), (1, 2), (2, 3), (3, 2)),
     (1, 6, 16, (4, 300), (3, 3), (1, 1), (1, 1), (1, 1)),  # a row longer than a block
-    (5, 64, 20, (5, 5), (5, 5), (1, 1), (2, 2), (1, 1)),  # several pictures in a block
+    (5, 64, 20, (5, 5), (5, 5), (1, 1), (2, 2), (1, 1)),  # several images in a block
     (3, 25, 96, (33, 17), (1, 1), (2, 2), (0, 0), (1, 1)),
-    (2, 8, 8, (3, 3), (3, 3), (1, 1), (4, 4), (1, 1)),  # windows that lie outside of the picture
-    (4, 120, 150, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1)),  # threads share the outputs
+    (2, 8, 8, (3, 3), (3, 3), (1, 1), (4, 4), (1, 1)),  # windows outside of the image
+    (4, 120, 150, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1)),  # threads split the output channels
 ]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_all_geometries(geometry: tuple[Any, ...], layout: torch.memory_format, threads: int, calls: Any) -> None:
-    images, channels, outs, size, window, *how = geometry
+def test_geometry_matches_eager(
+    geometry: tuple[Any, ...], layout: torch.memory_format, threads: int, calls: Any
+) -> None:
+    images, channels, out_channels, size, kernel, *steps = geometry
     torch.manual_seed(0)
-    strides, pads, dilations = (list(v) for v in how)
+    strides, pads, dilations = (list(v) for v in steps)
     x = torch.randn(images, channels, *size).contiguous(memory_format=layout)
-    w = torch.randn(outs, channels, *window).contiguous(memory_format=layout)
+    w = torch.randn(out_channels, channels, *kernel).contiguous(memory_format=layout)
     y = torch.nn.functional.conv2d(x, w, None, strides, pads, dilations)
     dy = torch.randn_like(y)
     count = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = convolution_gradients(dy, x, w, strides, pads, dilations, [True, True, True])
-        again = weight_gradient(dy, x, w, strides, pads, dilations)
+        results = convolution_gradients(dy, x, w, strides, pads, dilations, [True, True, True])
+        repeated = weight_gradient(dy, x, w, strides, pads, dilations)
     finally:
         torch.set_num_threads(count)
     assert calls == {"weight_gradient": 2}
-    assert found[1] is not None
-    assert torch.equal(again, found[1]), "two runs give the same bits"
+    assert results[1] is not None
+    assert torch.equal(repeated, results[1]), "two runs differ"
     eager = gradients(x, w, dy, (strides, pads, dilations))
     exact = gradients(x.double(), w.double(), dy.double(), (strides, pads, dilations))
-    for name, got, theirs, true in zip(("dx", "dw", "db"), found, eager, exact, strict=True):
+    for name, got, eager_gradient, exact_gradient in zip(("dx", "dw", "db"), results, eager, exact, strict=True):
         assert got is not None
-        assert_no_worse_than_eager(name, got, theirs, true)
+        assert_no_worse_than_eager(name, got, eager_gradient, exact_gradient)
 
 
-def test_numbers_that_are_missing_or_infinite_stay_where_they_belong(calls: Counter[str]) -> None:
-    """What stands behind the last channel in a tile, or beside a picture, is zero and not what lay there."""
+def test_nan_and_infinity_do_not_spread(calls: Counter[str]) -> None:
+    """The kernel pads channels of a tile and borders of an image with zeros, not with neighbouring memory."""
     x, dy = torch.ones(1, 7, 4, 4), torch.ones(1, 9, 4, 4)
     x[0, 3, 0, 0], x[0, 6, 3, 3], dy[0, 8, 1, 1] = math.nan, math.inf, math.nan
     geometry = ([1, 1], [1, 1], [1, 1])
     w = torch.empty(9, 7, 3, 3)
-    found = weight_gradient(dy, x, w, *geometry)
+    dw = weight_gradient(dy, x, w, *geometry)
     assert calls
     expected = gradients(x.double(), w.double(), dy.double(), geometry)[1]
-    torch.testing.assert_close(found.double(), expected, equal_nan=True)
+    torch.testing.assert_close(dw.double(), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("empty", ["images", "channels"])  # no outputs PyTorch refuses
-def test_no_elements(empty: str, calls: Counter[str]) -> None:
-    sizes = {"images": 2, "channels": 3, "outs": 4, empty: 0}
-    x, w = torch.ones(sizes["images"], sizes["channels"], 5, 5), torch.ones(sizes["outs"], sizes["channels"], 3, 3)
-    dy = torch.ones(sizes["images"], sizes["outs"], 5, 5)
-    found = weight_gradient(dy, x, w, [1, 1], [1, 1], [1, 1])
-    assert torch.equal(found, torch.zeros_like(w))
+@pytest.mark.parametrize("empty", ["images", "channels"])  # PyTorch does not support 0 output channels
+def test_gradient_of_empty_tensors_is_zero(empty: str, calls: Counter[str]) -> None:
+    sizes = {"images": 2, "channels": 3, "out": 4, empty: 0}
+    x, w = torch.ones(sizes["images"], sizes["channels"], 5, 5), torch.ones(sizes["out"], sizes["channels"], 3, 3)
+    dy = torch.ones(sizes["images"], sizes["out"], 5, 5)
+    dw = weight_gradient(dy, x, w, [1, 1], [1, 1], [1, 1])
+    assert torch.equal(dw, torch.zeros_like(w))
     assert not calls
 
 
@@ -133,15 +135,15 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
     library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
     assert library.wait(), library.failure
     for geometry, layout in itertools.product(GEOMETRIES, (torch.channels_last, torch.contiguous_format)):
-        found: Counter[str] = Counter()
-        monkeypatch.setattr(LIBRARY, "functions", counting(library, found))
-        test_all_geometries(geometry, layout, 2, found)
+        counts: Counter[str] = Counter()
+        monkeypatch.setattr(LIBRARY, "functions", counting(library, counts))
+        test_geometry_matches_eager(geometry, layout, 2, counts)
 
 
-# When it is tried
+# Kernel choice
 
 
-class Pictures(torch.nn.Module):
+class TwoConvolutions(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Conv2d(8, 4, 3, padding=1)
@@ -152,7 +154,7 @@ class Pictures(torch.nn.Module):
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where times are kept: the compiled kernel takes half as long as others, and everything is worth a measurement."""
+    """Return the folder of measured times: all kernels are measured, and the compiled one takes half the time."""
     for module in (trial, tuned):
         monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", math.inf)
@@ -164,7 +166,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def steps(folder: Path, count: int, **options: Any) -> None:
     torch.manual_seed(0)
-    module, x = ORTModule(Pictures(), tuning_results_path=folder, **options), torch.randn(2, 3, 8, 8)
+    module, x = ORTModule(TwoConvolutions(), tuning_results_path=folder, **options), torch.randn(2, 3, 8, 8)
     for _ in range(count):
         module(x).square().sum().backward()
 
@@ -173,18 +175,18 @@ def choices(folder: Path) -> set[str]:
     return {answer.choice for key, answer in load(file_of(folder)).items() if "ConvGrad" in key}
 
 
-def test_it_is_chosen_where_it_is_faster(answers: Path, calls: Counter[str]) -> None:
+def test_faster_kernel_is_chosen(answers: Path, calls: Counter[str]) -> None:
     steps(answers, 2 * SAMPLES + 4)
     assert calls
     assert choices(answers) == {"compiled"}
 
 
-def test_nothing_is_settled_before_it_is_there(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_choice_is_stored_until_the_library_is_compiled(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LIBRARY.wait()
     functions = LIBRARY.functions
     monkeypatch.setattr(LIBRARY, "functions", None)
     torch.manual_seed(0)
-    module, x = ORTModule(Pictures(), tuning_results_path=answers), torch.randn(2, 3, 8, 8)
+    module, x = ORTModule(TwoConvolutions(), tuning_results_path=answers), torch.randn(2, 3, 8, 8)
     for _ in range(5 * SAMPLES):
         module(x).square().sum().backward()
     assert choices(answers) == set()
@@ -194,7 +196,7 @@ def test_nothing_is_settled_before_it_is_there(answers: Path, monkeypatch: pytes
     assert choices(answers) == {"compiled"}
 
 
-def test_without_a_compiler_the_others_settle_it(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_another_kernel_is_chosen(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LIBRARY, "functions", None)
     monkeypatch.setattr(LIBRARY, "failure", "there is no compiler")
     steps(answers, 2 * SAMPLES + 4)
@@ -202,6 +204,6 @@ def test_without_a_compiler_the_others_settle_it(answers: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("options", [{"native": False}, {"rng": "torch"}], ids=str)
-def test_where_it_may_not_come_in_mid_run_it_does_not(options: Any, answers: Path, calls: Counter[str]) -> None:
+def test_options_that_exclude_compiled_kernels(options: Any, answers: Path, calls: Counter[str]) -> None:
     steps(answers, 2 * SAMPLES + 4, **options)
     assert not calls
