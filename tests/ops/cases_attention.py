@@ -1,4 +1,4 @@
-"""Cases of attention."""
+"""Cases of FlashAttention and its gradient."""
 
 import math
 from dataclasses import replace
@@ -15,12 +15,12 @@ SIZES = [
     {"b": 0, "h": 2, "l": 3, "s": 4, "e": 4},
     {"b": 1, "h": 4, "l": 1, "s": 6, "e": 3},
 ]
-# Stock onnxruntime gives the maximum of no scores the memory of the scores, and then refuses it.
+# Without bodies: stock onnxruntime reuses the scores' memory for the maximum of no scores, and then raises.
 NO_KEYS = [SIZES[0], {"b": 2, "h": 2, "l": 3, "s": 0, "e": 4}]
 
 
 def _some_masked(sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """An additive mask of -inf; the first row is masked whole."""
+    """Return an additive mask with elements of -inf, and a first row of -inf only."""
     mask = torch.randn(sizes, generator=generator)
     mask = mask.masked_fill(torch.rand(sizes, generator=generator) < 0.3, -math.inf)
     if mask.numel():
@@ -29,15 +29,15 @@ def _some_masked(sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Ge
 
 
 def scores(q, k, mask=None, scale=None, causal=False):
-    """Masked scores from the formula."""
+    """Return the masked scores."""
     width = q.shape[-1]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] not in (0, q.shape[1]) else k
-    found = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(width) if width else 1.0)
+    masked = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(width) if width else 1.0)
     if mask is not None:
-        found = found + mask
+        masked = masked + mask
     if causal:
-        found = found.masked_fill(torch.ones(found.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    return found
+        masked = masked.masked_fill(torch.ones(masked.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return masked
 
 
 def softmax(x):
@@ -47,16 +47,16 @@ def softmax(x):
 
 def _attention(scale=None, causal=False, logsumexp=True):
     def reference(q, k, v, mask=None):
-        found = scores(q, k, mask, scale, causal)
-        total = found.logsumexp(-1).detach()
+        masked = scores(q, k, mask, scale, causal)
+        total = masked.logsumexp(-1).detach()
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1) if v.shape[1] not in (0, q.shape[1]) else v
-        return softmax(found) @ v, torch.where(total == -math.inf, 0.0, total) if logsumexp else None
+        return softmax(masked) @ v, torch.where(total == -math.inf, 0.0, total) if logsumexp else None
 
     return reference
 
 
 def _gradient(scale=None, causal=False):
-    """The gradients for a given y; `logsumexp` agrees with the scores, which are those of the mask alone."""
+    """Return a reference that computes the gradients for a given y; `logsumexp` is that of the scores."""
 
     def reference(dy, q, k, v, mask, y, logsumexp):
         p = softmax(scores(q, k, mask, scale, causal))
@@ -75,7 +75,7 @@ QUERIES, KEYS = Spec("b h 3 8"), Spec("b h 4 8")
 
 
 def _gradient_case(label, q=QUERIES, k=KEYS, mask=None, **attributes):
-    """A case whose scores are zero, because q or k is, but for the mask."""
+    """Return a case whose q or k is zero, so that the scores are those of the mask alone."""
     causal = bool(attributes.get("is_causal"))
     allowed = torch.ones(3, 4, dtype=torch.bool).tril() if causal else torch.ones(3, 4, dtype=torch.bool)
     total = torch.zeros(3, 4).double() if mask is None else torch.tensor(mask).double()

@@ -1,4 +1,4 @@
-"""What scaled_dot_product_attention becomes, and that its kernels are those of eager PyTorch."""
+"""Captures of scaled_dot_product_attention, which run the kernels of eager PyTorch."""
 
 import onnx_ir as ir
 import pytest
@@ -20,12 +20,12 @@ sdpa = F.scaled_dot_product_attention
 
 
 def heads(x: torch.Tensor, count: int = HEADS) -> torch.Tensor:
-    """[b, s, h * e] as [b, h, s, e]: how models cut their projections, a view that is not contiguous."""
+    """Return x[b, s, h * e] as [b, h, s, e], a view that is not contiguous, as models split their projections."""
     return x.view(x.shape[0], -1, count, WIDTH).transpose(1, 2)
 
 
 def attend(q, k, v, mask=None, **options):
-    """Attention over tokens, as models write it."""
+    """Compute attention of q, k and v [b, s, h * e], as models write it."""
     y = sdpa(heads(q), heads(k), heads(v), mask, **options)
     return y.transpose(1, 2).flatten(2)
 
@@ -41,12 +41,12 @@ def _several(q, k, v):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_captured(dtype):
+def test_scales_and_causal_flag_match_eager(dtype):
     check_capture(_several, *TOKENS, dtype=dtype, sizes=SIZES)
 
 
-def test_gradients_of_repeated_heads_in_half_type_are_summed_in_float():
-    """As with enable_gqa: transformers writes the one or the other, depending on whether it is traced."""
+def test_repeat_kv_in_bfloat16_is_bitwise_equal_to_enable_gqa():
+    """The gradients of repeated heads are summed in float32. transformers uses either, depending on tracing."""
 
     def repeat(x):
         x = heads(x, 2)[:, :, None]
@@ -61,30 +61,30 @@ def test_gradients_of_repeated_heads_in_half_type_are_summed_in_float():
     ours = ORTModule(OfTensors(repeated), rng="torch")
     for batch, length in ((2, 5), (1, 1), (3, 4)):
         tensors = [torch.randn(batch, length, WIDTH * n).bfloat16() for n in (4, 2, 2)]
-        found = []
-        for run in (ours, shared):
+        results = []
+        for function in (ours, shared):
             torch.manual_seed(0)
             leaves = [t.clone().requires_grad_() for t in tensors]
-            y = run(*leaves)
-            found.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
-        for mine, theirs in zip(*found, strict=True):
-            assert torch.equal(mine, theirs)
+            y = function(*leaves)
+            results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(got, expected)
 
 
-def test_captured_with_masks():
-    def masked(q, k, v, seen, bias):
+def test_masks_match_eager():
+    def masked(q, k, v, visible, bias):
         return (
-            attend(q, k, v, seen[:, None, None, :]),
+            attend(q, k, v, visible[:, None, None, :]),
             attend(q, k, v, bias),
             attend(q, k, v, bias[0, 0]),
-            attend(q, k, v, torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None, None, :].to(q.dtype)),
+            attend(q, k, v, torch.where(visible, 0.0, torch.finfo(torch.float32).min)[:, None, None, :].to(q.dtype)),
         )
 
-    seen = Spec("b s", make=lambda sizes, dtype, g: torch.rand(sizes, generator=g) < 0.7)
-    check_capture(masked, *TOKENS, seen, Spec("b 3 l s"), sizes=SIZES)
+    visible = Spec("b s", make=lambda sizes, dtype, g: torch.rand(sizes, generator=g) < 0.7)
+    check_capture(masked, *TOKENS, visible, Spec("b 3 l s"), sizes=SIZES)
 
 
-def test_captured_with_other_shapes():
+def test_grouped_broadcast_and_low_rank_shapes_match_eager():
     def shaped(q, k, v):
         grouped = sdpa(heads(q), heads(k)[:, :1], heads(v)[:, :1], enable_gqa=True)
         wide = sdpa(heads(q), heads(k), heads(v)[..., :5])
@@ -108,10 +108,10 @@ def _step(module, tensors):
 
 
 def _check_step(ours, module, tensors):
-    """Compares output, gradients and the random state."""
+    """Compare output, gradients and the random state with eager's, judged by float64."""
     results = (_step(ours, tensors), _step(module, tensors), _step(module, [t.double() for t in tensors]))
-    for number, (mine, theirs, right) in enumerate(zip(*results, strict=True)):
-        assert_no_worse_than_eager(f"result {number}", mine, theirs, right)
+    for index, (got, eager, exact) in enumerate(zip(*results, strict=True)):
+        assert_no_worse_than_eager(f"result {index}", got, eager, exact)
 
 
 def _tokens(dtype=torch.float32, masked=False):
@@ -130,25 +130,25 @@ EXACT = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
-def test_equals_eager_bit_for_bit(case, dtype):
-    """The kernels are eager's: the same numbers, and the same random ones."""
-    kind, options = case
+def test_step_is_bitwise_equal_to_eager(case, dtype):
+    """The kernels are eager's, and so are the dropout masks."""
+    op_type, options = case
     module = OfTensors(lambda q, k, v: attend(q, k, v, **options))
     ours = ORTModule(module, rng="torch")
     tensors = _tokens(dtype)
-    for mine, theirs in zip(_step(ours, tensors), _step(module, tensors), strict=True):
-        assert torch.equal(mine, theirs)
-    assert kind in _types(ours)
+    for got, expected in zip(_step(ours, tensors), _step(module, tensors), strict=True):
+        assert torch.equal(got, expected)
+    assert op_type in _types(ours)
 
 
-def test_dropout_with_a_mask_equals_eager():
+def test_dropout_with_a_mask_matches_eager():
     def masked(q, k, v, bias):
         return attend(q, k, v, bias, dropout_p=0.2) + attend(q, k, v, bias > 0, dropout_p=0.2)
 
     _check_step(ORTModule(OfTensors(masked), rng="torch"), OfTensors(masked), _tokens(masked=True))
 
 
-def test_where_the_flash_kernel_is_switched_off_it_is_not_captured():
+def test_disabled_flash_kernel_is_not_captured():
     module = OfTensors(attend)
     with sdpa_kernel(SDPBackend.MATH):
         ours = ORTModule(module, rng="torch")
@@ -156,8 +156,8 @@ def test_where_the_flash_kernel_is_switched_off_it_is_not_captured():
     assert "FlashAttention" not in _types(ours)
 
 
-def test_a_mask_of_bools_is_refused():
-    """Captures turn them into what is added: to add True as 1 would be a wrong number."""
+def test_bool_mask_of_flash_attention_raises():
+    """Capture converts bool masks to additive ones: adding True as 1 would be wrong."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="bools")
     op = builder(graph)
     q, mask = op.constant(torch.randn(1, 2, 3, 4), ir.DataType.FLOAT), op.constant([[True] * 3] * 3, ir.DataType.BOOL)
@@ -165,7 +165,7 @@ def test_a_mask_of_bools_is_refused():
         op.own.FlashAttention(q, q, q, mask)
 
 
-def _attended(shape=(2, 3, 4, 8), keys=5, groups=1, dtype=torch.float64):
+def _operands(shape=(2, 3, 4, 8), keys=5, groups=1, dtype=torch.float64):
     b, h, _, e = shape
     q = torch.randn(shape, dtype=dtype)
     return q, torch.randn(b, h // groups, keys, e, dtype=dtype), torch.randn(b, h // groups, keys, e, dtype=dtype)
@@ -173,9 +173,9 @@ def _attended(shape=(2, 3, 4, 8), keys=5, groups=1, dtype=torch.float64):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_both_kernels_agree(causal, groups):
-    """The one that PyTorch takes, and the formula: forward of one and backward of the other may meet."""
-    q, k, v = _attended(groups=groups)
+def test_flash_kernel_matches_math_path(causal, groups):
+    """Their outputs are interchangeable: forward of one and backward of the other may run in the same step."""
+    q, k, v = _operands(groups=groups)
     mask = None if causal else torch.randn(4, 5, dtype=q.dtype).masked_fill(torch.eye(4, 5) > 0, float("-inf"))
     if mask is not None:
         mask[2] = float("-inf")
@@ -185,15 +185,15 @@ def test_both_kernels_agree(causal, groups):
     flash_gradients = attention_backward(dy, q, k, v, mask, *flash, causal, None)
     with sdpa_kernel(SDPBackend.MATH):
         assert not _runs_flash(q, k, v, mask, causal, None)
-        formula = attention(q, k, v, mask, causal, None)
-        gradients = attention_backward(dy, q, k, v, mask, *formula, causal, None)
-    for mine, theirs in zip((*formula, *gradients), (*flash, *flash_gradients), strict=True):
-        torch.testing.assert_close(mine, theirs)
+        math_path = attention(q, k, v, mask, causal, None)
+        gradients = attention_backward(dy, q, k, v, mask, *math_path, causal, None)
+    for got, expected in zip((*math_path, *gradients), (*flash, *flash_gradients), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("keys", [0, 1, 5])
-def test_queries_whose_rows_are_not_dense_take_the_formula(keys):
-    q, k, v = _attended(keys=keys)
+def test_queries_with_strided_rows_run_the_math_path(keys):
+    q, k, v = _operands(keys=keys)
     q = q.mT.contiguous().mT
     assert not _runs_flash(q, k, v, None, False, None)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -202,5 +202,5 @@ def test_queries_whose_rows_are_not_dense_take_the_formula(keys):
     y, logsumexp = attention(q, k, v, None, False, None)
     gradients = attention_backward(dy, q, k, v, None, y, logsumexp, False, None)
     torch.testing.assert_close(y, expected)
-    for mine, theirs in zip(gradients, torch.autograd.grad(expected, leaves, dy), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for gradient, eager_gradient in zip(gradients, torch.autograd.grad(expected, leaves, dy), strict=True):
+        torch.testing.assert_close(gradient, eager_gradient)
