@@ -33,7 +33,7 @@ from tests.machines import Describe
 from tests.ops import (
     cases_activation,
     cases_attention,
-    cases_attention_kept,
+    cases_dense_varlen_attention,
     cases_keyed_dropout,
     cases_loss,
     cases_norm,
@@ -55,7 +55,7 @@ OPS = {
 # The cases of gradients alone give a y or probabilities that are not those of q and k; the kernel reads neither.
 CASES = [
     case
-    for module in (cases_attention, cases_attention_kept, cases_keyed_dropout)
+    for module in (cases_attention, cases_dense_varlen_attention, cases_keyed_dropout)
     for case in module.CASES
     if case.name in OPS
 ]
