@@ -78,6 +78,6 @@ def _signal(groups: list[int], number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("ONNXTRAIN_REGIONS", "auto")  # off by default; what takes longest to compile
+    os.environ.setdefault("ONNXTRAIN_KERNELS", "fused")  # off by default; what takes longest to compile
     processes.end_on_termination()
     processes.send(result=measure(WORKLOAD, lambda text: processes.send(doing=text)))

@@ -1,4 +1,4 @@
-"""What the options that change the whole process gain: each against its default.
+"""What the names of the option `process_wide` gain: each against none.
 
     a process of each, not counted, fills the caches ─▶ interleaved processes: default, option ─▶ medians
 
@@ -11,6 +11,7 @@ time is for an idle machine; processor time is of all threads of the process, an
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -67,7 +68,9 @@ def measure(option: str, workload: str, repeats: int, tell: Tell) -> list[tuple[
             found: list[Seconds] = []
             for wanted in ("0", "1"):
                 caches = str(Path(scratch, str(repeat) + wanted if step == FIRST else "kept"))
-                environment = {f"ONNXTRAIN_{option.upper()}": wanted, "ONNXTRAIN_CACHE_DIR": caches}
+                file = Path(scratch, f"options-{wanted}.json")
+                file.write_text(json.dumps({"process_wide": [option] if wanted == "1" else []}))
+                environment = {"ORTMODULE_JSON_CONFIG_PATH": str(file), "ONNXTRAIN_CACHE_DIR": caches}
                 arguments = ["--child", step, workload]
                 found.append(processes.run("benchmarks.process_options", arguments, environment, tell))
             if repeat >= 0:

@@ -108,7 +108,7 @@ class Products:
 
 @contextlib.contextmanager
 def _memory_at_hand() -> Iterator[None]:
-    """Results lie in memory of the round before, as under the option `reuse_memory`: the system clears fresh memory.
+    """Results use the memory of the round before, as with "reuse_memory": the system clears fresh memory.
 
     In a process with five variants BERT's products, with scores of 30,522 words, run at 133 GFLOP/s so, and at 98
     where memory is given back each time: they took longer than onnxtrain's whole step.

@@ -101,8 +101,8 @@ VARIANTS: dict[str, Prepare] = {
     EAGER: _eager,
     ONEDNN: _with_onednn,
     ONNXTRAIN: _onnxtrain,
-    REGIONS: functools.partial(_onnxtrain, regions="auto"),
-    ALL_REGIONS: functools.partial(_onnxtrain, regions="on"),
+    REGIONS: functools.partial(_onnxtrain, kernels="fused"),
+    ALL_REGIONS: functools.partial(_onnxtrain, kernels="fused-all"),
     COMPILE: _compile,
     COMPILE_DYNAMIC: _compile_dynamic,
 }

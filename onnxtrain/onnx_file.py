@@ -157,8 +157,3 @@ def _check(model: ir.Model, path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=whole)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError("the graph would be no valid ONNX file", where=path.name, got=str(error)) from error
-
-
-def debug_file_name(prefix: str, stage: str, mode: str) -> str:
-    """The name of a file of `DebugOptions(save_onnx=True)`: `<prefix>_<stage>_<mode>.onnx`."""
-    return f"{prefix}_{stage}_{mode}.onnx"

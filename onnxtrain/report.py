@@ -58,7 +58,7 @@ class SubgraphReport:
         frequency: the number of such activations.
         saved_bytes: the memory saved when all of them are recomputed, at the sizes of the first call.
         recomputed: how many of them are recomputed now.
-        config: the entry of the option memory_opt_config that recomputes all of them.
+        config: the entry of the option recompute that recomputes all of them.
     """
 
     pattern: str
@@ -76,8 +76,8 @@ class SubgraphReport:
 class StageReport:
     """One stage of the pipeline: its time, the nodes of its graph, changes applied and refused, its passes.
 
-    `subgraphs` lists what memory_opt_config can name; only the plan stage has them, and only if a memory_opt option is
-    set. `work` is the cost of the stage's graph, if the option count_work is set.
+    `subgraphs` lists what the option recompute can name; only the plan stage has it, and only if recompute is set.
+    `work` is the cost of the stage's graph, if statistics has "work".
     """
 
     name: str
@@ -96,7 +96,7 @@ class CompileReport:
 
     Attributes:
         stages: in order.
-        before: the cost of a step before any pass, with its backward, if the option count_work is set.
+        before: the cost of a step before any pass, with its backward, if statistics has "work".
         variants: further graphs of the same capture by name ("without padding"). Each is compiled when its first batch
             arrives.
     """
@@ -112,7 +112,7 @@ class CompileReport:
 
     @property
     def after(self) -> Work | None:
-        """The cost of a step of the final graph, if the option count_work is set."""
+        """The cost of a step of the final graph, if statistics has "work"."""
         return next((stage.work for stage in reversed(self.stages) if stage.work is not None), None)
 
     @property
@@ -122,7 +122,7 @@ class CompileReport:
 
     @property
     def subgraphs(self) -> tuple[SubgraphReport, ...]:
-        """The subgraphs that memory_opt_config can name; () if no memory_opt option is set."""
+        """The subgraphs that the option recompute can name; () if it is not set."""
         return tuple(subgraph for stage in self.stages for subgraph in stage.subgraphs)
 
 

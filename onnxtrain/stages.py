@@ -1,8 +1,8 @@
 """The stages of a compilation: each graph is verified, timed, and written to disk where that is asked for.
 
     stages = Stages(options, "training", "Bert")
-    model = stages.record("capture", capture(module))           1-capture.onnx, <prefix>_torch_exported_training.onnx
-    model = stages.record("optimize", model, optimize(model))   2-optimize.onnx, <prefix>_optimized_pre_grad_...
+    model = stages.record("capture", capture(module))           graphs/bert_torch_exported_training.onnx
+    model = stages.record("optimize", model, optimize(model))   graphs/bert_optimized_pre_grad_training.onnx
     stages.report()
 
 A file is written when its stage is done, so that it is there when a later stage fails.
@@ -10,7 +10,6 @@ A file is written when its stage is done, so that it is there when a later stage
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -29,8 +28,8 @@ from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, Su
 
 Mode = Literal["training", "inference"]
 
-# The files of DebugOptions(save_onnx=True), by the stage whose graph they hold. Without gradients the graph that is
-# optimized before them is the optimized graph as well.
+# The names of files whose stage ONNX Runtime Training wrote too (DebugOptions(save_onnx=True)), by stage. Without
+# gradients the graph that is optimized before them is the optimized graph as well.
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "training": {
         "capture": ("torch_exported",),
@@ -45,7 +44,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-_dumping: Counter[Path] = Counter()  # compilations of this process that wrote to a folder
+_compilations: Counter[tuple[Path, Mode]] = Counter()  # of this process that saved graphs under a path prefix
 
 
 class Changes(Protocol):
@@ -92,10 +91,9 @@ class Stages:
         self._mode = mode
         self._title = title
         self._work = work
-        self._numbers = itertools.count(1)
         self._before: Work | None = None
         self._stages: list[StageReport] = []
-        self._dump_folder: Path | None = None
+        self._path_prefix: Path | None = None
         self._right: set[Hashable] = set()  # the kinds of nodes that were verified
         self._clock = time.perf_counter()
 
@@ -118,8 +116,7 @@ class Stages:
             )
         self._stages.append(done)
         LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
-        if self._options.verify:
-            verify(model, lookup, self._right)
+        verify(model, lookup, self._right)
         self._write(name, model)
         self._clock = time.perf_counter()  # what verifying and writing took is no stage's time
         return model
@@ -143,7 +140,7 @@ class Stages:
             GraphError: see `record`.
         """
         took_ms = (time.perf_counter() - self._clock) * 1e3
-        if applied and self._options.verify:
+        if applied:
             verify(model, lookup, self._right)
         done = StageReport(name, took_ms, len(model.graph), tuple(applied), tuple(refused), subgraphs=tuple(subgraphs))
         self._stages.append(done)
@@ -161,24 +158,20 @@ class Stages:
         return CompileReport(tuple(self._stages), self._before)
 
     def _write(self, name: str, model: ir.Model) -> None:
-        options = self._options
-        paths: list[Path] = []
-        if options.dump_dir is not None:
-            paths.append(self._dump_to(options.dump_dir) / f"{next(self._numbers)}-{name}.onnx")
-        if options.save_onnx:
-            paths += [
-                options.save_path / onnx_file.debug_file_name(options.onnx_prefix, kind, self._mode)
-                for kind in _FILES[self._mode].get(name, ())
-            ]
-        if paths:
-            onnx_file.write(model, paths, options.onnx_opset)
+        if self._options.save_graphs is None:
+            return
+        prefix = self._prefix(self._options.save_graphs)
+        names = _FILES[self._mode].get(name, (name.replace("-", "_"),))
+        paths = [prefix.with_name(f"{prefix.name}_{each}_{self._mode}.onnx") for each in names]
+        onnx_file.write(model, paths, self._options.onnx_opset)
         for path in paths:
             LOG.info("%s: wrote %s", self._title, path)
 
-    def _dump_to(self, folder: Path) -> Path:
-        """The folder for this compilation: `folder` for the first of the process, `folder/2` for the second, ..."""
-        if self._dump_folder is None:
-            _dumping[folder] += 1
-            number = _dumping[folder]
-            self._dump_folder = folder if number == 1 else folder / str(number)
-        return self._dump_folder
+    def _prefix(self, given: Path) -> Path:
+        """The path prefix for this compilation: `given` for the first of the process, `given_2` for the second, ..."""
+        if self._path_prefix is None:
+            saved = (given.absolute(), self._mode)
+            _compilations[saved] += 1
+            number = _compilations[saved]
+            self._path_prefix = given if number == 1 else given.with_name(f"{given.name}_{number}")
+        return self._path_prefix

@@ -28,6 +28,7 @@ from onnxtrain.ops.unsupported import (
     TRAINING_SIGNATURES,
 )
 from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, knobs
+from onnxtrain.options.former import FORMER, FormerOption
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
 
@@ -62,6 +63,16 @@ single module. Keys are the options' names, or those of ONNX Runtime Training:
 |---|---|
 """
 
+_FORMER = """\
+## Former options
+
+These names still work, in code and in a JSON file, with a notice. The variables of ONNX Runtime Training among them
+are here to stay, and need none.
+
+| option | variables | now |
+|---|---|---|
+"""
+
 _WITHOUT_EFFECT = """\
 ## Variables without effect
 
@@ -80,6 +91,7 @@ def options_page() -> str:
         "## Variables of the process\n\n| variable | meaning |\n|---|---|\n" + _rows(PROCESS_VARIABLES, code=True)
     )
     parts.append(_JSON + _rows({_json_key(key): f"`{option}`" for key, option in KEYS.items()}, code=True))
+    parts.append(_FORMER + "\n".join(map(_former_row, FORMER.values())) + "\n")
     parts.append(_WITHOUT_EFFECT + _rows({name: row.reason for name, row in VARIABLES.items()}, code=True))
     keys = {name: row.reason for name, row in JSON_KEYS.items()}
     parts.append(
@@ -100,6 +112,11 @@ def _option(knob: Knob) -> str:
         *([f"* Environment: {', '.join(variables)}"] if variables else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _former_row(option: FormerOption) -> str:
+    variables = ", ".join(f"`{old.variable}`" for old in option.variables)
+    return f"| `{option.name}` | {variables} | {option.advice} |"
 
 
 def _json_key(key: str) -> str:

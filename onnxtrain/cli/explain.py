@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     model = model_of(options)
     module = ORTModule(
         model.module,
-        count_work=True,
+        statistics="work",
         keep_outputs=options.keep_outputs,
         rng=options.rng,
         fallback_policy=FallbackPolicy.FALLBACK_DISABLE,  # the user asks why there is no graph

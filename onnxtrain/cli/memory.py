@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--largest", type=positive, default=20, metavar="N", help="the number of tensors to list (default: 20)"
     )
     parser.add_argument(
-        "--subgraphs", action="store_true", help="list the recomputable subgraphs for the option memory_opt_config"
+        "--subgraphs", action="store_true", help="list the recomputable subgraphs for the option recompute"
     )
     parser.add_argument(
         "--budget", metavar="BYTES", help="the option memory_budget_bytes: bytes, a fraction such as 0.5, or auto"
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     name = type(loaded.module).__name__
     eager_module = copy.deepcopy(loaded.module)
     eager = _measure("Measured in eager PyTorch", loaded, eager_module, eager_module, options.optimizer)
-    keep_all, keep_all_storages, keep_all_engine = _planned(copy.deepcopy(eager_module), loaded, recompute_cheap=False)
+    keep_all, keep_all_storages, keep_all_engine = _planned(copy.deepcopy(eager_module), loaded, recompute="none")
     plan, storages, engine = _planned(loaded.module, loaded, memory_budget_bytes=options.budget)
     ours = _measure("Measured", loaded, loaded.module, lambda *args, **kwargs: engine(args, kwargs), options.optimizer)
     tensors = largest_tensors(plan, storages, options.largest, recomputed_in(plan))
@@ -156,7 +156,7 @@ def _tensors(tensors: Sequence[TensorGroup]) -> Table:
 
 def _subgraphs(rows: Sequence[SubgraphReport]) -> Table:
     result = Table(header_style="bold", title="activations that can be recomputed", title_justify="left")
-    for name in ("saves", "count", "status", "memory_opt_config"):
+    for name in ("saves", "count", "status", "recompute"):
         result.add_column(name, justify="right" if name in ("saves", "count") else "left", overflow="fold")
     for row in rows:
         result.add_row(as_bytes(row.saved_bytes), str(row.frequency), row.status, row.config)

@@ -61,17 +61,16 @@ def measure(loaded: LoadedModel, steps: int) -> ModelReport:
     with tempfile.TemporaryDirectory() as folder, only_errors():
         ort = ORTModule(
             loaded.module,
-            count_work=True,
-            dump_dir=folder,
+            statistics="work",
+            save_graphs=Path(folder) / "graph",
             # A variant without padding would run in place of the graph that the page shows.
             skip_padding="never",
             fallback_policy=FallbackPolicy.FALLBACK_DISABLE,
         )
         _step(loaded, ort)
         memory = _memory(ort)
-        captured = read_graph("as captured", next(Path(folder).glob("1-*.onnx")))
-        last = max(Path(folder).glob("*-plan.onnx"), key=lambda file: int(file.name.split("-")[0]))
-        executed = read_graph("as it runs", last)
+        captured = read_graph("as captured", _saved(folder, "torch_exported"))
+        executed = read_graph("as it runs", _saved(folder, "execution_model"))
     eager_ms, ours_ms = _time_interleaved(lambda: _step(loaded, eager), lambda: _step(loaded, ort), steps)
     with profiled() as profile:
         for _ in range(_PROFILED_STEPS):
@@ -89,6 +88,11 @@ def measure(loaded: LoadedModel, steps: int) -> ModelReport:
         is_right=verdict.is_right,
         memory=memory,
     )
+
+
+def _saved(folder: str, stage: str) -> Path:
+    (file,) = Path(folder).glob(f"graph_{stage}_*.onnx")
+    return file
 
 
 def _memory(model: ORTModule) -> str:

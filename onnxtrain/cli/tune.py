@@ -62,7 +62,7 @@ def fill(shape: Shape, dtype: torch.dtype, folder: Path | None) -> bool:
 
 def _run(shape: Shape, dtype: torch.dtype, folder: Path, answers: Answers) -> bool:
     rows, inputs, outputs = shape
-    module = ORTModule(torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, tuning_results_path=folder)
+    module = ORTModule(torch.nn.Linear(inputs, outputs, dtype=dtype), tuning=True, cache_dir=folder)
     x = torch.randn(rows, inputs).to(dtype).requires_grad_()
     cotangent = torch.randn(rows, outputs).to(dtype)
     for number in range(_MAX_STEPS):
@@ -112,7 +112,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure if asked to, and print the table."""
     console = Console()
-    folder = options.folder or Options.resolve().tuning_results_path
+    folder = options.folder or Options.resolve().cache_dir
     if options.clear:
         removed = clear(folder)
         console.print(f"removed {removed}" if removed else f"nothing to remove: no {file_of(folder)}", markup=False)

@@ -35,13 +35,12 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, builder, definition_of, lookup, un
 from onnxtrain.ops.bodies import close
 from onnxtrain.options import Options
 from onnxtrain.passes import JOINT, forward_passes, optimize
-from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
 
 METADATA = "onnxtrain"
 UPDATED = ".out"
 
 # Stock onnxruntime would run a chunked loss by its body, which holds all scores; it has a kernel for LogSoftmax.
-_FORWARD = tuple(p for p in forward_passes(Options(chunked_loss=False)) if p is not save_logits_for_backward)
+_FORWARD = forward_passes(Options(disabled_passes=("chunk_losses", "save_logits_for_backward")))
 
 
 @dataclass(frozen=True)

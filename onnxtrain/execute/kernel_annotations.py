@@ -31,4 +31,4 @@ def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) ->
 
 def may_compile_in_background(options: Options) -> bool:
     """Whether compiled C++ may take the place of operators when it is ready, in the middle of a run."""
-    return options.native and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()
+    return options.kernels != "pytorch" and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()

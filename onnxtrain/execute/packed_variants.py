@@ -59,8 +59,7 @@ def plan_packed_variants(
     Returns:
         None where there can be no padding (tokens and masks are integers or booleans), or the options keep it.
     """
-    wanted = options.compute_optimizer and options.skip_padding != "never"
-    if not wanted or not any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs):
+    if options.skip_padding == "never" or not any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs):
         return None
     return PackedVariants(model, captured, options, device)
 
@@ -168,7 +167,12 @@ class PackedVariants:
         inputs = (*tensors, *kept.tensors())
         sources = (*self._captured.sources, *(Source("input", index=i) for i in range(len(tensors), len(inputs))))
         captured = replace(self._captured, model=with_graph(self._captured.model, graph), sources=sources)
-        options = replace(self._options, onnx_prefix=f"{self._options.onnx_prefix}_packed", skip_padding="never")
+        saved = self._options.save_graphs
+        options = replace(
+            self._options,
+            save_graphs=saved and saved.with_name(f"{saved.name}_packed"),
+            skip_padding="never",
+        )
 
         def rerun_padded(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             return rerun(given[: len(self._captured.sources)])

@@ -1,4 +1,4 @@
-"""Memory of a program's tensors, kept from step to step: the option `reuse_memory`.
+"""Memory of a program's tensors, kept from step to step: `process_wide="reuse_memory"`.
 
 What a step frees, the C library gives back to the system, which clears it anew for the next step: of MiniLM's step of
 1.25 s that took 0.16 (40,000 pages of 4 KB; 2 threads of an AMD EPYC). While a program runs, its tensors come from

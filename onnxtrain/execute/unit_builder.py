@@ -139,7 +139,11 @@ class UnitBuilder:
         self, part: Part, title: str, layout: ChannelsLast | None = None, joined: Joined | None = None
     ) -> Program:
         program = make_program(part, f"{self._name} {title}", self.device, self.options, layout, joined)
-        if self.device.type == "cpu" and self.options.native and self.options.reuse_memory:
+        if (
+            self.device.type == "cpu"
+            and self.options.kernels != "pytorch"
+            and "reuse_memory" in self.options.process_wide
+        ):
             reuse_memory(program)
         return program
 

@@ -159,9 +159,7 @@ class Engine:
         self._warned: set[str] = set()
         self._in_pieces: Call | None = None
         self._cache = (
-            None
-            if options.cache_dir is None or self._entry_point.is_piece
-            else CaptureCache(options.cache_dir, options.cache_limit_mb, module)
+            None if options.cache_dir is None or self._entry_point.is_piece else CaptureCache(options.cache_dir, module)
         )
         self._recaptures = Recaptures(module)
         self._calls = 0
@@ -222,7 +220,8 @@ class Engine:
     def _find_or_compile(
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
-        with CAPTURE_LOCK, collector_paused(self._options.pause_collector), logs.level_of(self._options):
+        options = self._options
+        with CAPTURE_LOCK, collector_paused("pause_collector" in options.process_wide), logs.level_of(options):
             entry, inputs = self._find(key, tensors)  # another thread may have compiled it meanwhile
             if entry is None:
                 return self._compile(key, tensors, structure)
@@ -423,12 +422,12 @@ def set_up(engine: Engine, name: str, options: Options) -> Call:
     """
     logs.set_up(options)
     warn_ineffective_variables()
-    if options.conv_algo_search == "EXHAUSTIVE":
+    if options.tuning == "exhaustive":
         torch.backends.cudnn.benchmark = True
     run: Call = engine
-    if options.print_input_density:
+    if "input_density" in options.statistics:
         run = DensityWatch(run, engine.newest, name)
-    return MemoryWatch(run, name) if options.print_memory_stats else run
+    return MemoryWatch(run, name) if "memory" in options.statistics else run
 
 
 class _CalledBy(torch.nn.Module):

@@ -100,7 +100,9 @@ class Verdict:
         if len(wrong) > 10:
             lines.append(f"  and {len(wrong) - 10} more")
         if self.first is None:
-            lines.append("no single operator is off by itself; try again with native=False to rule out native kernels")
+            lines.append(
+                "no single operator is off by itself; try again with kernels='pytorch' to rule out native kernels"
+            )
         else:
             f = self.first
             lines.append(f"first difference: {f.op}, output {f.value} ({f.where or 'unknown source location'})")

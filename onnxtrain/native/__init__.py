@@ -21,8 +21,8 @@ source may include the headers of PyTorch and Python.
     compiler.py   the compiler and its flags
 
 Libraries are cached in `cache_folder("native")`, by source, flags, compiler and processor. If there is no compiler or
-the source does not compile, that is logged once and `functions` stays None. The option `native` (ONNXTRAIN_NATIVE=0)
-disables them: check it before `request`. Linux only: elsewhere C++ cannot reach PyTorch's threads without PyTorch's
+the source does not compile, that is logged once and `functions` stays None. `kernels="pytorch"` disables them:
+check the option before `request`. Linux only: elsewhere C++ cannot reach PyTorch's threads without PyTorch's
 headers.
 """
 

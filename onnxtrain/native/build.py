@@ -73,8 +73,8 @@ def require_compiler(purpose: str) -> compiler.Compiler:
         searched = f"$CXX is {variable!r}, which does not run" if variable else "looked for c++, g++ and clang++"
         warn_once(
             f"There is no C++ compiler ({searched}): training runs without compiled kernels, which is slower. Install "
-            "one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set native=False "
-            "(ONNXTRAIN_NATIVE=0)."
+            "one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set kernels='pytorch' "
+            "(ONNXTRAIN_KERNELS=pytorch)."
         )
         raise BuildError(f"there is no C++ compiler ({searched})")
     return cxx

@@ -72,21 +72,24 @@ class DebugOptions:
         self.save_onnx = save_onnx
         self.onnx_prefix = onnx_prefix
         folder = os.path.abspath(save_path)  # os.chdir after this must not redirect the files
-        self.settings: dict[str, Any] = {**(config or {}), "log_level": log_level, "save_path": folder}
+        self.settings: dict[str, Any] = {**(config or {}), "log_level": log_level}
         if save_onnx:
-            self.settings |= {"save_onnx": True, "onnx_prefix": onnx_prefix}
+            self.settings["save_graphs"] = os.path.join(folder, onnx_prefix)
         self.options = Options.resolve(**self.settings)
-        if save_onnx and not os.access(self.options.save_path, os.W_OK):
+        self._folder = folder
+        if save_onnx and not os.access(self.save_onnx_models.path, os.W_OK):
             raise OSError(
-                f"The folder {self.options.save_path} does not exist or is not writable. "
+                f"The folder {self.save_onnx_models.path} does not exist or is not writable. "
                 "Pass another save_path, or set the environment variable ORTMODULE_SAVE_ONNX_PATH."
             )
 
     @property
     def save_onnx_models(self) -> SaveOnnxOptions:
         """Whether the graphs are written, and the prefix and folder of the files, after the environment is applied."""
-        options = self.options
-        return SaveOnnxOptions(options.save_onnx, options.onnx_prefix, str(options.save_path.absolute()))
+        prefix = self.options.save_graphs
+        if prefix is None:
+            return SaveOnnxOptions(False, "", self._folder)
+        return SaveOnnxOptions(True, prefix.name, str(prefix.parent.absolute()))
 
     @property
     def logging(self) -> LoggingOptions:

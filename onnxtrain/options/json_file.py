@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from onnxtrain.errors import OptionError
 from onnxtrain.options import without_effect
+from onnxtrain.options.former import FORMER, warn_former
 
 # ONNX Runtime Training's keys and the options they set. Nested keys are written `Group.Key`.
 KEYS: Mapping[str, str] = {
@@ -26,13 +27,13 @@ _GROUPS = {key.split(".")[0] for key in KEYS if "." in key}
 
 
 def read(path: str | os.PathLike[str], options: Sequence[str]) -> dict[str, object]:
-    """Read the file's options by their names in the table, with unparsed values.
+    """Read the file's options by their names in the tables, current and former, with unparsed values.
 
     Keys of ONNX Runtime Training that have no effect here are logged as such.
 
     Args:
         path: the file.
-        options: all option names.
+        options: the names of all current options.
 
     Raises:
         OptionError: the file cannot be read, is not a JSON object, or has an unknown key.
@@ -43,6 +44,9 @@ def read(path: str | os.PathLike[str], options: Sequence[str]) -> dict[str, obje
             without_effect.warn_ineffective(f"The key {key} in {path}", without_effect.JSON_KEYS[key], value)
         elif key in KEYS or key in options:
             settings[KEYS.get(key, key)] = value
+        elif key in FORMER:
+            warn_former(f"The key {key} in {path}", FORMER[key])
+            settings[key] = value
         else:
             valid = sorted([*KEYS, *without_effect.JSON_KEYS, *options])
             raise OptionError(

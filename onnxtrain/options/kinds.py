@@ -47,6 +47,15 @@ class OldName:
     variable: str
     value: Callable[[str], str] = str
 
+    def text(self) -> str:
+        """The option's text by this variable; "" if it is not set."""
+        return self.value(os.environ.get(self.variable, ""))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was a variable of onnxtrain, as opposed to ONNX Runtime Training, whose names are kept."""
+        return self.variable.startswith("ONNXTRAIN_")
+
 
 @dataclass(frozen=True)
 class Knob:
@@ -70,24 +79,31 @@ class Knob:
 
     def read(self, value: object, where: str) -> Any:
         """Parse a value. `where` names its source in the error for an invalid one."""
-        try:
-            return self.kind.read(value)
-        except ValueError as error:
-            raise OptionError(
-                f"The option {self.name!r} has an invalid value.",
-                where,
-                self.kind.allowed,
-                repr(value),
-                "Set an allowed value.",
-            ) from error
+        return parse(self.name, self.kind, value, where)
 
     def from_environment(self) -> tuple[str, Any] | None:
         """The variable that is set and its value; None if none is set. An empty variable counts as not set."""
         names = [OldName(self.variable)] if self.variable else []
         for name in (*names, *self.old_names):
-            if text := name.value(os.environ.get(name.variable, "")):
+            if text := name.text():
+                if name in self.old_names and name.is_own:
+                    warn_once(f"The variable {name.variable} is a former name: set the option {self.name} instead.")
                 return name.variable, self.read(text, f"the environment variable {name.variable}")
         return None
+
+
+def parse(name: str, kind: Kind[T], value: object, where: str) -> T:
+    """Parse the value of an option.
+
+    Raises:
+        OptionError: it is not of this kind; `where` names its source.
+    """
+    try:
+        return kind.read(value)
+    except ValueError as error:
+        raise OptionError(
+            f"The option {name!r} has an invalid value.", where, kind.allowed, repr(value), "Set an allowed value."
+        ) from error
 
 
 def _invalid(value: object) -> ValueError:
@@ -172,6 +188,12 @@ def _read_path(value: object) -> Path:
     return Path(value)
 
 
+def _read_path_prefix(value: object) -> Path:
+    """Parse a path prefix of files; in a folder, which ends with a separator, their names begin with "model"."""
+    path = _read_path(value)
+    return path / "model" if str(value).endswith(os.sep) else path
+
+
 def _read_count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 0:
         raise _invalid(value)
@@ -221,6 +243,31 @@ def _read_subgraphs(value: object) -> tuple[SubgraphConfig, ...]:
     return tuple(e if isinstance(e, SubgraphConfig) else SubgraphConfig.read(str(e)) for e in entries)
 
 
+RECOMPUTE_WORDS = ("cheap", "none", "layers", "all")
+
+
+def _read_recompute(value: object) -> str | tuple[SubgraphConfig, ...]:
+    if isinstance(value, str) and value in RECOMPUTE_WORDS:
+        return value
+    entries = _read_subgraphs(value)
+    if not entries:
+        raise _invalid(value)
+    return entries
+
+
+def _recompute_text(value: str | tuple[SubgraphConfig, ...]) -> str:
+    return value if isinstance(value, str) else ",".join(map(str, value))
+
+
+def _read_tuning(value: object) -> bool | int | str:
+    word = str(value).strip().lower()
+    if word == "exhaustive":
+        return word
+    if word in _TRUTH:
+        return _TRUTH[word]
+    return _read_count(value)
+
+
 def _read_log_level(value: object) -> LogLevel:
     if isinstance(value, LogLevel):
         return value
@@ -245,6 +292,18 @@ def _flags(enum: type[Flag]) -> Kind[Flag]:
     return Kind("names joined by |: " + ", ".join(enum.__members__), read, text)
 
 
+def names_of(*allowed: str) -> Kind[tuple[str, ...]]:
+    """Some of these names."""
+
+    def read(value: object) -> tuple[str, ...]:
+        names = _read_names(value) if value else ()
+        if not set(names) <= set(allowed):
+            raise _invalid(value)
+        return names
+
+    return Kind(f"names among {', '.join(allowed)}, as a list or comma-separated; or none", read, ",".join)
+
+
 def optional(kind: Kind[T]) -> Kind[T | None]:
     """A value of `kind`, or None."""
     return Kind(f"{kind.allowed}, or None", lambda value: None if value is None else kind.read(value))
@@ -254,6 +313,7 @@ BOOL = Kind("true, 1, yes, on, false, 0, no or off", _read_bool)
 TEXT = Kind("text", _read_text)
 NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or comma-separated", _read_names, ",".join)
 PATH = Kind("a path", _read_path)
+PATH_PREFIX = Kind("a path prefix such as graphs/bert, or a folder such as graphs/", _read_path_prefix)
 COUNT = Kind("an integer >= 0", _read_count)
 BUDGET: Kind[int | float | str] = Kind("an integer number of bytes, a fraction such as 0.5, or 'auto'", _read_budget)
 OPSET = Kind("an integer >= 1", _read_opset)
@@ -264,5 +324,9 @@ MEMORY_OPT_CONFIG: Kind[tuple[SubgraphConfig, ...]] = Kind(
     _read_subgraphs,
     lambda entries: ",".join(map(str, entries)),
 )
+RECOMPUTE: Kind[str | tuple[SubgraphConfig, ...]] = Kind(
+    f"{', '.join(RECOMPUTE_WORDS)}; or {MEMORY_OPT_CONFIG.allowed}", _read_recompute, _recompute_text
+)
+TUNING: Kind[bool | int | str] = Kind("true, false, a number of milliseconds above 1, or exhaustive", _read_tuning)
 FALLBACK_POLICY = _flags(FallbackPolicy)
 SKIP_CHECK = _flags(SkipCheck)

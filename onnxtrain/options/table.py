@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from onnxtrain.errors import OptionError
 from onnxtrain.options import json_file, without_effect
+from onnxtrain.options.former import FORMER, FormerOption, Values, warn_former
 from onnxtrain.options.kinds import (
     BOOL,
     BUDGET,
-    COUNT,
     FALLBACK_POLICY,
     LOG_LEVEL,
-    MEMORY_OPT_CONFIG,
-    MEMORY_OPT_LEVEL,
     NAMES,
     OPSET,
     PATH,
-    TEXT,
+    PATH_PREFIX,
+    RECOMPUTE,
+    TUNING,
     Kind,
     Knob,
     OldName,
     auto_or_never,
-    on_or_off,
+    names_of,
     one_of,
-    one_of_or,
     opposite,
     optional,
-    triton_folder,
+    parse,
 )
-from onnxtrain.options.policies import FallbackPolicy, LogLevel, MemoryOptLevel, SubgraphConfig
+from onnxtrain.options.policies import FallbackPolicy, LogLevel, SubgraphConfig
 
 T = TypeVar("T")
 
@@ -58,6 +57,8 @@ PROCESS_VARIABLES: Mapping[str, str] = {
     JSON_VARIABLE: "a JSON file of options",
     "ONNXTRAIN_CACHE_DIR": "the folder for compiled kernels and measurements; by default $XDG_CACHE_HOME/onnxtrain or "
     "~/.cache/onnxtrain, or a temporary folder if that is not writable",
+    "ONNXTRAIN_CACHE_LIMIT_MB": "the maximum size of the captures in a cache_dir in MiB, by default 1024; the least "
+    "recently used ones are removed",
     "ONNXTRAIN_WITHOUT_INTERNALS": "names of private parts of PyTorch not to use, separated by commas, or all",
 }
 
@@ -87,41 +88,23 @@ class Options:
         "uses a cheaper generator",
         "ONNXTRAIN_RNG",
     )
-    native: bool = _knob(
-        True,
-        BOOL,
-        "on a CPU with a C++ compiler, use native kernels for attention, dropout, norms and others, which are compiled "
-        "in the background",
-        "ONNXTRAIN_NATIVE",
+    kernels: str = _knob(
+        "native",
+        one_of("pytorch", "native", "fused", "fused-all"),
+        "the kernels to use: 'pytorch': PyTorch's; 'native': on a CPU with a C++ compiler, also native kernels for "
+        "attention, dropout, norms and others, which are compiled in the background; 'fused': also adjacent "
+        "elementwise ops, norms, softmax and sums fused into kernels of PyTorch's Inductor (on a GPU this needs "
+        "Triton), if their kind was measured to be faster, on this machine too; 'fused-all': wherever they can be "
+        "fused",
+        "ONNXTRAIN_KERNELS",
     )
-    reuse_memory: bool = _knob(
-        False,
-        BOOL,
-        "on a CPU with a C++ compiler, reuse tensor memory across steps: while such a module exists, an allocator of "
-        "onnxtrain wraps PyTorch's CPU allocator for the whole process. Off if `native` is off",
-        "ONNXTRAIN_REUSE_MEMORY",
-    )
-    pause_collector: bool = _knob(
-        False,
-        BOOL,
-        "pause Python's garbage collector, for the whole process, while the module is captured and compiled",
-        "ONNXTRAIN_PAUSE_COLLECTOR",
-    )
-    regions: str = _knob(
-        "off",
-        one_of("auto", "on", "off"),
-        "fuse adjacent elementwise ops, norms, softmax and sums into kernels of PyTorch's Inductor, compiled in the "
-        "background; needs a C++ compiler, on a GPU also Triton. 'auto': only the kinds of regions that were measured "
-        "to be faster, if they are on this machine too; 'on': all. Off if `native` is off",
-        "ONNXTRAIN_REGIONS",
-        OldName("ORTMODULE_USE_TRITON", on_or_off),
-    )
-    regions_dump: Path | None = _knob(
-        None,
-        optional(PATH),
-        "a folder for the graph and the compiled library of each fused region",
-        "ONNXTRAIN_REGIONS_DUMP",
-        OldName("ORTMODULE_TRITON_DEBUG", triton_folder),
+    process_wide: tuple[str, ...] = _knob(
+        (),
+        names_of("reuse_memory", "pause_collector"),
+        "optimizations that affect the whole process: 'reuse_memory': on a CPU with a C++ compiler, reuse tensor "
+        "memory across steps: while such a module exists, an allocator of onnxtrain wraps PyTorch's CPU allocator, "
+        "unless `kernels` is 'pytorch'; 'pause_collector': pause Python's garbage collector while the module is "
+        "captured and compiled",
     )
     cuda_graphs: bool = _knob(
         False,
@@ -129,7 +112,8 @@ class Options:
         "on a GPU, record forward and backward as CUDA graphs, for up to eight sets of input sizes, and replay them; "
         "the number of tokens without padding is rounded up to limit the number of graphs. Programs with "
         "data-dependent shapes are not recorded",
-        "ONNXTRAIN_CUDA_GRAPHS",
+        None,
+        OldName("ONNXTRAIN_CUDA_GRAPHS"),
     )
     keep_outputs: tuple[str, ...] | None = _knob(
         None,
@@ -145,40 +129,29 @@ class Options:
         "first call; 'auto' is 90 % of the memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
-    recompute_cheap: bool = _knob(
-        True,
-        BOOL,
-        "without a budget, recompute in backward what costs little more than reading it from memory, such as an "
-        "activation function of a kept tensor",
-        "ONNXTRAIN_RECOMPUTE_CHEAP",
+    recompute: str | tuple[SubgraphConfig, ...] = _knob(
+        "cheap",
+        RECOMPUTE,
+        "what backward recomputes without a memory budget: 'cheap': what costs little more than reading it from "
+        "memory, such as an activation function of a kept tensor; 'none': nothing; 'layers': all activations internal "
+        "to a layer; 'all': also all subgraphs outside the layers, even if a smaller tensor must be kept for that; or "
+        "subgraphs as pattern:kind:count, which `onnxtrain memory MODEL` lists",
     )
-    compute_optimizer: bool = _knob(
-        True,
+    early_gradients: bool = _knob(
+        False,
         BOOL,
-        "skip the computation of dead rows: gathers move up the graph; also enables label_sparsity, chunked_loss and "
-        "skip_padding, which are off if this is off",
-        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",
-    )
-    label_sparsity: bool = _knob(
-        True,
-        BOOL,
-        "skip tokens with an ignored label after the last attention layer",
-        "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER",
-        OldName("ORTMODULE_ENABLE_LABEL_SPARSITY_OPT"),
-    )
-    chunked_loss: bool = _knob(
-        True,
-        BOOL,
-        "compute the logits of a large vocabulary and their loss in chunks of rows, never all at once",
-        "ONNXTRAIN_CHUNKED_LOSS",
+        "accumulate each layer's gradients into .grad and free them during backward, not at its end; hooks then fire "
+        "layer by layer, as in eager",
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
     )
     skip_padding: str = _knob(
         "auto",
         one_of("auto", "always", "never"),
         "skip padding tokens if their results are proven to be unused; 'auto': for batches of at least 512 tokens of "
         "which at least 10 % are padding",
-        "ONNXTRAIN_SKIP_PADDING",
+        None,
         OldName("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER", auto_or_never),
+        OldName("ONNXTRAIN_SKIP_PADDING"),
     )
     disabled_passes: tuple[str, ...] | None = _knob(
         None,
@@ -186,24 +159,20 @@ class Options:
         "graph passes to skip, by their names in the report, to measure the effect of each",
         "ONNXTRAIN_DISABLED_PASSES",
     )
-    print_input_density: bool = _knob(
-        False,
-        BOOL,
-        "print for each step the fraction of tokens that are not padding, if padding can be skipped, and of those that "
-        "have a label",
-        "ORTMODULE_PRINT_INPUT_DENSITY",
-        OldName("ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR"),
+    statistics: tuple[str, ...] = _knob(
+        (),
+        names_of("input_density", "memory", "work"),
+        "'input_density': print for each step the fraction of tokens that are not padding, if padding can be skipped, "
+        "and of those that have a label; 'memory': print the memory before and after forward and backward in the first "
+        "ten steps and each step whose number is a power of two; 'work': count the floating-point operations and bytes "
+        "of each graph for the report, as `onnxtrain explain` does",
     )
-    count_work: bool = _knob(
-        False,
-        BOOL,
-        "count the floating-point operations and bytes of each graph for the report; set by `onnxtrain explain`",
-        "ONNXTRAIN_COUNT_WORK",
-    )
-    save_onnx: bool = _knob(False, BOOL, "write the graph of each stage as an ONNX file")
-    onnx_prefix: str = _knob("", TEXT, "prefix of the names of the files of save_onnx")
-    save_path: Path = _knob(
-        Path(), PATH, "the folder for the files of save_onnx; the current one by default", "ORTMODULE_SAVE_ONNX_PATH"
+    save_graphs: Path | None = _knob(
+        None,
+        optional(PATH_PREFIX),
+        "write the graph of each stage as an ONNX file, and each fused region with its compiled library, to paths that "
+        "begin so: 'graphs/bert' gives graphs/bert_torch_exported_training.onnx and others",
+        "ONNXTRAIN_SAVE_GRAPHS",
     )
     onnx_opset: int | None = _knob(
         None,
@@ -226,7 +195,8 @@ class Options:
         BOOL,
         "if forward cannot be one graph (such as data-dependent control flow in Python), split it at graph breaks with "
         "torch.compile's frontend and run each piece as a graph; if off, the module runs in eager PyTorch",
-        "ONNXTRAIN_PIECES",
+        None,
+        OldName("ONNXTRAIN_PIECES"),
     )
     custom_autograd: bool = _knob(
         True,
@@ -235,91 +205,30 @@ class Options:
         "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD",
         OldName("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", opposite),
     )
-    conv_algo_search: str = _knob(
-        "HEURISTIC",
-        one_of_or("HEURISTIC", "EXHAUSTIVE"),
-        "how cuDNN selects convolution algorithms; 'EXHAUSTIVE' sets torch.backends.cudnn.benchmark",
-        "ORTMODULE_CONV_ALGO_SEARCH",
-    )
-    print_memory_stats: bool = _knob(
-        False,
-        BOOL,
-        "print the memory before and after forward and backward in the first ten steps and each step whose number is a "
-        "power of two",
-        "ORTMODULE_PRINT_MEMORY_STATS",
-    )
-    memory_opt_level: MemoryOptLevel = _knob(
-        MemoryOptLevel.USER_SPECIFIED,
-        MEMORY_OPT_LEVEL,
-        "what backward recomputes: 0: the subgraphs of memory_opt_config; 1: all activations internal to a layer; 2: "
-        "also all subgraphs outside the layers, even if a smaller tensor must be kept for that",
-        "ORTMODULE_MEMORY_OPT_LEVEL",
-    )
-    memory_opt_config: tuple[SubgraphConfig, ...] = _knob(
-        (),
-        MEMORY_OPT_CONFIG,
-        "the subgraphs that backward recomputes, as pattern:kind:count; `onnxtrain memory MODEL` lists them",
-        "ORTMODULE_MEMORY_OPT_CONFIG",
-        OldName("ORTMODULE_ENABLE_MEMORY_ALLEVIATION"),
-    )
-    memory_opt_probe_recompute_level: str = _knob(
-        "0",
-        one_of("0", "1"),
-        "which nodes subgraphs may contain: '0': cheap ones; '1': also matmuls",
-        "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL",
-    )
-    early_gradients: bool = _knob(
-        False,
-        BOOL,
-        "accumulate each layer's gradients into .grad and free them during backward, not at its end; hooks then fire "
-        "layer by layer, as in eager",
-        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
-    )
-    tuning: bool = _knob(
+    tuning: bool | int | str = _knob(
         True,
-        BOOL,
-        "on a CPU, time the candidate kernels of matmuls and convolutions in the first steps and keep the fastest; if "
-        "off, choose by stored measurements and a cost model",
-        "ORTMODULE_ENABLE_TUNING",
-    )
-    max_tuning_duration_ms: int = _knob(
-        0,
-        COUNT,
-        "the time limit for timing the kernels of one matmul; 0: until the fastest is clear",
-        "ORTMODULE_MAX_TUNING_DURATION_MS",
-    )
-    tuning_results_path: Path | None = _knob(
-        None,
-        optional(PATH),
-        "the folder for measured kernel times; None: `kernels` in the cache folder",
-        "ORTMODULE_TUNING_RESULTS_PATH",
+        TUNING,
+        "on a CPU, time the candidate kernels of matmuls and convolutions in the first steps and keep the fastest; "
+        "false: choose by stored measurements and a cost model; a number: time those of one matmul for at most that "
+        "many milliseconds; 'exhaustive': time them, and set torch.backends.cudnn.benchmark for convolutions on a GPU",
     )
     cache_dir: Path | None = _knob(
         None,
         optional(PATH),
-        "the folder in which captures are cached for later runs; None: no cache",
+        "the folder in which captures and measured kernel times are cached for later runs; None: captures are not "
+        "cached, and kernel times are in the folder of ONNXTRAIN_CACHE_DIR",
         "ORTMODULE_CACHE_DIR",
     )
-    cache_limit_mb: int = _knob(
-        1024,
-        COUNT,
-        "the maximum size of cache_dir in MiB; the least recently used captures are removed",
-        "ONNXTRAIN_CACHE_LIMIT_MB",
-    )
-    dump_dir: Path | None = _knob(
-        None, optional(PATH), "a folder to write the graph of every stage to", "ONNXTRAIN_DUMP"
-    )
-    verify: bool = _knob(True, BOOL, "check the graph after every stage", "ONNXTRAIN_VERIFY")
 
     def __post_init__(self) -> None:
         for knob in knobs():
             value = knob.read(getattr(self, knob.name), f"the argument {knob.name}=")
             object.__setattr__(self, knob.name, value)
-        if self.memory_budget_bytes is not None and (self.memory_opt_level or self.memory_opt_config):
+        if self.memory_budget_bytes is not None and self.recompute not in ("cheap", "none"):
             raise OptionError(
                 "Conflicting options choose what backward recomputes.",
-                expected="either memory_budget_bytes, or memory_opt_level and memory_opt_config",
-                got=f"memory_budget_bytes={self.memory_budget_bytes} together with a memory_opt option",
+                expected="either memory_budget_bytes or recompute",
+                got=f"memory_budget_bytes={self.memory_budget_bytes} together with recompute={self.recompute!r}",
                 todo="Remove one of them; memory_budget_bytes chooses by cost.",
             )
 
@@ -332,15 +241,21 @@ class Options:
         Raises:
             OptionError: an unknown option, an invalid value, or an unreadable JSON file.
         """
-        if unknown := sorted(code.keys() - {knob.name for knob in knobs()}):
+        if unknown := sorted(code.keys() - {knob.name for knob in knobs()} - FORMER.keys()):
             names = ", ".join(knob.name for knob in knobs())
             raise OptionError("Unknown option.", "the arguments", names, ", ".join(unknown), "Correct the name.")
-        options = cls(**{**_REPLACED_DEFAULTS, **code})  # invalid arguments raise even if another source overrides them
-        return replace(options, **{row.knob.name: row.value for row in resolved(options)})
+        for name in FORMER.keys() & code:
+            warn_former(f"The option {name}", FORMER[name])
+        settled = _Settled(Options(**_REPLACED_DEFAULTS))
+        settled.set_all(code, "code", lambda name: f"the argument {name}=")
+        settled.set_file_and_environment(None)
+        return settled.options()
 
     def over_file(self, path: str | os.PathLike[str]) -> Options:
         """These options, overridden by a JSON file, and both by the environment."""
-        return replace(self, **{row.knob.name: row.value for row in resolved(self, path)})
+        settled = _Settled(self)
+        settled.set_file_and_environment(path)
+        return settled.options()
 
 
 def knobs() -> tuple[Knob, ...]:
@@ -373,20 +288,57 @@ def resolved(code: Options | None = None, path: str | os.PathLike[str] | None = 
     Raises:
         OptionError: a variable or the JSON file has an unknown name or an invalid value.
     """
-    given = code or Options()
-    path = os.environ.get(JSON_VARIABLE) or path
-    file: Mapping[str, object] = json_file.read(path, [knob.name for knob in knobs()]) if path else {}
-    return tuple(_resolved(knob, getattr(given, knob.name), file, str(path)) for knob in knobs())
+    settled = _Settled(code or Options())
+    settled.set_file_and_environment(path)
+    return tuple(Resolved(knob, settled.values[knob.name], settled.sources[knob.name]) for knob in knobs())
 
 
-def _resolved(knob: Knob, value: Any, file: Mapping[str, object], path: str) -> Resolved:
-    if knob.name in file:
-        from_file = knob.read(file[knob.name], f"the file {path}")
-        value, source = from_file, path
-    else:
-        source = "default" if value == knob.default else "code"
-    environment = knob.from_environment()
-    return Resolved(knob, value, source) if environment is None else Resolved(knob, environment[1], environment[0])
+class _Settled:
+    """Option values and their sources, overridden by one source after the other."""
+
+    def __init__(self, options: Options) -> None:
+        self.values: Values = {knob.name: getattr(options, knob.name) for knob in knobs()}
+        self.sources = {k.name: "default" if self.values[k.name] == k.default else "code" for k in knobs()}
+        self._former: Values = {}
+
+    def options(self) -> Options:
+        return Options(**self.values)
+
+    def set_file_and_environment(self, path: str | os.PathLike[str] | None) -> None:
+        """Set what a JSON file sets, then what the environment sets. For `path` see `resolved`."""
+        if path := os.environ.get(JSON_VARIABLE) or path:
+            file = json_file.read(path, [knob.name for knob in knobs()])
+            self.set_all(file, str(path), lambda name: f"the file {path}")
+        for former in FORMER.values():
+            self._set_former_by_environment(former)
+        for knob in knobs():
+            if (given := knob.from_environment()) is not None:
+                self.sources[knob.name], self.values[knob.name] = given
+
+    def set_all(self, given: Mapping[str, object], source: str, where: Callable[[str], str]) -> None:
+        """Set options by name; where a former one and its replacement are both given, the replacement counts."""
+        former = {name: parse(name, FORMER[name].kind, given[name], where(name)) for name in FORMER if name in given}
+        for name, value in former.items():
+            self._set_former(FORMER[name], value, source)
+        for knob in knobs():
+            if knob.name in given:
+                self.values[knob.name] = knob.read(given[knob.name], where(knob.name))
+                self.sources[knob.name] = source
+
+    def _set_former_by_environment(self, former: FormerOption) -> None:
+        for variable in former.variables:
+            if text := variable.text():
+                if variable.is_own:
+                    warn_former(f"The variable {variable.variable}", former)
+                value = parse(former.name, former.kind, text, f"the environment variable {variable.variable}")
+                self._set_former(former, value, variable.variable)
+                return
+
+    def _set_former(self, former: FormerOption, value: object, source: str) -> None:
+        self._former[former.name] = value
+        before = dict(self.values)
+        former.apply(self.values, self._former)
+        self.sources |= {name: source for name, new in self.values.items() if new != before[name]}
 
 
 def warn_ineffective_variables() -> None:
@@ -396,4 +348,5 @@ def warn_ineffective_variables() -> None:
         OptionError: one of them has an invalid value.
     """
     of_options = [n for knob in knobs() for n in (knob.variable, *(old.variable for old in knob.old_names)) if n]
+    of_options += [old.variable for former in FORMER.values() for old in former.variables]
     without_effect.warn_ineffective_variables([*of_options, *PROCESS_VARIABLES])

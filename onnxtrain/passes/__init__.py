@@ -127,12 +127,7 @@ def joint_passes(options: Options) -> tuple[Pass, ...]:
 
 def _enabled(passes: tuple[Pass, ...], options: Options) -> tuple[Pass, ...]:
     disabled = _disabled_names(options)
-    by_option: dict[Pass, bool] = {
-        skip_ignored_labels: options.compute_optimizer and options.label_sparsity,
-        hoist_gathers: options.compute_optimizer,
-        chunk_losses: options.compute_optimizer and options.chunked_loss,
-    }
-    return tuple(run for run in passes if by_option.get(run, True) and run.__name__ not in disabled)
+    return tuple(run for run in passes if run.__name__ not in disabled)
 
 
 def _disabled_names(options: Options) -> set[str]:

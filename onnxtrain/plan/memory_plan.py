@@ -1,9 +1,9 @@
 """Decide what backward recomputes, from all options about memory.
 
 memory_budget_bytes                   the fastest choice that fits; per input sizes if the budget is in bytes
-memory_opt_level, memory_opt_config   the subgraphs that they name, and the user's checkpoints
+recompute other than cheap, none      the layers or subgraphs that it names, and the user's checkpoints
 the user's checkpoints                their contents
-none of these                         values that cost little more to recompute than to read from memory
+recompute="cheap", the default        values that cost little more to recompute than to read from memory
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryPlan:
         joint: the graph that keeps everything.
         choose: makes the choice for the integers of the symbols.
         by_size: whether the choice depends on the sizes.
-        subgraphs: those that memory_opt_config can name, if it or memory_opt_level is set.
+        subgraphs: those that the option recompute can name, if it names layers or subgraphs.
         always_report: whether the report has a line even if nothing is recomputed.
     """
 
@@ -93,10 +93,10 @@ def plan_memory(
         )
     symbol_values = bind_symbols(joint.model.graph.inputs, inputs)
     checkpoints, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
-    if options.memory_opt_level or options.memory_opt_config:
+    if options.recompute not in ("cheap", "none"):
         choice, subgraphs = choose_by_options(cut(joint), storages(symbol_values), options, mutated)
         choice = replace(choice, values=choice.values | checkpoints.values)
-    elif options.recompute_cheap and not checkpoints.values:
+    elif options.recompute == "cheap" and not checkpoints.values:
         choice = choose_by_default(cut(joint), symbol_values, mutated)
     else:
         choice = checkpoints

@@ -1,4 +1,4 @@
-"""Recompute by the options of ONNX Runtime Training: by subgraph patterns, or layer by layer.
+"""Recompute by subgraph patterns, or layer by layer, as ONNX Runtime Training did: the option `recompute`.
 
     kept ◀─ Add ◀─ Mul ◀─ (not cheap, or kept)        the pattern "Mul+Add+"
 
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from onnxtrain.log import LOG, warn
 from onnxtrain.ops import definition_of
-from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
+from onnxtrain.options import Options, SubgraphConfig
+from onnxtrain.options.kinds import RECOMPUTE
 from onnxtrain.plan.budget import node_seconds
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
@@ -54,10 +55,12 @@ class Subgraph:
     Attributes:
         pattern: the op types in order, each followed by "+".
         candidates: one per occurrence.
+        has_gemms: whether GEMMs are recomputed too.
     """
 
     pattern: str
     candidates: tuple[Candidate, ...]
+    has_gemms: bool = False
 
     @property
     def saved(self) -> int:
@@ -65,18 +68,22 @@ class Subgraph:
         return sum(candidate.saved for candidate in self.candidates)
 
 
-def find_subgraphs(
-    parts: Cut, storages: Storages, mutated: Collection[ir.Value] = (), with_gemms: bool = False
-) -> tuple[Subgraph, ...]:
-    """Find all subgraphs, ordered by the bytes that they save.
+def find_subgraphs(parts: Cut, storages: Storages, mutated: Collection[ir.Value] = ()) -> tuple[Subgraph, ...]:
+    """Find all subgraphs: those of cheap nodes first, then those with GEMMs, each ordered by the bytes that they save.
 
     Args:
         parts: the cut that keeps everything.
         storages: at the sizes for which bytes are counted.
         mutated: inputs of the graph that forward mutates.
-        with_gemms: whether GEMMs may be recomputed too.
     """
-    usable = {n for n in _usable(parts, storages, mutated) if with_gemms or _is_cheap(n, storages)}
+    usable = _usable(parts, storages, mutated)
+    cheap = _subgraphs_of({node for node in usable if _is_cheap(node, storages)}, parts, storages)
+    patterns = {subgraph.pattern for subgraph in cheap}
+    others = (s for s in _subgraphs_of(usable, parts, storages) if s.pattern not in patterns)
+    return (*cheap, *(replace(subgraph, has_gemms=True) for subgraph in others))
+
+
+def _subgraphs_of(usable: set[ir.Node], parts: Cut, storages: Storages) -> tuple[Subgraph, ...]:
     position = {node: index for index, node in enumerate(parts.forward.nodes)}
     candidates: dict[str, list[Candidate]] = {}
     for value in parts.kept:
@@ -137,17 +144,17 @@ def _kept(parts: Cut, storages: Storages) -> dict[ir.Value, int]:
 def choose_by_options(
     parts: Cut, storages: Storages, options: Options, mutated: Collection[ir.Value]
 ) -> tuple[RecomputeChoice, list[SubgraphReport]]:
-    """The values that memory_opt_level and memory_opt_config recompute, and the subgraphs that the latter can name.
+    """The values that the option `recompute` chooses, and the subgraphs that it can name.
 
     The summary is logged at INFO, as ONNX Runtime Training did. For the arguments see `find_subgraphs`.
     """
-    subgraphs = find_subgraphs(parts, storages, mutated, options.memory_opt_probe_recompute_level == "1")
-    if options.memory_opt_level is MemoryOptLevel.USER_SPECIFIED:
-        recomputed = _by_patterns(subgraphs, options.memory_opt_config)
+    subgraphs = find_subgraphs(parts, storages, mutated)
+    if not isinstance(options.recompute, str):
+        recomputed = _by_patterns(subgraphs, options.recompute)
     else:
         recomputed = _by_layers(parts, _usable(parts, storages, mutated))
-        if options.memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE_WITH_COMPROMISE:
-            recomputed.update(v for s in subgraphs for c in s.candidates if _is_outside_layers(c) for v in c.recomputed)
+        if options.recompute == "all":
+            recomputed.update(v for c in _outside_layers(subgraphs) for v in c.recomputed)
     rows = subgraph_reports(subgraphs, recomputed)
     LOG.info("%s", _summary(options, rows))
     planned, own = predict_cut(parts, recomputed), set(parts.forward.nodes)
@@ -177,7 +184,7 @@ def _by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig]
         if subgraph is None:
             near = difflib.get_close_matches(entry.pattern, by_pattern, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            warn(f"memory_opt_config: no kept activation matches the pattern {entry.pattern}{hint}")
+            warn(f"recompute: no kept activation matches the pattern {entry.pattern}{hint}")
             continue
         fitting = [c for c in subgraph.candidates if entry.kind == 2 or not c.compromise] if entry.kind else []
         for candidate in fitting if entry.count < 0 else fitting[: entry.count]:
@@ -198,14 +205,16 @@ def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
             if inside and value not in results and value not in replay_inputs(node):
                 recomputed.add(value)
     if not recomputed:
-        warn("memory_opt_level has no effect: no recomputable submodule has a number in its name (a layer)")
+        warn("recompute has no effect: no recomputable submodule has a number in its name (a layer)")
     return recomputed
 
 
-def _is_outside_layers(candidate: Candidate) -> bool:
-    """Whether no layer computes it. A layer's output stays kept, else all layers would be recomputed at once."""
-    producers = (v.producer() for v in candidate.recomputed)
-    return all(_layer_of(node) is None for node in producers if node is not None)
+def _outside_layers(subgraphs: Iterable[Subgraph]) -> Iterator[Candidate]:
+    """The cheap candidates that no layer computes. A layer's output stays kept: else all layers would be recomputed."""
+    for candidate in (c for subgraph in subgraphs if not subgraph.has_gemms for c in subgraph.candidates):
+        producers = (v.producer() for v in candidate.recomputed)
+        if all(_layer_of(node) is None for node in producers if node is not None):
+            yield candidate
 
 
 def _layer_of(node: ir.Node) -> str | None:
@@ -215,10 +224,8 @@ def _layer_of(node: ir.Node) -> str | None:
 
 
 def _summary(options: Options, rows: Sequence[SubgraphReport]) -> str:
-    table = [("pattern", "freq", "saves MiB", "status", "memory_opt_config")]
+    table = [("pattern", "freq", "saves MiB", "status", "recompute")]
     table += [(r.pattern, str(r.frequency), f"{r.saved_bytes / 2**20:.1f}", r.status, r.config) for r in rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    config = ",".join(map(str, options.memory_opt_config)) or "none"
-    head = f"memory optimization: level {int(options.memory_opt_level)}, config {config}"
-    return "\n".join([head, *lines])
+    return "\n".join([f"memory optimization: recompute={RECOMPUTE.text(options.recompute)}", *lines])

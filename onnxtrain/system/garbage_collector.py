@@ -1,4 +1,4 @@
-"""Python's garbage collector, while a module is captured and compiled: the option `pause_collector`.
+"""Python's garbage collector, while a module is captured and compiled: `process_wide="pause_collector"`.
 
 Both make millions of objects that live on. With PyTorch and transformers loaded a full collection looks at a million
 more: 0.05 to 0.2 s each time.

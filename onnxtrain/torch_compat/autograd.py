@@ -24,7 +24,7 @@ _queue_callback = Internal[Callable[[Callable[[], None]], None]](
     lambda: Variable._execution_engine.queue_callback,
     why="runs something when backward has ended, wherever it stopped; hooks of tensors do not",
     without=lambda callback: None,
-    cost="early_gradients has no effect; print_memory_stats says nothing after backward",
+    cost="early_gradients has no effect; the memory statistics say nothing after backward",
     check=callable,
 )
 current_backward = _current_backward.get()

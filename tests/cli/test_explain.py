@@ -70,7 +70,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_work_is_counted_at_the_sizes_of_the_call() -> None:
     """Forward one product of 2 * 5 * 3 * 4 operations; backward one for the weight, and the sum for the bias."""
-    model = ORTModule(nn.Linear(3, 4), count_work=True)
+    model = ORTModule(nn.Linear(3, 4), statistics="work")
     model(torch.ones(5, 3))
     report = model.report()
     capture = next(stage for stage in report.stages if stage.name == "capture")
@@ -92,7 +92,7 @@ def test_views_are_free() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.transpose(0, 1).unsqueeze(0)
 
-    model = ORTModule(Turned(), count_work=True)
+    model = ORTModule(Turned(), statistics="work")
     model(torch.ones(5, 3, requires_grad=True))
     assert model.report().after == Work(0, 0)
 

@@ -23,7 +23,7 @@ stage, wrapped = int(sys.argv[1]), sys.argv[2] == "wrapped"
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
-model = ORTModule(model, rng="torch", native=False) if wrapped else model
+model = ORTModule(model, rng="torch", kernels="pytorch") if wrapped else model
 optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -8,6 +8,7 @@ import pytest
 from onnxtrain import cli, errors
 from onnxtrain.ops import OPS
 from onnxtrain.options import PROCESS_VARIABLES, knobs
+from onnxtrain.options.former import FORMER
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
 from tools import reference_pages
@@ -25,7 +26,7 @@ def test_options() -> None:
     for knob in knobs():
         for variable in (knob.variable, *(old.variable for old in knob.old_names)):
             assert not variable or f"`{variable}`" in page
-    assert all(f"`{option}`" in page for option in KEYS.values())
+    assert all(f"`{option}`" in page for option in (*KEYS.values(), *FORMER))
 
 
 def test_operators() -> None:

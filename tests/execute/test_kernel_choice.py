@@ -326,7 +326,7 @@ def test_the_faster_kernel_is_found_and_kept(
 ) -> None:
     taking(monkeypatch, **{"aten": 1e-3, "onednn": 1e-3, slow: 2e-3})
     torch.manual_seed(0)
-    module, x = ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(3, 5, 16)
+    module, x = ORTModule(Net(), cache_dir=tmp_path), torch.randn(3, 5, 16)
     steps(module, x, 2 * SAMPLES + 4)
     chosen = {a.choice for q, a in load(file_of(tmp_path)).items() if "Linear" in q}
     assert chosen == {"onednn" if slow == "aten" else "aten"}
@@ -349,7 +349,7 @@ def test_a_capture_on_another_thread_takes_no_kernel_away(
 
     monkeypatch.setattr(tuned.TunedProgram, "_variant", meanwhile)
     taking(monkeypatch, onednn=1e-3)
-    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(3, 5, 16), 2 * SAMPLES + 4)
     assert "onednn_gemm" in forward_of(module).source
 
@@ -357,7 +357,7 @@ def test_a_capture_on_another_thread_takes_no_kernel_away(
 @pytest.mark.usefixtures("everything_is_worth_it")
 def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taking(monkeypatch, aten=1e-3)
-    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    module = ORTModule(Net(), cache_dir=tmp_path)
     x = torch.randn(4, 16)
     steps(module, x, 2 * SAMPLES + 4)
     forward = forward_of(module)
@@ -379,16 +379,16 @@ def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypat
 def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
+    module = ORTModule(Net(), tuning=False, cache_dir=tmp_path)
     steps(module, torch.randn(8, 16), 3)
-    assert not list(tmp_path.iterdir())
+    assert not file_of(tmp_path).exists()
     assert "onednn_gemm" not in forward_of(module).source
     tuned._ANSWERS.clear()
 
     taking(monkeypatch, onednn=1e-3)
-    steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(8, 16), 2 * SAMPLES + 4)
+    steps(ORTModule(Net(), cache_dir=tmp_path), torch.randn(8, 16), 2 * SAMPLES + 4)
     tuned._ANSWERS.clear()
-    again = ORTModule(Net(), tuning=False, tuning_results_path=tmp_path)
+    again = ORTModule(Net(), tuning=False, cache_dir=tmp_path)
     steps(again, torch.randn(8, 16), 2)
     assert "onednn_gemm" in forward_of(again).source
 
@@ -396,7 +396,7 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
 @pytest.mark.usefixtures("everything_is_worth_it")
 def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taking(monkeypatch)
-    module = ORTModule(Net(), tuning_results_path=tmp_path, max_tuning_duration_ms=1)
+    module = ORTModule(Net(), cache_dir=tmp_path, tuning=2)
     steps(module, torch.randn(3, 8, 16), 1)
     answers = tuned.answers_in(file_of(tmp_path))
     assert all(a.choice and sum(s.calls for s in a.samples.values()) == 1 for q, a in answers.items() if "Linear" in q)
@@ -410,18 +410,18 @@ def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathl
         torch.use_deterministic_algorithms(True)
     try:
         options = {"rng": "torch"} if why == "rng" else {}
-        module = ORTModule(Net(), tuning_results_path=tmp_path, **options)
+        module = ORTModule(Net(), cache_dir=tmp_path, **options)
         x = torch.randn(8, 16)
         first = module(x)
         assert all(torch.equal(first, module(x)) for _ in range(10))
         assert not isinstance(forward_of(module), tuned.TunedProgram)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not list(tmp_path.iterdir())
+    assert not file_of(tmp_path).exists()
 
 
 def test_small_products_are_not_measured(tmp_path: pathlib.Path) -> None:
-    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(8, 16), 3)
     assert tuned.answers_in(file_of(tmp_path)) == {}
 
@@ -439,7 +439,7 @@ def test_what_is_expected_to_be_far_off_is_not_tried(
     far_off: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "FAR_OFF", far_off)
-    steps(ORTModule(Net(), tuning_results_path=tmp_path), torch.randn(3, 2, 16), 4)
+    steps(ORTModule(Net(), cache_dir=tmp_path), torch.randn(3, 2, 16), 4)
     tried = {name for answer in tuned.answers_in(file_of(tmp_path)).values() for name in answer.samples}
     assert ("onednn" in tried) == (far_off > 6)
 
@@ -451,7 +451,7 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
 ) -> None:
     if not looks:
         monkeypatch.setattr(trial, "worse_nearby", lambda *_: set())
-    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(64, 16), 2)
     answers = tuned.answers_in(file_of(tmp_path))
     asked = set(answers)
@@ -464,7 +464,7 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
 
 @pytest.mark.usefixtures("everything_is_worth_it")
 def test_the_first_step_tries_nothing(tmp_path: pathlib.Path) -> None:
-    module = ORTModule(Net(), tuning_results_path=tmp_path)
+    module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(64, 16), 1)
     answers = tuned.answers_in(file_of(tmp_path))
     assert not answers

@@ -279,7 +279,7 @@ def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[one_cal
     del results
 
 
-@pytest.mark.parametrize("options", [{"rng": "torch"}, {"native": False}], ids=str)
+@pytest.mark.parametrize("options", [{"rng": "torch"}, {"kernels": "pytorch"}], ids=str)
 def test_options_without_calls(options: dict[str, Any], calls: list[one_call.OneCall]) -> None:
     step(ORTModule(mlp(nn.ReLU()), **options), torch.randn(5, 6))
     assert not calls

@@ -287,18 +287,18 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("regions", ["auto", "on"])
+@pytest.mark.parametrize("kernels", ["fused", "fused-all"])
 def test_a_model_trains_as_before_at_all_sizes(
-    regions: str, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
+    kernels: str, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = Trained(monkeypatch, dtype, regions=regions)
+    trained = Trained(monkeypatch, dtype, kernels=kernels)
     trained.prepared()
     forward, backward = trained.programs
     assert forward.calls
     assert backward.calls
     for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (0, 3), (7, 9), (3, 5)):
         trained.check(*shape)
-    if regions == "on":
+    if kernels == "fused-all":
         assert forward.settled
         assert backward.settled
         assert {call.chosen for call in (*forward.calls, *backward.calls)} == {"kernel"}
@@ -322,7 +322,7 @@ def test_each_region_runs_by_its_kernel_as_soon_as_it_is_there(
     ran: list[Path] = []
     monkeypatch.setattr(fused, "build", one_by_one)
     monkeypatch.setattr(fused, "load", counted)
-    trained = Trained(monkeypatch, regions="on")
+    trained = Trained(monkeypatch, kernels="fused-all")
     for _ in range(4):
         trained.check(3, 5)
     for program in trained.programs:
@@ -371,7 +371,7 @@ def test_no_step_waits_for_more_than_a_piece(made_up: list[Path], monkeypatch: p
     for name in pieces:
         noted(fused, name)
     noted(FusedProgram, "_fused")
-    trained = Trained(monkeypatch, regions="on")
+    trained = Trained(monkeypatch, kernels="fused-all")
     trained.prepared()
     assert did == {*pieces, "_fused"}
     assert all(numbers == list(range(len(numbers))) for numbers in before.values())
@@ -384,7 +384,7 @@ def test_what_saves_most_is_compiled_first(
     """Three equal regions of width 8 save more than one of width 16."""
     programs = fused_programs(monkeypatch)
     gates = [*(Gated(8) for _ in range(narrow)), nn.Linear(8, 16), Gated(16), nn.Linear(16, 256)]
-    module = ORTModule(nn.Sequential(*gates), native=True, rng="fast", regions="on")
+    module = ORTModule(nn.Sequential(*gates), rng="fast", kernels="fused-all")
     with torch.no_grad():
         for _ in range(4):
             module(torch.randn(6, 8))
@@ -412,7 +412,7 @@ def test_models_of_the_zoo_train_as_before(
     entry: ZooModel, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = fused_programs(monkeypatch)
-    compare = Comparison(entry, dtype, wrap=lambda m: ORTModule(m, rng="fast", native=True, regions="on"))
+    compare = Comparison(entry, dtype, wrap=lambda m: ORTModule(m, rng="fast", kernels="fused-all"))
     compare.change(nn.Module.eval)
     for _ in range(4):
         compare.train(*entry.sizes[0])
@@ -423,7 +423,7 @@ def test_models_of_the_zoo_train_as_before(
 
 def test_in_trial_both_ways_run_until_it_is_settled(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calling, "_TRIALS", 2)
-    trained = Trained(monkeypatch, regions="auto")
+    trained = Trained(monkeypatch, kernels="fused")
     trained.prepared()
     assert not any(program.settled for program in trained.programs)
     for _ in range(6):
@@ -433,11 +433,11 @@ def test_in_trial_both_ways_run_until_it_is_settled(made_up: list[Path], monkeyp
     trained.check(2, 3)
 
 
-@pytest.mark.parametrize("options", [{"regions": "off"}, {"rng": "torch"}, {"native": False}])
+@pytest.mark.parametrize("options", [{"kernels": "native"}, {"rng": "torch"}, {"kernels": "pytorch"}])
 def test_where_nothing_is_to_be_swapped_nothing_is_watched(
     options: dict[str, Any], made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = Trained(monkeypatch, **{"regions": "on", **options})
+    trained = Trained(monkeypatch, **{"kernels": "fused-all", **options})
     for _ in range(5):
         trained.check(3, 5)
     assert not trained.programs
@@ -477,7 +477,7 @@ def test_a_compiler_that_fails_is_said_once(
 ) -> None:
     monkeypatch.setattr(of, name, made)
     for _ in range(2):  # modules, of two programs each
-        trained = Trained(monkeypatch, regions="on", native=True)
+        trained = Trained(monkeypatch, kernels="fused-all")
         trained.prepared()
         assert not any(program.calls for program in trained.programs)
         trained.check(3, 5)
@@ -493,7 +493,7 @@ def test_a_wrong_kernel_is_said_once_and_not_used(
         return lambda tensors: [t * 1.001 for t in good(tensors)]
 
     monkeypatch.setattr(fused, "load", load)
-    trained = Trained(monkeypatch, regions="on")
+    trained = Trained(monkeypatch, kernels="fused-all")
     trained.prepared()
     assert not any(program.calls for program in trained.programs)
     trained.check(3, 5)
@@ -507,7 +507,7 @@ def test_several_threads_compile_once(made_up: list[Path], monkeypatch: pytest.M
     started: list[object] = []
     prepare = FusedProgram._prepare
     monkeypatch.setattr(FusedProgram, "_prepare", lambda self, *a: (started.append(self), prepare(self, *a)))
-    trained = Trained(monkeypatch, regions="on")
+    trained = Trained(monkeypatch, kernels="fused-all")
     trained.check(3, 5)  # captured once
     forward, backward = trained.programs
     x = torch.randn(3, 5, 8, requires_grad=True)
@@ -557,7 +557,7 @@ def test_backward_of_a_custom_function_is_fused_too(made_up: list[Path], monkeyp
             return torch.tanh(Doubled.apply(x) * 0.5) * x
 
     programs = fused_programs(monkeypatch)
-    module = ORTModule(Gated(), native=True, rng="fast", regions="on")
+    module = ORTModule(Gated(), rng="fast", kernels="fused-all")
     for _ in range(5):
         x = torch.randn(3, 4, requires_grad=True)
         module(x).sum().backward()

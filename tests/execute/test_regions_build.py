@@ -253,10 +253,10 @@ def test_the_folder_of_debugging_gets_graph_and_library(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ORTMODULE_TRITON_DEBUG", "0")
-    assert Options.resolve().regions_dump is None
+    assert Options.resolve().save_graphs is None
     monkeypatch.setenv("ORTMODULE_TRITON_DEBUG", "1")
-    folder = Options.resolve().regions_dump
-    assert folder == Path("triton_debug")
+    assert Options.resolve().save_graphs == Path("triton_debug", "model")
+    folder = Path("triton_debug", "model_regions")
     ((_, path),) = building.build([a_request()], folder)
     assert isinstance(path, Path)
     assert sorted(f.name for f in (folder / path.stem).iterdir()) == ["library.so", "region.json", "region.onnx"]

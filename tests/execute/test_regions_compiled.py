@@ -74,7 +74,7 @@ def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> Non
 
 
 def test_a_model_trains_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained(monkeypatch, regions="on")
+    trained = Trained(monkeypatch, kernels="fused-all")
     trained.prepared()
     assert all(program.settled for program in trained.programs)
     for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (7, 9), (33, 2)):
@@ -111,7 +111,7 @@ TRAINS = """
 
     torch.manual_seed(0)
     block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.RMSNorm(8), torch.nn.Linear(8, 256))
-    module = ORTModule(block, regions="on", rng="fast", native=True, tuning=False)
+    module = ORTModule(block, rng="fast", kernels="fused-all", tuning=False)
     x = torch.randn(4, 8, requires_grad=True)
     for _ in range(3):
         x.grad = None
@@ -128,7 +128,7 @@ TRAINS = """
 def test_a_model_of_the_zoo_trains_with_what_was_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = fused_programs(monkeypatch)
     entry = next(e for e in ZOO if e.name == name)
-    compare = Comparison(entry, torch.float32, wrap=lambda m: ORTModule(m, rng="fast", native=True, regions="on"))
+    compare = Comparison(entry, torch.float32, wrap=lambda m: ORTModule(m, rng="fast", kernels="fused-all"))
     compare.change(nn.Module.eval)
     for _ in range(4):
         compare.train(*entry.sizes[0])
@@ -154,7 +154,7 @@ def test_a_region_of_a_gpu_computes_what_its_nodes_do(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_a_model_trains_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained(monkeypatch, regions="on", device="cuda")
+    trained = Trained(monkeypatch, kernels="fused-all", device="cuda")
     trained.prepared()
     assert all(program.settled for program in trained.programs)
     for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (33, 2)):

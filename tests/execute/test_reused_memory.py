@@ -91,7 +91,7 @@ def inside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def test_a_steps_memory_serves_the_next() -> None:
-    module = ORTModule(Wide(), reuse_memory=True)
+    module = ORTModule(Wide(), process_wide="reuse_memory")
     for _ in range(6):
         step(module)
     in_all = sum(held())
@@ -104,7 +104,7 @@ def test_a_steps_memory_serves_the_next() -> None:
 
 
 def test_it_goes_back_when_the_module_does() -> None:
-    module = ORTModule(Wide(), reuse_memory=True)
+    module = ORTModule(Wide(), process_wide="reuse_memory")
     for _ in range(3):
         step(module)
     assert held()[1] > 0
@@ -114,7 +114,7 @@ def test_it_goes_back_when_the_module_does() -> None:
 
 
 def test_what_a_program_gave_out_stays() -> None:
-    module = ORTModule(Wide(), reuse_memory=True)
+    module = ORTModule(Wide(), process_wide="reuse_memory")
     module(torch.randn(64, 16))
     kept = []
     for _ in range(8):
@@ -129,7 +129,7 @@ def test_what_a_program_gave_out_stays() -> None:
 
 
 def test_tensors_outlive_the_module() -> None:
-    module = ORTModule(Wide(), reuse_memory=True)
+    module = ORTModule(Wide(), process_wide="reuse_memory")
     step(module)
     y = inside(lambda: torch.full((MB,), 3.0))
     del module
@@ -162,11 +162,11 @@ def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.Mo
     functions = LIBRARY.functions
     both = SimpleNamespace(**{**vars(functions), "begin_run": lambda: entered.append(True), "end_run": lambda: None})
     monkeypatch.setattr(LIBRARY, "functions", both)
-    step(ORTModule(Wide(width), reuse_memory=True))
+    step(ORTModule(Wide(width), process_wide="reuse_memory"))
     assert len(entered) == (2 if width > 8 else 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"native": False, "reuse_memory": True}])
+@pytest.mark.parametrize("options", [{}, {"kernels": "pytorch", "process_wide": "reuse_memory"}])
 def test_without_the_option_or_compiled_kernels_the_allocator_is_left_alone(options: dict[str, bool]) -> None:
     LIBRARY.functions.remove_program()
     before = allocator()
@@ -181,7 +181,7 @@ def test_without_the_option_or_compiled_kernels_the_allocator_is_left_alone(opti
 def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
     LIBRARY.functions.remove_program()
     before = allocator()
-    modules = [ORTModule(Wide(), reuse_memory=True) for _ in range(2)]
+    modules = [ORTModule(Wide(), process_wide="reuse_memory") for _ in range(2)]
     step(modules[0])
     ours = allocator()
     assert ours != before
@@ -196,7 +196,7 @@ def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
     assert (kept == 3).all()
     del kept
     assert allocator() == before
-    step(again := ORTModule(Wide(), reuse_memory=True))
+    step(again := ORTModule(Wide(), process_wide="reuse_memory"))
     assert allocator() == ours
     del again
     gc.collect()
@@ -264,7 +264,7 @@ def test_other_uses_of_a_storage() -> None:
 def test_convolutions_inside_and_outside_take_turns() -> None:
     """OneDNN asks PyTorch's allocator for memory of its own, and gives it back whenever it likes."""
     eager = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
-    ours = ORTModule(eager, reuse_memory=True)
+    ours = ORTModule(eager, process_wide="reuse_memory")
     for size in (20, 33, 20, 47):
         x = torch.randn(4, 3, size, size)
         torch.testing.assert_close(ours(x), eager(x))
@@ -272,7 +272,7 @@ def test_convolutions_inside_and_outside_take_turns() -> None:
 
 
 def test_threads() -> None:
-    modules = [ORTModule(Wide(), reuse_memory=True) for _ in range(3)]
+    modules = [ORTModule(Wide(), process_wide="reuse_memory") for _ in range(3)]
     given: list[torch.Tensor] = []
 
     def work(module: nn.Module) -> None:

@@ -48,17 +48,23 @@ class Configuration:
 
 
 _RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {"recompute_cheap": False},
-    {"memory_opt_level": 1},
-    {"memory_opt_level": 2},
-    {"memory_opt_level": 1, "recompute_cheap": False},
+    {"recompute": "none"},
+    {"recompute": "layers"},
+    {"recompute": "all"},
+    {"recompute": "layers", "early_gradients": True},
     {"memory_budget_bytes": 0.7},
     {"memory_budget_bytes": 0.9},
-    {"memory_budget_bytes": 0.9, "recompute_cheap": False},
+    {"memory_budget_bytes": 0.9, "recompute": "none"},
     {"memory_budget_bytes": 0.8, "early_gradients": True},
     {"memory_budget_bytes": 1 << 14},
 )
 
+
+_LESS_WORK = (
+    ("skip_ignored_labels", "hoist_gathers", "chunk_losses"),
+    ("skip_ignored_labels",),
+    ("chunk_losses",),
+)
 
 _KINDS = {
     "default": 50,
@@ -88,7 +94,7 @@ def draw(rng: random.Random) -> Configuration:
     elif kind == "passes":
         options["disabled_passes"] = PASSES
     elif kind == "compute":
-        options |= rng.choice([{"compute_optimizer": False}, {"label_sparsity": False}, {"chunked_loss": False}])
+        options |= {"disabled_passes": rng.choice(_LESS_WORK)}
     elif kind == "recompute":
         options |= rng.choice(_RECOMPUTE)
         if rng.random() < 0.3:
@@ -102,6 +108,6 @@ def draw(rng: random.Random) -> Configuration:
     elif kind == "fast":
         options["rng"] = "fast"
     elif kind == "regions":
-        options |= {"rng": "fast", "native": True, "regions": "on"}  # of the exact generator none are fused
+        options |= {"rng": "fast", "kernels": "fused-all"}  # of the exact generator none are fused
     evaluates, one_gradient = rng.random() < 0.1, rng.random() < 0.15
     return Configuration(options, entry, kind == "cached", evaluates, one_gradient, kind == "regions")

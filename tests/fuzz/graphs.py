@@ -40,10 +40,10 @@ _LENGTHS = (3, 5)  # its sizes
 _DIMS = (1, 2, 3, 4)
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"recompute_cheap": False},
+    {"recompute": "none"},
     {"memory_budget_bytes": 0.9},
     {"memory_budget_bytes": 0.7},
-    {"compute_optimizer": False},
+    {"disabled_passes": ("skip_ignored_labels", "hoist_gathers", "chunk_losses")},
 )
 
 Dims = tuple[int | str, ...]

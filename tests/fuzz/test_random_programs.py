@@ -85,7 +85,7 @@ def test_fused_regions_run_in_the_second_step(monkeypatch: pytest.MonkeyPatch) -
     asked: list[Any] = []
     written = regions._written
     monkeypatch.setattr(regions, "_written", lambda *given: (asked.append(r) or r for r in written(*given)))
-    found = Configuration({"rng": "fast", "native": True, "regions": "on"}, regions=True)
+    found = Configuration({"rng": "fast", "kernels": "fused-all"}, regions=True)
     assert judge(program("v0 = x0 * 2", "v1 = torch.tanh(v0) * x0"), found).kind == "equal"
     assert asked
 
@@ -101,7 +101,7 @@ def test_a_program_shrinks_to_what_fails() -> None:
         return replace(case, verdict=Verdict(kind))
 
     made = program("v0 = x0 * 2", "v1 = v0.tanh()", "v2 = v1 + v0", "v3 = v2.sin()", outputs=("v3", "v0"))
-    case = reduced(fails_by_tanh(Case(made, Configuration({"recompute_cheap": False}))), fails_by_tanh, seconds=60)
+    case = reduced(fails_by_tanh(Case(made, Configuration({"recompute": "none"}))), fails_by_tanh, seconds=60)
     assert case.program.statements[0].text.endswith(".tanh()")
     assert len(case.program.statements) == 1
     assert not case.configuration.options
@@ -112,7 +112,7 @@ def test_a_program_that_eager_refuses_does_not_count() -> None:
 
 
 def test_a_script_stands_alone() -> None:
-    text = script(Case(program("v0 = x0 * 2", "v1 = v0.tanh()"), Configuration({"recompute_cheap": False})))
+    text = script(Case(program("v0 = x0 * 2", "v1 = v0.tanh()"), Configuration({"recompute": "none"})))
     assert "tests." not in text
     load(text)
 

@@ -75,8 +75,8 @@ def step(run: nn.Module, module: nn.Module, x: torch.Tensor) -> dict[str, torch.
 
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "ORTModule": lambda net: ORTModule(net, native=False),
-    "prepare": lambda net: onnxtrain.prepare(net, native=False),
+    "ORTModule": lambda net: ORTModule(net, kernels="pytorch"),
+    "prepare": lambda net: onnxtrain.prepare(net, kernels="pytorch"),
 }
 
 
@@ -122,7 +122,7 @@ def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> Non
             return self.linear(x)
 
     net = Checks()
-    ort = ORTModule(net, native=False)
+    ort = ORTModule(net, kernels="pytorch")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it raises in PyTorch too: that is no fallback
         with pytest.raises(LookupError, match="not yet"):
@@ -187,7 +187,7 @@ def test_an_interrupt_while_the_module_is_captured_leaves_nothing_behind(monkeyp
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     attributes = {name: list(vars(module)) for name, module in net.named_modules()}
-    ort = ORTModule(net, native=False)
+    ort = ORTModule(net, kernels="pytorch")
     monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: interrupt())
     with pytest.raises(KeyboardInterrupt):
         ort(torch.randn(3, 4))

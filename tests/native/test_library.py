@@ -143,7 +143,7 @@ def test_without_a_compiler_one_warning_says_what_to_install(
         assert not any(library.wait(WAIT_LIMIT_S) for library in libraries)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "apt install g++" in warning
-    assert "ONNXTRAIN_NATIVE=0" in warning
+    assert "ONNXTRAIN_KERNELS=pytorch" in warning
     for library in libraries:
         assert "no C++ compiler" in (library.failure or "")
 

@@ -23,7 +23,7 @@ class Nested(torch.nn.Module):
 
 
 def test_each_phase_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ORTModule(Nested(), print_memory_stats=True)
+    model = ORTModule(Nested(), statistics="memory")
     for _ in range(18):
         model(torch.ones(1, 2))["parts"][1][0].sum().backward()
     lines = capsys.readouterr().out.splitlines()
@@ -36,7 +36,7 @@ def test_each_phase_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_gradients_there_is_no_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ORTModule(Nested(), print_memory_stats=True)
+    model = ORTModule(Nested(), statistics="memory")
     with torch.no_grad():
         model(torch.ones(1, 2))
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -181,7 +181,7 @@ def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.Monke
     found: Counter[str] = Counter()
     monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
     rows = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU("tanh"), torch.nn.Linear(256, 8))
-    model = ORTModule(rows, recompute_cheap=False)
+    model = ORTModule(rows, recompute="none")
     for count, calls in ((8, {}), (64, {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1})):
         model(torch.randn(count, 64)).sum().backward()
         assert found == calls
@@ -203,7 +203,7 @@ def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return gelu(self.up(x)).square().sum()
 
-    ORTModule(Block(), recompute_cheap=False)(torch.randn(64, 64)).backward()
+    ORTModule(Block(), recompute="none")(torch.randn(64, 64)).backward()
     assert found == {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1}
 
 
@@ -272,7 +272,7 @@ def test_a_gated_block_runs_the_compiled_kernel(halves: bool, monkeypatch: pytes
 
     for rng, calls in (("fast", {"gated_silu_float": 1, "gated_silu_backward_float": 1}), ("torch", {})):
         found.clear()
-        ORTModule(Block(), recompute_cheap=False, rng=rng)(torch.randn(80, 64)).sum().backward()
+        ORTModule(Block(), recompute="none", rng=rng)(torch.randn(80, 64)).sum().backward()
         assert found == calls
 
 

@@ -161,7 +161,7 @@ def test_masks_follow_the_seed_and_a_saved_state(ours: ORTModule) -> None:
 def test_compiled_kernels_draw_what_operators_draw(ours: ORTModule) -> None:
     """So that a run is the same before and after they are there, and on a machine without a compiler."""
     x = torch.rand(2, 3, 19, 23) + 0.5
-    operators = ORTModule(Layers(), rng="fast", native=False)
+    operators = ORTModule(Layers(), rng="fast", kernels="pytorch")
     for _ in range(2):
         found = []
         for module in (ours, operators):
@@ -205,7 +205,7 @@ def test_where_two_runs_must_agree_nothing_is_compiled(ours: ORTModule) -> None:
     x = torch.rand(1, 2, 8, 8)
     ours(x)
     assert "compiled" in sources(ours)
-    off = ORTModule(Layers(), rng="fast", native=False)
+    off = ORTModule(Layers(), rng="fast", kernels="pytorch")
     off(x)
     assert "compiled" not in sources(off)
     eager = ORTModule(Layers(), rng="torch")

@@ -166,7 +166,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def steps(folder: Path, count: int, **options: Any) -> None:
     torch.manual_seed(0)
-    module, x = ORTModule(TwoConvolutions(), tuning_results_path=folder, **options), torch.randn(2, 3, 8, 8)
+    module, x = ORTModule(TwoConvolutions(), cache_dir=folder, **options), torch.randn(2, 3, 8, 8)
     for _ in range(count):
         module(x).square().sum().backward()
 
@@ -186,7 +186,7 @@ def test_no_choice_is_stored_until_the_library_is_compiled(answers: Path, monkey
     functions = LIBRARY.functions
     monkeypatch.setattr(LIBRARY, "functions", None)
     torch.manual_seed(0)
-    module, x = ORTModule(TwoConvolutions(), tuning_results_path=answers), torch.randn(2, 3, 8, 8)
+    module, x = ORTModule(TwoConvolutions(), cache_dir=answers), torch.randn(2, 3, 8, 8)
     for _ in range(5 * SAMPLES):
         module(x).square().sum().backward()
     assert choices(answers) == set()
@@ -203,7 +203,7 @@ def test_without_a_compiler_another_kernel_is_chosen(answers: Path, monkeypatch:
     assert choices(answers) <= {"aten"}
 
 
-@pytest.mark.parametrize("options", [{"native": False}, {"rng": "torch"}], ids=str)
+@pytest.mark.parametrize("options", [{"kernels": "pytorch"}, {"rng": "torch"}], ids=str)
 def test_options_that_exclude_compiled_kernels(options: Any, answers: Path, calls: Counter[str]) -> None:
     steps(answers, 2 * SAMPLES + 4, **options)
     assert not calls

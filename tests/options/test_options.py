@@ -25,12 +25,14 @@ from onnxtrain.options import (
     warn_ineffective_variables,
 )
 from onnxtrain.options.debug_options import DebugOptions
+from onnxtrain.options.former import FORMER
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS
 from onnxtrain.options.without_effect import VARIABLES as WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[2]
 OLD_NAMES = [old.variable for knob in knobs() for old in knob.old_names]
+OLD_NAMES += [old.variable for former in FORMER.values() for old in former.variables]
 
 VARIABLES = [knob.variable for knob in knobs() if knob.variable]
 
@@ -66,10 +68,10 @@ def test_environment_wins_over_code_and_code_over_defaults(monkeypatch):
     ("variable", "text", "name", "value"),
     [
         ("ONNXTRAIN_RNG", "torch", "rng", "torch"),
-        ("ONNXTRAIN_DUMP", "stages", "dump_dir", Path("stages")),
-        ("ONNXTRAIN_VERIFY", "0", "verify", False),
+        ("ONNXTRAIN_SAVE_GRAPHS", "graphs/net", "save_graphs", Path("graphs", "net")),
+        ("ONNXTRAIN_SAVE_GRAPHS", "graphs/", "save_graphs", Path("graphs", "model")),
+        ("ONNXTRAIN_DUMP", "stages", "save_graphs", Path("stages", "model")),
         ("ORTMODULE_LOG_LEVEL", "DEVINFO", "log_level", LogLevel.DEVINFO),
-        ("ORTMODULE_SAVE_ONNX_PATH", "graphs", "save_path", Path("graphs")),
         ("ORTMODULE_ONNX_OPSET_VERSION", "17", "onnx_opset", 17),
         ("ORTMODULE_FALLBACK_POLICY", "FALLBACK_DISABLE", "fallback_policy", FallbackPolicy.FALLBACK_DISABLE),
         (
@@ -85,8 +87,17 @@ def test_environment_wins_over_code_and_code_over_defaults(monkeypatch):
         ("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "0", "custom_autograd", False),
         ("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "1", "custom_autograd", False),
         ("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", "0", "custom_autograd", True),
-        ("ORTMODULE_CONV_ALGO_SEARCH", "exhaustive", "conv_algo_search", "EXHAUSTIVE"),
-        ("ORTMODULE_PRINT_MEMORY_STATS", "1", "print_memory_stats", True),
+        ("ORTMODULE_CONV_ALGO_SEARCH", "exhaustive", "tuning", "exhaustive"),
+        ("ORTMODULE_ENABLE_TUNING", "0", "tuning", False),
+        ("ORTMODULE_MAX_TUNING_DURATION_MS", "50", "tuning", 50),
+        ("ORTMODULE_TUNING_RESULTS_PATH", "times", "cache_dir", Path("times")),
+        ("ORTMODULE_PRINT_MEMORY_STATS", "1", "statistics", ("memory",)),
+        ("ORTMODULE_MEMORY_OPT_LEVEL", "1", "recompute", "layers"),
+        ("ORTMODULE_USE_TRITON", "1", "kernels", "fused-all"),
+        ("ONNXTRAIN_REGIONS", "auto", "kernels", "fused"),
+        ("ONNXTRAIN_NATIVE", "0", "kernels", "pytorch"),
+        ("ONNXTRAIN_REUSE_MEMORY", "1", "process_wide", ("reuse_memory",)),
+        ("ORTMODULE_ENABLE_LABEL_SPARSITY_OPT", "0", "disabled_passes", ("skip_ignored_labels",)),
     ],
 )
 def test_variables(monkeypatch, variable, text, name, value):
@@ -98,7 +109,6 @@ def test_variables(monkeypatch, variable, text, name, value):
 
 # Any text is a valid path, names are looked up at their use, and an unknown search only warns.
 ANY_TEXT = {k.variable for k in knobs() if k.kind.allowed.startswith(("a path", "names"))}
-ANY_TEXT |= {"ORTMODULE_CONV_ALGO_SEARCH"}
 
 
 @pytest.mark.parametrize("variable", sorted(set(VARIABLES) - ANY_TEXT))
@@ -119,15 +129,18 @@ def test_an_invalid_variable_is_named_with_its_value_and_the_allowed_values(monk
         {"rng": "slow"},
         {"rng": ["fast"]},
         {"save_onnx": 2},
-        {"onnx_prefix": None},
-        {"save_path": 3},
+        {"save_graphs": 3},
+        {"kernels": "fast"},
+        {"statistics": "speed"},
+        {"recompute": "Gelu"},
+        {"tuning": -1},
         {"onnx_opset": 0},
         {"onnx_opset": True},
         {"onnx_opset": 17.0},
         {"log_level": 2},
         {"fallback_policy": 8},
         {"fallback_policy": ""},
-        {"verify": None},
+        {"native": None},
     ],
 )
 def test_invalid_values_in_code(code):
@@ -148,9 +161,9 @@ def test_unknown_option_is_named():
 
 
 def test_options_are_immutable_and_compare_by_value():
-    options = Options(log_level="info", dump_dir="here")
-    assert (options.log_level, options.dump_dir) == (LogLevel.INFO, Path("here"))
-    assert options == Options(log_level=LogLevel.INFO, dump_dir=Path("here"))
+    options = Options(log_level="info", save_graphs="here")
+    assert (options.log_level, options.save_graphs) == (LogLevel.INFO, Path("here"))
+    assert options == Options(log_level=LogLevel.INFO, save_graphs=Path("here"))
     assert hash(options) == hash(pickle.loads(pickle.dumps(options)))
     with pytest.raises(AttributeError):
         options.rng = "torch"
@@ -189,7 +202,7 @@ class TestDebugOptions:
 
     def test_saving(self, tmp_path):
         debug = DebugOptions(save_onnx=True, onnx_prefix="net", save_path=tmp_path, config={"rng": "torch"})
-        assert (debug.options.save_onnx, debug.options.onnx_prefix, debug.options.rng) == (True, "net", "torch")
+        assert (debug.options.save_graphs, debug.options.rng) == (tmp_path / "net", "torch")
         saving = debug.save_onnx_models
         assert (saving.save, saving.name_prefix, saving.path) == (True, "net", str(tmp_path))
 
@@ -284,14 +297,13 @@ class TestJson:
             rng="torch",
             custom_autograd=False,
             log_level=LogLevel.VERBOSE,
-            save_onnx=True,
-            onnx_prefix="net",
-            save_path="graphs",
+            save_graphs="graphs/net",
             fallback_policy="FALLBACK_UNSUPPORTED_DEVICE|FALLBACK_UNSUPPORTED_DATA",
             onnx_opset=17,
         )
         for key in JSON_KEYS:
             assert f"The key {key} in" in caplog.text
+        assert "former" not in caplog.text
         grouped = {f"{group}.{key}" for group in ("DebugOptions",) for key in self.PREDECESSORS[group]}
         assert {*KEYS, *JSON_KEYS} == {*self.PREDECESSORS, *grouped} - {"DebugOptions"}
 
@@ -386,48 +398,133 @@ PREDECESSORS_VARIABLES = """
 # The test of each option's effect: its file under tests/, and its name.
 EFFECTS = {
     "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
-    "native": ("passes/test_channels_last.py", "test_a_step_runs_the_compiled_batch_norm_where_it_may"),
-    "reuse_memory": ("execute/test_reused_memory.py", "test_a_steps_memory_serves_the_next"),
-    "pause_collector": ("package/test_garbage_collector.py", "test_it_rests_during_a_capture_where_it_is_asked_to"),
-    "regions": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
-    "regions_dump": ("execute/test_regions_build.py", "test_the_folder_of_debugging_gets_graph_and_library"),
+    "kernels": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
+    "process_wide": ("execute/test_reused_memory.py", "test_a_steps_memory_serves_the_next"),
     "cuda_graphs": ("execute/test_recorded.py", "test_training_is_the_same"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
-    "recompute_cheap": ("plan/test_default_recompute.py", "test_no_bit_changes_and_no_input_is_kept"),
-    "compute_optimizer": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
-    "label_sparsity": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
-    "chunked_loss": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
+    "recompute": ("plan/test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
+    "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_those_of_one_backward_bit_for_bit"),
     "skip_padding": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
     "disabled_passes": ("passes/test_zoo_without_passes.py", "test_a_disabled_pass_does_not_run"),
-    "print_input_density": ("options/test_options_less_work.py", "test_the_density_of_each_step_is_printed"),
-    "count_work": ("cli/test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
-    "save_onnx": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
-    "onnx_prefix": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
-    "save_path": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
+    "statistics": ("cli/test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
+    "save_graphs": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
     "onnx_opset": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
     "log_level": ("observe/test_logs.py", "test_the_level_is_the_loggers"),
     "fallback_policy": ("module/test_faults.py", "test_what_onnxtrain_raises_keeps_its_frames"),
     "fallback_retry": ("module/test_fallback.py", "test_falling_back_is_tried_once_unless_retry_is_asked_for"),
     "pieces": ("dynamo/test_dynamo.py", "test_pieces_can_be_switched_off"),
     "custom_autograd": ("module/test_fallback.py", "test_custom_autograd_can_be_switched_off"),
-    "conv_algo_search": ("options/test_options_effects.py", "test_an_exhaustive_search_is_cudnns_benchmark"),
-    "print_memory_stats": ("observe/test_memory.py", "test_each_phase_of_a_step"),
-    "memory_opt_level": ("plan/test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
-    "memory_opt_config": ("plan/test_memory_options.py", "test_a_count_and_a_kind_decide_how_many"),
-    "memory_opt_probe_recompute_level": (
-        "plan/test_memory_options.py",
-        "test_products_are_in_subgraphs_where_they_are_asked_for",
-    ),
-    "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_those_of_one_backward_bit_for_bit"),
     "tuning": ("execute/test_kernel_choice.py", "test_with_tuning_off_known_answers_count_and_nothing_is_measured"),
-    "max_tuning_duration_ms": ("execute/test_kernel_choice.py", "test_the_longest_duration_ends_a_measurement"),
-    "tuning_results_path": ("execute/test_kernel_choice.py", "test_the_faster_kernel_is_found_and_kept"),
     "cache_dir": ("capture/stored/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
-    "cache_limit_mb": ("capture/stored/test_stored.py", "test_the_option_cache_limit_mb_bounds_the_folder"),
-    "dump_dir": ("compile/test_stages.py", "test_every_stage_is_dumped_and_each_compilation_to_a_folder_of_its_own"),
-    "verify": ("compile/test_stages.py", "test_a_faulty_graph_is_refused_unless_verify_is_off"),
 }
+
+
+class TestFormerOptions:
+    """Each sets what replaced it, with a notice that says so; variables of ONNX Runtime Training need none."""
+
+    EXAMPLES: ClassVar = {
+        "native": (False, {"kernels": "pytorch"}),
+        "regions": ("auto", {"kernels": "fused"}),
+        "reuse_memory": (True, {"process_wide": ("reuse_memory",)}),
+        "pause_collector": (True, {"process_wide": ("pause_collector",)}),
+        "recompute_cheap": (False, {"recompute": "none"}),
+        "memory_opt_level": (2, {"recompute": "all"}),
+        "memory_opt_config": ("Gelu+:1:-1", {"recompute": "Gelu+:1:-1"}),
+        "memory_opt_probe_recompute_level": ("1", {}),
+        "compute_optimizer": (
+            False,
+            {"disabled_passes": "skip_ignored_labels,hoist_gathers,chunk_losses", "skip_padding": "never"},
+        ),
+        "label_sparsity": (False, {"disabled_passes": "skip_ignored_labels"}),
+        "chunked_loss": (False, {"disabled_passes": "chunk_losses"}),
+        "print_input_density": (True, {"statistics": "input_density"}),
+        "print_memory_stats": (True, {"statistics": "memory"}),
+        "count_work": (True, {"statistics": "work"}),
+        "save_onnx": (True, {"save_graphs": "model"}),
+        "onnx_prefix": ("net", {}),
+        "save_path": ("graphs", {}),
+        "dump_dir": ("graphs", {"save_graphs": "graphs/model"}),
+        "regions_dump": ("graphs", {"save_graphs": "graphs/model"}),
+        "enable_tuning": (False, {"tuning": False}),
+        "max_tuning_duration_ms": (20, {"tuning": 20}),
+        "conv_algo_search": ("EXHAUSTIVE", {"tuning": "exhaustive"}),
+        "tuning_results_path": ("times", {"cache_dir": "times"}),
+        "cache_limit_mb": (10, {}),
+        "verify": (False, {}),
+    }
+
+    def test_there_is_an_example_of_each(self):
+        assert list(FORMER) == list(self.EXAMPLES)
+
+    @pytest.mark.parametrize("name", FORMER)
+    def test_in_code(self, name, caplog):
+        value, now = self.EXAMPLES[name]
+        for _ in range(2):
+            assert Options.resolve(**{name: value}) == Options(**now)
+        (record,) = caplog.records
+        assert record.getMessage() == f"onnxtrain: The option {name} is a former name: {FORMER[name].advice}."
+
+    @pytest.mark.parametrize("name", [name for name in FORMER if FORMER[name].variables])
+    def test_in_the_environment(self, name, monkeypatch, caplog):
+        value, now = self.EXAMPLES[name]
+        for variable in FORMER[name].variables:
+            opposite = variable.variable == "ORTMODULE_USE_TRITON"
+            monkeypatch.setenv(variable.variable, "1" if opposite else str(value))
+            expected = {"kernels": "fused-all"} if opposite else now
+            assert Options.resolve() == Options(**expected), variable
+            assert (variable.variable in caplog.text) is variable.is_own
+            monkeypatch.delenv(variable.variable)
+
+    def test_in_a_json_file(self, tmp_path, caplog):
+        file = tmp_path / "options.json"
+        file.write_text('{"regions": "on", "label_sparsity": false}')
+        assert Options().over_file(file) == Options(kernels="fused-all", disabled_passes="skip_ignored_labels")
+        assert "The key regions in" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("code", "environment", "expected"),
+        [
+            ({"kernels": "fused"}, {"ONNXTRAIN_NATIVE": "1"}, {"kernels": "fused"}),
+            ({"kernels": "fused"}, {"ONNXTRAIN_NATIVE": "0"}, {"kernels": "pytorch"}),
+            ({"kernels": "pytorch"}, {"ONNXTRAIN_REGIONS": "on"}, {"kernels": "pytorch"}),
+            ({}, {"ONNXTRAIN_NATIVE": "0", "ONNXTRAIN_KERNELS": "fused"}, {"kernels": "fused"}),
+            ({"recompute": "layers"}, {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}, {}),
+            ({"recompute": "none"}, {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}, {"recompute": "none"}),
+            (
+                {"memory_opt_config": "Gelu+:1:2"},
+                {"ORTMODULE_MEMORY_OPT_LEVEL": "1"},
+                {"recompute": "layers"},
+            ),
+            (
+                {"disabled_passes": "skip_ignored_labels,fuse_sums"},
+                {"ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "1", "ONNXTRAIN_CHUNKED_LOSS": "0"},
+                {"disabled_passes": "fuse_sums,chunk_losses"},
+            ),
+            (
+                {},
+                {"ORTMODULE_ENABLE_TUNING": "1", "ORTMODULE_MAX_TUNING_DURATION_MS": "200"},
+                {"tuning": 200},
+            ),
+            ({"tuning": 200}, {"ORTMODULE_ENABLE_TUNING": "1"}, {"tuning": 200}),
+            ({"tuning": False}, {"ORTMODULE_ENABLE_TUNING": "1"}, {}),
+            ({"tuning": False}, {"ORTMODULE_MAX_TUNING_DURATION_MS": "200"}, {"tuning": False}),
+            ({"save_graphs": "here/net"}, {"ORTMODULE_SAVE_ONNX_PATH": "there"}, {"save_graphs": "there/net"}),
+            ({"save_onnx": True, "onnx_prefix": "net"}, {"ORTMODULE_SAVE_ONNX_PATH": "x"}, {"save_graphs": "x/net"}),
+            ({"cache_dir": "here"}, {"ORTMODULE_TUNING_RESULTS_PATH": "there"}, {"cache_dir": "here"}),
+            ({"statistics": "work"}, {"ORTMODULE_PRINT_MEMORY_STATS": "1"}, {"statistics": "work,memory"}),
+        ],
+        ids=str,
+    )
+    def test_together_with_current_ones(self, code, environment, expected, monkeypatch):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert Options.resolve(**code) == Options(**expected)
+
+    def test_there_are_few_options_and_variables(self):
+        own = {name for name in (*VARIABLES, *PROCESS_VARIABLES) if name.startswith("ONNXTRAIN_")}
+        assert len(knobs()) <= 20
+        assert len(own) <= 8
 
 
 class TestSweep:
@@ -460,7 +557,7 @@ class TestSweep:
 
     def test_an_unknown_search_warns_and_reverts(self, monkeypatch, caplog):
         monkeypatch.setenv("ORTMODULE_CONV_ALGO_SEARCH", "banana")
-        assert Options.resolve().conv_algo_search == "HEURISTIC"
+        assert Options.resolve().tuning is True
         assert "Expected one of HEURISTIC, EXHAUSTIVE, got 'banana'; using HEURISTIC." in caplog.text
 
 

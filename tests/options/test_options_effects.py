@@ -12,7 +12,7 @@ import sys, torch
 from onnxtrain import ORTModule
 ORTModule(torch.nn.Linear(1, 1))
 before = torch.backends.cudnn.benchmark
-ORTModule(torch.nn.Linear(1, 1), **({} if sys.argv[1] == "variable" else {"conv_algo_search": "EXHAUSTIVE"}))
+ORTModule(torch.nn.Linear(1, 1), **({} if sys.argv[1] == "variable" else {"tuning": "exhaustive"}))
 print(before, torch.backends.cudnn.benchmark)
 """
 

@@ -55,13 +55,17 @@ def changed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[str]:
 
 
 OFF = [
-    ({"compute_optimizer": False}, ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",), set(PASSES)),
     (
-        {"label_sparsity": False},
+        {"disabled_passes": "skip_ignored_labels,hoist_gathers,chunk_losses", "skip_padding": "never"},
+        ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER",),
+        set(PASSES),
+    ),
+    (
+        {"disabled_passes": "skip_ignored_labels"},
         ("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "ORTMODULE_ENABLE_LABEL_SPARSITY_OPT"),
         {"skip_ignored_labels", "pack_tokens"},  # all rows of the scores are read then
     ),
-    ({"chunked_loss": False}, ("ONNXTRAIN_CHUNKED_LOSS",), {"chunk_losses"}),
+    ({"disabled_passes": "chunk_losses"}, ("ONNXTRAIN_CHUNKED_LOSS",), {"chunk_losses"}),
     ({"skip_padding": "never"}, ("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER",), {"pack_tokens"}),
 ]
 
@@ -89,7 +93,7 @@ def test_the_density_of_each_step_is_printed(
 ) -> None:
     if way != "option":
         monkeypatch.setenv(way, "1")
-    model = ORTModule(Words(), **({"print_input_density": True} if way == "option" else {}))
+    model = ORTModule(Words(), **({"statistics": "input_density"} if way == "option" else {}))
     words, mask, labels = batch()
     model(words, mask, labels).backward()
     model(words, torch.ones_like(mask), words.clone()).backward()
@@ -111,5 +115,5 @@ def test_no_density_is_printed_of_what_runs_in_pytorch(capsys: pytest.CaptureFix
             return x if x.sum().item() > 0 else -x
 
     with pytest.warns(UserWarning, match="runs in PyTorch"):
-        ORTModule(Asks(), print_input_density=True, pieces=False)(torch.ones(3, requires_grad=True))
+        ORTModule(Asks(), statistics="input_density", pieces=False)(torch.ones(3, requires_grad=True))
     assert not capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The option pause_collector: the garbage collector rests while modules are captured, and is as before afterwards."""
+"""process_wide="pause_collector": no garbage collection while a module is captured, and as before afterwards."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_objects_that_a_program_froze_stay_frozen() -> None:
     assert not _is_looked_at(node)
 
 
-@pytest.mark.parametrize("pause_collector", [False, True])
-def test_it_rests_during_a_capture_where_it_is_asked_to(pause_collector: bool) -> None:
+@pytest.mark.parametrize("process_wide", [(), ("pause_collector",)])
+def test_it_rests_during_a_capture_where_it_is_asked_to(process_wide: tuple[str, ...]) -> None:
     gc.enable()
     was: list[bool] = []
 
@@ -74,6 +74,6 @@ def test_it_rests_during_a_capture_where_it_is_asked_to(pause_collector: bool) -
             was.append(gc.isenabled())
             return super().forward(x)
 
-    ORTModule(Net(4, 4), pause_collector=pause_collector)(torch.randn(2, 4)).sum().backward()
-    assert set(was) == {not pause_collector}
+    ORTModule(Net(4, 4), process_wide=process_wide)(torch.randn(2, 4)).sum().backward()
+    assert set(was) == {not process_wide}
     assert gc.isenabled()

@@ -189,7 +189,7 @@ def test_a_change_is_noticed(change: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(compiler.find() is None, reason="needs a C++ compiler")
 def test_a_memory_option_is_noticed() -> None:
-    ask = "model = onnxtrain.ORTModule(Net(), reuse_memory=True); assert LIBRARY.wait(); train(model)"
+    ask = "model = onnxtrain.ORTModule(Net(), process_wide='reuse_memory'); assert LIBRARY.wait(); train(model)"
     done = run(STATE, TRAIN, ask, AFTER)
 
     assert done.returncode == 1, done.stdout

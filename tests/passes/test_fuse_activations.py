@@ -156,7 +156,9 @@ def test_what_is_behind_a_norm_becomes_part_of_it(form: Form, activated: int, ad
 @pytest.mark.parametrize("form", [alone, of_a_sum, result_read_twice, blocks], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("native", [True, False])
 def test_channels_last(form: Form, native: bool) -> None:
-    assert len(norms(check(form, torch.float32, 16, channels_last=True, native=native))) == 1 + (form is blocks)
+    assert len(
+        norms(check(form, torch.float32, 16, channels_last=True, kernels="native" if native else "pytorch"))
+    ) == 1 + (form is blocks)
 
 
 def gradient_of_norm(ours: nn.Module) -> Any:

@@ -75,7 +75,7 @@ def check(form: Form, dtype: torch.dtype, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", ONE_OP, ids=lambda f: f.__name__)
 def test_they_are_one_op(form: Form, dtype: torch.dtype, native: bool) -> None:
-    ours = check(form, dtype, native=native)
+    ours = check(form, dtype, kernels="native" if native else "pytorch")
     count = 1 + (form is twice)
     assert kinds(ours).count("ReluDropout") == count
     assert backward_kinds(ours).count("ReluDropoutGrad") == count
@@ -124,7 +124,9 @@ class FeedForward(nn.Module):
 def test_a_layer_keeps_one_tensor_and_writes_over_the_product() -> None:
     torch.manual_seed(0)
     layers = FeedForward()
-    ours, apart = (ORTModule(layers, native=False, disabled_passes=names) for names in ((), ("fuse_relu_dropout",)))
+    ours, apart = (
+        ORTModule(layers, kernels="pytorch", disabled_passes=names) for names in ((), ("fuse_relu_dropout",))
+    )
     for rows in (9, 64):
         assert all(map(torch.equal, *(gradients(module, rows) for module in (ours, apart))))
     source = ours.__dict__["_engine"].newest().unit.forward.source
@@ -135,7 +137,7 @@ def test_a_layer_keeps_one_tensor_and_writes_over_the_product() -> None:
 def test_a_budget_computes_it_again() -> None:
     torch.manual_seed(0)
     layers = FeedForward()
-    plain, least = (ORTModule(layers, native=False, memory_budget_bytes=budget) for budget in (None, 0.7))
+    plain, least = (ORTModule(layers, kernels="pytorch", memory_budget_bytes=budget) for budget in (None, 0.7))
     for rows in (256, 33):
         assert all(map(torch.equal, *(gradients(module, rows) for module in (plain, least))))
     assert "ReluDropout" in backward_kinds(least)

@@ -207,7 +207,7 @@ def test_the_pass_changes_no_draw(form: Form) -> None:
     found = [
         results(
             ORTModule(
-                OfTensors(lambda x, r: form(lambda t: F.dropout(t, P), x, r)), native=False, disabled_passes=names
+                OfTensors(lambda x, r: form(lambda t: F.dropout(t, P), x, r)), kernels="pytorch", disabled_passes=names
             ),
             tensors,
             torch.float32,
@@ -275,7 +275,7 @@ def gradients(ours: nn.Module, rows: int) -> list[Tensor]:
 def test_a_budget_draws_the_same_masks_again() -> None:
     torch.manual_seed(0)
     layers = Layers(8)
-    plain, least = ORTModule(layers, native=False), ORTModule(layers, native=False, memory_budget_bytes=0.5)
+    plain, least = ORTModule(layers, kernels="pytorch"), ORTModule(layers, kernels="pytorch", memory_budget_bytes=0.5)
     for rows in (256, 33):
         found = [gradients(m, rows) for m in (plain, least)]
         assert len(found[0]) == 32
@@ -290,7 +290,7 @@ def test_the_sum_is_written_over_what_is_dropped() -> None:
     layers = Layers()
     names = ("drop_", "drop_compiled_")
     for native, name in zip((False, True), names, strict=True):
-        ours = ORTModule(layers, native=native)
+        ours = ORTModule(layers, kernels="native" if native else "pytorch")
         gradients(ours, 9)
         source = ours.__dict__["_engine"].newest().unit.forward.source
         assert source.count(f" {name}(linear") == 3, source
@@ -326,7 +326,9 @@ def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
     losses = []
     for disabled in ((), ("fuse_sums",)):
         torch.manual_seed(0)
-        packed = wrap(Sentences(dropout=P), tmp_path, skip_padding="always", native=False, disabled_passes=disabled)
+        packed = wrap(
+            Sentences(dropout=P), tmp_path, skip_padding="always", kernels="pytorch", disabled_passes=disabled
+        )
         torch.manual_seed(5)
         losses.append(packed(words, labels))
         graph = ir.load(tmp_path / "m_packed_optimized_pre_grad_training.onnx").graph
@@ -411,7 +413,7 @@ def test_a_sum_behind_a_checkpoint_stays() -> None:
             return x.square().mean()
 
     torch.manual_seed(0)
-    ours = ORTModule(Checkpointed(), native=False)
+    ours = ORTModule(Checkpointed(), kernels="pytorch")
     gradients(ours, 9)
     assert with_residual(ours) == 0
     assert kinds(ours).count("Add") == 3

@@ -31,8 +31,8 @@ def outcome(**options: object) -> tuple[list[torch.Tensor], int, int, str]:
 
 
 def test_no_bit_changes_and_less_is_held() -> None:
-    found, kept, peak, report = outcome(recompute_cheap=False)
-    expected, kept_before, peak_before, _ = outcome(recompute_cheap=False, disabled_passes=("pack_dropout_masks",))
+    found, kept, peak, report = outcome(recompute="none")
+    expected, kept_before, peak_before, _ = outcome(recompute="none", disabled_passes=("pack_dropout_masks",))
     assert all(map(torch.equal, found, expected))
     assert kept == kept_before - 2 * ROWS * 33 * 7 // 8
     assert peak < peak_before

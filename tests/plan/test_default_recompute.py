@@ -83,7 +83,7 @@ def recomputed(model: ORTModule) -> list[str]:
 
 def test_no_bit_changes_and_no_input_is_kept() -> None:
     again, found = run()
-    nothing, expected = run(recompute_cheap=False)
+    nothing, expected = run(recompute="none")
     assert all(map(torch.equal, found, expected))
     assert again == ["GatedActivation"]  # no Tanh: it is of the input alone, which the user may change
     assert not nothing

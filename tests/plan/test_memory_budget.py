@@ -82,7 +82,7 @@ def stack_with(**options: Any) -> tuple[Stack, ORTModule]:
     """Without a budget, all is kept."""
     torch.manual_seed(3)
     module = Stack()
-    return module, ORTModule(module, rng="torch", recompute_cheap=False, **options)
+    return module, ORTModule(module, rng="torch", recompute="none", **options)
 
 
 BATCH = {"x": torch.randn(1024, 16, generator=torch.Generator().manual_seed(0))}
@@ -376,7 +376,7 @@ def test_models_of_several_layers() -> None:
     """A transformer, with dropout in its attention, at half its peak."""
     module, make = made("minilm")
     batch = make(16, 48)
-    plain = ORTModule(module, rng="torch", recompute_cheap=False)
+    plain = ORTModule(module, rng="torch", recompute="none")
     expected = gradients(plain, plain.module, batch)
     before = peak_of(lambda: step(plain, batch))
     model = ORTModule(module, rng="torch", memory_budget_bytes=0.5)

@@ -1,4 +1,4 @@
-"""memory_opt_level and memory_opt_config: recompute by patterns of subgraphs and by layers."""
+"""The option recompute: by patterns of subgraphs and by layers; and its former names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.allocations import peak_bytes, record
-from onnxtrain.options import MemoryOptLevel, Options, SubgraphConfig
+from onnxtrain.options import Options, SubgraphConfig
 
 WIDTH = 48  # a product is no cheap node
 
@@ -72,18 +72,18 @@ def module() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def plain(module: nn.Module) -> tuple[int, list[torch.Tensor]]:
-    model, found = train(module, recompute_cheap=False)
+    model, found = train(module, recompute="none")
     return kept_bytes(model), found
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"memory_opt_config": "Gelu+:1:-1"},
-        {"memory_opt_config": "Gelu+:1:2"},
-        {"memory_opt_level": 1},
-        {"memory_opt_level": 2},
-        {"memory_opt_level": 1, "early_gradients": True},
+        {"recompute": "Gelu+:1:-1"},
+        {"recompute": "Gelu+:1:2"},
+        {"recompute": "layers"},
+        {"recompute": "all"},
+        {"recompute": "layers", "early_gradients": True},
     ],
     ids=str,
 )
@@ -107,9 +107,9 @@ class Normed(Block):
 def test_the_second_level_keeps_what_a_layer_hands_to_the_next() -> None:
     """Else backward would compute all layers again at once, and hold as much as without."""
     peaks = []
-    for level in (1, 2):
+    for level in ("layers", "all"):
         torch.manual_seed(0)
-        model = ORTModule(nn.Sequential(*[Normed() for _ in range(4)]), rng="torch", memory_opt_level=level)
+        model = ORTModule(nn.Sequential(*[Normed() for _ in range(4)]), rng="torch", recompute=level)
         peaks.append(kept_bytes(model))
     assert peaks[1] <= peaks[0]
 
@@ -117,7 +117,7 @@ def test_the_second_level_keeps_what_a_layer_hands_to_the_next() -> None:
 def test_a_count_and_a_kind_decide_how_many(module: nn.Module) -> None:
     done = []
     for config in ("Gelu+:1:-1", "Gelu+:1:1", "Gelu+:0:-1"):
-        model, _ = train(module, memory_opt_config=config)
+        model, _ = train(module, recompute=config)
         (row,) = [row for row in model.report().subgraphs if row.pattern == "Gelu+"]
         assert row.frequency == 4
         assert row.saved_bytes == 4 * 6 * 4 * WIDTH * 4  # of 4 layers, at the sizes of the first call
@@ -126,27 +126,31 @@ def test_a_count_and_a_kind_decide_how_many(module: nn.Module) -> None:
     assert done == [4, 1, 0]
 
 
-def test_products_are_in_subgraphs_where_they_are_asked_for(module: nn.Module) -> None:
-    patterns = []
-    for level in ("0", "1"):
-        model, _ = train(module, memory_opt_config="Gelu+:1:-1", memory_opt_probe_recompute_level=level)
-        patterns.append({row.pattern for row in model.report().subgraphs})
-    assert not any("Linear" in pattern for pattern in patterns[0])
-    assert any("Linear" in pattern for pattern in patterns[1])
+def test_subgraphs_with_gemms_are_listed_last_and_recomputed_only_by_name(module: nn.Module) -> None:
+    model, found = train(module, recompute="Gelu+:1:-1")
+    rows = model.report().subgraphs
+    with_gemm = ["Linear" in row.pattern for row in rows]
+    assert with_gemm == sorted(with_gemm)
+    assert any(with_gemm)
+    assert not any(row.recomputed for row, has_gemm in zip(rows, with_gemm, strict=True) if has_gemm)
+    (named, *_) = (row for row, has_gemm in zip(rows, with_gemm, strict=True) if has_gemm)
+    model, by_name = train(module, recompute=named.config)
+    assert [row.recomputed for row in model.report().subgraphs if row.pattern == named.pattern] == [named.frequency]
+    assert all(map(torch.equal, found, by_name))
 
 
 def test_the_summary_is_logged(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
-    train(module, memory_opt_config="Gelu+:1:2,Gello+:1:-1")
-    (text,) = [r.getMessage() for r in caplog.records if "memory optimization: level 0" in r.getMessage()]
-    assert "config Gelu+:1:2,Gello+:1:-1" in text
+    train(module, recompute="Gelu+:1:2,Gello+:1:-1")
+    (text,) = [r.getMessage() for r in caplog.records if "memory optimization: recompute=" in r.getMessage()]
+    assert "recompute=Gelu+:1:2,Gello+:1:-1" in text
     assert any(line.startswith("Gelu+ ") and "2 of 4 recomputed" in line for line in text.splitlines())
     assert "no kept activation matches the pattern Gello+; did you mean Gelu+?" in caplog.text
 
 
 def test_a_model_without_layers_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    ORTModule(nn.Linear(2, 2), memory_opt_level=1)(torch.ones(1, 2)).sum().backward()
-    assert "memory_opt_level has no effect" in caplog.text
+    ORTModule(nn.Linear(2, 2), recompute="layers")(torch.ones(1, 2)).sum().backward()
+    assert "recompute has no effect" in caplog.text
 
 
 def test_nothing_is_planned_without_the_options(module: nn.Module) -> None:
@@ -161,7 +165,7 @@ def test_nothing_is_planned_without_the_options(module: nn.Module) -> None:
 def test_patterns_as_text(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "BiasGelu+:1:-1, Cast+Where+:2:3")
     expected = SubgraphConfig("BiasGelu+", 1, -1), SubgraphConfig("Cast+Where+", 2, 3)
-    assert Options.resolve().memory_opt_config == expected
+    assert Options.resolve().recompute == expected
 
 
 def test_patterns_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_patterns_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     file.write_text(json.dumps(["BiasGelu+:1:-1", "Cast+Where+:0:3"]))
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", str(file))
     expected = SubgraphConfig("BiasGelu+", 1, -1), SubgraphConfig("Cast+Where+", 0, 3)
-    assert Options.resolve().memory_opt_config == expected
+    assert Options.resolve().recompute == expected
 
 
 @pytest.mark.parametrize(
@@ -185,13 +189,15 @@ def test_bad_patterns(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_bad_files(tmp_path: Path, content: str) -> None:
     file = tmp_path / "recompute.json"
     file.write_text(content)
-    with pytest.raises(OptionError, match="memory_opt_config"):
-        Options.resolve(memory_opt_config=str(file))
+    with pytest.raises(OptionError, match="recompute"):
+        Options.resolve(recompute=str(file))
 
 
 def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
-    assert Options.resolve().memory_opt_level is MemoryOptLevel.TRANSFORMER_LAYERWISE_RECOMPUTE
+    assert Options.resolve().recompute == "layers"
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "2")
+    assert Options.resolve().recompute == "all"
     monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "3")
     with pytest.raises(OptionError, match="0, 1 or 2"):
         Options.resolve()
@@ -199,4 +205,4 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_budget_and_a_level_are_two_answers_to_one_question(module: nn.Module) -> None:
     with pytest.raises(OptionError, match="memory_budget_bytes"):
-        Options.resolve(memory_budget_bytes=0.5, memory_opt_level=1)
+        Options.resolve(memory_budget_bytes=0.5, recompute="layers")

@@ -54,4 +54,4 @@ def test_compiled_kernels_train_as_operators_do(name: str) -> None:
 
 
 def fast_or_operators(module: torch.nn.Module, native: bool) -> torch.nn.Module:
-    return fast(module) if native else ORTModule(module, rng="fast", native=False)
+    return fast(module) if native else ORTModule(module, rng="fast", kernels="pytorch")

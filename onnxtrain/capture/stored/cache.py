@@ -10,6 +10,7 @@ processes keeps a capture from the disk: a wrong graph would give wrong numbers 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -27,22 +28,27 @@ from onnxtrain.capture.stored import entry
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
 from onnxtrain.log import LOG, warn_once
+from onnxtrain.options.kinds import COUNT, parse
 from onnxtrain.system.machine import current_machine
 
 _MIB = 2**20
+_LIMIT_MB = "ONNXTRAIN_CACHE_LIMIT_MB"
+
+
+def _limit_mb() -> int:
+    return parse("cache limit", COUNT, os.environ.get(_LIMIT_MB) or 1024, f"the environment variable {_LIMIT_MB}")
 
 
 class CaptureCache:
     """The captures of one module on disk.
 
     Args:
-        folder: where they are kept.
-        most_mib: what all files together may take, in MiB.
+        folder: where they are kept. All files together take at most ONNXTRAIN_CACHE_LIMIT_MB.
         module: the user's module.
     """
 
-    def __init__(self, folder: Path, most_mib: int, module: torch.nn.Module) -> None:
-        self._folder = CaptureFolder(folder, most_mib * _MIB)
+    def __init__(self, folder: Path, module: torch.nn.Module) -> None:
+        self._folder = CaptureFolder(folder, _limit_mb() * _MIB)
         self._module = module
         self._refused: set[str] = set()
 

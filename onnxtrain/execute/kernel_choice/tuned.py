@@ -92,9 +92,10 @@ class TunedProgram(Program):
         self._as_written: Callable[..., Results] = self.run
         self._places = [part.inputs.index(value) for value in watched]
         self._open_nodes = open_nodes
-        self._measuring = options.tuning
-        self._most_seconds = options.max_tuning_duration_ms / 1000 or float("inf")
-        self._file = file_of(options.tuning_results_path)
+        self._measuring = bool(options.tuning)
+        limit_ms = float("inf") if isinstance(options.tuning, bool | str) else options.tuning
+        self._most_seconds = limit_ms / 1000
+        self._file = file_of(options.cache_dir)
         self._trials: dict[ir.Node, Trial] = {}
         self._trying: Program | None = None
         self._expected = expected

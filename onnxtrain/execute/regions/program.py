@@ -41,16 +41,22 @@ def watch(program: Program, options: Options, device: torch.device, make: Make) 
 
     Args:
         program: whose `run` is replaced.
-        options: `regions` says which nodes.
+        options: `kernels` says which nodes.
         device: where it runs, a CPU or a GPU.
         make: makes a program of the part, its nodes in another order, with some of them joined.
     """
-    if options.regions == "off":
+    if not options.kernels.startswith("fused"):
         return None
     fusions = [definition_of(node).fusion for node in program.part.nodes]
-    if not any(f is not None and (f.profitable or options.regions == "on") for f in fusions):
+    if not any(f is not None and (f.profitable or options.kernels == "fused-all") for f in fusions):
         return None
     return FusedProgram(program, options, device, make)
+
+
+def _dump_folder(options: Options) -> Path | None:
+    """The folder for the graphs and the libraries of regions, where graphs are saved."""
+    saved = options.save_graphs
+    return saved and saved.with_name(f"{saved.name}_regions")
 
 
 class FusedProgram:
@@ -110,7 +116,7 @@ class FusedProgram:
         requests, equal = self._requests(regions, storages)
         requests.sort(key=lambda request: _worth(equal[request.key], storages), reverse=True)
         fused: Program | None = None
-        for request, library in build(requests, self._options.regions_dump):
+        for request, library in build(requests, _dump_folder(self._options)):
             calls = self._calls(request, library, equal[request.key])
             if calls:
                 self.calls += calls
@@ -119,7 +125,7 @@ class FusedProgram:
                     self._run = fused.run
         if fused is None:
             LOG.debug("%s has no compiled regions, of %d", self._program.filename, len(regions))
-        elif self._options.regions == "auto":
+        elif self._options.kernels == "fused":
             for call in self.calls:
                 call.try_both()
             self._run = _Timing(self, fused).run
@@ -146,7 +152,7 @@ class FusedProgram:
 
     def _is_wanted(self, region: Region, storages: Storages) -> bool:
         large = storages.number(region.elements) >= LEAST
-        return large and (region.gains or self._options.regions == "on")
+        return large and (region.gains or self._options.kernels == "fused-all")
 
     def _calls(self, request: Request, library: Path | BuildError, regions: Sequence[Region]) -> list[RegionCall]:
         """The calls of equal regions; none where there is no kernel that computes what they do."""

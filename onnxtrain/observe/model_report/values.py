@@ -148,7 +148,7 @@ def counted(texts: Sequence[object]) -> list[tuple[str, int]]:
 
 
 def read_graph(title: str, file: Path) -> GraphTable:
-    """Read a graph that a stage has written (ONNXTRAIN_DUMP)."""
+    """Read a graph that a stage has written (the option save_graphs)."""
     return GraphTable(title, tuple(_rows(ir.load(file).graph)))
 
 

@@ -93,7 +93,7 @@ def notices_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model(tmp_path: Path, make: Callable[[], nn.Module] = Net, **options: Any) -> ORTModule:
     torch.manual_seed(0)
-    return ORTModule(make(), rng="torch", native=False, cache_dir=tmp_path / "captures", **options)
+    return ORTModule(make(), rng="torch", kernels="pytorch", cache_dir=tmp_path / "captures", **options)
 
 
 def values(module: nn.Module, x: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -250,7 +250,7 @@ def test_the_surroundings_count(what: str, tmp_path: Path, captures: list[int]) 
     net = Net()
     with SURROUNDINGS[what]():
         for _ in range(2):
-            ort = ORTModule(net, rng="torch", native=False, cache_dir=tmp_path / "captures")
+            ort = ORTModule(net, rng="torch", kernels="pytorch", cache_dir=tmp_path / "captures")
             ort(x)
     assert len(captures) == 2
 
@@ -532,7 +532,7 @@ SCRIPT = """
     original = onnxtrain.frontend.engine.capture
     onnxtrain.frontend.engine.capture = lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
     net = Net()
-    ort = ORTModule(net, native=False, cache_dir=sys.argv[1])
+    ort = ORTModule(net, kernels="pytorch", cache_dir=sys.argv[1])
     x = torch.randn(3, 4)
     assert torch.equal(ort(x), net(x))
     print(len(made))
@@ -587,9 +587,12 @@ def test_a_process_that_is_killed_while_it_writes_spoils_nothing(moment: str, tm
 
 
 @pytest.mark.parametrize(("limit", "left"), [(0, 1), (1024, 2)])
-def test_the_option_cache_limit_mb_bounds_the_folder(limit: int, left: int, tmp_path: Path) -> None:
-    step(model(tmp_path, cache_limit_mb=limit))
-    step(model(tmp_path, cache_limit_mb=limit), double=True)
+def test_the_cache_limit_bounds_the_folder(
+    limit: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONNXTRAIN_CACHE_LIMIT_MB", str(limit))
+    step(model(tmp_path))
+    step(model(tmp_path), double=True)
     assert len(files(tmp_path)) == left
 
 
