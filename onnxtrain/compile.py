@@ -56,7 +56,8 @@ def compile_module(
     name, device = type(module).__name__, one_device(inputs)
     wrt = tuple(torch.is_grad_enabled() and t.requires_grad for t in inputs)
     mode: Mode = "training" if module.training and torch.is_grad_enabled() else "inference"
-    stages = Stages(options, mode, name, WorkCounter(inputs, device) if "work" in options.statistics else None)
+    work = WorkCounter(inputs, device) if "work" in options.statistics else None
+    stages = Stages(options, mode, name, work, module)
 
     # capture
     model = stages.record("capture", captured.model, took_ms=captured.took_ms)

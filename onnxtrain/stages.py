@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 import onnx_ir as ir
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onnxtrain import onnx_file
 from onnxtrain.graph.verify import verify
@@ -28,8 +29,8 @@ from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, Su
 
 Mode = Literal["training", "inference"]
 
-# The names of files whose stage ONNX Runtime Training wrote too (DebugOptions(save_onnx=True)), by stage. Without
-# gradients the graph that is optimized before them is the optimized graph as well.
+# The files of saved graphs, by the stage whose graph they hold, with ONNX Runtime Training's names. Without gradients
+# the graph that is optimized before them is the optimized graph as well.
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "training": {
         "capture": ("torch_exported",),
@@ -44,7 +45,8 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-_compilations: Counter[tuple[Path, Mode]] = Counter()  # of this process that saved graphs under a path prefix
+# Of each owner, the compilations that saved graphs under a path prefix.
+_compilations: MutableMapping[object, Counter[tuple[Path, Mode]]] = WeakIdKeyDictionary()
 
 
 class Changes(Protocol):
@@ -82,10 +84,17 @@ class Stages:
         mode: "training" where gradients are computed, else "inference".
         title: what is compiled, for messages.
         work: counts what a graph takes; None: it is not counted.
+        owner: what is compiled. Its later compilations save graphs beside those of the first; another owner, such as
+            the module of the next run in a notebook, overwrites them.
     """
 
     def __init__(
-        self, options: Options, mode: Mode, title: str = "", work: Callable[[ir.Model], Work] | None = None
+        self,
+        options: Options,
+        mode: Mode,
+        title: str = "",
+        work: Callable[[ir.Model], Work] | None = None,
+        owner: object = None,
     ) -> None:
         self._options = options
         self._mode = mode
@@ -94,6 +103,7 @@ class Stages:
         self._before: Work | None = None
         self._stages: list[StageReport] = []
         self._path_prefix: Path | None = None
+        self._owner = self if owner is None else owner
         self._right: set[Hashable] = set()  # the kinds of nodes that were verified
         self._clock = time.perf_counter()
 
@@ -158,20 +168,25 @@ class Stages:
         return CompileReport(tuple(self._stages), self._before)
 
     def _write(self, name: str, model: ir.Model) -> None:
-        if self._options.save_graphs is None:
+        names = _FILES[self._mode].get(name)
+        if self._options.save_graphs is None or names is None:
             return
         prefix = self._prefix(self._options.save_graphs)
-        names = _FILES[self._mode].get(name, (name.replace("-", "_"),))
         paths = [prefix.with_name(f"{prefix.name}_{each}_{self._mode}.onnx") for each in names]
         onnx_file.write(model, paths, self._options.onnx_opset)
         for path in paths:
             LOG.info("%s: wrote %s", self._title, path)
 
     def _prefix(self, given: Path) -> Path:
-        """The path prefix for this compilation: `given` for the first of the process, `given_2` for the second, ..."""
+        """The path prefix for this compilation: `given` for the first of its owner, `given_2` for the second, ..."""
         if self._path_prefix is None:
             saved = (given.absolute(), self._mode)
-            _compilations[saved] += 1
-            number = _compilations[saved]
-            self._path_prefix = given if number == 1 else given.with_name(f"{given.name}_{number}")
+            compilations = _compilations.setdefault(self._owner, Counter())
+            compilations[saved] += 1
+            self._path_prefix = numbered(given, compilations[saved])
         return self._path_prefix
+
+
+def numbered(prefix: Path, number: int) -> Path:
+    """The path prefix of the first, second, ... that saves graphs under `prefix`."""
+    return prefix if number == 1 else prefix.with_name(f"{prefix.name}_{number}")

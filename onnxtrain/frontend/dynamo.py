@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from onnxtrain.frontend.engine import Call, Engine, EntryPoint
 from onnxtrain.options import Options
 from onnxtrain.options.without_effect import DORT_OPTIONS, warn_ineffective
 from onnxtrain.report import CompileReport
+from onnxtrain.stages import numbered
 from onnxtrain.torch_compat.dynamo import SUPPRESSED_ERRORS
 
 # By the graph and the options; as long as torch.compile keeps one of the graphs.
@@ -66,7 +70,7 @@ def _compiled(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool =
     engine = _ENGINES.get(key)
     if engine is None:
         entry_point = EntryPoint(fixed_sizes=module.fixed_sizes, is_part=True, is_piece=is_piece)
-        engine = _ENGINES[key] = Engine(module, options, entry_point)
+        engine = _ENGINES[key] = Engine(module, _saving_apart(options), entry_point)
     inputs = module.inputs
 
     def run(*arguments: Any) -> Any:
@@ -76,6 +80,16 @@ def _compiled(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool =
 
 
 _NO_KEYWORDS: Mapping[str, Any] = {}
+_GRAPHS: Counter[Path] = Counter()  # that are saved under a path prefix
+
+
+def _saving_apart(options: Options) -> Options:
+    """The options for one of the graphs of torch.compile, whose files must not overwrite those of the others."""
+    if options.save_graphs is None:
+        return options
+    prefix = options.save_graphs.absolute()
+    _GRAPHS[prefix] += 1
+    return replace(options, save_graphs=numbered(prefix, _GRAPHS[prefix]))
 
 
 def reports() -> list[CompileReport]:

@@ -170,8 +170,9 @@ class Options:
     save_graphs: Path | None = _knob(
         None,
         optional(PATH_PREFIX),
-        "write the graph of each stage as an ONNX file, and each fused region with its compiled library, to paths that "
-        "begin so: 'graphs/bert' gives graphs/bert_torch_exported_training.onnx and others",
+        "save the graphs as ONNX files: as captured, optimized, with gradients, and as they run; and each fused region "
+        "with its compiled library. A path prefix: 'graphs/bert' gives graphs/bert_torch_exported_training.onnx and "
+        "others",
         "ONNXTRAIN_SAVE_GRAPHS",
     )
     onnx_opset: int | None = _knob(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
+from torch import nn
 
 from onnxtrain import stages as stages_module
 from onnxtrain.errors import GraphError
@@ -75,16 +77,37 @@ def test_nothing_is_written_unless_asked_for(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_every_stage_is_saved_and_each_compilation_under_a_prefix_of_its_own(tmp_path):
+def test_each_compilation_of_a_module_saves_graphs_under_a_prefix_of_its_own(tmp_path):
+    owner = nn.Linear(1, 1)
     for _ in range(2):
-        stages = Stages(Options(save_graphs=tmp_path / "graphs" / "net"), "training")
+        stages = Stages(Options(save_graphs=tmp_path / "graphs" / "net"), "training", owner=owner)
         stages.record("capture", model())
-        stages.record("differentiate", model())
+        stages.record("optimize", model())
     names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.onnx"))
-    stages = ("differentiate", "torch_exported")
+    stages = ("optimized_pre_grad", "torch_exported")
     assert names == [f"graphs/{prefix}_{name}_training.onnx" for prefix in ("net_2", "net") for name in stages]
     for name in names:
         onnx.checker.check_model(str(tmp_path / name), full_check=True)
+
+
+def test_another_module_overwrites_the_graphs_of_the_first(tmp_path):
+    for _ in range(2):
+        stages = Stages(Options(save_graphs=tmp_path / "net"), "training", owner=nn.Linear(1, 1))
+        stages.record("capture", model())
+    assert [path.name for path in tmp_path.iterdir()] == ["net_torch_exported_training.onnx"]
+
+
+def test_graphs_between_graph_breaks_are_saved_apart(tmp_path):
+    def halves(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    torch.compile(halves, backend="onnxtrain", options={"save_graphs": tmp_path / "half"})(torch.ones(3))
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "half_torch_exported_training.onnx",
+        "half_2_torch_exported_training.onnx",
+    }
 
 
 TRAINING = ["torch_exported", "optimized_pre_grad", "optimized", "execution_model"]

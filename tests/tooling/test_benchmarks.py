@@ -59,7 +59,7 @@ from onnxtrain import ORTModule
 from onnxtrain.native import background as native_background
 from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.ops.matmul.candidates import gemm_by_convolution, onednn_gemm
-from onnxtrain.options import knobs
+from onnxtrain.options import JSON_VARIABLE
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
 QUIET = Circumstances(MACHINE, "python -m benchmarks", "2026-01-01", 0.01)
@@ -428,20 +428,20 @@ def test_a_warm_start_is_compared_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("option", process_options.OPTIONS)
 def test_options_of_the_process_are_compared_in_turns(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variable, asked = f"ONNXTRAIN_{option.upper()}", []
+    asked: list[list[str]] = []
 
     def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
-        asked.append(environment[variable])
-        seconds = 1.5 if environment[variable] == "1" else 2.0
+        chosen = json.loads(Path(environment[JSON_VARIABLE]).read_text())["process_wide"]
+        asked.append(chosen)
+        seconds = 1.5 if chosen else 2.0
         return {"elapsed": seconds, "processor": seconds / 2}
 
     monkeypatch.setattr(processes, "run", run)
     pairs = process_options.measure(option, MINILM.name, 2, lambda text: None)
-    assert asked == ["0", "1"] * 3, "the first pair fills the caches"
+    assert asked == [[], [option]] * 3, "the first pair fills the caches"
     assert len(pairs) == 2
     times = ["2000.0 ms", "1500.0 ms", "0.75", "1000.0 ms", "750.0 ms", "0.75"]
     assert process_options.row(option, MINILM.name, pairs)[3:] == times
-    assert variable in {knob.variable for knob in knobs()}
 
 
 def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
