@@ -1,4 +1,4 @@
-"""The compiled kernels against PyTorch, in every case of their ops; and the draws that both ways share."""
+"""The compiled kernels against PyTorch, in all cases of their ops; and the dropout masks that both sample."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPS = {
     "ReluDropout",
     "ReluDropoutGrad",
 }
-# The cases of gradients alone give a y or probabilities that are not those of q and k; the kernel reads neither.
+# Without the cases of gradient ops: their y and probabilities are not those of q and k, and the kernel reads neither.
 CASES = [
     case
     for module in (cases_attention, cases_dense_varlen_attention, cases_keyed_dropout)
@@ -187,8 +187,8 @@ def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.Monke
         assert found == calls
 
 
-def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPT-2 writes it: a pass makes FastGelu of it, and hands on that it may run compiled."""
+def test_gelu_of_gpt2_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass fuses GPT-2's elementwise ops to FastGelu, and keeps their metadata that allows compiled kernels."""
     found: Counter[str] = Counter()
     monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
 
@@ -209,7 +209,7 @@ def test_gelu_written_out_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("activation", activations.COMPILED_GATES)
-@pytest.mark.parametrize("layout", ["apart", "halves", "gate of a wider product"])
+@pytest.mark.parametrize("layout", ["separate", "halves", "slice"])
 @pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1, 1001)], ids=str)  # whole vectors, and rests
 def test_gated_activation_matches_autograd(
     shape: tuple[int, ...], layout: str, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -219,9 +219,9 @@ def test_gated_activation_matches_autograd(
     dy, *inputs = (torch.randn(shape, dtype=dtype) for _ in range(3))
     inputs[0] = inputs[0] * 4
     inputs[0].view(-1)[:8] = SPECIAL
-    if layout == "halves":  # of one product, as chunk(2) gives them
+    if layout == "halves":  # the two halves of one matmul's result
         inputs = list(torch.cat(inputs, -1).chunk(2, -1))
-    elif layout != "apart":
+    elif layout == "slice":
         inputs[0] = torch.cat([*inputs, dy], -1)[..., : shape[-1]]
 
     def eager(wide: torch.dtype) -> list[torch.Tensor]:
@@ -235,13 +235,12 @@ def test_gated_activation_matches_autograd(
     assert len(found) == 2
 
 
-def test_gated_rows_that_lie_in_no_order_run_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_rows_with_unsupported_strides_run_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[str] = Counter()
     monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
     gate, up, dy = (torch.randn(12, 40, 50) for _ in range(3))
-    strange = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
-    repeated = gate[:1].expand(12, 40, 50)  # read as it lies where rows are equal, never written
-    for x in (*strange, repeated):
+    permuted = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
+    for x in (*permuted, gate[:1].expand(12, 40, 50)):
         expected = activations.aten_gated(x.contiguous(), up, "silu")
         torch.testing.assert_close(activations.gated(x, up, "silu"), expected)
         for ours, theirs in zip(
@@ -346,13 +345,13 @@ def test_cross_entropy_refuses_a_label_that_is_no_class(label: int, calls: Count
 def test_cross_entropy_of_few_scores_compiles_nothing(
     shape: tuple[int, int], asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(Library, "request", lambda library: asked.append(library.name))
+    requested: list[str] = []
+    monkeypatch.setattr(Library, "request", lambda library: requested.append(library.name))
     scores, target = torch.randn(shape, requires_grad=True), torch.randint(shape[1], shape[:1])
     module = ORTModule(OfTensors(lambda x, y: (torch.nn.functional.cross_entropy(x, y),)))
     (loss,) = module(scores, target)
     loss.backward()
-    assert ("cross_entropy" in asked) == asks
+    assert ("cross_entropy" in requested) == asks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -381,76 +380,78 @@ def test_cross_entropy_of_scores_far_from_zero(dtype: torch.dtype, calls: Counte
 
 
 def heads(batch: int, count: int, length: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[b, h, l, e] as models cut it from a projection of q, k and v together: strided in three axes."""
+    """Return [b, h, l, e], a slice of a joint projection to q, k and v, with strides in three axes."""
     return torch.randn(batch, length, 3, count, width).to(dtype)[:, :, 1].transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("lengths", "widths", "shared", "causal"),
+    ("lengths", "widths", "kv_heads", "causal"),
     [((128, 128), (32, 32), 4, False), ((33, 70), (64, 48), 2, True), ((200, 65), (80, 5), 1, False)],
     ids=str,
 )
-def test_dropout_is_that_of_the_same_mask(
-    lengths: tuple[int, int], widths: tuple[int, int], shared: int, causal: bool, dtype: torch.dtype
+def test_attention_with_dropout_matches_autograd_with_the_same_mask(
+    lengths: tuple[int, int], widths: tuple[int, int], kv_heads: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    """Against autograd through the formula with the mask that the key gives, in float32 and in float64."""
     assert compiled_kernels.LIBRARIES[dtype].wait()
-    (rows, columns), dropped = lengths, 6554
+    (rows, columns), drop_count = lengths, 6554
     q, dy = heads(3, 4, rows, widths[0], dtype), torch.randn(3, 4, rows, widths[1]).to(dtype)
-    k, v = (heads(3, shared, columns, width, dtype) for width in widths)
+    k, v = (heads(3, kv_heads, columns, width, dtype) for width in widths)
     bias = torch.randn(1, 4, rows, columns).to(dtype)
-    shown = torch.rand(3, 1, 1, columns) < 0.8
+    visible = torch.rand(3, 1, 1, columns) < 0.8
     key = keyed_bits.draw_key()
-    noise = cases_keyed_dropout.draws(key, 12 * rows * columns).view(3, 4, rows, columns) >= dropped - 2**15
+    bits = cases_keyed_dropout.draws(key, 12 * rows * columns).view(3, 4, rows, columns)
+    dropout_mask = bits >= drop_count - 2**15
 
-    def formula(wide: torch.dtype) -> list[torch.Tensor]:
+    def reference(wide: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(wide).requires_grad_() for x in (q, k, v, bias)]
-        k_, v_ = (x.repeat_interleave(4 // shared, 1) for x in leaves[1:3])
-        scores = (leaves[0] @ k_.mT / math.sqrt(widths[0]) + leaves[3]).masked_fill(~shown, -1e4)
+        repeated_k, repeated_v = (x.repeat_interleave(4 // kv_heads, 1) for x in leaves[1:3])
+        scores = (leaves[0] @ repeated_k.mT / math.sqrt(widths[0]) + leaves[3]).masked_fill(~visible, -1e4)
         if causal:
             scores = scores.masked_fill(torch.ones(rows, columns, dtype=torch.bool).triu(1), -math.inf)
-        y = (torch.softmax(scores, -1) * noise / (1 - dropped / 2**16)) @ v_
+        y = (torch.softmax(scores, -1) * dropout_mask / (1 - drop_count / 2**16)) @ repeated_v
         return [y, *torch.autograd.grad(y, leaves, dy.to(wide))]
 
-    scores = ScoreOptions(None, bias, shown, -1e4, causal, safe=False)
-    dropout = DropoutOptions(key, dropped, 1 / (1 - dropped / 2**16))
+    scores = ScoreOptions(None, bias, visible, -1e4, causal, safe=False)
+    dropout = DropoutOptions(key, drop_count, 1 / (1 - drop_count / 2**16))
     forward = compiled_kernels.forward(q, k, v, scores, dropout)
     assert forward is not None
     backward = compiled_kernels.backward(dy, q, k, v, scores, dropout, output_dscores=True)
     assert backward is not None
-    found = [forward[0], *backward[:3], backward[3].sum(0, keepdim=True)]
+    results = [forward[0], *backward[:3], backward[3].sum(0, keepdim=True)]
     for name, got, eager, exact in zip(
-        ("y", "dq", "dk", "dv", "dbias"), found, formula(dtype), formula(torch.float64), strict=True
+        ("y", "dq", "dk", "dv", "dbias"), results, reference(dtype), reference(torch.float64), strict=True
     ):
         assert_no_worse_than_eager(name, got, eager.detach(), exact.detach())
 
 
 def _masks(rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """What is added to scores [3, 4, rows, columns], by name."""
-    later = torch.ones(rows, columns, dtype=torch.bool).triu(1)
-    least = torch.finfo(torch.float32).min
+    """Return additive masks of scores [3, 4, rows, columns], by name."""
+    is_later = torch.ones(rows, columns, dtype=torch.bool).triu(1)
+    minimum = torch.finfo(torch.float32).min
     padding = torch.zeros(3, 1, 1, columns)
-    padding[0, ..., 20:], padding[1, ..., 1:] = least, -math.inf
-    left = torch.zeros(3, 1, rows, columns).masked_fill_(later, least)
-    left[1, ..., :40] = least  # rows before the 40th see nothing at all
+    padding[0, ..., 20:], padding[1, ..., 1:] = minimum, -math.inf
+    left_padding = torch.zeros(3, 1, rows, columns).masked_fill_(is_later, minimum)
+    left_padding[1, ..., :40] = minimum  # rows before the 40th are fully masked
     bias = torch.randn(1, 4, rows, columns)
-    nothing = padding.clone()
-    nothing[2] = least
+    full_padding = padding.clone()
+    full_padding[2] = minimum
     return {
-        "later": torch.zeros(rows, columns).masked_fill_(later, -math.inf).expand(3, 1, rows, columns),
+        "causal": torch.zeros(rows, columns).masked_fill_(is_later, -math.inf).expand(3, 1, rows, columns),
         "padding": padding,
-        "left": left,
-        "nothing": nothing,
+        "left-padding": left_padding,
+        "full-padding": full_padding,
         "bias": bias + padding,
         "random": torch.randn(3, 4, rows, columns).masked_fill_(torch.rand(3, 4, rows, columns) < 0.5, -math.inf),
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["later", "padding", "left", "nothing", "bias", "random", "bool", "bool-finite"])
-def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
-    """Columns hidden from a block of rows are left out; rows that see nothing weigh all columns, as eager's do."""
+@pytest.mark.parametrize(
+    "name", ["causal", "padding", "left-padding", "full-padding", "bias", "random", "bool", "bool-finite"]
+)
+def test_masked_attention_matches_autograd(name: str, dtype: torch.dtype) -> None:
+    """The kernel skips columns hidden from a block of rows; fully masked rows have equal probabilities, as in eager."""
     assert compiled_kernels.LIBRARIES[dtype].wait()
     rows, columns, width = 70, 101, 24
     q, dy = heads(3, 4, rows, width, dtype), heads(3, 4, rows, width, dtype)
@@ -458,13 +459,13 @@ def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
     fill = -1e4 if name == "bool-finite" else None
     if name.startswith("bool"):
         added = None
-        mask = _masks(rows, columns)["later"].clone() == 0
+        mask = _masks(rows, columns)["causal"].clone() == 0
         mask[:, :, :, 90:] = False
     else:
         added = _masks(rows, columns)[name].to(dtype)
         mask = None
 
-    def formula(wide: torch.dtype) -> list[torch.Tensor]:
+    def reference(wide: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
         scores = leaves[0] @ leaves[1].mT / math.sqrt(width)
         if added is not None:
@@ -476,24 +477,24 @@ def test_masks_of_long_rows(name: str, dtype: torch.dtype) -> None:
 
     scores = ScoreOptions(None, added, mask, fill)
     y, _ = compiled_kernels.forward(q, k, v, scores) or pytest.fail("not compiled")
-    found = [y, *(compiled_kernels.backward(dy, q, k, v, scores) or ())]
-    for what, got, eager, exact in zip(
-        ("y", "dq", "dk", "dv"), found, formula(dtype), formula(torch.float64), strict=True
+    results = [y, *(compiled_kernels.backward(dy, q, k, v, scores) or ())]
+    for result, got, eager, exact in zip(
+        ("y", "dq", "dk", "dv"), results, reference(dtype), reference(torch.float64), strict=True
     ):
-        assert_no_worse_than_eager(what, got, eager.detach(), exact.detach())
+        assert_no_worse_than_eager(result, got, eager.detach(), exact.detach())
 
 
-@pytest.mark.parametrize("name", ["added", "shown"])
-def test_hidden_columns_are_not_read(name: str) -> None:
-    """NaN there would get everywhere: 0 * NaN is NaN."""
+@pytest.mark.parametrize("mask", ["additive", "bool"])
+def test_hidden_columns_are_not_read(mask: str) -> None:
+    """NaN in these columns would spread, because 0 * NaN is NaN."""
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(2, 2, 96, 16) for _ in range(3))
-    shown = torch.ones(2, 1, 1, 96, dtype=torch.bool)
-    shown[0, ..., 32:] = False
+    visible = torch.ones(2, 1, 1, 96, dtype=torch.bool)
+    visible[0, ..., 32:] = False
     v[0, :, 32:] = math.nan
     k[0, :, 32:] = math.nan
-    added = torch.zeros(2, 1, 1, 96).masked_fill_(~shown, torch.finfo().min)
-    scores = ScoreOptions(None, added) if name == "added" else ScoreOptions(None, None, shown)
+    additive = torch.zeros(2, 1, 1, 96).masked_fill_(~visible, torch.finfo().min)
+    scores = ScoreOptions(None, additive) if mask == "additive" else ScoreOptions(None, None, visible)
     y, _ = compiled_kernels.forward(q, k, v, scores) or pytest.fail("not compiled")
     dq, dk, dv = compiled_kernels.backward(y, q, k, v, scores) or pytest.fail("not compiled")
     assert all(g.isfinite().all() for g in (y, dq, dk, dv))
@@ -501,8 +502,8 @@ def test_hidden_columns_are_not_read(name: str) -> None:
     assert not dv[0, :, 32:].any()
 
 
-def test_bfloat16_is_rounded_to_the_nearest(described_machine: Describe) -> None:
-    """Cut off, it would be within twice eager's error."""
+def test_bfloat16_is_rounded_to_nearest(described_machine: Describe) -> None:
+    """Truncation would pass the comparison with eager, whose bound is twice eager's error."""
     described_machine("avx2")
     assert compiled_kernels.LIBRARIES[torch.bfloat16].wait()
     q = torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16)
@@ -512,20 +513,20 @@ def test_bfloat16_is_rounded_to_the_nearest(described_machine: Describe) -> None
 
 
 @pytest.mark.parametrize("fill", [None, torch.finfo().min])
-def test_a_row_that_sees_nothing_beside_rows_that_see_few_columns(fill: float | None) -> None:
-    """Its probabilities are 0, or those of equal scores, over all columns."""
+def test_fully_masked_row_in_a_block_with_skipped_columns(fill: float | None) -> None:
+    """Its probabilities are 0 for a fill of -inf, otherwise equal over all columns."""
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(1, 2, 96, 16) for _ in range(3))
-    shown = torch.ones(1, 1, 96, 96, dtype=torch.bool)
-    shown[..., 16:] = False
-    shown[..., 5, :] = False
-    y, _ = compiled_kernels.forward(q, k, v, ScoreOptions(None, None, shown, fill)) or pytest.fail("not compiled")
+    visible = torch.ones(1, 1, 96, 96, dtype=torch.bool)
+    visible[..., 16:] = False
+    visible[..., 5, :] = False
+    y, _ = compiled_kernels.forward(q, k, v, ScoreOptions(None, None, visible, fill)) or pytest.fail("not compiled")
     expected = torch.zeros(1, 2, 16) if fill is None else v.mean(2)
     torch.testing.assert_close(y[:, :, 5], expected)
 
 
-def test_scores_that_causality_hides_have_no_gradient() -> None:
-    """Also in the columns that no row of a block sees."""
+def test_causally_masked_scores_have_no_gradient() -> None:
+    """This includes columns that are hidden from a whole block of rows."""
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(1, 2, 96, 16) for _ in range(3))
     bias = torch.zeros(1, 2, 96, 96)
@@ -536,24 +537,24 @@ def test_scores_that_causality_hides_have_no_gradient() -> None:
     assert not dscores.triu(1).any()
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_results_are_bitwise_equal_for_any_number_of_threads() -> None:
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(5, 3, 77, 24) for _ in range(3))
-    drops = DropoutOptions(keyed_bits.draw_key(), 6554, 1.1)
-    found = []
+    scores, dropout = ScoreOptions(causal=True), DropoutOptions(keyed_bits.draw_key(), 6554, 1.1)
+    results = []
     threads = torch.get_num_threads()
     for count in (1, 2, 7):
         torch.set_num_threads(count)
         try:
-            y, _ = compiled_kernels.forward(q, k, v, ScoreOptions(causal=True), drops) or pytest.fail("not compiled")
-            found.append((y, *(compiled_kernels.backward(y, q, k, v, ScoreOptions(causal=True), drops) or ())))
+            y, _ = compiled_kernels.forward(q, k, v, scores, dropout) or pytest.fail("not compiled")
+            results.append((y, *(compiled_kernels.backward(y, q, k, v, scores, dropout) or ())))
         finally:
             torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_nan_and_infinity_go_through() -> None:
+def test_nan_and_infinity_propagate() -> None:
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     q[0, 0, 1, 2] = math.nan
@@ -563,31 +564,31 @@ def test_nan_and_infinity_go_through() -> None:
     torch.testing.assert_close(y, expected, equal_nan=True)
 
 
-def test_only_the_type_that_a_graph_has_is_compiled(
+def test_only_the_library_of_the_graphs_type_is_requested(
     monkeypatch: pytest.MonkeyPatch, described_machine: Describe
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(Library, "request", lambda library: asked.append(library.name))
+    requested: list[str] = []
+    monkeypatch.setattr(Library, "request", lambda library: requested.append(library.name))
 
     def request(dtype: ir.DataType) -> None:
         compiled_kernels.request(ir.Value(name="q", type=ir.TensorType(dtype)))
 
     request(ir.DataType.FLOAT16)
-    assert asked == []
+    assert requested == []
     request(ir.DataType.FLOAT)
-    assert asked == ["attention-float"]
+    assert requested == ["attention-float"]
     described_machine("avx512-bf16")
     request(ir.DataType.BFLOAT16)
-    assert asked == ["attention-float"]
+    assert requested == ["attention-float"]
 
 
-def test_offsets_outside_of_the_tokens_are_not_read() -> None:
+def test_invalid_offsets_are_rejected() -> None:
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q = torch.randn(6, 2, 8)
-    good = torch.tensor([0, 2, 6])
-    assert compiled_kernels.forward_varlen(q, q, q, PackedSequences(good, good)) is not None
-    for bad in ([0, 2, 7], [0, 4, 2], [-1, 2, 6]):
-        assert compiled_kernels.forward_varlen(q, q, q, PackedSequences(torch.tensor(bad), good)) is None
+    valid = torch.tensor([0, 2, 6])
+    assert compiled_kernels.forward_varlen(q, q, q, PackedSequences(valid, valid)) is not None
+    for invalid in ([0, 2, 7], [0, 4, 2], [-1, 2, 6]):
+        assert compiled_kernels.forward_varlen(q, q, q, PackedSequences(torch.tensor(invalid), valid)) is None
 
 
 def test_keys_of_a_sequence_without_queries_have_no_gradient() -> None:
@@ -634,18 +635,18 @@ def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The triangle that PyTorch writes out for dropout is seen through, and no mask is read."""
+def test_causal_mask_becomes_a_flag(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The causal mask that PyTorch builds for dropout is recognized, so the kernel skips columns and reads no mask."""
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
-    seen: list[ScoreOptions] = []
-    for way in ("forward", "backward"):
-        plain = getattr(compiled_kernels, way)
+    options: list[ScoreOptions] = []
+    for direction in ("forward", "backward"):
+        original = getattr(compiled_kernels, direction)
 
-        def noted(*arguments: Any, plain: Any = plain, **named: Any) -> Any:
-            seen.extend(a for a in arguments if isinstance(a, ScoreOptions))
-            return plain(*arguments, **named)
+        def recorded(*arguments: Any, original: Any = original, **keywords: Any) -> Any:
+            options.extend(a for a in arguments if isinstance(a, ScoreOptions))
+            return original(*arguments, **keywords)
 
-        monkeypatch.setattr(compiled_kernels, way, noted)
+        monkeypatch.setattr(compiled_kernels, direction, recorded)
     module = OfTensors(
         lambda q, k, v: (torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True),)
     )
@@ -656,25 +657,25 @@ def test_what_causality_hides_is_not_computed(dropout: float, monkeypatch: pytes
         y.sum().backward()
         later = torch.autograd.grad(ours(q, k, v)[0][:, :, 0].sum(), v)[0][:, :, 1:]
         assert not later.any()
-    assert len(seen) == 8
-    assert all(m.causal and m.mask is None and m.bias is None for m in seen)
+    assert len(options) == 8
+    assert all(m.causal and m.mask is None and m.bias is None for m in options)
 
 
-def test_masks_that_are_not_causal_are_read() -> None:
+def test_causal_masks_are_recognized() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="masks")
     op = builder(graph)
-    shown = np.tril(np.ones((5, 5), bool))
-    additive = np.where(shown, 0.0, -np.inf)
-    causal = [op.constant(shown, ir.DataType.BOOL), op.constant(additive[None, None], ir.DataType.FLOAT)]
+    visible = np.tril(np.ones((5, 5), bool))
+    additive = np.where(visible, 0.0, -np.inf)
+    causal = [op.constant(visible, ir.DataType.BOOL), op.constant(additive[None, None], ir.DataType.FLOAT)]
     causal += [causal_mask(op, 5, 6, ir.DataType.FLOAT)]
-    others = [np.tril(shown, -1), ~shown, np.ones((5, 5), bool), np.stack([shown, shown])]
+    others = [np.tril(visible, -1), ~visible, np.ones((5, 5), bool), np.stack([visible, visible])]
     not_causal = [op.constant(x, ir.DataType.BOOL) for x in others]
-    numbers = [
-        np.where(shown, 1.0, -np.inf),
-        np.where(shown, 0.0, -1e4),
-        np.where(shown, 0.0, np.finfo(np.float32).min),
+    other_values = [
+        np.where(visible, 1.0, -np.inf),
+        np.where(visible, 0.0, -1e4),
+        np.where(visible, 0.0, np.finfo(np.float32).min),
     ]
-    not_causal += [op.constant(x, ir.DataType.FLOAT) for x in numbers]
+    not_causal += [op.constant(x, ir.DataType.FLOAT) for x in other_values]
     not_causal += [op.Trilu(op.constant(others[2], ir.DataType.BOOL), upper=1)]
     assert [is_causal_mask(m) for m in (*causal, *not_causal)] == [True] * len(causal) + [False] * len(not_causal)
 
@@ -704,8 +705,8 @@ def test_lstm_matches_autograd(
 
     every = [w for d in range(count) for w in (*weights[d * len(shapes) : (d + 1) * len(shapes)], None, None)[:4]]
     y, h, c, *kept = layer_kernels.layer(LSTM, False, True, True, x, h0, c0, *every)
-    asked = (True, True)
-    back = layer_kernels.layer_backward(LSTM, False, asked, True, *given, x, h0, c0, every, y, c, *kept)
+    requested = (True, True)
+    back = layer_kernels.layer_backward(LSTM, False, requested, True, *given, x, h0, c0, every, y, c, *kept)
     names = ("y", "h", "c", "dx", "dh", "dc", *(f"weight {i}" for i in range(len(weights))))
     for what, got, theirs, exact in zip(names, (y, h, c, *back), eager(dtype), eager(torch.float64), strict=True):
         assert_no_worse_than_eager(what, got, theirs, exact)
@@ -758,14 +759,14 @@ def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, t
         assert narrow.wait(), narrow.failure
         monkeypatch.setattr(library, "functions", narrow.functions)
     for dtype in (torch.float32, torch.float64):
-        test_dropout_is_that_of_the_same_mask((33, 70), (64, 48), 2, True, dtype)
-        test_masks_of_long_rows("left", dtype)
+        test_attention_with_dropout_matches_autograd_with_the_same_mask((33, 70), (64, 48), 2, True, dtype)
+        test_masked_attention_matches_autograd("left-padding", dtype)
         test_tanh_gelu_matches_autograd((5, 7, 471), dtype, monkeypatch)
         for activation in activations.COMPILED_GATES:
-            test_gated_activation_matches_autograd((5, 7, 471), True, activation, dtype, monkeypatch)
+            test_gated_activation_matches_autograd((5, 7, 471), "slice", activation, dtype, monkeypatch)
         test_rms_norm_matches_autograd((3, 17, 1001), 2, True, True, dtype, monkeypatch)
         test_lstm_matches_autograd(5, 9, 40, True, True, dtype, monkeypatch)
     for count in (3, 1025, 262_149):
         test_both_ways_draw_the_same(count)
         test_both_ways_add_the_residual_and_write_over(count)
-    test_nan_and_infinity_go_through()
+    test_nan_and_infinity_propagate()

@@ -66,7 +66,7 @@ def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def gelu_backward_(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """Compute `gelu_backward` in place of dy."""
+    """Compute `gelu_backward` in place: the result overwrites dy."""
     backward_out = torch.ops.aten.gelu_backward.grad_input
     return backward_out(dy, x, approximate=approximate, grad_input=dy)  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def tanh_gelu_backward_(dy: Tensor, x: Tensor) -> Tensor:
-    """Compute `tanh_gelu_backward` in place of dy."""
+    """Compute `tanh_gelu_backward` in place: the result overwrites dy."""
     if not _kernel_supports(x) or not dy.is_contiguous():
         return gelu_backward_(dy, x, "tanh")
     _call_kernel("tanh_gelu_backward", x.dtype, *pointers(dy, x, dy), x.numel())
@@ -109,7 +109,7 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
 
 
 def gated_backward_(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Compute `gated_backward`, the gradient of gate in place of dy."""
+    """Compute `gated_backward`; the gradient of gate overwrites dy."""
     return _gated_backward(dy, gate, up, activation, in_place=True)
 
 
@@ -178,12 +178,12 @@ def compiled_call(function: Any, *arguments: Any) -> Call:
 
 
 def tanh_gelu_backward_call(dy: Any, x: Any) -> Call:
-    """Request the library and return a call of `tanh_gelu_backward`, which may run in place of dy."""
+    """Request the library and return a call of `tanh_gelu_backward`, which may overwrite dy."""
     LIBRARY.request()
     return InPlaceCapableCall(tanh_gelu_backward, tanh_gelu_backward_, dy, x)
 
 
 def gated_backward_call(*arguments: Any) -> Call:
-    """Request the library and return a call of `gated_backward`, which may run in place of dy."""
+    """Request the library and return a call of `gated_backward`, which may overwrite dy."""
     LIBRARY.request()
     return InPlaceCapableCall(gated_backward, gated_backward_, *arguments)

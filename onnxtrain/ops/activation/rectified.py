@@ -85,7 +85,7 @@ def threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> t
 
 
 def threshold_backward_(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Compute `threshold_backward` in place of dy."""
+    """Compute `threshold_backward` in place: the result overwrites dy."""
     return _aten.threshold_backward.grad_input(dy, x, threshold, grad_input=dy)  # type: ignore[no-any-return]
 
 

@@ -193,7 +193,7 @@ def plus_row_sums(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, pad
 
 
 def plus_row_sums_(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, padding: int) -> torch.Tensor:
-    """Compute `plus_row_sums` in place of `added`.
+    """Compute `plus_row_sums` in place: the result overwrites `added`.
 
     For [8000, 256] and 512 rows it takes 0.15 ms; zeros and a sum take 0.53. The dy of the same row are summed first,
     because adding them one by one to a large value would lose small ones to rounding.
