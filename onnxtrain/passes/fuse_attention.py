@@ -22,7 +22,7 @@ from onnxtrain.graph.values import dtype_of, is_float, rank_of
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.attention.heads import strip_repeat
 from onnxtrain.ops.attention.scores import scale_as_attribute, score_dtype
-from onnxtrain.ops.random.dropout import trains
+from onnxtrain.ops.random.dropout import drops_elements
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.passes.changes import Changes, counted
@@ -61,7 +61,7 @@ def _check_supported(found: AttentionMatch) -> None:
         raise NotAttention("an additive mask is not floating-point")
     if found.dropout is None:
         return
-    if not trains(view(found.dropout)):
+    if not drops_elements(view(found.dropout)):
         raise NotAttention("its dropout ratio is not a constant")
     if found.dropout.metadata_props.get("draws") != "any":
         raise NotAttention('its dropout reproduces eager\'s random numbers (rng="torch")')

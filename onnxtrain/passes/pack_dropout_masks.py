@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.random.dropout import DROPOUT, MASKS, draws_fast, trains
+from onnxtrain.ops.random.dropout import DROPOUT, MASKS, drops_elements, uses_fast_rng
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
@@ -24,7 +24,7 @@ def pack_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
     done = 0
     for node in list(graph):
         n = view(node)
-        if n.definition is not DROPOUT or MASKS not in node.metadata_props or draws_fast(n) or not trains(n):
+        if n.definition is not DROPOUT or MASKS not in node.metadata_props or uses_fast_rng(n) or not drops_elements(n):
             continue
         if len(node.outputs) > 1 and is_used(node.outputs[1]):
             changes.refuse(node, f"its mask {node.outputs[1].name} has users besides its gradient")

@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.random.dropout import DRAWS, DROPOUT, draws_fast, ratio_of
+from onnxtrain.ops.random.dropout import DROPOUT, drop_ratio, uses_fast_rng
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 
@@ -25,13 +26,13 @@ def regenerate_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
     done = 0
     for node in list(graph):
         n = view(node)
-        if n.definition is not DROPOUT or not draws_fast(n):
+        if n.definition is not DROPOUT or not uses_fast_rng(n):
             continue
         if len(node.outputs) > 1 and is_used(node.outputs[1]):
             changes.refuse(node, f"its mask {node.outputs[1].name} has users besides its gradient")
             continue
         with nodes_before(op, node):
-            y = op.own.KeyedDropout(n.x, op.own.DropoutKey(), dropped=round(ratio_of(n) * DRAWS))
+            y = op.own.KeyedDropout(n.x, op.own.DropoutKey(), dropped=round(drop_ratio(n) * DROP_LEVELS))
         substitute(graph, node.outputs[0], y, [node])
         done += 1
     if done:

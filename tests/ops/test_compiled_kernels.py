@@ -399,7 +399,7 @@ def test_attention_with_dropout_matches_autograd_with_the_same_mask(
     k, v = (heads(3, kv_heads, columns, width, dtype) for width in widths)
     bias = torch.randn(1, 4, rows, columns).to(dtype)
     visible = torch.rand(3, 1, 1, columns) < 0.8
-    key = keyed_bits.draw_key()
+    key = keyed_bits.sample_key()
     bits = cases_keyed_dropout.draws(key, 12 * rows * columns).view(3, 4, rows, columns)
     dropout_mask = bits >= drop_count - 2**15
 
@@ -540,7 +540,7 @@ def test_causally_masked_scores_have_no_gradient() -> None:
 def test_results_are_bitwise_equal_for_any_number_of_threads() -> None:
     assert compiled_kernels.LIBRARIES[torch.float32].wait()
     q, k, v = (heads(5, 3, 77, 24) for _ in range(3))
-    scores, dropout = ScoreOptions(causal=True), DropoutOptions(keyed_bits.draw_key(), 6554, 1.1)
+    scores, dropout = ScoreOptions(causal=True), DropoutOptions(keyed_bits.sample_key(), 6554, 1.1)
     results = []
     threads = torch.get_num_threads()
     for count in (1, 2, 7):
@@ -605,11 +605,11 @@ def test_keys_of_a_sequence_without_queries_have_no_gradient() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 31, 32, 33, 1023, 1025, 262_144 + 5])
 def test_both_ways_draw_the_same(count: int) -> None:
     assert keyed_bits.LIBRARY.wait()
-    key = keyed_bits.draw_key()
+    key = keyed_bits.sample_key()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.randn(count).to(dtype)
         assert torch.equal(keyed_bits.drop_compiled(x, key, 6554, 1.109375), keyed_bits.drop(x, key, 6554, 1.109375))
-    assert torch.equal(keyed_bits.kept_compiled(key, count, 6554), keyed_bits.kept(key, count, 6554))
+    assert torch.equal(keyed_bits.keep_mask_compiled(key, count, 6554), keyed_bits.keep_mask(key, count, 6554))
     strided = torch.randn(count, 2)[:, 0]
     assert torch.equal(keyed_bits.drop_compiled(strided, key, 6554, 1.1), keyed_bits.drop(strided, key, 6554, 1.1))
 
@@ -618,7 +618,7 @@ def test_both_ways_draw_the_same(count: int) -> None:
 def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
     """Of whole numbers nothing is rounded, in one step or in two."""
     assert keyed_bits.LIBRARY.wait()
-    key = keyed_bits.draw_key()
+    key = keyed_bits.sample_key()
     x, residual = torch.randint(-40, 40, (2, count))
     dropped = 1.5 * x * (cases_keyed_dropout.draws(key, count) >= 6554 - 2**15)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

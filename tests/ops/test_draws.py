@@ -25,7 +25,7 @@ def key(*numbers: int) -> torch.Tensor:
 def bits(of: torch.Tensor, count: int = COUNT) -> torch.Tensor:
     """Each of the 64 bits of the words: [count, 64]."""
     shifts = torch.arange(64)
-    return (keyed_bits.words(of, count)[:, None] >> shifts).bitwise_and_(1)
+    return (keyed_bits.random_words(of, count)[:, None] >> shifts).bitwise_and_(1)
 
 
 def test_words_are_those_of_splitmix64() -> None:
@@ -37,9 +37,9 @@ def test_words_are_those_of_splitmix64() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
-    assert [w % 2**64 for w in keyed_bits.words(key(1234567, 0), 6).tolist()][1:] == expected
+    assert [w % 2**64 for w in keyed_bits.random_words(key(1234567, 0), 6).tolist()][1:] == expected
     numbers = [-(2**63), 2**63 - 1]
-    found = keyed_bits.words(key(*numbers), 200_000).tolist()
+    found = keyed_bits.random_words(key(*numbers), 200_000).tolist()
     for c in (0, 1, 65_535, 65_536, 131_072, 199_999):
         assert found[c] % 2**64 == word(numbers, c)
 
@@ -62,7 +62,9 @@ def test_no_word_tells_the_next() -> None:
 
 def test_draws_are_even_over_all_numbers() -> None:
     """Chi-square over 65536 numbers: mean 65535, standard deviation 362."""
-    counts = torch.bincount(keyed_bits.words(key(5, 6), 4 * COUNT).view(torch.int16).long() + 32768, minlength=65536)
+    counts = torch.bincount(
+        keyed_bits.random_words(key(5, 6), 4 * COUNT).view(torch.int16).long() + 32768, minlength=65536
+    )
     expected = 16 * COUNT / 65536
     assert abs(((counts - expected) ** 2 / expected).sum().item() - 65535) < 5 * 362
 
@@ -88,7 +90,7 @@ def test_the_second_half_of_a_key_decides_too() -> None:
 def test_keys_that_follow_each_other_share_nothing() -> None:
     """Those of layers and steps come one after another from the generator; a word that two share would be a shift."""
     torch.manual_seed(0)
-    streams = [keyed_bits.words(keyed_bits.draw_key(), 50_000) for _ in range(20)]
+    streams = [keyed_bits.random_words(keyed_bits.sample_key(), 50_000) for _ in range(20)]
     assert torch.cat(streams).unique().numel() == 20 * 50_000
     signs = torch.stack([s.view(torch.int16) >= 0 for s in streams]).double().mul_(2).sub_(1)
     related = (signs @ signs.T / signs.shape[1]).fill_diagonal_(0)
@@ -97,13 +99,13 @@ def test_keys_that_follow_each_other_share_nothing() -> None:
 
 def test_a_key_follows_the_generator() -> None:
     torch.manual_seed(3)
-    first, second, state = keyed_bits.draw_key(), keyed_bits.draw_key(), torch.get_rng_state()
-    third = keyed_bits.draw_key()
+    first, second, state = keyed_bits.sample_key(), keyed_bits.sample_key(), torch.get_rng_state()
+    third = keyed_bits.sample_key()
     torch.manual_seed(3)
-    assert torch.equal(keyed_bits.draw_key(), first)
-    assert torch.equal(keyed_bits.draw_key(), second)
+    assert torch.equal(keyed_bits.sample_key(), first)
+    assert torch.equal(keyed_bits.sample_key(), second)
     torch.set_rng_state(state)
-    assert torch.equal(keyed_bits.draw_key(), third)
+    assert torch.equal(keyed_bits.sample_key(), third)
     assert len({tuple(k.tolist()) for k in (first, second, third)}) == 3
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from onnxtrain import ORTModule
 from onnxtrain.autodiff import differentiate
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.random.dropout import dropout, dropout_of_any_ratio, fast_dropout
+from onnxtrain.ops.random.dropout import dropout, dropout_of_dynamic_ratio, fast_dropout
 from onnxtrain.testing import case_graph, run_model
 from tests.ops.captures import OfTensors
 from tests.ops.cases_randomness import CASES
@@ -70,7 +70,7 @@ def test_fast_dropout_keeps_the_share_that_it_says_and_follows_the_seed():
 def test_ratios_that_leave_nothing_to_draw():
     x, state = torch.randn(3, 4), torch.get_rng_state()
     for ratio, training, kept in ((0.0, True, True), (0.3, False, True), (1.0, True, False)):
-        y, mask = dropout_of_any_ratio(x, ratio, training)
+        y, mask = dropout_of_dynamic_ratio(x, ratio, training)
         assert torch.equal(y, F.dropout(x, ratio, training))
         assert torch.equal(mask, torch.full((3, 4), kept))
     assert torch.equal(torch.get_rng_state(), state)

@@ -42,7 +42,7 @@ SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 5}, {"b": 2, "s": 4}, {"b"
 
 def keyed(x: Tensor) -> Tensor:
     """Dropout with the mask of the key that the generator gives next."""
-    return cases_keyed_dropout.keyed_dropout(round(P * 2**16))(x, keyed_bits.draw_key())
+    return cases_keyed_dropout.keyed_dropout(round(P * 2**16))(x, keyed_bits.sample_key())
 
 
 def ahead(drop, x, residual):

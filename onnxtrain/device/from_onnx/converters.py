@@ -19,7 +19,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, constant_of, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, mean_over, mul_scalar, reshaped
-from onnxtrain.ops.random.dropout import dropped_out
+from onnxtrain.ops.random.dropout import dropout_nodes
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, Cell
 from onnxtrain.ops.recurrent.onnx_layers import unsupported_feature
 from onnxtrain.ops.sliding_windows import auto_padding, cropped, spatial_sizes
@@ -171,7 +171,7 @@ def _dropout(s: Source) -> Results:
     if chance is None:
         raise s.refuse("drops with a ratio that is computed", "export the model with a fixed ratio")
     # A flag that is computed, or an input of the graph, says whether the graph trains.
-    return dropped_out(s.op, x, float(chance), s.training and (drops is None or bool(drops)))
+    return dropout_nodes(s.op, x, float(chance), s.training and (drops is None or bool(drops)))
 
 
 @_converts("BatchNormalization")

@@ -21,7 +21,7 @@ from onnxtrain.ops.attention.heads import group_size, repeat_heads, strip_repeat
 from onnxtrain.ops.attention.masks import additive_mask, causal_mask
 from onnxtrain.ops.attention.scores import scale_as_attribute, scale_value, score_dtype
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.random.dropout import dropped_out
+from onnxtrain.ops.random.dropout import dropout_nodes
 from onnxtrain.ops.registry import register_captures
 
 
@@ -93,7 +93,7 @@ def _math_path(
         scores = op.Add(scores, cast(op, mask, inner))
     p = op.own.SafeSoftmax(scores, axis=-1)
     if dropout_p > 0:
-        p, _ = dropped_out(op, p, dropout_p)
+        p, _ = dropout_nodes(op, p, dropout_p)
     return cast(op, op.MatMul(p, repeat_heads(op, v, groups_v)), dtype)
 
 

@@ -35,7 +35,7 @@ from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
 from onnxtrain.ops.attention.scores import scale_number
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.ops.random.keyed_bits import least_kept
+from onnxtrain.ops.random.keyed_bits import keep_threshold
 from onnxtrain.system.machine import current_machine
 
 Tensor = torch.Tensor
@@ -259,7 +259,7 @@ def _problem(
         *(_NO_STRIDES4 if visible is None else visible.stride()),
         *addresses,
         0 if dropout is None else dropout.key.data_ptr(),
-        0 if dropout is None else least_kept(dropout.drop_count),
+        0 if dropout is None else keep_threshold(dropout.drop_count),
         scale_number(scores.scale, q), 1.0 if dropout is None else dropout.keep_scale,
         -math.inf if scores.fill is None else scores.fill,
     )  # fmt: skip

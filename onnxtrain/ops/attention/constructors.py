@@ -22,7 +22,8 @@ from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Body, Effects, Gradient, GradientRule, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.random.dropout import DRAWS, draws_fast, ratio_of, scale_of, trains
+from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale, drops_elements, uses_fast_rng
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 from onnxtrain.ops.registry import define
 
 Types = Callable[[NodeView], Sequence[TensorType]]
@@ -143,7 +144,7 @@ def check_dropout_inputs(n: NodeView) -> None:
     Raises:
         GraphError: they are not constant, or the node drops nothing or everything.
     """
-    if not trains(n):
+    if not drops_elements(n):
         raise GraphError(
             f"{n.definition.name} has invalid dropout inputs",
             expected="a constant ratio between 0 and 1, exclusive, and a constant training_mode of true",
@@ -158,12 +159,12 @@ def _constant_text(value: ir.Value | None) -> str:
 
 def keep_scale(n: NodeView) -> float:
     """Return the factor of the probabilities that a node's dropout keeps, rounded to the scores' element type."""
-    return scale_of(ratio_of(n), TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    return dropout_scale(drop_ratio(n), TORCH_DTYPES[score_dtype(dtype_of(n.q))])
 
 
 def dropout_arguments(n: NodeView) -> tuple[int, float]:
     """Return `drop_count` and `keep_scale` of `DropoutOptions` for a node with dropout."""
-    return round(ratio_of(n) * DRAWS), keep_scale(n)
+    return round(drop_ratio(n) * DROP_LEVELS), keep_scale(n)
 
 
 def grad_dropout_arguments(n: NodeView) -> tuple[int, float]:
@@ -172,4 +173,4 @@ def grad_dropout_arguments(n: NodeView) -> tuple[int, float]:
 
 
 def dropout_may_compile(n: NodeView, device: str) -> bool:
-    return may_compile(n, device) and draws_fast(n)
+    return may_compile(n, device) and uses_fast_rng(n)

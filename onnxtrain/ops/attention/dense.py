@@ -62,9 +62,8 @@ from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.random.dropout import DRAWS, draws_fast, fast_mask, ratio_of, torch_mask
-from onnxtrain.ops.random.dropout import scale_of as dropout_scale
-from onnxtrain.ops.random.keyed_bits import KEY_BYTES
+from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale, fast_mask, torch_mask, uses_fast_rng
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS, KEY_BYTES
 
 Tensor = torch.Tensor
 Grads = list[ir.Value | None]
@@ -189,7 +188,7 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
     dropout_mask = getattr(n, "dropout_mask", None)
     output_dmask = n.mask is not None and is_float(dtype_of(n.mask)) and n.wants("mask")
     output_dscores = output_dmask or (n.bias is not None and n.wants("bias"))
-    ratio = None if dropout_mask is None else op.scalar(ratio_of(n), ir.DataType.DOUBLE)
+    ratio = None if dropout_mask is None else op.scalar(drop_ratio(n), ir.DataType.DOUBLE)
     results = op.own.ScaledDotProductAttentionGrad(
         dy, n.q, n.k, n.v, n.bias, n.mask, n.fill, n.y, n.probabilities, dropout_mask, ratio,
         scale=n.scale, safe=n.safe or None, output_dscores=int(output_dscores) or None,
@@ -214,7 +213,7 @@ def attend_dropout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `attend` with dropout, whose mask is sampled by one call as Dropout does; it is the third output."""
     like = torch.empty((*q.shape[:3], k.size(2)), dtype=torch.bool, device=q.device)
-    dropout_mask = fast_mask(like, round(ratio * DRAWS)) if fast else torch_mask(like, 1 - ratio)
+    dropout_mask = fast_mask(like, round(ratio * DROP_LEVELS)) if fast else torch_mask(like, 1 - ratio)
     y, p = attend(q, k, v, scores, dropout_mask, dropout_scale(ratio, score_torch_dtype(q)))
     return y, p, dropout_mask
 
@@ -229,7 +228,7 @@ def _lower(n: NodeView, q: Any, k: Any, v: Any, *masks: Any) -> Call:
 
 def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
     q, k, v, *masks, _, _ = inputs
-    return Call(attend_dropout, q, k, v, _scores(n, *masks), ratio_of(n), draws_fast(n))
+    return Call(attend_dropout, q, k, v, _scores(n, *masks), drop_ratio(n), uses_fast_rng(n))
 
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:

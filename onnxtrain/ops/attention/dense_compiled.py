@@ -11,7 +11,7 @@ import torch
 from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.attention.dense_aten import attend, attend_backward
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
-from onnxtrain.ops.random.keyed_bits import draw_key, kept_compiled
+from onnxtrain.ops.random.keyed_bits import keep_mask_compiled, sample_key
 
 Tensor = torch.Tensor
 
@@ -28,7 +28,7 @@ def attend_dropout_compiled(
     q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions, contiguous: bool, drop_count: int, keep_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `attend_compiled` with dropout; the third output is the key, or the dropout mask of the fallback."""
-    key = draw_key()
+    key = sample_key()
     results = compiled_kernels.forward(q, k, v, scores, DropoutOptions(key, drop_count, keep_scale), contiguous)
     if results is not None:
         return *results, key
@@ -62,4 +62,4 @@ def attend_backward_compiled(
 def _dropout_mask(q: Tensor, k: Tensor, key: Tensor, drop_count: int) -> Tensor:
     """Return the mask that the compiled kernel draws from a key: bool [b, h, l, s], true for kept probabilities."""
     shape = (*q.shape[:3], k.size(2))
-    return kept_compiled(key, torch.Size(shape).numel(), drop_count).view(shape).view(torch.bool)
+    return keep_mask_compiled(key, torch.Size(shape).numel(), drop_count).view(shape).view(torch.bool)

@@ -72,7 +72,7 @@ from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.random.dropout import draws_fast, ratio_of
+from onnxtrain.ops.random.dropout import drop_ratio, uses_fast_rng
 from onnxtrain.ops.registry import definition_of
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, zeros
@@ -246,7 +246,7 @@ def _bias_gradient(op: Builder, n: NodeView, ds: ir.Value, bias_index: ir.Value)
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
     dy = first_cotangent(n, cotangents)
     dropout_mask = getattr(n, "dropout_mask", None)
-    ratio = None if dropout_mask is None else op.scalar(ratio_of(n), ir.DataType.DOUBLE)
+    ratio = None if dropout_mask is None else op.scalar(drop_ratio(n), ir.DataType.DOUBLE)
     output_dbias = n.bias is not None and n.wants("bias")
     results = op.own.VarlenAttentionGrad(
         dy, n.q, n.k, n.v, n.cu_seqlens_q, n.cu_seqlens_k, n.bias, n.y, n.saved, dropout_mask, ratio,
@@ -273,7 +273,7 @@ def _lower(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
 
 def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
     q, k, v, *sequences, _, _ = inputs
-    return Call(varlen_attention_dropout, q, k, v, _packed_sequences(n, *sequences), ratio_of(n), draws_fast(n))
+    return Call(varlen_attention_dropout, q, k, v, _packed_sequences(n, *sequences), drop_ratio(n), uses_fast_rng(n))
 
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
@@ -310,12 +310,12 @@ def _lower_flash(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
 
 def _lower_dropout_flash(n: NodeView, *inputs: Any) -> Call:
     q, k, v, *sequences, _, _ = inputs
-    return Call(varlen_dropout_flash, q, k, v, _packed_sequences(n, *sequences), ratio_of(n))
+    return Call(varlen_dropout_flash, q, k, v, _packed_sequences(n, *sequences), drop_ratio(n))
 
 
 def _lower_grad_flash(n: NodeView, *inputs: Any) -> Call:
     dy, q, k, v, *sequences, y, saved, dropout_mask, _ = inputs
-    ratio = 0.0 if n.dropout_mask is None else ratio_of(n)
+    ratio = 0.0 if n.dropout_mask is None else drop_ratio(n)
     return Call(varlen_backward_flash, dy, q, k, v, _packed_sequences(n, *sequences), y, saved, dropout_mask, ratio)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from onnxtrain.ops.attention.dense_aten import attend, attend_backward, score_torch_dtype
 from onnxtrain.ops.attention.kernel_arguments import PackedSequences, ScoreOptions
-from onnxtrain.ops.random.dropout import DRAWS, fast_mask, torch_mask
-from onnxtrain.ops.random.dropout import scale_of as dropout_scale
+from onnxtrain.ops.random.dropout import dropout_scale, fast_mask, torch_mask
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 
 Tensor = torch.Tensor
 
@@ -82,7 +82,7 @@ def varlen_attention_dropout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `varlen_attention` with dropout, whose mask is sampled by one call; it is the third output."""
     like = torch.empty(score_count(packed, q.size(1)), dtype=torch.bool, device=q.device)
-    dropout_mask = fast_mask(like, round(ratio * DRAWS)) if fast else torch_mask(like, 1 - ratio)
+    dropout_mask = fast_mask(like, round(ratio * DROP_LEVELS)) if fast else torch_mask(like, 1 - ratio)
     keep_scale = dropout_scale(ratio, score_torch_dtype(q))
     y, probabilities = varlen_attention(q, k, v, packed, dropout_mask, keep_scale)
     return y, probabilities, dropout_mask

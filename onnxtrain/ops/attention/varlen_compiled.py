@@ -11,7 +11,7 @@ import torch
 from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences
 from onnxtrain.ops.attention.varlen_aten import score_count, varlen_attention, varlen_attention_backward
-from onnxtrain.ops.random.keyed_bits import draw_key, kept_compiled
+from onnxtrain.ops.random.keyed_bits import keep_mask_compiled, sample_key
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ def varlen_dropout_compiled(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, drop_count: int, keep_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `varlen_compiled` with dropout; the third output is the key, or the dropout mask of the fallback."""
-    key = draw_key()
+    key = sample_key()
     y = compiled_kernels.forward_varlen(q, k, v, packed, DropoutOptions(key, drop_count, keep_scale))
     if y is not None:
         return y, _empty(q), key
@@ -61,4 +61,4 @@ def _empty(q: Tensor) -> Tensor:
 
 def _dropout_mask(q: Tensor, packed: PackedSequences, key: Tensor, drop_count: int) -> Tensor:
     """Return the mask that the compiled kernel draws from a key: bool, sequence by sequence."""
-    return kept_compiled(key, score_count(packed, q.size(1)), drop_count).view(torch.bool)
+    return keep_mask_compiled(key, score_count(packed, q.size(1)), drop_count).view(torch.bool)

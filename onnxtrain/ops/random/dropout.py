@@ -1,18 +1,18 @@
-"""Dropout, and how it draws.
+"""Dropout, and how it samples its mask.
 
     Dropout(x, ratio, training_mode) -> y = x * mask / (1 - ratio), mask        mask is bool, true with 1 - ratio
     DropoutGrad(dy, mask, ratio, training_mode) -> dx = dy * mask / (1 - ratio)
 
-A node's metadata `rng` says which numbers it draws:
+The metadata `rng` of a node says which random bits it samples:
 
     torch (default)   eager PyTorch's: F.dropout(x, ratio) after the same seed gives the same y, bit for bit
-    fast              16 bits an element, made from a key that the same generator gives (`draws.py`), so that seeds and
-                      saved states govern them too. The ratio is then a multiple of 1/65536, and the scale that of this
-                      ratio: E[y] = x exactly. With the pass `regenerate_dropout_masks` such a node saves the key only
+    fast              16 bits per element, computed from a key that the same generator samples (`keyed_bits.py`), so
+                      that seeds and saved RNG states apply too. The ratio is rounded to a multiple of 1/65536 and the
+                      scale follows the rounded ratio: E[y] = x exactly. With the pass `regenerate_dropout_masks` such
+                      a node saves the key only
 
-On a CPU, `pack_dropout_masks` lets a node that draws eager's numbers keep its mask in bits (`packed_dropout.py`).
-
-Other random tensors: `random_tensors.py`.
+On a CPU, the pass `pack_dropout_masks` lets a node that samples eager's bits save its mask in bits
+(`packed_dropout.py`). Other random tensors: `onnx_random.py`.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.creation import filled
-from onnxtrain.ops.random.keyed_bits import DRAWS as DRAWS
-from onnxtrain.ops.random.keyed_bits import draw_key, kept
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS, keep_mask, sample_key
 from onnxtrain.ops.registry import define
 
 _DEFAULT_RATIO = 0.5
 
-MASKS = "masks"  # metadata of a node whose mask may be kept in bits: "packed"
+MASKS = "masks"  # metadata of a node whose mask may be saved in bits: "packed"
 
 
-# What a node's constants say
+# Facts from a node's constants
 
 
 def _number(value: ir.Value | None, default: Any) -> Any:
-    """A 0-dimensional input as a Python number; None where it is computed."""
+    """Return a 0-dimensional input as a Python number; None if it is not constant."""
     if value is None:
         return default
     if "scalar" in value.meta:
@@ -65,107 +64,109 @@ def _number(value: ir.Value | None, default: Any) -> Any:
     return None if constant is None else constant.item()
 
 
-def trains(n: NodeView) -> bool:
-    """Whether the node is known to drop something, but not everything."""
+def drops_elements(n: NodeView) -> bool:
+    """Return whether the node is known to drop some elements, but not all."""
     ratio = _number(n.ratio, _DEFAULT_RATIO)
     return ratio is not None and 0 < ratio < 1 and bool(_number(n.training_mode, False))
 
 
-def draws_fast(n: NodeView) -> bool:
-    """Whether the node draws, and with 16 bits an element."""
-    draws = Effects.RANDOM in n.definition.effects
-    if not draws or n.node.metadata_props.get("rng") != "fast" or not trains(n):
+def uses_fast_rng(n: NodeView) -> bool:
+    """Return whether the node samples, with 16 bits per element."""
+    is_random = Effects.RANDOM in n.definition.effects
+    if not is_random or n.node.metadata_props.get("rng") != "fast" or not drops_elements(n):
         return False
-    share = round(float(_number(n.ratio, _DEFAULT_RATIO)) * DRAWS)
-    return 0 < share < DRAWS
+    share = round(float(_number(n.ratio, _DEFAULT_RATIO)) * DROP_LEVELS)
+    return 0 < share < DROP_LEVELS
 
 
-def ratio_of(n: NodeView) -> float:
-    """The share of elements that the node drops."""
+def drop_ratio(n: NodeView) -> float:
+    """Return the share of elements that the node drops."""
     ratio = float(_number(n.ratio, _DEFAULT_RATIO))
-    return round(ratio * DRAWS) / DRAWS if draws_fast(n) else ratio
+    return round(ratio * DROP_LEVELS) / DROP_LEVELS if uses_fast_rng(n) else ratio
 
 
-def scale_of(ratio: float, dtype: torch.dtype) -> float:
-    """The factor 1 / (1 - ratio) as eager PyTorch rounds it: it divides a tensor of ones by 1 - ratio."""
+def dropout_scale(ratio: float, dtype: torch.dtype) -> float:
+    """Return 1 / (1 - ratio) as eager PyTorch rounds it: by dividing a tensor of ones by 1 - ratio."""
     return float(torch.ones((), dtype=dtype).div_(1 - ratio).item())
 
 
-# Kernels. The mask is bytes seen as bool, for PyTorch's loops over bool are slow. Milliseconds for forward and backward
-# of [16, 12, 128, 128] and of [2048, 384], float32, 2 threads of a Xeon at 2.8 GHz: eager PyTorch 26.1 and 10.9; fast
-# draws with a bool mask 13.0 and 2.1, with bytes seen as bool 7.9 and 1.5, with float noise, which is four times as
-# large to keep, 7.1 and 1.4.
+# Kernels. The mask is uint8 viewed as bool, because PyTorch's loops over bool are slow. Milliseconds for forward and
+# backward of [16, 12, 128, 128] and of [2048, 384], float32, 2 threads of a Xeon at 2.8 GHz: eager PyTorch 26.1 and
+# 10.9; fast bits with a bool mask 13.0 and 2.1, with uint8 viewed as bool 7.9 and 1.5, with float noise, which takes
+# four times the memory until backward, 7.1 and 1.4.
 
 
-_FEW = 2048  # elements; for fewer the number of calls counts
+_SMALL = 2048  # elements; below this the number of calls decides the time
 
 
-def masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    if mask.numel() < _FEW:
+def apply_mask(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    if mask.numel() < _SMALL:
         return x.mul(mask).mul_(scale)
     return mask.view(torch.uint8).to(x.dtype).mul_(x).mul_(scale)
 
 
 def torch_mask(x: torch.Tensor, keep: float) -> torch.Tensor:
-    """The mask of F.dropout on a CPU: bernoulli_ gives the same elements in every dtype."""
+    """Sample the mask of F.dropout on a CPU: bernoulli_ gives the same elements in every dtype."""
     return torch.empty_like(x, dtype=torch.bool).bernoulli_(keep)
 
 
 def fast_mask(x: torch.Tensor, dropped: int) -> torch.Tensor:
-    """A mask that drops `dropped` of the 65536 numbers that an element can draw; dense, in x's layout."""
-    found = kept(draw_key(), x.numel(), dropped).view(x.shape)
-    mask = found if x.is_contiguous() else torch.empty_like(x, dtype=torch.uint8).copy_(found)
+    """Sample a mask, dense, with the strides of x. An element is dropped for `dropped` of its 65536 possible values."""
+    kept = keep_mask(sample_key(), x.numel(), dropped).view(x.shape)
+    mask = kept if x.is_contiguous() else torch.empty_like(x, dtype=torch.uint8).copy_(kept)
     return mask.view(torch.bool)
 
 
 def dropout(x: torch.Tensor, keep: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws as F.dropout does."""
+    """Apply dropout with the random bits of F.dropout."""
     mask = torch_mask(x, keep)
-    return masked(x, mask, scale), mask
+    return apply_mask(x, mask, scale), mask
 
 
 def fast_dropout(x: torch.Tensor, dropped: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws 16 bits an element."""
+    """Apply dropout with 16 random bits per element."""
     mask = fast_mask(x, dropped)
-    return masked(x, mask, scale), mask
+    return apply_mask(x, mask, scale), mask
 
 
-def ratio_is_read(n: NodeView) -> bool:
-    """Whether a kernel of any ratio and mode reads one of them on the host."""
+def reads_ratio_on_host(n: NodeView) -> bool:
+    """Return whether the kernel for dynamic ratio and mode reads one of them on the host."""
     return any(v is not None and v.const_value is None for v in (n.ratio, n.training_mode))
 
 
-def dropout_of_any_ratio(
+def dropout_of_dynamic_ratio(
     x: torch.Tensor, ratio: torch.Tensor | float | None, training: torch.Tensor | bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout whose ratio or mode is known only now, or leaves nothing to draw."""
+    """Apply dropout whose ratio or mode is known at run time only, or that samples nothing."""
     ratio = _DEFAULT_RATIO if ratio is None else float(ratio)
     if not training or ratio == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if ratio == 1:
         return x * 0, torch.zeros_like(x, dtype=torch.bool)
-    return dropout(x, 1 - ratio, scale_of(ratio, x.dtype))
+    return dropout(x, 1 - ratio, dropout_scale(ratio, x.dtype))
 
 
-def dropout_backward_of_any_ratio(
+def dropout_backward_of_dynamic_ratio(
     dy: torch.Tensor,
     mask: torch.Tensor,
     ratio: torch.Tensor | float | None,
     training: torch.Tensor | bool | None,
 ) -> torch.Tensor:
-    """As `dropout_of_any_ratio`."""
+    """Return the gradient of `dropout_of_dynamic_ratio` with respect to x."""
     ratio = _DEFAULT_RATIO if ratio is None else float(ratio)
     if not training or ratio == 0:
         return dy.clone()
-    return masked(dy, mask, 0.0 if ratio == 1 else scale_of(ratio, dy.dtype))
+    return apply_mask(dy, mask, 0.0 if ratio == 1 else dropout_scale(ratio, dy.dtype))
 
 
 def _lower_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
-    return Call(dropout, x, 1 - ratio_of(n), scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.x)]))
+    return Call(dropout, x, 1 - drop_ratio(n), dropout_scale(drop_ratio(n), TORCH_DTYPES[dtype_of(n.x)]))
 
 
-def _lower_fast_dropout(n: NodeView, x: Any, ratio: Any, training: Any) -> Call:
-    return Call(fast_dropout, x, round(ratio_of(n) * DRAWS), scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.x)]))
+def _lower_fast_dropout(n: NodeView, x: Any, *_: Any) -> Call:
+    return Call(
+        fast_dropout, x, round(drop_ratio(n) * DROP_LEVELS), dropout_scale(drop_ratio(n), TORCH_DTYPES[dtype_of(n.x)])
+    )
 
 
 # Dropout
@@ -185,28 +186,28 @@ def _dropout_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dmask: ir.V
 
 
 def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
-    """What Dropout does with x and what it drew; its kernels and DropoutGrad's compute it the same way."""
-    ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
+    """Apply the mask and scale of Dropout to x; the kernels of Dropout and DropoutGrad compute the same."""
+    ratio = op.scalar(drop_ratio(n), ir.DataType.DOUBLE) if drops_elements(n) else n.ratio
     return op.ms.DropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
 
 
-def dropped_out(op: Builder, x: ir.Value, ratio: float, training: bool = True) -> tuple[ir.Value, ir.Value]:
-    """Nodes for `F.dropout`, and the mask. Where PyTorch draws nothing, neither do they."""
+def dropout_nodes(op: Builder, x: ir.Value, ratio: float, training: bool = True) -> tuple[ir.Value, ir.Value]:
+    """Build nodes for `F.dropout`: its result and its mask. They sample nothing where PyTorch samples nothing."""
     if training and 0 < ratio < 1:
-        # The ratio is double, so that it is exactly PyTorch's also in a file.
+        # A double, so that the ratio is exactly PyTorch's in a file too.
         y, mask = op.Dropout(x, op.scalar(ratio, ir.DataType.DOUBLE), op.scalar(True, ir.DataType.BOOL))
         return y, mask
-    kept = not training or ratio == 0
-    y = x if kept else op.Mul(x, op.scalar(0.0, like=x))
-    return y, filled(op, sizes.dims_of(x), kept, ir.DataType.BOOL)
+    keeps_all = not training or ratio == 0
+    y = x if keeps_all else op.Mul(x, op.scalar(0.0, like=x))
+    return y, filled(op, sizes.dims_of(x), keeps_all, ir.DataType.BOOL)
 
 
 def _capture_native_dropout(op: Builder, x: ir.Value, ratio: float, training: bool | None) -> Any:
-    return dropped_out(op, x, ratio, training is not False) if is_float(dtype_of(x)) else NotImplemented
+    return dropout_nodes(op, x, ratio, training is not False) if is_float(dtype_of(x)) else NotImplemented
 
 
 def _capture_dropout(op: Builder, x: ir.Value, ratio: float, training: bool) -> Any:
-    return dropped_out(op, x, ratio, training)[0] if is_float(dtype_of(x)) else NotImplemented
+    return dropout_nodes(op, x, ratio, training)[0] if is_float(dtype_of(x)) else NotImplemented
 
 
 DROPOUT = define(
@@ -225,15 +226,15 @@ DROPOUT = define(
         nondiff_inputs=frozenset({"ratio", "training_mode"}),
         kernels=(
             Kernel(
-                lower=lambda n, x, ratio, training: Call(torch.native_dropout, x, ratio_of(n), True),
-                applies=lambda n, device: device == "cuda" and trains(n),
+                lower=lambda n, x, ratio, training: Call(torch.native_dropout, x, drop_ratio(n), True),
+                applies=lambda n, device: device == "cuda" and drops_elements(n),
             ),
-            Kernel(lower=_lower_fast_dropout, applies=lambda n, device: draws_fast(n)),
-            Kernel(lower=_lower_dropout, applies=lambda n, device: trains(n)),
+            Kernel(lower=_lower_fast_dropout, applies=lambda n, device: uses_fast_rng(n)),
+            Kernel(lower=_lower_dropout, applies=lambda n, device: drops_elements(n)),
             Kernel(
-                lower=lambda n, *arguments: Call(dropout_of_any_ratio, *arguments),
+                lower=lambda n, *arguments: Call(dropout_of_dynamic_ratio, *arguments),
                 accepts_scalars=True,
-                synchronizes=ratio_is_read,
+                synchronizes=reads_ratio_on_host,
             ),
         ),
         axes=_dropout_axes,
@@ -254,7 +255,7 @@ def _grad_axes(n: NodeView) -> str:
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """The output of Dropout was its input where training_mode is false: so is the gradient."""
+    """If training_mode is false, Dropout returns its input, and the gradient is dy."""
     dtype = dtype_of(n.dy)
     ratio = op.scalar(_DEFAULT_RATIO, dtype) if n.ratio is None else cast(op, n.ratio, dtype)
     scale = op.Reciprocal(op.Sub(op.scalar(1.0, dtype), ratio))
@@ -265,11 +266,11 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _lower_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:
-    return Call(masked, dy, mask, scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(n.dy)]))
+    return Call(apply_mask, dy, mask, dropout_scale(drop_ratio(n), TORCH_DTYPES[dtype_of(n.dy)]))
 
 
 def _lower_native_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:
-    return Call(torch.ops.aten.native_dropout_backward.default, dy, mask, 1 / (1 - ratio_of(n)))
+    return Call(torch.ops.aten.native_dropout_backward.default, dy, mask, 1 / (1 - drop_ratio(n)))
 
 
 def _grad_flops(n: NodeView) -> Size:
@@ -291,12 +292,12 @@ define(
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(
-            Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and trains(n)),
-            Kernel(lower=_lower_grad, applies=lambda n, device: trains(n)),
+            Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and drops_elements(n)),
+            Kernel(lower=_lower_grad, applies=lambda n, device: drops_elements(n)),
             Kernel(
-                lower=lambda n, *arguments: Call(dropout_backward_of_any_ratio, *arguments),
+                lower=lambda n, *arguments: Call(dropout_backward_of_dynamic_ratio, *arguments),
                 accepts_scalars=True,
-                synchronizes=ratio_is_read,
+                synchronizes=reads_ratio_on_host,
             ),
         ),
         axes=_grad_axes,

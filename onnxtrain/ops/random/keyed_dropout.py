@@ -1,9 +1,10 @@
-"""Dropout whose mask is not kept: a key gives it again, in backward and in recompute.
+"""Dropout whose mask is not saved: backward and recompute regenerate it from a key.
 
-    DropoutKey() -> key                   int64 [2], drawn from the generator: the only random part
-    KeyedDropout(x, key, residual) -> y   y = x * (draw >= dropped ? scale : 0) + residual, with the draws of `draws.py`
+    DropoutKey() -> key                   int64 [2], sampled from the generator: the only random op of the two
+    KeyedDropout(x, key, residual) -> y   y = x * (bits >= dropped ? scale : 0) + residual; for the bits of an element
+                                          see `keyed_bits.py`
 
-`dropped` of the 65536 numbers that an element can draw make it 0. The residual has x's shape and type, or is absent.
+An element is dropped for `dropped` of its 65536 possible values. The residual has x's shape and type, or is absent.
 The gradient with respect to x is KeyedDropout of dy. The pass `regenerate_dropout_masks` replaces Dropout with them
 under `rng="fast"`, and `fuse_sums` adds the residual.
 """
@@ -34,7 +35,7 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
-from onnxtrain.ops.random.dropout import scale_of
+from onnxtrain.ops.random.dropout import dropout_scale
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.rows import arange
@@ -47,7 +48,7 @@ _INT64 = ir.DataType.INT64
 
 
 def _key_body(op: Builder, n: NodeView) -> ir.Value:
-    """53 random bits a number, of which stock onnxruntime knows nothing else."""
+    """Sample 53 random bits per element: stock onnxruntime has no op that samples more."""
     bound = 2.0**62
     wide = op.RandomUniform(shape=[2], low=-bound, high=bound, dtype=int(ir.DataType.DOUBLE))
     return op.Cast(wide, to=_INT64)  # type: ignore[no-any-return]
@@ -67,7 +68,7 @@ DROPOUT_KEY = define(
         ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n: Call(keyed_bits.draw_key)),),
+        kernels=(Kernel(lower=lambda n: Call(keyed_bits.sample_key)),),
         axes=no_axes,
         effects=Effects.RANDOM,
         aliases={},
@@ -81,7 +82,7 @@ DROPOUT_KEY = define(
 
 
 def _words(op: Builder, key: ir.Value, count: sizes.Size) -> ir.Value:
-    """`draws.words`: products and sums of int64 wrap around; a shift is a division by a power of two, rounded down."""
+    """`keyed_bits.random_words`: int64 wraps around; a right shift is a floor division by a power of two."""
 
     def mixed(z: ir.Value, shift: int) -> ir.Value:
         shifted = op.own.FloorDivide(z, op.scalar(2**shift, _INT64))
@@ -99,27 +100,29 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
     count = numel(n.x)
     z = unsqueezed(op, _words(op, n.key, sizes.floor_divide(sizes.add(count, 3), 4)), 1)
     quarters = op.own.FloorDivide(z, op.constant([1, 2**16, 2**32, 2**48], _INT64))
-    # The sign bit of 16 bits flipped: numbers from 0 up, in the same order.
-    flipped = op.Mod(op.Add(quarters, op.scalar(keyed_bits.DRAWS // 2, _INT64)), op.scalar(keyed_bits.DRAWS, _INT64))
+    # With the sign bit of 16 bits flipped: integers from 0 up, in the same order.
+    flipped = op.Mod(
+        op.Add(quarters, op.scalar(keyed_bits.DROP_LEVELS // 2, _INT64)), op.scalar(keyed_bits.DROP_LEVELS, _INT64)
+    )
     flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.dims_of(n.x))
-    y = mul_scalar(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), scale_by(n, n.x))
+    y = mul_scalar(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), node_keep_scale(n, n.x))
     return y if n.residual is None else op.Add(y, n.residual)
 
 
-def scale_by(n: NodeView, x: ir.Value) -> float:
-    """What kept elements of x are multiplied by."""
-    return scale_of(n.dropped / keyed_bits.DRAWS, TORCH_DTYPES[dtype_of(x)])
+def node_keep_scale(n: NodeView, x: ir.Value) -> float:
+    """Return the factor of the kept elements of x."""
+    return dropout_scale(n.dropped / keyed_bits.DROP_LEVELS, TORCH_DTYPES[dtype_of(x)])
 
 
 def _lower(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
-    return InPlaceCapableCall(keyed_bits.drop, keyed_bits.drop_, x, key, n.dropped, scale_by(n, n.x), residual)
+    return InPlaceCapableCall(keyed_bits.drop, keyed_bits.drop_, x, key, n.dropped, node_keep_scale(n, n.x), residual)
 
 
 def _lower_compiled(n: NodeView, x: Any, key: Any, residual: Any) -> Call:
     keyed_bits.LIBRARY.request()
     kernel, in_place = keyed_bits.drop_compiled, keyed_bits.drop_compiled_
-    return InPlaceCapableCall(kernel, in_place, x, key, n.dropped, scale_by(n, n.x), residual)
+    return InPlaceCapableCall(kernel, in_place, x, key, n.dropped, node_keep_scale(n, n.x), residual)
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
@@ -145,7 +148,7 @@ KEYED_DROPOUT = define(
             Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
             Kernel(lower=_lower, synchronizes=always, in_place_input=0),
         ),
-        axes=no_axes,  # an element's place decides its draw
+        axes=no_axes,  # the bits of an element depend on its index
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),

@@ -1,13 +1,13 @@
-"""ONNX's random tensors. They draw from the device's torch generator, which manual_seed and saved states govern.
+"""ONNX's random tensors, sampled from the torch generator of the device: manual_seed and saved RNG states apply.
 
     RandomNormal, RandomUniform                a tensor of the shape `shape`
-    RandomNormalLike, RandomUniformLike(x)     one of x's shape; x is not read
+    RandomNormalLike, RandomUniformLike(x)     a tensor of x's shape; the elements of x are not read
     Bernoulli(x)                               1 with probability x, else 0
     Multinomial(x[rows, classes])              `sample_size` classes of each row, from unnormalized log-probabilities
 
-`seed` is not used: ONNX Runtime and PyTorch draw other numbers from the same seed.
+`seed` is ignored: ONNX Runtime and PyTorch sample different values from the same seed.
 
-PyTorch draws in the order of memory. So where its tensor is not contiguous, its operator stays an ATen node.
+PyTorch samples in memory order. So if its tensor is not contiguous, its operator stays an ATen node.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from onnxtrain.ops.registry import define
 _BOOL = ir.DataType.BOOL
 
 
-def _random(
+def _define_random(
     name: str,
     inputs: tuple[str, ...],
     attributes: dict[str, Any],
@@ -78,7 +78,7 @@ def _random(
 
 
 def _capture(name: str) -> FromTorch:
-    """`rand`, `rand_like`, `randn` and `randn_like`: which sizes they have shows in the output."""
+    """Capture `rand`, `rand_like`, `randn` and `randn_like`; the sizes are those of the output."""
 
     def capture(op: Builder, *_: Any, **options: Any) -> Any:
         if not op.is_contiguous():
@@ -97,10 +97,10 @@ def _capture_bernoulli(op: Builder, x: ir.Value, *, generator: torch.Generator |
     return overwritten(op, x, op.Bernoulli(x))
 
 
-def _capture_bernoulli_of(op: Builder, x: ir.Value, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Any:
-    """One probability for all, as in `dropout2d`: the mask of a Dropout, which draws the same on a CPU."""
-    drawn = isinstance(p, float) and 0 < p < 1 and op.device == "cpu"
-    if not op.is_contiguous() or generator is not None or not drawn:
+def _capture_bernoulli_p(op: Builder, x: ir.Value, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Any:
+    """Capture one probability for all, as in `dropout2d`: the mask of a Dropout, which samples the same on a CPU."""
+    is_random = isinstance(p, float) and 0 < p < 1 and op.device == "cpu"
+    if not op.is_contiguous() or generator is not None or not is_random:
         return NotImplemented
     dtype, shape = op.out[0]
     mask = op.Dropout(filled(op, shape, 0, dtype), op.scalar(1 - p, ir.DataType.DOUBLE), op.scalar(True, _BOOL))[1]
@@ -113,11 +113,11 @@ def _dtype(n: NodeView) -> ir.DataType:
     return dtype_of(n.x) if n.node.inputs else ir.DataType.FLOAT
 
 
-def _of_attribute(n: NodeView) -> Sequence[TensorType]:
+def _type_by_attribute(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(_dtype(n), tuple(n.shape)),)
 
 
-def _of_input(n: NodeView) -> Sequence[TensorType]:
+def _type_by_input(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(_dtype(n), sizes.dims_of(n.x)),)
 
 
@@ -148,50 +148,50 @@ def multinomial(x: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor
 _NORMAL = {"mean": 0.0, "scale": 1.0, "dtype": None}
 _UNIFORM = {"low": 0.0, "high": 1.0, "dtype": None}
 
-_random(
+_define_random(
     "RandomNormal",
     (),
     {**_NORMAL, "shape": REQUIRED},
-    _of_attribute,
+    _type_by_attribute,
     lambda n: Call(normal, n.shape, n.mean, n.scale, TORCH_DTYPES[_dtype(n)], DEVICE),
     1,
     dict.fromkeys(("aten.randn.default", "aten.randn_like.default"), _capture("RandomNormal")),
 )
-_random(
+_define_random(
     "RandomUniform",
     (),
     {**_UNIFORM, "shape": REQUIRED},
-    _of_attribute,
+    _type_by_attribute,
     lambda n: Call(uniform, n.shape, n.low, n.high, TORCH_DTYPES[_dtype(n)], DEVICE),
     1,
     dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), _capture("RandomUniform")),
 )
-_random(
+_define_random(
     "RandomNormalLike",
     ("x",),
     _NORMAL,
-    _of_input,
+    _type_by_input,
     lambda n, x: Call(normal_like, x, n.mean, n.scale, TORCH_DTYPES[_dtype(n)]),
     1,
 )
-_random(
+_define_random(
     "RandomUniformLike",
     ("x",),
     _UNIFORM,
-    _of_input,
+    _type_by_input,
     lambda n, x: Call(uniform_like, x, n.low, n.high, TORCH_DTYPES[_dtype(n)]),
     1,
 )
-_random(
+_define_random(
     "Bernoulli",
     ("x",),
     {"dtype": None},
-    _of_input,
+    _type_by_input,
     lambda n, x: Call(bernoulli, x, TORCH_DTYPES[_dtype(n)]),
     15,
-    {"aten.bernoulli.default": _capture_bernoulli, "aten.bernoulli.p": _capture_bernoulli_of},
+    {"aten.bernoulli.default": _capture_bernoulli, "aten.bernoulli.p": _capture_bernoulli_p},
 )
-_random(
+_define_random(
     "Multinomial",
     ("x",),
     {"dtype": int(ir.DataType.INT32), "sample_size": 1},

@@ -1,12 +1,12 @@
-"""Dropout whose mask is packed, 32 elements in a word; and dropout of a sum.
+"""Dropout whose mask is packed, 32 elements per word; and dropout of a sum.
 
     BitmaskDropout(x, ratio, training_mode) -> y, mask       mask: uint32 [ceil(elements / 32)], bit i of word w is
-                                                             element 32 w + i; kept where it is 1
+                                                             element 32 w + i: 1 if kept
     BitmaskDropoutGrad(dy, mask, ratio, training_mode) -> dx
     BiasDropout(x, bias, residual, ratio, training_mode) -> y, mask           residual + dropout(x + bias)
     BitmaskBiasDropout                                                        the same, with a packed mask
 
-A packed mask is an eighth of Dropout's. How a node draws stands in `randomness.py`.
+A packed mask takes an eighth of the bytes of Dropout's. `dropout.py` says how a node samples.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from onnxtrain.ops.constructors import (
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, Replay, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.random.dropout import (
-    DRAWS,
-    draws_fast,
+    apply_mask,
+    drop_ratio,
     dropout,
-    dropout_backward_of_any_ratio,
-    dropout_of_any_ratio,
+    dropout_backward_of_dynamic_ratio,
+    dropout_of_dynamic_ratio,
+    dropout_scale,
+    drops_elements,
     fast_dropout,
-    masked,
-    ratio_is_read,
-    ratio_of,
-    scale_of,
-    trains,
+    reads_ratio_on_host,
+    uses_fast_rng,
 )
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
@@ -54,31 +54,31 @@ INT64 = ir.DataType.INT64
 _WORD = 32
 
 
-def _words(n: NodeView, value: ir.Value) -> TensorType:
+def _mask_type(n: NodeView, value: ir.Value) -> TensorType:
     return TensorType(ir.DataType.UINT32, (sizes.floor_divide(sizes.add(numel(value), _WORD - 1), _WORD),))
 
 
-# Packing. PyTorch has hardly an op for uint32: words are seen as the bytes that they are made of, lowest first. Eight
-# truth values are the bytes of an int64: a product brings them together in its highest byte, a table takes them apart.
+# Packing. PyTorch has hardly any op for uint32: words are viewed as their bytes, lowest first. Eight truth values are
+# the bytes of an int64: a multiplication packs them into its highest byte, a table unpacks them.
 
-_TOGETHER = sum(1 << (56 - 7 * i) for i in range(8))
+_PACK_FACTOR = sum(1 << (56 - 7 * i) for i in range(8))
 
 
 @functools.cache
-def _apart(device: torch.device) -> Tensor:
-    """For each byte its bits as the bytes of an int64: int64 [256]."""
+def _unpack_table(device: torch.device) -> Tensor:
+    """Return the table that maps a byte to its bits, as the bytes of an int64: int64 [256]."""
     bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(torch.arange(8, device=device))
     return bits.bitwise_and_(1).to(torch.uint8).view(torch.int64).view(-1)
 
 
 def packed(mask: Tensor) -> Tensor:
-    """Bits for truth values: uint32 [ceil(elements / 32)]. Writes over them."""
+    """Pack truth values into bits: uint32 [ceil(elements / 32)]. Overwrites the mask."""
     count, flat = mask.numel(), mask.reshape(-1).view(torch.uint8)
     if count % _WORD:
         flat = torch.cat((flat, flat.new_zeros(-count % _WORD)))
     return (
         flat.view(torch.int64)
-        .mul_(_TOGETHER)
+        .mul_(_PACK_FACTOR)
         .view(torch.uint8)[7::8]
         .clone(memory_format=torch.contiguous_format)
         .view(torch.uint32)
@@ -86,9 +86,9 @@ def packed(mask: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor, shape: Sequence[int]) -> Tensor:
-    """Truth values for bits."""
-    found = _apart(words.device).index_select(0, words.view(torch.uint8).to(torch.int32))
-    return found.view(torch.bool)[: torch.Size(shape).numel()].view(shape)
+    """Unpack bits into truth values."""
+    truth_values = _unpack_table(words.device).index_select(0, words.view(torch.uint8).to(torch.int32))
+    return truth_values.view(torch.bool)[: torch.Size(shape).numel()].view(shape)
 
 
 def _powers(op: Builder) -> ir.Value:
@@ -96,7 +96,7 @@ def _powers(op: Builder) -> ir.Value:
 
 
 def _packed(op: Builder, n: NodeView, mask: ir.Value) -> ir.Value:
-    ((_, (words,)),) = (_words(n, n.x),)
+    ((_, (words,)),) = (_mask_type(n, n.x),)
     count = numel(n.x)
     bits = reshaped(op, op.Cast(mask, to=INT64), [count])
     missing = sizes.subtract(sizes.multiply(words, _WORD), count)
@@ -130,7 +130,7 @@ def fast_packed_dropout(x: Tensor, dropped: int, scale: float) -> tuple[Tensor, 
 
 
 def packed_dropout_of_any_ratio(x: Tensor, ratio: Any, training: Any) -> tuple[Tensor, Tensor]:
-    y, mask = dropout_of_any_ratio(x, ratio, training)
+    y, mask = dropout_of_dynamic_ratio(x, ratio, training)
     return y, packed(mask)
 
 
@@ -144,13 +144,13 @@ def _bitmask_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) ->
 
 
 def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
-    """What BitmaskDropout does with x and what it drew: BitmaskDropoutGrad computes it in the same way."""
-    ratio = op.scalar(ratio_of(n), ir.DataType.DOUBLE) if trains(n) else n.ratio
+    """Apply the mask and scale of BitmaskDropout to x: BitmaskDropoutGrad computes the same."""
+    ratio = op.scalar(drop_ratio(n), ir.DataType.DOUBLE) if drops_elements(n) else n.ratio
     return op.ms.BitmaskDropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
 
 
 def _scale(n: NodeView, value: ir.Value) -> float:
-    return scale_of(ratio_of(n), TORCH_DTYPES[dtype_of(value)])
+    return dropout_scale(drop_ratio(n), TORCH_DTYPES[dtype_of(value)])
 
 
 define(
@@ -162,28 +162,28 @@ define(
         attributes={"seed": None},
         since_version=1,
         from_torch={},
-        shapes=lambda n: (type_of(n.x), _words(n, n.x)),
+        shapes=lambda n: (type_of(n.x), _mask_type(n, n.x)),
         body=_bitmask_body,
         ort_compatible=never,
         gradient=(Gradient(_bitmask_gradient, reads=("mask",)),),
         nondiff_inputs=frozenset({"ratio", "training_mode"}),
         kernels=(
             Kernel(
-                lower=lambda n, x, *_: Call(fast_packed_dropout, x, round(ratio_of(n) * DRAWS), _scale(n, n.x)),
-                applies=lambda n, device: draws_fast(n),
+                lower=lambda n, x, *_: Call(fast_packed_dropout, x, round(drop_ratio(n) * DROP_LEVELS), _scale(n, n.x)),
+                applies=lambda n, device: uses_fast_rng(n),
             ),
             Kernel(
-                lower=lambda n, x, *_: Call(packed_dropout, x, 1 - ratio_of(n), _scale(n, n.x)),
-                applies=lambda n, device: trains(n),
-                workspace_bytes=lambda n: numel(n.x),  # a mask of bytes
+                lower=lambda n, x, *_: Call(packed_dropout, x, 1 - drop_ratio(n), _scale(n, n.x)),
+                applies=lambda n, device: drops_elements(n),
+                workspace_bytes=lambda n: numel(n.x),  # the unpacked mask
             ),
             Kernel(
                 lower=lambda n, *arguments: Call(packed_dropout_of_any_ratio, *arguments),
                 accepts_scalars=True,
-                synchronizes=ratio_is_read,
+                synchronizes=reads_ratio_on_host,
             ),
         ),
-        axes=lambda n: NO_AXES,  # a word belongs to many rows
+        axes=lambda n: NO_AXES,  # a word spans several rows
         effects=Effects.RANDOM,
         aliases={},
         flops=elementwise_flops,
@@ -194,11 +194,11 @@ define(
 
 
 def packed_masked(dy: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return masked(dy, unpacked(mask, dy.shape), scale)
+    return apply_mask(dy, unpacked(mask, dy.shape), scale)
 
 
 def packed_dropout_backward(dy: Tensor, mask: Tensor, ratio: Any, training: Any) -> Tensor:
-    return dropout_backward_of_any_ratio(dy, unpacked(mask, dy.shape), ratio, training)
+    return dropout_backward_of_dynamic_ratio(dy, unpacked(mask, dy.shape), ratio, training)
 
 
 define_fused(
@@ -209,12 +209,12 @@ define_fused(
     shapes=lambda n: (type_of(n.dy),),
     body=lambda op, n: op.ms.DropoutGrad(n.dy, _unpacked(op, n), n.ratio, n.training_mode),
     lower=lambda n, *arguments: Call(packed_dropout_backward, *arguments),
-    synchronizes=ratio_is_read,
+    synchronizes=reads_ratio_on_host,
     kernels=(
         Kernel(
             lower=lambda n, dy, mask, *_: Call(packed_masked, dy, mask, _scale(n, n.dy)),
-            applies=lambda n, device: trains(n),
-            workspace_bytes=lambda n: numel(n.dy),  # a mask of bytes
+            applies=lambda n, device: drops_elements(n),
+            workspace_bytes=lambda n: numel(n.dy),  # the unpacked mask
         ),
     ),
     axes=no_axes,
@@ -235,7 +235,7 @@ def _bias_body(name: str) -> Any:
 
 
 def bias_dropout(x: Tensor, bias: Tensor, residual: Tensor | None, ratio: Any, training: Any) -> tuple[Tensor, Tensor]:
-    y, mask = dropout_of_any_ratio(x + bias, ratio, training)
+    y, mask = dropout_of_dynamic_ratio(x + bias, ratio, training)
     return (y if residual is None else y + residual), mask
 
 
@@ -269,4 +269,4 @@ def _unpacked_mask(n: NodeView) -> TensorType:
 
 
 _bias_dropout("BiasDropout", "Dropout", bias_dropout, _unpacked_mask, broadcast_axes)
-_bias_dropout("BitmaskBiasDropout", "BitmaskDropout", packed_bias_dropout, lambda n: _words(n, n.x), no_axes)
+_bias_dropout("BitmaskBiasDropout", "BitmaskDropout", packed_bias_dropout, lambda n: _mask_type(n, n.x), no_axes)

@@ -1,10 +1,10 @@
-"""Relu and dropout by a key in one op: its result tells backward all that it needs.
+"""Relu and keyed dropout in one op: backward needs only its result.
 
-    ReluDropout(x, key) -> y           y = max(x, 0) * (draw >= dropped ? scale : 0), with the draws of `draws.py`
+    ReluDropout(x, key) -> y           y = max(x, 0) * (bits >= dropped ? scale : 0), with the bits of `keyed_bits.py`
     ReluDropoutGrad(dy, y) -> dx       dx = y > 0 ? dy * scale : 0
 
-Apart they keep max(x, 0), draw again for the product that reads y, and once more for dy. The pass `fuse_relu_dropout`
-puts the op in their place.
+Separately they save max(x, 0) and generate the bits again for the matmul that reads y, and once more for dy. The pass
+`fuse_relu_dropout` replaces them by this op.
 """
 
 from __future__ import annotations
@@ -36,66 +36,66 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
-from onnxtrain.ops.random.keyed_dropout import scale_by
+from onnxtrain.ops.random.keyed_dropout import node_keep_scale
 from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
 
 
 def relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
-    """Gives max(x, 0) with some elements times `scale` and the others times 0; see `draws.drop`."""
+    """Multiply some elements of max(x, 0) by `scale` and the others by 0; see `keyed_bits.drop`."""
     return keyed_bits.drop_(x.relu(), key, dropped, scale)
 
 
 def relu_drop_(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
-    """The same, written over x."""
+    """Do the same in place."""
     return keyed_bits.drop_(x.relu_(), key, dropped, scale)
 
 
 def relu_drop_compiled(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
-    """The same by the compiled kernel as soon as it is there."""
-    return _relu_drop(x, key, dropped, scale, over=False)
+    """Do the same with the compiled kernel, once it is ready."""
+    return _relu_drop(x, key, dropped, scale, in_place=False)
 
 
 def relu_drop_compiled_(x: Tensor, key: Tensor, dropped: int, scale: float) -> Tensor:
-    """The same, written over x."""
-    return _relu_drop(x, key, dropped, scale, over=True)
+    """Do the same in place."""
+    return _relu_drop(x, key, dropped, scale, in_place=True)
 
 
-def _relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float, *, over: bool) -> Tensor:
-    run = keyed_bits.function("relu_dropout", x)
+def _relu_drop(x: Tensor, key: Tensor, dropped: int, scale: float, *, in_place: bool) -> Tensor:
+    run = keyed_bits.compiled_function("relu_dropout", x)
     if run is None:
-        return keyed_bits.drop_compiled_(x.relu_() if over else x.relu(), key, dropped, scale)
-    y = x if over else huge_pages.empty_like(x)
-    run(*pointers(x, y, key), keyed_bits.least_kept(dropped), scale, x.numel(), torch.get_num_threads())
+        return keyed_bits.drop_compiled_(x.relu_() if in_place else x.relu(), key, dropped, scale)
+    y = x if in_place else huge_pages.empty_like(x)
+    run(*pointers(x, y, key), keyed_bits.keep_threshold(dropped), scale, x.numel(), torch.get_num_threads())
     return y
 
 
 def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Gives dy * scale where y is above 0, else 0."""
+    """Return dy * scale where y is above 0, else 0."""
     return threshold_backward(dy, y, 0).mul_(scale)
 
 
 def backward_(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """The same, written over dy."""
+    """Do the same in place."""
     return threshold_backward_(dy, y, 0).mul_(scale)
 
 
 def backward_compiled(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """The same by the compiled kernel as soon as it is there."""
-    return _backward(dy, y, scale, over=False)
+    """Do the same with the compiled kernel, once it is ready."""
+    return _backward(dy, y, scale, in_place=False)
 
 
 def backward_compiled_(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """The same, written over dy."""
-    return _backward(dy, y, scale, over=True)
+    """Do the same in place."""
+    return _backward(dy, y, scale, in_place=True)
 
 
-def _backward(dy: Tensor, y: Tensor, scale: float, *, over: bool) -> Tensor:
-    run = keyed_bits.function("relu_dropout_backward", dy, y)
+def _backward(dy: Tensor, y: Tensor, scale: float, *, in_place: bool) -> Tensor:
+    run = keyed_bits.compiled_function("relu_dropout_backward", dy, y)
     if run is None:
-        return (backward_ if over else backward)(dy, y, scale)
-    dx = dy if over else huge_pages.empty_like(dy)
+        return (backward_ if in_place else backward)(dy, y, scale)
+    dx = dy if in_place else huge_pages.empty_like(dy)
     run(*pointers(dy, y, dx), scale, dy.numel(), torch.get_num_threads())
     return dx
 
@@ -105,12 +105,12 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _lower(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
-    return InPlaceCapableCall(relu_drop, relu_drop_, x, key, n.dropped, scale_by(n, n.x))
+    return InPlaceCapableCall(relu_drop, relu_drop_, x, key, n.dropped, node_keep_scale(n, n.x))
 
 
 def _lower_compiled(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
     keyed_bits.LIBRARY.request()
-    return InPlaceCapableCall(relu_drop_compiled, relu_drop_compiled_, x, key, n.dropped, scale_by(n, n.x))
+    return InPlaceCapableCall(relu_drop_compiled, relu_drop_compiled_, x, key, n.dropped, node_keep_scale(n, n.x))
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
@@ -135,7 +135,7 @@ RELU_DROPOUT = define(
             Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
             Kernel(lower=_lower, synchronizes=always, in_place_input=0),
         ),
-        axes=no_axes,  # an element's place decides its draw
+        axes=no_axes,  # the bits of an element depend on its index
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(3, numel(n.x)),
@@ -146,17 +146,17 @@ RELU_DROPOUT = define(
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     zero = op.scalar(0.0, like=n.dy)
-    scaled = mul_scalar(op, n.dy, scale_by(n, n.dy))
+    scaled = mul_scalar(op, n.dy, node_keep_scale(n, n.dy))
     return op.Where(op.LessOrEqual(n.y, zero), zero, scaled)  # type: ignore[no-any-return]
 
 
 def _lower_grad(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
-    return InPlaceCapableCall(backward, backward_, dy, y, scale_by(n, n.dy))
+    return InPlaceCapableCall(backward, backward_, dy, y, node_keep_scale(n, n.dy))
 
 
 def _lower_grad_compiled(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
     keyed_bits.LIBRARY.request()
-    return InPlaceCapableCall(backward_compiled, backward_compiled_, dy, y, scale_by(n, n.dy))
+    return InPlaceCapableCall(backward_compiled, backward_compiled_, dy, y, node_keep_scale(n, n.dy))
 
 
 RELU_DROPOUT_GRAD = define(
@@ -171,7 +171,7 @@ RELU_DROPOUT_GRAD = define(
         shapes=lambda n: (type_of(n.y),),
         body=_grad_body,
         ort_compatible=never,
-        gradient=NOT_DIFFERENTIABLE,  # of second order: PyTorch runs the module again
+        gradient=NOT_DIFFERENTIABLE,  # second order: PyTorch runs the module
         nondiff_inputs=frozenset(),
         kernels=(
             Kernel(lower=_lower_grad_compiled, applies=may_compile, in_place_input=0),

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, is_float
 from onnxtrain.ops.aten_node import AutocastState, ambient
-from onnxtrain.ops.random.dropout import dropped_out
+from onnxtrain.ops.random.dropout import dropout_nodes
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.torch_layers import WEIGHTS
 from onnxtrain.ops.registry import register_captures
@@ -61,7 +61,7 @@ def _capture(cell: Cell, activation: str | None) -> Callable[..., Any]:
         last_states: list[Sequence[ir.Value]] = []
         for layer, states in enumerate(zip(*states_by_layer, strict=True)):
             if layer:
-                y = dropped_out(op, y, dropout, train)[0]
+                y = dropout_nodes(op, y, dropout, train)[0]
             start = layer * directions * weight_count
             starts = range(start, start + directions * weight_count, weight_count)
             absent_biases = [None] * (len(WEIGHTS) // 2 - weight_count)

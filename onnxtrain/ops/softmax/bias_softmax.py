@@ -21,7 +21,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.constructors import define_by_body, define_fused
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
-from onnxtrain.ops.random.dropout import dropout_backward_of_any_ratio, dropout_of_any_ratio
+from onnxtrain.ops.random.dropout import dropout_backward_of_dynamic_ratio, dropout_of_dynamic_ratio
 from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.torch_compat import aten_kernels
 
@@ -100,7 +100,7 @@ def _has_ratio(n: NodeView) -> bool:
 
 def bias_softmax_dropout(x: Tensor, bias: Tensor, axis: int, ratio: Any) -> tuple[Tensor, Tensor, Tensor]:
     probabilities = bias_softmax(x, bias, axis)
-    return *dropout_of_any_ratio(probabilities, ratio, True), probabilities
+    return *dropout_of_dynamic_ratio(probabilities, ratio, True), probabilities
 
 
 define_by_body(
@@ -129,7 +129,7 @@ def _dropout_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def softmax_dropout_backward(dy: Tensor, mask: Tensor, probabilities: Tensor, ratio: Any, axis: int) -> Tensor:
-    dy = dropout_backward_of_any_ratio(dy, mask, ratio, True)
+    dy = dropout_backward_of_dynamic_ratio(dy, mask, ratio, True)
     return aten_kernels.softmax_grad(dy, probabilities, axis, probabilities.dtype)
 
 
