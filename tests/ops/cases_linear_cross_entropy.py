@@ -1,4 +1,4 @@
-"""A linear layer and its cross entropy in one op, against PyTorch's two."""
+"""A linear layer and its cross entropy in one op, compared with PyTorch's two operators."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def loss_of(reduction: str) -> Any:
 
 
 def gradients_of(reduction: str) -> Any:
-    """By autograd, for a given gradient of the loss; 0 where there are no rows."""
+    """The gradients by autograd, for a given gradient of the loss; 0 without rows."""
     loss = loss_of(reduction)
 
     def gradients(dy: Any, x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:

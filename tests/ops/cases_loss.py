@@ -1,4 +1,4 @@
-"""Losses against torch.nn.functional."""
+"""Losses, compared with torch.nn.functional."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 from onnxtrain.testing import OpCase, Spec
 
-IGNORED = 2  # one of the classes: what is ignored need not be out of range
+IGNORED = 2  # one of the classes: ignore_index may be a valid class
 SIZES = [{"n": 5, "d": 3}, {"n": 1, "d": 1}, {"n": 9, "d": 2}, {"n": 0, "d": 3}]
 
 
 def labels(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Labels of seven classes; the first is one that is ignored."""
+    """Labels of seven classes; the first label is ignored."""
     found = torch.randint(7, shape, generator=generator)
     if found.numel() > 1:
         found.view(-1)[0] = IGNORED
@@ -42,7 +42,7 @@ def nll(reduction: str) -> Any:
 def cross_entropy_grad(
     dy: Any, log_prob: Any, target: Any, weights: Any, ignore_index: Any, bias: Any, total: Any
 ) -> Any:
-    """The mean over an arbitrary total weight."""
+    """The gradient of a mean with an arbitrary total weight."""
     kept = (target != int(ignore_index)) * weights[target]
     one_hot = F.one_hot(target, 7)
     dx = (log_prob.exp() - one_hot) * (kept * dy / total)[:, None]
@@ -61,7 +61,7 @@ PAIR = (Spec("n d"), Spec("n d"))
 TOTAL = Spec("", low=1.0, high=9.0)
 
 
-def of_rows(reduction: str) -> Any:
+def saving_logits(reduction: str) -> Any:
     def reference(scores: Any, target: Any, weights: Any, ignore_index: Any) -> Any:
         loss = F.cross_entropy(scores, target, weights, reduction=reduction, ignore_index=int(ignore_index))
         peak = scores.detach().amax(1)
@@ -70,8 +70,8 @@ def of_rows(reduction: str) -> Any:
     return reference
 
 
-def of_rows_grad(reduction: str) -> Any:
-    """The gradient of rows whose two numbers are any: they belong to no scores. The total weight is any too."""
+def saving_logits_grad(reduction: str) -> Any:
+    """The gradient with arbitrary peak, log_sum and total weight, which need not belong to the scores."""
 
     def gradient(dy: Any, x: Any, peak: Any, log_sum: Any, target: Any, weights: Any, index: Any, total: Any) -> Any:
         each = dy / total if reduction == "mean" else dy
@@ -82,8 +82,8 @@ def of_rows_grad(reduction: str) -> Any:
     return gradient
 
 
-def rows() -> list[OpCase]:
-    """Cross entropy of rows of 7 and of 37 classes: no whole vector, and whole ones with a rest."""
+def saving_logits_cases() -> list[OpCase]:
+    """Cross entropy with 7 and 37 classes: less than one vector, and full vectors with a remainder."""
     found = []
     for reduction in ("none", "mean", "sum"):
         for axes, classes, weights in (("", 7, WEIGHTS), ("", 37, None), ("d", 7, None)):
@@ -94,15 +94,15 @@ def rows() -> list[OpCase]:
             dy, each = Spec(f"n {axes}" if reduction == "none" else ""), Spec(f"n {axes}")
             backward = (dy, scores, each, each, target, weights, INDEX, TOTAL)
             for name, inputs, reference in (
-                ("CrossEntropy", forward, of_rows(reduction)),
-                ("CrossEntropyGrad", backward, of_rows_grad(reduction)),
+                ("CrossEntropy", forward, saving_logits(reduction)),
+                ("CrossEntropyGrad", backward, saving_logits_grad(reduction)),
             ):
                 found.append(OpCase("onnxtrain", name, inputs, reference, attributes, sizes=SIZES, label=label))
     return found
 
 
 def cross_entropies() -> list[OpCase]:
-    """Both ops with every reduction, with and without weights, for two, three, four and five axes."""
+    """Both ops with all reductions, with and without weights, for ranks two to five."""
     found = []
     for name, reference in (
         ("SoftmaxCrossEntropyLossInternal", cross_entropy),
@@ -135,7 +135,7 @@ def pointwise(name: str, reference: Any, *inputs: Spec, **attributes: Any) -> li
 
 
 def backward(name: str, reference: Any, *inputs: Spec, **attributes: Any) -> list[OpCase]:
-    """The backward op of a loss against autograd."""
+    """The backward op of a loss, compared with autograd."""
 
     def gradient(reduction: str) -> Any:
         def compute(dy: Any, x: Any, *rest: Any) -> Any:
@@ -172,12 +172,12 @@ CONSTANT = {"grad": False}
 
 CASES = [
     *cross_entropies(),
-    *rows(),
+    *saving_logits_cases(),
     OpCase(
         "onnxtrain",
         "CrossEntropy",
         (Spec("n 7"), Spec("n", "int64", make=all_ignored), WEIGHTS, INDEX),
-        of_rows("mean"),
+        saving_logits("mean"),
         label="all-ignored",
         sizes=SIZES,
     ),

@@ -1,4 +1,4 @@
-"""Cases of the matrix products."""
+"""Cases of the matmul ops."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from onnxtrain.testing import OpCase, Spec
 
 
 def _fused(transposed: str, alpha: float = 1.0):
-    """The product of operands as FusedMatMul's attributes say; `transposed` names those that are."""
+    """The reference of FusedMatMul; `transposed` names the transposed operands."""
 
     def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a = a.movedim(0, -2) if "batch_a" in transposed else a
@@ -45,13 +45,13 @@ def _gemm(alpha: float, beta: float, left: int = 0, right: int = 0):
     return reference
 
 
-# Stock onnxruntime computes some products over no elements wrongly, and broadcasts no batch of size 0.
+# Stock onnxruntime computes wrong results for k = 0, and does not broadcast a batch of size 0.
 FULL = [{"b": 2, "h": 3, "k": 4, "m": 5, "n": 6}, {"b": 3, "h": 1, "k": 7, "m": 1, "n": 2}, dict.fromkeys("bhkmn", 1)]
 EMPTY = [{**FULL[0], letter: 0} for letter in "bhkmn"]
 
 
 def _apart(*cases: OpCase) -> list[OpCase]:
-    """Each case with its body, and without at sizes of 0."""
+    """Each case with its body, and without the body for dimensions of size 0."""
     full = [replace(case, sizes=FULL) for case in cases]
     return full + [replace(case, sizes=[FULL[0], *EMPTY], bodies=False, label=f"{case.label}-empty") for case in cases]
 

@@ -1,4 +1,4 @@
-"""Normalizations against torch.nn.functional. Epsilons are powers of two: ONNX attributes are float32."""
+"""Normalizations, compared with torch.nn.functional. Epsilons are powers of two: ONNX attributes are float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from onnxtrain.testing import OpCase, Spec
 
 EPS = 2.0**-15
-FLOAT = torch.float32  # ONNX's LayerNormalization takes no double
+FLOAT = torch.float32  # ONNX's LayerNormalization does not support double
 ROWS = [{"b": 3, "s": 5}, {"b": 1, "s": 1}, {"b": 0, "s": 5}, {"b": 4, "s": 1}]
 
 
 def layer_norm_grad(dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Any:
-    """The formula of the definition, with any statistics."""
+    """The formula of the op definition, with arbitrary statistics."""
     z, g = (x - mean) * inv_std, dy * scale
     dx = inv_std * (g - g.mean(-1, keepdim=True) - z * (g * z).mean(-1, keepdim=True))
     return dx, (dy * z).sum((0, 1)), dy.sum((0, 1))
@@ -52,7 +52,7 @@ def inference_grad(dy: Any, x: Any, scale: Any, mean: Any, var: Any) -> Any:
 
 
 def batch_norm_grad(dy: Any, x: Any, scale: Any, mean: Any, inv_std: Any) -> Any:
-    """The formula of the paper's appendix, with any statistics."""
+    """The formula in the paper's appendix, with arbitrary statistics."""
     view = (1, -1, *[1] * (x.ndim - 2))
     axes = [a for a in range(x.ndim) if a != 1]
     z = (x - mean.view(view)) * inv_std.view(view)
@@ -95,7 +95,7 @@ def weight_norm_grad(dw: Any, v: Any, g: Any, norm: Any) -> Any:
 CHANNELS = (Spec("6"), Spec("6"))
 RUNNING = (Spec("6", grad=False), Spec("6", low=0.5, high=2.0, grad=False))
 IMAGES = [{"n": 3, "h": 5, "w": 4}, {"n": 1, "h": 5, "w": 1}, {"n": 4, "h": 1, "w": 1}, {"n": 2, "h": 7, "w": 3}]
-# Not 0: PyTorch's weight norm of no elements ends the process. Over one element the gradient is all rounding.
+# Not 0: PyTorch's weight norm of no elements crashes. The gradient over one element is nothing but rounding error.
 WEIGHTS = [{"o": 3, "i": 5, "k": 2}, {"o": 1, "i": 2, "k": 1}, {"o": 1, "i": 7, "k": 3}, {"o": 9, "i": 3, "k": 4}]
 MIDDLE = [{"o": 3, "i": 5, "k": 2}, {"o": 2, "i": 1, "k": 1}, {"o": 1, "i": 3, "k": 4}]
 POSITIVE = {"low": 0.5, "high": 2.0}
@@ -154,7 +154,7 @@ CASES = [
         {"epsilon": EPS},
         label="mixed",
         sizes=ROWS,
-        bodies=False,  # onnxruntime takes no bfloat16 from numpy
+        bodies=False,  # onnxruntime does not accept bfloat16 from numpy
     ),
     OpCase(
         "onnxtrain",
@@ -164,7 +164,7 @@ CASES = [
         {"epsilon": EPS},
         label="half",
         sizes=ROWS,
-        differentiate=False,  # PyTorch's own gradient is off by a thousandth, the body's is not
+        differentiate=False,  # PyTorch's own gradient has an error of 0.1 %, that of the body has not
     ),
     OpCase(
         "com.microsoft",
@@ -197,7 +197,7 @@ CASES = [
         {"epsilon": EPS},
         label="mixed",
         sizes=ROWS,
-        bodies=False,  # onnxruntime takes no bfloat16 from numpy
+        bodies=False,  # onnxruntime does not accept bfloat16 from numpy
     ),
     OpCase(
         "com.microsoft",

@@ -1,4 +1,4 @@
-"""Pools against torch.nn.functional.
+"""Pools, compared with torch.nn.functional.
 
 The averages twice: in both dtypes without body, and in float32 with it. For double, onnxruntime has no kernel and
 `onnx.reference` fails.
@@ -29,49 +29,57 @@ def sizes(rank: int) -> list[dict[str, int]]:
 
 
 def window(rank: int, kernel: int, stride: int, pad: int, ceil: int = 0, **more: Any) -> dict[str, Any]:
-    found = {"kernel_shape": [kernel] * rank, "strides": [stride] * rank, "pads": [pad] * 2 * rank, "ceil_mode": ceil}
-    return {**found, **more}
+    geometry = {"kernel_shape": [kernel] * rank, "strides": [stride] * rank, "pads": [pad] * 2 * rank}
+    return {**geometry, "ceil_mode": ceil, **more}
 
 
-def max_pool(how: dict[str, Any], through_all: bool = False) -> Any:
-    rank = len(how["kernel_shape"])
+def max_pool(attributes: dict[str, Any], tensor_indices: bool = False) -> Any:
+    rank = len(attributes["kernel_shape"])
 
     def reference(x: Any) -> Any:
         y, indices = MAX[rank](
-            x, how["kernel_shape"], how["strides"], how["pads"][:rank], how["dilations"],
-            ceil_mode=bool(how["ceil_mode"]), return_indices=True,
+            x, attributes["kernel_shape"], attributes["strides"], attributes["pads"][:rank], attributes["dilations"],
+            ceil_mode=bool(attributes["ceil_mode"]), return_indices=True,
         )  # fmt: skip
-        if through_all:
-            planes = torch.arange(x.shape[0] * x.shape[1]).view(*x.shape[:2], *[1] * rank)
-            indices = indices + planes * x.shape[2:].numel()
+        if tensor_indices:
+            images = torch.arange(x.shape[0] * x.shape[1]).view(*x.shape[:2], *[1] * rank)
+            indices = indices + images * x.shape[2:].numel()
         return y, indices
 
     return reference
 
 
-def average_pool(how: dict[str, Any]) -> Any:
-    rank = len(how["kernel_shape"])
-    rest = (how["kernel_shape"], how["strides"], how["pads"][:rank])
-    return lambda x: AVERAGE[rank](x, *rest, bool(how["ceil_mode"]), bool(how["count_include_pad"]))
+def average_pool(attributes: dict[str, Any]) -> Any:
+    rank = len(attributes["kernel_shape"])
+    rest = (attributes["kernel_shape"], attributes["strides"], attributes["pads"][:rank])
+    return lambda x: AVERAGE[rank](x, *rest, bool(attributes["ceil_mode"]), bool(attributes["count_include_pad"]))
 
 
-def max_cases(rank: int, label: str, how: dict[str, Any]) -> list[OpCase]:
-    how = {"dilations": [1] * rank, **how}
+def max_cases(rank: int, label: str, attributes: dict[str, Any]) -> list[OpCase]:
+    attributes = {"dilations": [1] * rank, **attributes}
     return [
-        OpCase(domain, "MaxPool", (Spec(DIMS[rank]),), max_pool(how, not domain), how, sizes=sizes(rank), label=label)
+        OpCase(
+            domain,
+            "MaxPool",
+            (Spec(DIMS[rank]),),
+            max_pool(attributes, not domain),
+            attributes,
+            sizes=sizes(rank),
+            label=label,
+        )
         for domain in ("", "onnxtrain")
     ]
 
 
-def average_cases(rank: int, label: str, how: dict[str, Any]) -> list[OpCase]:
-    how = {"count_include_pad": 0, **how}
+def average_cases(rank: int, label: str, attributes: dict[str, Any]) -> list[OpCase]:
+    attributes = {"count_include_pad": 0, **attributes}
     return [
         OpCase(
             "",
             "AveragePool",
             (Spec(DIMS[rank], dtype),),
-            average_pool(how),
-            how,
+            average_pool(attributes),
+            attributes,
             sizes=sizes(rank),
             bodies=dtype != "float",
             label=f"{label}-{dtype}",
@@ -85,8 +93,8 @@ def max_pool_grad(dy: Any, indices: Any, shape: tuple[int, ...]) -> Any:
     return dx.scatter_add(2, indices.flatten(2), dy.flatten(2)).reshape(shape)
 
 
-def planes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Places within planes of 6 by 4, of windows of 2 by 2."""
+def image_indices(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Indices into images of 6 by 4, one per window of 2 by 2."""
     down = torch.randint(2, shape, generator=generator) + 2 * torch.arange(shape[2])[:, None]
     return down * 4 + torch.randint(2, shape, generator=generator) + 2 * torch.arange(shape[3])
 
@@ -136,7 +144,7 @@ CASES = [
     OpCase(
         "com.microsoft",
         "MaxPoolGrad",
-        (Spec("n c 3 2"), Spec("n c 3 2", "int64", make=planes), SizesOf("n c 6 4")),
+        (Spec("n c 3 2"), Spec("n c 3 2", "int64", make=image_indices), SizesOf("n c 6 4")),
         max_pool_grad,
         window(2, 2, 2, 0),
         sizes=SMALL,
@@ -182,7 +190,7 @@ CASES = [
     OpCase(
         "onnxtrain",
         "AdaptiveMaxPoolGrad",
-        (Spec("n c 3 2"), Spec("n c 3 2", "int64", make=planes), SizesOf("n c 6 4")),
+        (Spec("n c 3 2"), Spec("n c 3 2", "int64", make=image_indices), SizesOf("n c 6 4")),
         max_pool_grad,
         sizes=SMALL,
     ),

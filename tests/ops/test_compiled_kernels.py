@@ -63,7 +63,7 @@ BY_OPERATORS = ("VarlenAttention-bias", "VarlenAttention-one-bias", "VarlenAtten
 
 
 def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
-    """The library's functions; `calls` counts theirs."""
+    """The library's functions; `calls` counts their calls."""
     assert library.wait(), library.failure
 
     def counted(name: str, function: Any) -> Any:
@@ -77,7 +77,7 @@ def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
 
 
 def keyed(mask: torch.Tensor, keep: float) -> torch.Tensor:
-    """In the place of `bernoulli_`: the mask of a key, as the published SplitMix64 gives it."""
+    """Replaces `bernoulli_`: the mask of a key, computed by the published SplitMix64."""
     key = torch.empty(2, dtype=torch.int64).random_(-(2**63), None)
     bits = cases_keyed_dropout.draws(key, mask.numel()).view(mask.shape)
     return mask.copy_(bits >= round((1 - keep) * 2**16) - 2**15)
@@ -85,7 +85,7 @@ def keyed(mask: torch.Tensor, keep: float) -> torch.Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Counter[str]:
-    """Lets the graphs of cases run compiled kernels and their references draw alike; counts the kernels' calls."""
+    """Run compiled kernels in the graphs of cases, with the masks of the references; count the kernels' calls."""
     plain = testing.case_graph
 
     def noted(case: OpCase, dtype: torch.dtype) -> Any:
@@ -106,7 +106,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
 
 
 def only_first(case: OpCase) -> OpCase:
-    """What is kept for backward beside y is the kernel's own affair."""
+    """Compare only y: the kernel may save anything for backward."""
     if case in cases_keyed_dropout.CASES:
         return case
 
@@ -128,7 +128,7 @@ def test_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str])
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_missing_numbers_stay_behind_relu_and_dropout(native: bool, calls: Counter[str]) -> None:
+def test_nan_passes_relu_and_dropout(native: bool, calls: Counter[str]) -> None:
     x = SPECIAL.repeat(16)
     key = torch.tensor([12345, 678])
     forward, backward = (
@@ -157,7 +157,7 @@ SPECIAL = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 90.0, -90.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1001)], ids=str)  # whole vectors, and rests
+@pytest.mark.parametrize("shape", [(128, 128), (5, 7, 471), (40, 1001)], ids=str)  # full vectors, and remainders
 def test_tanh_gelu_matches_autograd(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +326,7 @@ def test_rms_norm_matches_autograd(
         assert all(g is None or torch.equal(g, both) for g, both in zip(one, (dx, dscale), strict=True))
 
 
-def test_rms_norm_of_infinite_and_missing_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rms_norm_of_infinity_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rms_norm_kernels.LIBRARY.wait()
     x = torch.randn(64, 257)
     x[1, 3], x[2, 256], x[5, 0] = torch.inf, torch.nan, -torch.inf
@@ -335,7 +335,7 @@ def test_rms_norm_of_infinite_and_missing_numbers(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("label", [7, -1])
-def test_cross_entropy_refuses_a_label_that_is_no_class(label: int, calls: Counter[str]) -> None:
+def test_cross_entropy_raises_for_an_invalid_label(label: int, calls: Counter[str]) -> None:
     with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
         cross_entropy.compiled_loss(torch.randn(3, 7), torch.tensor([0, label, -100]), None, 1, -100)
     assert calls["forward_float"] == 1
@@ -356,7 +356,7 @@ def test_cross_entropy_of_few_scores_compiles_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_cross_entropy_of_scores_far_from_zero(dtype: torch.dtype, calls: Counter[str]) -> None:
-    """Where peak + log_sum would lose what is behind the point; and rows of -inf but one score."""
+    """Peak + log_sum would lose the fraction; and rows whose scores but one are -inf."""
     scores = torch.randn(5, 1003, dtype=torch.float64) + torch.tensor([3e4, -2e4, 0.0, 1e-3, 7e5]).double()[:, None]
     scores[2, 1:] = -torch.inf
     target = torch.tensor([3, 1002, 0, 500, 7])
@@ -603,7 +603,7 @@ def test_keys_of_a_sequence_without_queries_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 31, 32, 33, 1023, 1025, 262_144 + 5])
-def test_both_ways_draw_the_same(count: int) -> None:
+def test_compiled_and_aten_random_bits_are_equal(count: int) -> None:
     assert keyed_bits.LIBRARY.wait()
     key = keyed_bits.sample_key()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -615,8 +615,8 @@ def test_both_ways_draw_the_same(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 1025, 262_144 + 5])
-def test_both_ways_add_the_residual_and_write_over(count: int) -> None:
-    """Of whole numbers nothing is rounded, in one step or in two."""
+def test_compiled_and_aten_dropout_add_the_residual_and_write_in_place(count: int) -> None:
+    """With integers nothing is rounded, in one step or in two."""
     assert keyed_bits.LIBRARY.wait()
     key = keyed_bits.sample_key()
     x, residual = torch.randint(-40, 40, (2, count))
@@ -714,7 +714,7 @@ def test_lstm_matches_autograd(
     assert found == {f"forward_{name}": count, f"backward_{name}": count}
 
 
-def test_lstm_of_large_and_missing_numbers() -> None:
+def test_lstm_of_large_values_and_nan() -> None:
     assert compiled_lstm.LIBRARY.wait()
     torch.manual_seed(0)
     layer = torch.nn.LSTM(8, 32)
@@ -748,7 +748,7 @@ def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels as processors without AVX-512, and without AVX, get them: the same draws, the same gradients."""
+    """The kernels compiled for processors without AVX-512 and without AVX: the same masks and gradients."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
     plain = compiler.flags()
     monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))

@@ -1,4 +1,4 @@
-"""Losses of more elements than 32 bits can count (2^31): a large vocabulary times a large batch reaches that."""
+"""Losses with more than 2^31 elements, as a large vocabulary times a large batch reaches."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def loss_graph(rows: sizes.Size, classes: sizes.Size, reduction: str) -> ir.Mode
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("known", [True, False])
-def test_every_integer_of_the_bodies_has_64_bits(reduction: str, known: bool) -> None:
-    """What counts or indexes elements is int64, in the loss and in its gradient, whether sizes are known or not."""
+def test_all_integers_of_the_bodies_are_int64(reduction: str, known: bool) -> None:
+    """Element counts and indices are int64, in the loss and in its gradient, with static and symbolic dimensions."""
     model = loss_graph(*((ROWS, CLASSES) if known else ("n", "c")), reduction)
     bodies = inline_bodies(model).graph
     values = [*bodies.initializers.values(), *(v for node in bodies for v in node.outputs)]
     integers = [v for v in values if dtype_of(v).is_integer()]
-    assert integers, "the bodies count nothing: this test sees nothing"
+    assert integers, "the bodies contain no integers: this test checks nothing"
     assert {dtype_of(v) for v in integers} == {ir.DataType.INT64}
 
 
 def test_sizes_and_costs_are_not_cut_off() -> None:
-    """Sizes are Python integers: a graph says how many elements there are."""
+    """Sizes are Python integers: the element count of a graph does not overflow."""
     for rows, classes, given in ((ROWS, CLASSES, {}), ("n", "c", {"n": ROWS, "c": CLASSES})):
         model = loss_graph(rows, classes, "mean")
         costs = [
@@ -63,7 +63,7 @@ def test_sizes_and_costs_are_not_cut_off() -> None:
 
 @pytest.mark.parametrize("inner", [(), (3,), (2, 2)])
 def test_kernels_take_the_shapes(inner: tuple[int, ...]) -> None:
-    """Our arrangement of PyTorch's kernels, at full size, on tensors without elements."""
+    """Our calls of PyTorch's kernels with the full shapes, on meta tensors."""
     scores = torch.empty(ROWS, CLASSES, *inner, dtype=torch.bfloat16, device="meta")
     labels = torch.empty(ROWS, *inner, dtype=torch.int64, device="meta")
     loss, log_prob, total = cross_entropy(scores, labels, None, 0, -100, None)
@@ -76,7 +76,7 @@ def test_kernels_take_the_shapes(inner: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.large(gb=12)
 def test_the_last_rows_of_large_log_probabilities() -> None:
-    """The picking of labels, and what its gradient writes, behind 2^31."""
+    """The elements that the loss gathers, and those that its gradient writes, beyond index 2^31."""
 
     class Loss(torch.nn.Module):
         def forward(self, log_prob: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -102,7 +102,7 @@ def test_the_last_rows_of_large_log_probabilities() -> None:
 @pytest.mark.slow
 @pytest.mark.large(gb=32)
 def test_the_last_rows_of_a_large_loss() -> None:
-    """Elements behind 2^31 get their own loss and gradient: those of the last rows alone."""
+    """Elements beyond index 2^31 get the right loss and gradient: those of the last rows by themselves."""
 
     class Loss(torch.nn.Module):
         def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> Any:

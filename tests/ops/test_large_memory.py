@@ -1,4 +1,4 @@
-"""Large pages for large tensors: same results, and far fewer page faults where the system has such pages."""
+"""Huge pages for large tensors: same results, and far fewer page faults if the system has such pages."""
 
 import resource
 import sys
@@ -15,13 +15,13 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Begin and length of the memory that large pages are asked for."""
+    """The begin and length of the memory for which huge pages are requested."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda begin, count, advice: found.append((begin, count)))
     return found
 
 
-def test_only_whole_pages_inside_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_complete_pages_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_for(monkeypatch)
     like = torch.empty(0)
     small = huge_pages.empty((1024, 1024), like)
@@ -36,7 +36,7 @@ def test_only_whole_pages_inside_of_large_tensors(monkeypatch: pytest.MonkeyPatc
     assert small.shape == (1024, 1024)
 
 
-def test_products_are_those_of_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemms_match_those_with_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "LARGE", 0)
     for rows in ((3, 5), (0,), (1,), (7, 1, 2)):
         a, b, bias = torch.randn(*rows, 4), torch.randn(4, 6), torch.randn(6)
@@ -50,7 +50,7 @@ def test_products_are_those_of_small_pages(monkeypatch: pytest.MonkeyPatch) -> N
     not sys.platform.startswith("linux") or not _SETTING.exists() or "[madvise]" not in _SETTING.read_text(),
     reason="large pages are not for the asking here",
 )
-@pytest.mark.slow  # whether the system has large pages left depends on what else runs
+@pytest.mark.slow  # whether the system has huge pages left depends on other processes
 def test_fewer_page_faults() -> None:
     def faults() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

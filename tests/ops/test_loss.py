@@ -1,4 +1,4 @@
-"""What PyTorch's losses become, and that they run its own kernels."""
+"""The ops that PyTorch's losses are captured as; they run its own kernels."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CROSS_ENTROPY = "onnxtrain::CrossEntropy"
 
 
 def labels(shape, dtype, generator):
-    """With one that is ignored by default, and one that is class 2."""
+    """Class indices; one is the default ignore_index, one is class 2."""
     found = torch.randint(CLASSES, shape, generator=generator)
     flat = found.view(-1)
     flat[0] = 2
@@ -45,20 +45,20 @@ def test_cross_entropy(reduction, inner):
 
 
 def traced_again(x):
-    """A change in place, and an operator for which PyTorch traces the export again to make it functional."""
+    """An in-place operation, and an operator for which PyTorch traces the export again to functionalize it."""
     torch.isclose(x.detach(), x.detach())
     return (x * 1).mul_(2)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
-def test_a_loss_of_classes_after_a_change_in_place(loss, reduction):
-    """PyTorch's reference functions of these losses take other arguments."""
+def test_a_loss_of_classes_after_an_in_place_operation(loss, reduction):
+    """PyTorch's reference implementations of these losses have other arguments."""
     check_capture(lambda x, t: loss(traced_again(x), t, reduction=reduction), SCORES, LABELS, sizes=SIZES)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_loss_of_pairs_after_a_change_in_place(reduction):
+def test_a_loss_of_pairs_after_an_in_place_operation(reduction):
     check_capture(
         lambda x, y: F.hinge_embedding_loss(traced_again(x), y.detach().sign(), reduction=reduction),
         *PAIR,
@@ -76,12 +76,12 @@ def test_cross_entropy_in_other_types(dtype):
     check_capture(F.cross_entropy, SCORES, LABELS, sizes=SIZES, dtype=dtype)
 
 
-def test_cross_entropy_with_a_class_that_is_ignored():
+def test_cross_entropy_with_an_ignored_class():
     check_capture(lambda x, t: F.cross_entropy(x, t % 7, ignore_index=2), SCORES, LABELS, sizes=SIZES[:2])
 
 
 def test_cross_entropy_with_all_ignored():
-    """The mean of nothing is NaN, and so are its gradients."""
+    """The mean of no losses is NaN, and so are its gradients."""
     for reduction in REDUCTIONS:
         check_capture(
             lambda x, t, r=reduction: F.cross_entropy(x, t * 0 - 100, reduction=r), SCORES, LABELS, sizes=SIZES[:1]
@@ -195,7 +195,7 @@ def test_pointwise_of_mixed_types(name):
 
 
 @pytest.mark.parametrize("name", ["binary_of_logits", "kl_div"])
-def test_composed_losses_of_mixed_types_are_left_to_pytorch(name):
+def test_decomposed_losses_of_mixed_dtypes_stay_aten_nodes(name):
     check_capture(lambda x, t: PLAIN[name](x.bfloat16(), t, reduction="sum"), *PAIR, sizes=SIZES[:2], aten=True)
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch's matrix products become, and the kernels that differ from PyTorch's own functions."""
+"""The ops that PyTorch's matmul operators are captured as, and the kernels that differ from PyTorch's functions."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.ops.captures import check_capture
 from tests.ops.cases_matmul import CASES, FULL
 
 SIZES = ({"b": 3, "m": 4, "k": 5, "n": 6}, {"b": 2, "m": 7, "k": 5, "n": 6}, {"b": 1, "m": 2, "k": 5, "n": 6})
-# Calls of the same operands, captured together: a capture takes far longer than what it is tested on.
+# Calls with the same operands are captured together: a capture takes far longer than the calls.
 CALLS = {
     "batches": (lambda a, b: (torch.matmul(a, b), torch.bmm(a, b)), "b m k", "b k n"),
     "heads": (torch.matmul, "b 2 m k", "b 2 k n"),
@@ -62,7 +62,7 @@ def test_a_base_of_another_type_is_promoted():
 
 
 def test_a_base_larger_than_no_rows():
-    """PyTorch gives the base's shape where the matrix has no rows."""
+    """PyTorch returns the shape of the base if the matrix has no rows."""
     check_capture(
         lambda c, a, b: torch.addmv(c, a.detach(), b.detach()),
         Spec("1"),
@@ -87,7 +87,7 @@ def test_integers_multiply_too():
     check_capture(lambda a, b, x: (a @ b, x * 2), *integers, Spec("m"), sizes=SIZES)
 
 
-def test_types_that_onnx_does_not_multiply_stay_pytorchs():
+def test_dtypes_that_onnx_does_not_multiply_stay_aten_nodes():
     narrow = [Spec("m k", dtype=torch.uint8, low=0, high=9), Spec("k n", dtype=torch.uint8, low=0, high=9)]
     check_capture(lambda a, b, x: (a @ b, x * 2), *narrow, Spec("m"), sizes=SIZES, aten=True)
 
@@ -101,7 +101,7 @@ def test_a_factor_that_float32_rounds_is_no_attribute():
 @pytest.mark.parametrize("shape", [(3, 4, 5), (3, 0, 5), (0, 4, 5), (3, 4, 0), (2, 3, 4, 5)], ids=str)
 def test_a_transposed_input_is_multiplied_as_rows(shape):
     x, w, b = torch.randn(shape).transpose(0, 1), torch.randn(6, shape[-1]), torch.randn(6)
-    w.requires_grad_()  # eager PyTorch folds the batch axes in a model, where the weight is trained
+    w.requires_grad_()  # eager PyTorch flattens the batch axes if the weight is trained
     torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b), rtol=0, atol=0)
     torch.testing.assert_close(linear(x, w, None), F.linear(x, w), rtol=0, atol=0)
     torch.testing.assert_close(rows_times_matrix(x, w.t()), x @ w.t(), rtol=0, atol=0)
@@ -109,7 +109,7 @@ def test_a_transposed_input_is_multiplied_as_rows(shape):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name == "FusedMatMul"], ids=str)
 def test_stock_onnxruntime_has_the_same_fused_matmul(case):
-    """Its own kernel for float32, which takes the place of our body: the op is `ort_compatible`."""
+    """Its float32 kernel replaces our body: the op is `ort_compatible`."""
     check = CaseCheck(case, torch.float32)
     check.model.graph.opset_imports["com.microsoft"] = 1
     (node,) = check.model.graph

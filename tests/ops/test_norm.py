@@ -1,4 +1,4 @@
-"""What PyTorch's normalizations become, and that they run its own kernels: every bit agrees."""
+"""The ops that PyTorch's normalizations are captured as; they run its own kernels, with bit-identical results."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def images(*batches: int) -> list[list[torch.Tensor]]:
 
 
 def randomized(module: nn.Module) -> nn.Module:
-    """With parameters and statistics that are not ones and zeros."""
+    """Set random parameters and statistics instead of ones and zeros."""
     generator = torch.Generator().manual_seed(3)
     for tensor in (*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())):
         tensor.data.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
@@ -49,7 +49,7 @@ def test_layer_norm(module, dtype):
     assert ops_of(ours) == [f"{domain}::LayerNormalization"]
 
 
-def test_layer_norm_in_double_is_not_onnx_s_own():
+def test_layer_norm_in_double_is_not_onnxs_op():
     """ONNX's statistics would be float32."""
     ours = check_module(randomized(nn.LayerNorm(8)), *rows(4, 2), dtype=torch.float64, exact=True)
     assert ops_of(ours) == ["onnxtrain::LayerNormalization"]
@@ -169,7 +169,7 @@ def test_statistics_of_a_group_norm_are_differentiable():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_statistics_that_batch_norm_saves(training: bool) -> None:
-    """Results of the operator itself: those of the batch in training, nothing in eval mode."""
+    """The results of the operator itself: the statistics of the batch in training, empty tensors in eval mode."""
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mean, var = x.new_full((6,), 0.25), x.new_full((6,), 1.5)

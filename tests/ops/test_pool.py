@@ -1,4 +1,4 @@
-"""What PyTorch's pools become, and that they run its own kernels: every bit agrees."""
+"""The ops that PyTorch's pools are captured as; they run its own kernels, with bit-identical results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = ({"n": 3, "h": 9, "w": 8}, {"n": 2, "h": 10, "w": 7}, {"n": 1, "h": 6, "
 
 
 def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
-    """Inputs of several batch sizes; the second is larger in space too."""
+    """Inputs with several batch sizes; the images of the second are larger too."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(n, X[rank][0], *(s + number % 2 for s in X[rank][1:])) for number, n in enumerate(batches)]
     return [[torch.randn(shape, generator=generator)] for shape in shapes]
@@ -66,7 +66,7 @@ def test_pool(name, rank, module):
 
 
 def test_another_length_is_another_capture_for_max_pool1d():
-    """PyTorch's export fixes the length for this one operator."""
+    """PyTorch's export makes the length static for this operator."""
     pool = nn.MaxPool1d(3, 2, 1)
     ours = ORTModule(pool)
     for batch, length in ((3, 9), (2, 9), (2, 10)):
@@ -83,7 +83,7 @@ def test_other_types(module, dtype):
     check_module(module, *calls(2, 3, 2), dtype=dtype)
 
 
-def test_a_divisor_of_ones_own():
+def test_divisor_override():
     check_capture(lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), *IMAGES, sizes=SIZES)
     check_capture(
         lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, divisor_override=5), *IMAGES, sizes=SIZES, aten=True
@@ -96,7 +96,7 @@ def test_a_single_sample():
 
 
 def test_local_response_norm():
-    """PyTorch writes it as an average over channels."""
+    """PyTorch computes it as an average pool over channels."""
     check_capture(lambda x: F.local_response_norm(x, 2), *IMAGES, sizes=SIZES)
 
 

@@ -1,4 +1,4 @@
-"""Pictures lie channels-last between convolutions; the user sees eager's order."""
+"""Images have channels_last memory format between convolutions; the user sees eager's strides."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ CONVERSION = "memory_format=torch.channels_last"
 
 
 class Residual(nn.Module):
-    """Convolutions, norms, pooling, a sum; and ops that read pictures in any order."""
+    """Convolutions, norms, pooling, a sum; and ops that accept images in any memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ def results(model: Any, plain: nn.Module, x: torch.Tensor) -> list[torch.Tensor]
 
 
 def strides(tensor: torch.Tensor) -> list[int]:
-    """Of the axes that have any: on more threads PyTorch gives those of size 1 other ones."""
+    """The strides of axes of size > 1: for axes of size 1 PyTorch's depend on the number of threads."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
-    """Compares results, their strides and gradients with eager's; gives the forward program."""
+    """Compare results, their strides and gradients with eager's; return the forward program."""
     torch.manual_seed(0)
     eager, own, exact = make(), make(), make().double()
     own.load_state_dict(eager.state_dict())
@@ -74,12 +74,12 @@ def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16, 16), (1, 3, 9, 11), (3, 3, 13, 8)], ids=str)
-def test_results_and_their_strides_are_eagers(shape: tuple[int, ...]) -> None:
+def test_results_and_strides_match_eager(shape: tuple[int, ...]) -> None:
     source = compare(Residual, torch.randn(shape))
     assert CONVERSION in source
 
 
-def test_pictures_are_converted_once_at_the_border() -> None:
+def test_images_are_converted_once_at_the_border() -> None:
     def make() -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
@@ -97,7 +97,7 @@ def test_a_user_who_chose_channels_last_gets_what_pytorch_does() -> None:
     assert CONVERSION not in source
 
 
-def test_one_convolution_alone_stays_as_it_is() -> None:
+def test_a_single_convolution_keeps_its_memory_format() -> None:
     source = compare(lambda: nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Flatten(2)), torch.randn(2, 3, 16, 16))
     assert CONVERSION not in source
 
@@ -115,8 +115,8 @@ def test_transposed_and_grouped_convolutions() -> None:
     assert CONVERSION in compare(make, torch.randn(2, 4, 7, 6))
 
 
-def test_masks_are_drawn_in_eagers_order() -> None:
-    """Dropout of PyTorch's random numbers draws along the memory: its input must lie as eager's."""
+def test_masks_are_sampled_in_eagers_order() -> None:
+    """With PyTorch's RNG, dropout samples in memory order: its input must have eager's strides."""
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.5))
@@ -150,7 +150,7 @@ def test_under_autocast() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls of the compiled batch norm, which is there."""
+    """The calls of the compiled batch norm, which is loaded."""
     if not current_machine().compiles:
         pytest.skip("needs a C++ compiler")
     library = batch_norm_channels_last.LIBRARY
@@ -196,10 +196,10 @@ def test_a_step_runs_the_compiled_batch_norm_where_it_may(native: bool, calls: l
     ("training", "behind"), [(True, ""), (True, "relu"), (True, "residual"), (True, "two readers"), (False, "")]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_batch_norms_are_as_exact_as_in_the_usual_order(
+def test_batch_norms_are_as_exact_as_for_contiguous_images(
     shape: tuple[int, ...], training: bool, behind: str, compiled: bool, calls: list[str]
 ) -> None:
-    """PyTorch's own kernels for this order are not: they add all rows one after the other.
+    """PyTorch's own kernels for channels_last are not: they accumulate all rows sequentially.
 
     `behind`: with relu behind, or a residual and relu; of `two readers` dy is a sum.
     """
@@ -213,7 +213,7 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(
         torch.rand(channels) + 0.1,
     )
 
-    if behind:  # whoever rounds across 0 has another gradient there
+    if behind:  # rounding across 0 changes the gradient there
         exact_y = nn.functional.batch_norm(x.double(), None, None, scale.double(), b.double(), True, 0.0, 1e-3)
         dy[(exact_y + residual if is_sum else exact_y).abs() < 1e-4] = 0
     added = dy.square()  # and 0 where dy is
@@ -265,7 +265,7 @@ def test_batch_norms_are_as_exact_as_in_the_usual_order(
 
 
 def far_from_sampled(rows: int, channels: int) -> torch.Tensor:
-    """Rows of which those that the mean is guessed from are 5, and the others nearly 0."""
+    """Rows of which those that the mean is estimated from are 5, and the others nearly 0."""
     sampled = [int((i * 0.6180339887498949 % 1) * rows) for i in range(128)]
     x = torch.randn(rows, channels) * 1e-3
     x[sampled] = 5.0
@@ -283,7 +283,7 @@ def far_from_sampled(rows: int, channels: int) -> torch.Tensor:
     ],
     ids=["guess is far off", "far from 0", "all the same", "mostly 0", "one is large"],
 )
-def test_moments_of_rows_that_a_guess_of_the_mean_could_spoil(
+def test_moments_of_rows_with_a_bad_estimate_of_the_mean(
     make: Callable[[int, int], torch.Tensor], calls: list[str]
 ) -> None:
     torch.manual_seed(0)
