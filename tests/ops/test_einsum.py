@@ -1,4 +1,4 @@
-"""What PyTorch's einsum, tensordot, inner and bilinear become."""
+"""The ops that PyTorch's einsum, tensordot, inner and bilinear are captured as."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def test_captured_einsum(equation):
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_captured_einsum_in_bfloat16(equation):
-    """ONNX's Einsum takes no bfloat16."""
-    if equation != "iiji->ij":  # eager's own sum is wrong there
+    """ONNX's Einsum does not support bfloat16."""
+    if equation != "iiji->ij":  # eager's own result is wrong
         specs = map(Spec, EQUATIONS[equation])
         check_capture(lambda *xs: torch.einsum(equation, *xs), *specs, dtype=torch.bfloat16, sizes=SIZES)
 
@@ -72,7 +72,7 @@ def test_captured_bilinear(dtype):
     ids=["einsum", "addbmm"],
 )
 def test_operands_of_two_dtypes(product):
-    """Eager takes them where one size is 1 or 0."""
+    """Eager accepts them if a dimension has size 1 or 0."""
 
     class Products(torch.nn.Module):
         def __init__(self):

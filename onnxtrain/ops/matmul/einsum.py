@@ -1,9 +1,9 @@
-"""Einsum, and the products that are written with it: tensordot, inner, bilinear.
+"""Einsum, and the operators captured as Einsum: tensordot, inner, bilinear.
 
-    Einsum(x0, x1, ..; equation) -> y          equation "bij,bjk->bik": one letter an axis, the output always given
+    Einsum(x0, x1, ..; equation) -> y          equation "bij,bjk->bik": one letter per axis, always with the output
 
-A captured equation has no ellipsis and no axis of size 1 that another operand broadcasts: ONNX's Einsum does not. The
-gradient of an operand is the Einsum of the cotangent and the other operands; axes that it alone has are expanded.
+A captured equation has no ellipsis and no broadcast axis of size 1, because ONNX's Einsum does not broadcast. The
+gradient of an operand is the Einsum of the cotangent and the other operands, expanded along axes that only it has.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ def _terms(equation: str) -> tuple[list[str], str]:
 def _sizes_by_letter(n: NodeView) -> dict[str, Size]:
     operands, _ = _terms(n.equation)
     if [len(term) for term in operands] != [rank_of(x) for x in n.xs]:
-        raise GraphError("Einsum's equation has a letter for each axis", got=f"{n.equation}, {len(n.xs)} operands")
-    found: dict[str, Size] = {}
+        raise GraphError(
+            "the equation of Einsum does not match its operands",
+            expected=f"one letter for each axis of operands of rank {', '.join(str(rank_of(x)) for x in n.xs)}",
+            got=n.equation,
+        )
+    letter_sizes: dict[str, Size] = {}
     for term, x in zip(operands, n.xs, strict=True):
         for letter, size in zip(term, sizes.dims_of(x), strict=True):
-            if not isinstance(found.get(letter), int):
-                found[letter] = size
-    return found
+            if not isinstance(letter_sizes.get(letter), int):
+                letter_sizes[letter] = size
+    return letter_sizes
 
 
 def _type(n: NodeView) -> Sequence[TensorType]:
@@ -64,28 +68,32 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
 
 
 def _operand_gradient(op: Builder, n: NodeView, index: int, operands: list[str], output: str, dy: ir.Value) -> ir.Value:
-    own = operands[index]
-    if len(set(own)) != len(own):
-        raise GraphError("Einsum has no gradient where an operand has one letter twice", got=n.equation)
+    letters = operands[index]
+    if len(set(letters)) != len(letters):
+        raise GraphError(
+            "an operand of Einsum has a letter twice, for which there is no gradient",
+            expected="distinct letters in each operand",
+            got=n.equation,
+        )
     others = [term for i, term in enumerate(operands) if i != index]
-    found = "".join(letter for letter in own if letter in output or any(letter in term for term in others))
+    shared = "".join(letter for letter in letters if letter in output or any(letter in term for term in others))
     values = [dy, *(x for i, x in enumerate(n.xs) if i != index)]
-    gradient: ir.Value = op.Einsum(*values, equation=f"{','.join([output, *others])}->{found}")
-    if found != own:
-        missing = [axis for axis, letter in enumerate(own) if letter not in found]
+    gradient: ir.Value = op.Einsum(*values, equation=f"{','.join([output, *others])}->{shared}")
+    if shared != letters:
+        missing = [axis for axis, letter in enumerate(letters) if letter not in shared]
         gradient = op.Expand(op.Unsqueeze(gradient, constant_axes(op, *missing)), op.shape_of(n.xs[index]))
     return gradient
 
 
 def _call(n: NodeView, xs: Sequence[Any]) -> Call:
     if len(xs) == 1:
-        return Call(einsum_of_one, n.equation, xs[0])
-    # Not torch.einsum: the order of contraction is the equation's, whether opt_einsum is installed or not.
+        return Call(einsum_of_one_operand, n.equation, xs[0])
+    # Not torch.einsum, whose order of contraction depends on whether opt_einsum is installed.
     return Call(torch.ops.aten.einsum.default, n.equation, list(xs))
 
 
-def einsum_of_one(equation: str, x: torch.Tensor) -> torch.Tensor:
-    """Sums and transposes x; a copy where PyTorch gives a view."""
+def einsum_of_one_operand(equation: str, x: torch.Tensor) -> torch.Tensor:
+    """Sum and transpose x; the result is a copy even if PyTorch returns a view."""
     y: torch.Tensor = torch.ops.aten.einsum.default(equation, [x])
     return y.clone() if y.data_ptr() == x.data_ptr() else y
 
@@ -94,15 +102,15 @@ def einsum_of_one(equation: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _capture_einsum(op: Builder, equation: str, operands: Sequence[ir.Value], *, path: Any = None) -> Any:
-    if len({dtype_of(x) for x in operands}) > 1:  # eager takes these for some sizes
+    if len({dtype_of(x) for x in operands}) > 1:  # eager accepts mixed dtypes for some sizes
         return NotImplemented
     terms, output = _explicit(equation, [rank_of(x) for x in operands])
     singles = [_diagonal(op, term, x) for term, x in zip(terms, operands, strict=True)]
-    return contracted(op, [term for term, _ in singles], output, [x for _, x in singles])
+    return build_einsum(op, [term for term, _ in singles], output, [x for _, x in singles])
 
 
 def _diagonal(op: Builder, term: str, x: ir.Value) -> tuple[str, ir.Value]:
-    """The operand's diagonal over each letter that it has twice, and its letters then."""
+    """Take the diagonal over the axes of each letter that occurs twice; return the new letters and the value."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
             first = term.index(letter)
@@ -112,27 +120,29 @@ def _diagonal(op: Builder, term: str, x: ir.Value) -> tuple[str, ir.Value]:
     return term, x
 
 
-def contracted(op: Builder, terms: Sequence[str], output: str, operands: Sequence[ir.Value]) -> ir.Value:
-    """The Einsum of these letters; an axis of size 1 that another operand broadcasts is left out."""
-    wide = {
+def build_einsum(op: Builder, terms: Sequence[str], output: str, operands: Sequence[ir.Value]) -> ir.Value:
+    """Build the Einsum of these terms, without axes of size 1 that broadcast against another operand."""
+    broadcast_letters = {
         c
         for term, x in zip(terms, operands, strict=True)
         for c, s in zip(term, sizes.dims_of(x), strict=True)
         if s != 1
     }
-    wanted = dtype_of(operands[0])
-    if wanted == ir.DataType.BFLOAT16:  # which ONNX's Einsum does not take
+    dtype = dtype_of(operands[0])
+    if dtype == ir.DataType.BFLOAT16:  # unsupported by ONNX's Einsum
         operands = [cast(op, x, ir.DataType.FLOAT) for x in operands]
-    kept, values = [], []
+    kept_terms, values = [], []
     for term, x in zip(terms, operands, strict=True):
-        gone = [i for i, (c, s) in enumerate(zip(term, sizes.dims_of(x), strict=True)) if s == 1 and c in wide]
-        kept.append("".join(c for i, c in enumerate(term) if i not in gone))
-        values.append(op.Squeeze(x, constant_axes(op, *gone)) if gone else x)
-    return cast(op, op.Einsum(*values, equation=f"{','.join(kept)}->{output}"), wanted)
+        squeezed = [
+            i for i, (c, s) in enumerate(zip(term, sizes.dims_of(x), strict=True)) if s == 1 and c in broadcast_letters
+        ]
+        kept_terms.append("".join(c for i, c in enumerate(term) if i not in squeezed))
+        values.append(op.Squeeze(x, constant_axes(op, *squeezed)) if squeezed else x)
+    return cast(op, op.Einsum(*values, equation=f"{','.join(kept_terms)}->{output}"), dtype)
 
 
 def _explicit(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
-    """PyTorch's equation with a letter for each axis: what `...` covers is named from the right, `->` is added."""
+    """PyTorch's equation with letters for the axes of `...`, which align from the right, and with `->`."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     free = [c for c in _LETTERS if c not in equation]
     terms = left.split(",")
@@ -152,7 +162,7 @@ def _capture_tensordot(op: Builder, a: ir.Value, b: ir.Value, dims_a: Sequence[i
     for i, j in zip(dims_a, dims_b, strict=True):
         right[j] = left[i]
     output = [c for c in left if c not in right] + [c for c in right if c not in left]
-    return contracted(op, ["".join(left), "".join(right)], "".join(output), [a, b])
+    return build_einsum(op, ["".join(left), "".join(right)], "".join(output), [a, b])
 
 
 def _capture_inner(op: Builder, a: ir.Value, b: ir.Value) -> Any:
@@ -164,7 +174,7 @@ def _capture_inner(op: Builder, a: ir.Value, b: ir.Value) -> Any:
 def _capture_bilinear(op: Builder, a: ir.Value, b: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> Any:
     """y[..., n] = Σ a[..., i] * weight[n, i, j] * b[..., j] + bias[n]."""
     leading = _LETTERS[3 : 2 + rank_of(a)]
-    y = contracted(op, [leading + "a", "cab", leading + "b"], leading + "c", [a, weight, b])
+    y = build_einsum(op, [leading + "a", "cab", leading + "b"], leading + "c", [a, weight, b])
     return y if bias is None else op.Add(y, bias)
 
 
