@@ -30,26 +30,26 @@ size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 // sets of the cache.
 Block allocate_block(size_t size) {
     static size_t count = 0;
-    const size_t begin = size < 16 * PAGE ? 0 : count++ % 32 * 128, whole = round_up(size + 31 * 128, PAGE);
+    const size_t begin = size < 16 * PAGE ? 0 : count++ % 32 * 128, total = round_up(size + 31 * 128, PAGE);
     char *base;
-    if (whole < HUGE_PAGE) {
-        base = static_cast<char *>(std::aligned_alloc(64, whole));
+    if (total < HUGE_PAGE) {
+        base = static_cast<char *>(std::aligned_alloc(64, total));
     } else {  // huge pages: the first writes to 512 small pages take 0.9 ms
         char *const mapped = static_cast<char *>(
-            mmap(nullptr, whole + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+            mmap(nullptr, total + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         if (mapped == MAP_FAILED) return {};
         base = reinterpret_cast<char *>(round_up(reinterpret_cast<size_t>(mapped), HUGE_PAGE));
         if (base > mapped) munmap(mapped, size_t(base - mapped));
-        munmap(base + whole, size_t(mapped + HUGE_PAGE - base));
-        madvise(base, whole, MADV_HUGEPAGE);
+        munmap(base + total, size_t(mapped + HUGE_PAGE - base));
+        madvise(base, total, MADV_HUGEPAGE);
     }
-    return base ? Block{base + begin, whole - begin, 0, base, 0} : Block{};
+    return base ? Block{base + begin, total - begin, 0, base, 0} : Block{};
 }
 
 void free_block(const Block &block) {
-    const size_t whole = size_t(block.data - block.base) + block.size;
-    if (whole < HUGE_PAGE) std::free(block.base);
-    else munmap(block.base, whole);
+    const size_t total = size_t(block.data - block.base) + block.size;
+    if (total < HUGE_PAGE) std::free(block.base);
+    else munmap(block.base, total);
 }
 
 class ReusingAllocator final : public c10::Allocator {
@@ -139,10 +139,10 @@ class ReusingAllocator final : public c10::Allocator {
     // Frees the block of `data`; returns false if it is not from this allocator.
     bool free_data(void *data) {
         const std::lock_guard<std::mutex> guard(lock_);
-        const auto found = live_.find(data);
-        if (found == live_.end()) return false;
-        Block block = found->second;
-        live_.erase(found);
+        const auto entry = live_.find(data);
+        if (entry == live_.end()) return false;
+        Block block = entry->second;
+        live_.erase(entry);
         used_ -= block.size, requested_ -= block.requested, unused_ += block.size;
         if (run_ == trimmed_) {
             unused_ -= block.size;

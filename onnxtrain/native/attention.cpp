@@ -286,10 +286,10 @@ static void write_random_bits(const Problem &p, const Head &at, int64_t first, i
     for (int64_t r = 0; r < count; r += 8) {
         const words_t element = (EIGHT + uint64_t(first + r)) * uint64_t(at.columns) + uint64_t(at.random_bits);
         const words_t shift = element % 4 * 16;  // a row may begin within a word
-        const bool whole = (at.random_bits | at.columns) % 4 == 0;
+        const bool word_aligned = (at.random_bits | at.columns) % 4 == 0;
         words_t z = state_of(element / 4, p.key), word = mix(z, p.key);
         for (int64_t j = 0; j < seen; j += 4) {
-            const words_t next = mix(z += GAMMA, p.key), four = whole ? word : word >> shift | next << 16 << (48 - shift);
+            const words_t next = mix(z += GAMMA, p.key), four = word_aligned ? word : word >> shift | next << 16 << (48 - shift);
             const halves_t low = __builtin_convertvector(four, halves_t), high = __builtin_convertvector(four >> 32, halves_t);
             std::memcpy(random_bits + j / 2 * BLOCK + r, &low, sizeof low);
             std::memcpy(random_bits + (j / 2 + 1) * BLOCK + r, &high, sizeof high);
@@ -391,9 +391,9 @@ static void forward_of_part(const Problem &p, const Part &part, const S *q, cons
 template <class S, class T>
 static void forward(const Problem &p, const S *q, const S *k, const S *v, const S *added, const uint8_t *visible, S *y, T *logsumexp) {
     const int64_t lines = padded<T>(longest_columns(p)), wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
-    const int64_t own = lines * (wide + wide_v) + p.heads / p.shared * BLOCK * (wide + wide_v);
-    const Split split(p, p.width * sizeof(S), own * sizeof(T));
-    const size_t bytes = (split.largest * own + lines * BLOCK + BLOCK * (std::max(wide, wide_v) + 1)) * sizeof(T) + (lines / 2 + 2) * BLOCK * 4 + 8 * 64;
+    const int64_t head_scratch = lines * (wide + wide_v) + p.heads / p.shared * BLOCK * (wide + wide_v);
+    const Split split(p, p.width * sizeof(S), head_scratch * sizeof(T));
+    const size_t bytes = (split.largest * head_scratch + lines * BLOCK + BLOCK * (std::max(wide, wide_v) + 1)) * sizeof(T) + (lines / 2 + 2) * BLOCK * 4 + 8 * 64;
     for_items(p.threads, p.batch * split.parts, bytes, [&](char *memory, int64_t item) {
         forward_of_part<S, T>(p, split.part(p, item), q, k, v, added, visible, y, logsumexp, lines, memory);
     });
@@ -501,9 +501,9 @@ template <class S, class T>
 static void backward(const Problem &p, const S *dy, const S *q, const S *k, const S *v, const S *added, const uint8_t *visible,
                      S *dq, S *dk, S *dv, T *dscores) {
     const int64_t lines = padded<T>(longest_columns(p)), wide = padded<T>(p.width), wide_v = padded<T>(p.width_v);
-    const int64_t own = lines * 2 * (wide + wide_v) + p.heads / p.shared * BLOCK * (2 * wide + wide_v);
-    const Split split(p, p.width * sizeof(S), own * sizeof(T));
-    const size_t bytes = (split.largest * own + 2 * lines * BLOCK + BLOCK * std::max(wide, wide_v)) * sizeof(T) + (lines / 2 + 2) * BLOCK * 4 + 11 * 64;
+    const int64_t head_scratch = lines * 2 * (wide + wide_v) + p.heads / p.shared * BLOCK * (2 * wide + wide_v);
+    const Split split(p, p.width * sizeof(S), head_scratch * sizeof(T));
+    const size_t bytes = (split.largest * head_scratch + 2 * lines * BLOCK + BLOCK * std::max(wide, wide_v)) * sizeof(T) + (lines / 2 + 2) * BLOCK * 4 + 11 * 64;
     for_items(p.threads, p.batch * split.parts, bytes, [&](char *memory, int64_t item) {
         backward_of_part<S, T>(p, split.part(p, item), dy, q, k, v, added, visible, dq, dk, dv, dscores, lines, memory);
     });

@@ -32,14 +32,14 @@ struct Rows {
     template <class Term> void sums(double *totals, const Term &term) const {
         double *partial = static_cast<double *>(std::calloc(size_t(threads * 2 * padded), sizeof(double)));
         for_threads([&](int64_t t, int64_t first, int64_t last) {
-            double *own = partial + t * 2 * padded;
+            double *thread_sums = partial + t * 2 * padded;
             for (int64_t row = first; row < last; row += BLOCK) {
                 const int64_t end = std::min(row + BLOCK, last);
                 each_vector<float>(0, channels, [&](int64_t c, auto n) {
-                    vec found[2] = {vec{}, vec{}};
-                    for (int64_t r = row; r < end; r++) term(r * channels + c, c, n, found);
-                    add_to(own + c, found[0]);
-                    add_to(own + padded + c, found[1]);
+                    vec block_sums[2] = {vec{}, vec{}};
+                    for (int64_t r = row; r < end; r++) term(r * channels + c, c, n, block_sums);
+                    add_to(thread_sums + c, block_sums[0]);
+                    add_to(thread_sums + padded + c, block_sums[1]);
                 });
             }
         });

@@ -5,27 +5,27 @@
 
 // The result may ignore a NaN among the scores: `log_sum` is NaN then.
 template <class T> static T largest(const T *x, int64_t count) {
-    const int64_t whole = count / LANES<T> * LANES<T>;
-    Vec<T> most = Vec<T>{} - std::numeric_limits<T>::infinity();
-    for (int64_t i = 0; i < whole; i += LANES<T>) {
+    const int64_t vectors_end = count / LANES<T> * LANES<T>;
+    Vec<T> maxima = Vec<T>{} - std::numeric_limits<T>::infinity();
+    for (int64_t i = 0; i < vectors_end; i += LANES<T>) {
         const Vec<T> v = load<T>(x + i);
-        most = v > most ? v : most;
+        maxima = v > maxima ? v : maxima;
     }
-    T one = maximum_of<T>(most);
-    for (int64_t i = whole; i < count; i++) one = x[i] > one ? x[i] : one;
-    return one;
+    T result = maximum_of<T>(maxima);
+    for (int64_t i = vectors_end; i < count; i++) result = x[i] > result ? x[i] : result;
+    return result;
 }
 
 template <class T> static T sum_of_powers(const T *x, int64_t count, T peak) {
-    const int64_t whole = count / LANES<T> * LANES<T>;
+    const int64_t vectors_end = count / LANES<T> * LANES<T>;
     Vec<T> sum[2] = {};  // two independent chains of additions
     int64_t i = 0;
-    for (; i + LANES<T> < whole; i += 2 * LANES<T>) {
+    for (; i + LANES<T> < vectors_end; i += 2 * LANES<T>) {
         sum[0] += exponential<T>(load<T>(x + i) - peak);
         sum[1] += exponential<T>(load<T>(x + i + LANES<T>) - peak);
     }
-    if (i < whole) sum[0] += exponential<T>(load<T>(x + i) - peak);
-    if (whole < count) sum[1] += exponential<T>(load_first<T>(x + whole, count - whole, -std::numeric_limits<T>::infinity()) - peak);
+    if (i < vectors_end) sum[0] += exponential<T>(load<T>(x + i) - peak);
+    if (vectors_end < count) sum[1] += exponential<T>(load_first<T>(x + vectors_end, count - vectors_end, -std::numeric_limits<T>::infinity()) - peak);
     return sum_of<T>(sum[0] + sum[1]);
 }
 
@@ -61,13 +61,13 @@ static void backward(const T *x, const int64_t *labels, const T *cotangents, con
                 std::memset(out, 0, size_t(classes) * sizeof(T));
                 continue;
             }
-            const T most = peak[r], log_of = log_sum[r], factor = cotangents[r];
-            const int64_t whole = classes / LANES<T> * LANES<T>;
-            for (int64_t i = 0; i < whole; i += LANES<T>)
-                store<T>(out + i, exponential<T>(load<T>(row + i) - most - log_of) * factor);
-            if (whole < classes) {
-                const Vec<T> v = load_first<T>(row + whole, classes - whole, most);
-                store_first<T>(out + whole, classes - whole, exponential<T>(v - most - log_of) * factor);
+            const T row_peak = peak[r], row_log_sum = log_sum[r], factor = cotangents[r];
+            const int64_t vectors_end = classes / LANES<T> * LANES<T>;
+            for (int64_t i = 0; i < vectors_end; i += LANES<T>)
+                store<T>(out + i, exponential<T>(load<T>(row + i) - row_peak - row_log_sum) * factor);
+            if (vectors_end < classes) {
+                const Vec<T> v = load_first<T>(row + vectors_end, classes - vectors_end, row_peak);
+                store_first<T>(out + vectors_end, classes - vectors_end, exponential<T>(v - row_peak - row_log_sum) * factor);
             }
             out[labels[r]] -= factor;
         }

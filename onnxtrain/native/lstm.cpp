@@ -61,12 +61,12 @@ static void units_forward(const Sizes &z, const T *previous_h, const T *packed, 
     add_matmul<T, M, GATES>(h, previous_h, h, 1, packed, GATES * LANES<T>, sums);
     each_vector<T>(unit, std::min(unit + LANES<T>, h), [&](int64_t, auto n) {
         for (int r = 0; r < M; r++) {
-            T *own = gates + r * GATES * h + unit;
+            T *unit_gates = gates + r * GATES * h + unit;
             Vec<T> gate[GATES];
-            for (int q = 0; q < GATES; q++) gate[q] = load_first<T>(own + q * h, n) + sums[r][q];
+            for (int q = 0; q < GATES; q++) gate[q] = load_first<T>(unit_gates + q * h, n) + sums[r][q];
             for (const int q : {0, 1, 3}) gate[q] = Sigmoid<T>(gate[q]).value;
             gate[2] = tanh_of<T>(gate[2]);
-            for (int q = 0; q < GATES; q++) store_first<T>(own + q * h, n, gate[q]);
+            for (int q = 0; q < GATES; q++) store_first<T>(unit_gates + q * h, n, gate[q]);
             const Vec<T> c = gate[1] * load_first<T>(cell + r * h + unit, n) + gate[0] * gate[2];
             store_first<T>(state + r * h + unit, n, c);
             store_first<T>(y + r * h + unit, n, gate[3] * tanh_of<T>(c));
@@ -77,7 +77,7 @@ static void units_forward(const Sizes &z, const T *previous_h, const T *packed, 
 // r[4 h, h]; gates[s, b, 4 h] hold W x + biases; initial[b, h] and cell[b, h] are the initial states.
 template <class T>
 static void forward(const Sizes &z, const T *r, T *gates, const T *initial, const T *cell, T *states, T *y, int64_t threads) {
-    const int64_t h = z.hidden, blocks = (h + LANES<T> - 1) / LANES<T>, whole = z.samples * h, panel = h * GATES * LANES<T>;
+    const int64_t h = z.hidden, blocks = (h + LANES<T> - 1) / LANES<T>, state_size = z.samples * h, panel = h * GATES * LANES<T>;
     Barrier barrier;
     parallel_team(std::min(threads, blocks), [&](int64_t thread, int64_t team) {
         const int64_t begin = blocks * thread / team, end = blocks * (thread + 1) / team;
@@ -91,12 +91,12 @@ static void forward(const Sizes &z, const T *r, T *gates, const T *initial, cons
                 }
         for (int64_t step = 0; step < z.steps; step++) {
             const int64_t t = z.at(step);
-            const T *previous_h = step ? y + z.at(step - 1) * whole : initial, *previous_c = step ? states + z.at(step - 1) * whole : cell;
+            const T *previous_h = step ? y + z.at(step - 1) * state_size : initial, *previous_c = step ? states + z.at(step - 1) * state_size : cell;
             for (int64_t block = begin; block < end; block++) {
-                const T *own = packed + (block - begin) * panel;
+                const T *block_panel = packed + (block - begin) * panel;
                 const auto run = [&](int64_t b, auto rows) {
-                    units_forward<T, decltype(rows)::value>(z, previous_h + b * h, own, block * LANES<T>, gates + (t * z.samples + b) * GATES * h,
-                                                            previous_c + b * h, states + t * whole + b * h, y + t * whole + b * h);
+                    units_forward<T, decltype(rows)::value>(z, previous_h + b * h, block_panel, block * LANES<T>, gates + (t * z.samples + b) * GATES * h,
+                                                            previous_c + b * h, states + t * state_size + b * h, y + t * state_size + b * h);
                 };
                 int64_t b = 0;
                 for (; b + 4 <= z.samples; b += 4) run(b, std::integral_constant<int, 4>());
@@ -115,16 +115,16 @@ static void gates_backward(const Sizes &z, int64_t begin, int64_t end, const T *
     for (int64_t b = 0; b < z.samples; b++)
         each_vector<T>(begin, end, [&](int64_t unit, auto n) {
             const int64_t at = b * h + unit;
-            const T *own = gates + b * GATES * h + unit;
+            const T *unit_gates = gates + b * GATES * h + unit;
             T *to = dgates + b * GATES * h + unit;
-            const Vec<T> i = load_first<T>(own, n), f = load_first<T>(own + h, n), g = load_first<T>(own + 2 * h, n),
-                         o = load_first<T>(own + 3 * h, n), tanh_c = tanh_of<T>(load_first<T>(state + at, n));
-            const Vec<T> up = load_first<T>(dy + at, n) + load_first<T>(dh + at, n);
-            const Vec<T> d = load_first<T>(dc + at, n) + up * o * (1 - tanh_c * tanh_c);
+            const Vec<T> i = load_first<T>(unit_gates, n), f = load_first<T>(unit_gates + h, n), g = load_first<T>(unit_gates + 2 * h, n),
+                         o = load_first<T>(unit_gates + 3 * h, n), tanh_c = tanh_of<T>(load_first<T>(state + at, n));
+            const Vec<T> total_dh = load_first<T>(dy + at, n) + load_first<T>(dh + at, n);
+            const Vec<T> d = load_first<T>(dc + at, n) + total_dh * o * (1 - tanh_c * tanh_c);
             store_first<T>(to, n, d * g * i * (1 - i));
             store_first<T>(to + h, n, d * load_first<T>(previous_c + at, n) * f * (1 - f));
             store_first<T>(to + 2 * h, n, d * i * (1 - g * g));
-            store_first<T>(to + 3 * h, n, up * tanh_c * o * (1 - o));
+            store_first<T>(to + 3 * h, n, total_dh * tanh_c * o * (1 - o));
             store_first<T>(dc + at, n, d * f);
         });
 }
@@ -145,7 +145,7 @@ static void states_backward(const Sizes &z, const T *dgates, const T *packed, in
 template <class T>
 static void backward(const Sizes &z, const T *r, const T *gates, const T *states, const T *cell, const T *dy, T *dh, T *dc, T *dgates, int64_t threads) {
     constexpr int N = 2, M = 8;
-    const int64_t h = z.hidden, width = N * LANES<T>, blocks = (h + width - 1) / width, whole = z.samples * h, panel = GATES * h * width;
+    const int64_t h = z.hidden, width = N * LANES<T>, blocks = (h + width - 1) / width, state_size = z.samples * h, panel = GATES * h * width;
     Barrier barrier;
     parallel_team(std::min(threads, blocks), [&](int64_t thread, int64_t team) {
         const int64_t begin = blocks * thread / team, end = blocks * (thread + 1) / team;
@@ -158,15 +158,15 @@ static void backward(const Sizes &z, const T *r, const T *gates, const T *states
                 }
         for (int64_t step = z.steps - 1; step >= 0; step--) {
             const int64_t t = z.at(step);
-            T *own = dgates + t * z.samples * GATES * h;
-            gates_backward<T>(z, begin * width, std::min(end * width, h), gates + t * z.samples * GATES * h, states + t * whole,
-                              step ? states + z.at(step - 1) * whole : cell, dy + t * whole, dh, dc, own);
+            T *step_dgates = dgates + t * z.samples * GATES * h;
+            gates_backward<T>(z, begin * width, std::min(end * width, h), gates + t * z.samples * GATES * h, states + t * state_size,
+                              step ? states + z.at(step - 1) * state_size : cell, dy + t * state_size, dh, dc, step_dgates);
             barrier.wait(team);
             for (int64_t block = begin; block < end; block++) {
                 const T *part = packed + (block - begin) * panel;
                 int64_t b = 0;
-                for (; b + M <= z.samples; b += M) states_backward<T, M, N>(z, own + b * GATES * h, part, block * width, dh + b * h);
-                for (; b < z.samples; b++) states_backward<T, 1, N>(z, own + b * GATES * h, part, block * width, dh + b * h);
+                for (; b + M <= z.samples; b += M) states_backward<T, M, N>(z, step_dgates + b * GATES * h, part, block * width, dh + b * h);
+                for (; b < z.samples; b++) states_backward<T, 1, N>(z, step_dgates + b * GATES * h, part, block * width, dh + b * h);
             }
         }
         std::free(packed);

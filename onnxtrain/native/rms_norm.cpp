@@ -65,11 +65,11 @@ static void backward(const T *dy, const T *x, const T *scale, const T *inv_std, 
                             return scaled_dy(c, n) * (load_first<T>(from + c, n) * inverse);
                         });
                         const T mean = sum / T(width);
-                        const T *other = added ? added + r * width : nullptr;
+                        const T *added_row = added ? added + r * width : nullptr;
                         T *to = dx + r * width;
                         each_vector<T>(0, width, [=](int64_t c, auto n) {
-                            const Vec<T> z = load_first<T>(from + c, n) * inverse, own = (scaled_dy(c, n) - z * mean) * inverse;
-                            store_first<T>(to + c, n, other ? own + load_first<T>(other + c, n) : own);
+                            const Vec<T> z = load_first<T>(from + c, n) * inverse, slope = (scaled_dy(c, n) - z * mean) * inverse;
+                            store_first<T>(to + c, n, added_row ? slope + load_first<T>(added_row + c, n) : slope);
                         });
                     }
                     if (dscale)
