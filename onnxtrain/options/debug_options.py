@@ -98,7 +98,7 @@ class DebugOptions:
 
     @property
     def torch_exporter_filter(self) -> list[str] | None:
-        """The messages of PyTorch's former exporter that were hidden; None below the level WARNING.."""
+        """The messages of PyTorch's former exporter that were hidden; None below the level WARNING."""
         return list(_EXPORTER_NOISE) if self.options.log_level >= LogLevel.WARNING else None
 
     @property

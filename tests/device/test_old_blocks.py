@@ -242,3 +242,21 @@ def test_bfloat16_is_verified_and_told(tmp_path: Path, caplog: pytest.LogCapture
     module = OnnxModule.load(tmp_path / "b.onnx")
     x = torch.from_numpy(X).bfloat16()
     torch.testing.assert_close(module(x), x @ torch.from_numpy(W).bfloat16())
+
+
+def test_sequences_and_optionals_are_refused(tmp_path: Path) -> None:
+    constants = {"w": W, "zero": np.array(0)}
+    inside = by_hand(
+        [
+            node("SequenceConstruct", ["x", "x"], ["s"]),
+            node("SequenceAt", ["s", "zero"], ["h"]),
+            node("MatMul", ["h", "w"], ["y"]),
+        ],
+        constants,
+        ["n", 4],
+    )
+    given = by_hand([node("SequenceAt", ["x", "zero"], ["h"]), node("MatMul", ["h", "w"], ["y"])], constants, ["n", 4])
+    given.graph.input[0].CopyFrom(helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, ["n", 4]))
+    for model, says in ((inside, "SequenceConstruct.* works on sequences"), (given, "the input 'x' is none")):
+        with pytest.raises(RuntimeError, match=says):
+            generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from sklearn.datasets import load_digits
 from torch import nn
@@ -467,6 +467,57 @@ def test_pairs_become_fake_quant_in_artifacts(case: str, tmp_path: Path) -> None
     written = onnx.load(tmp_path / "training_model.onnx")
     assert "w_grad.accumulation.out" in {value.name for value in written.graph.output}
     assert not {"QuantizeLinear", "DequantizeLinear"} & {each.op_type for each in written.graph.node}
+
+
+STATICALLY = {
+    "int8, a pair for each weight": ("QInt8", {"per_channel": True}, True),
+    "int4, integer weights": ("QInt4", {}, False),
+}
+
+
+@pytest.mark.parametrize("case", STATICALLY)
+def test_a_file_of_quantize_static_becomes_artifacts(case: str, tmp_path: Path) -> None:
+    """As scripts of ONNX Runtime Training do it: quantize_static, then generate_artifacts, without another step."""
+    weight_type, options, pairs = STATICALLY[case]
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((32, 4), (3, 4), 3))
+    nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["h"], transB=1), helper.make_node("Relu", ["h"], ["y"])]
+    values = [numpy_helper.from_array(value, name) for name, value in (("w", w), ("b", b))]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in (("x", 4), ("y", 3))]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], values)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "m.onnx")
+
+    class Batches(CalibrationDataReader):
+        batches = iter([{"x": x}])
+
+        def get_next(self) -> Any:
+            return next(self.batches, None)
+
+    extra = {"QuantizeBias": False, "DedicatedQDQPair": True, "AddQDQPairToWeight": True} if pairs else {}
+    path = tmp_path / "quantized.onnx"
+    quantize_static(
+        tmp_path / "m.onnx", path, Batches(), weight_type=QuantType[weight_type], extra_options=extra, **options
+    )
+    generate_artifacts(
+        path,
+        requires_grad=["w", "b"] if pairs else ["w"],
+        loss=LossType.MSELoss,
+        optimizer=OptimType.AdamW,
+        artifact_directory=tmp_path,
+    )
+    module = Module(tmp_path / "training_model.onnx", CheckpointState.load_checkpoint(tmp_path / "checkpoint"))
+    optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
+    optimizer.set_learning_rate(0.02)
+    target, losses = np.abs(x[:, :3]), []
+    for _ in range(20):
+        losses.append(float(module(x, target)))
+        optimizer.step()
+        module.lazy_reset_grad()
+    plain = ort.SessionOptions()
+    plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (y,) = ort.InferenceSession(path, plain).run(None, {"x": x})
+    assert losses[0] == pytest.approx(np.square(y - target).mean(), rel=1e-5)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def refused(model: onnx.ModelProto | Path, says: str) -> None:

@@ -115,6 +115,12 @@ class _Walk:
     # Types
 
     def _type(self, value: ir.Value, role: str) -> TensorType:
+        if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+            raise ArtifactError(
+                f"A training graph has tensors alone, and {role} {value.name!r} is none.",
+                got=str(value.type),
+                todo="export the model with one input for each tensor",
+            )
         if value.dtype is None or value.shape is None or not isinstance(value.type, ir.TensorType):
             raise ArtifactError(
                 f"The type or rank of {role} {value.name!r} is not known, or it is not a tensor.",
@@ -213,6 +219,12 @@ class _Walk:
 
     def _foreign(self, source: Source) -> Sequence[ir.Value | None]:
         node = source.node
+        if node.domain == ONNX and ("Sequence" in node.op_type or "Optional" in node.op_type):
+            raise ArtifactError(
+                f"A training graph has tensors alone, and {traversal.describe(node)} works on sequences or optionals.",
+                where=traversal.origin(node),
+                todo="export the model with other ops: Split for SplitToSequence, Concat for ConcatFromSequence",
+            )
         if any(traversal.subgraphs(node)):
             raise ArtifactError(
                 f"{traversal.describe(node)} has subgraphs, and gradients cannot pass loops and branches.",
