@@ -36,8 +36,8 @@ class MissingError(BuildError):
     """A tool or the headers are missing, and cannot be fetched."""
 
 
-def build(folder: Path) -> Path:
-    """Builds the program in the folder, and returns its path.
+def build(folder: Path, kind: str = "Release") -> Path:
+    """Builds the program in the folder, and returns its path. The kind is one of CMake's build types.
 
     Raises:
         MissingError: something that it takes is missing.
@@ -50,7 +50,7 @@ def build(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     found = {"ONNXRUNTIME_INCLUDE": headers(), "ONNXRUNTIME_LIBRARY": library(folder)}
     definitions = [f"-D{name}={path}" for name, path in found.items()]
-    _run(["cmake", "-S", str(HERE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *definitions])
+    _run(["cmake", "-S", str(HERE), "-B", str(folder), f"-DCMAKE_BUILD_TYPE={kind}", *definitions])
     _run(["cmake", "--build", str(folder)])
     return folder / "train"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import tempfile
 import traceback
 from datetime import timedelta
@@ -118,7 +119,9 @@ SCENARIOS = ("plain", "unused", "views", "accumulate", "early", "early-unused", 
 def reports() -> dict[str, list[str]]:
     """What each process says about each scenario: nothing where all is well."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(process, (folder,), nprocs=WORLD)
+        # Forks of one process that has imported this file: that takes seconds.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        mp.start_processes(process, (folder,), nprocs=WORLD, start_method="forkserver")
         return {s: [(Path(folder) / f"{s}-{r}").read_text() for r in range(WORLD)] for s in SCENARIOS}
 
 
