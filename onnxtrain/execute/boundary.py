@@ -20,7 +20,7 @@ from onnxtrain.capture.effects.written_views import WrittenView
 from onnxtrain.capture.source_line import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
-from onnxtrain.ops.python_function.run_context import until_settled
+from onnxtrain.ops.python_function.run_context import rerun_until_settled
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.torch_compat import autograd, dispatch
 from onnxtrain.torch_compat.tensors import storage_id
@@ -290,7 +290,7 @@ def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
     if not unit.contexts:
         return _backward(ctx, cotangents, needed)
     try:
-        found: tuple[Any, ...] = until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
+        found: tuple[Any, ...] = rerun_until_settled(lambda: _backward(ctx, cotangents, needed), unit.renew_backwards)
     except Exception as error:  # maybe of a custom function's backward
         hide_own_frames(error)
         raise

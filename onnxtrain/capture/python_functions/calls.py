@@ -25,7 +25,7 @@ from onnxtrain.capture.python_functions.trial_run import Run, run_aside
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.call import Input, PythonCall, ShapeRule, line_of, qualified_name
 from onnxtrain.ops.python_function.node import TORCH_OP, register
-from onnxtrain.ops.python_function.run_context import autocast_of_now
+from onnxtrain.ops.python_function.run_context import current_autocast
 from onnxtrain.ops.python_function.template import SizeResult, Slot, parts, rebuilt, slots
 
 _KNOWN: WeakValueDictionary[Any, PythonCall] = WeakValueDictionary()
@@ -154,7 +154,7 @@ def _call(arguments: Arguments, run: Run, rule: ShapeRule | None) -> PythonCall:
         copied=run.copied,
         returned=run.returned,
         recorded=run.recorded,
-        autocast=autocast_of_now(),
+        autocast=current_autocast(),
         rule=rule,
     )
     return _with_declared_aliases(call)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.call import Input, Output, line_of, qualified_name, requiring_grad
 from onnxtrain.ops.python_function.run_context import uncaptured
-from onnxtrain.ops.python_function.template import SizeResult, Slot, filled, parts, rebuilt
+from onnxtrain.ops.python_function.template import SizeResult, Slot, fill_slots, parts, rebuilt
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -67,8 +67,8 @@ def run_aside(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Seque
         stack.enter_context(torch.set_grad_enabled(grad))
         given = _stand_ins(call, tensors)
         versions = [t._version for t in given]
-        arguments = [filled(a, given, sizes) for a in call.arguments]
-        keywords = {k: filled(a, given, sizes) for k, a in call.keywords.items()}
+        arguments = [fill_slots(a, given, sizes) for a in call.arguments]
+        keywords = {k: fill_slots(a, given, sizes) for k, a in call.keywords.items()}
         raw = call.function.apply(*arguments, **keywords)
     copied = [i for i, (t, version) in enumerate(zip(given, versions, strict=True)) if t._version != version]
     _refuse_shared(call, given, copied)
@@ -76,7 +76,7 @@ def run_aside(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Seque
     result = _template(call, raw, found, top=True)
     last = {id(tensor): number for number, (tensor, _) in enumerate(found)}
     # A tensor that is returned twice is one to autograd, and its gradient comes at its last place.
-    result = filled(result, [Slot("tensor", last[id(tensor)]) for tensor, _ in found], ())
+    result = fill_slots(result, [Slot("tensor", last[id(tensor)]) for tensor, _ in found], ())
     memory = {_memory(t): i for i, t in enumerate(given) if i not in copied}
     changed = [next((i for i in copied if given[i] is t), -1) for t, _ in found]
     outputs = tuple(

@@ -3,14 +3,14 @@
     PythonOp(tensors..., sizes?) -> context, outputs...          func_name, input_convention, ...
     PythonOpGrad(context, cotangents...) -> gradients...
 
-The attributes are those of ONNX Runtime Training and tell a reader what is called; what runs is the node's
-`PythonCall` (`node.meta["call"]`; copies of a node share it, and what was `Learned` of its backward). The context is a
-Python object while a program runs. While a module is captured, the call stands in PyTorch's graph as the operator
-`onnxtrain::python_op`, which finds the PythonCall by its key.
+The attributes are those of ONNX Runtime Training and describe the call; the node runs its `PythonCall`
+(`node.meta["call"]`; copies of a node share it and the `MissingGradients` of its backward). The context is a Python
+object while a program runs. In PyTorch's graph, during capture, the call is the operator `onnxtrain::python_op`, which
+finds the PythonCall by its key.
 
-Differences from ONNX Runtime Training: sizes may be arguments (convention "s"); arguments in containers that hold
-tensors or sizes count one by one; addresses of Python objects are not written (`input_pointer_scalar_positions` says
-which they are); bookkeeping is always on (`safe_run_mode`).
+Differences from ONNX Runtime Training: sizes may be arguments (convention "s"); the arguments in
+containers with tensors or sizes count separately; addresses of Python objects are not written
+(`input_pointer_scalar_positions` has their positions); bookkeeping is always on (`safe_run_mode`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.python_function.call import Learned, PythonCall
+from onnxtrain.ops.python_function.call import MissingGradients, PythonCall
 from onnxtrain.ops.python_function.template import Slot, parts, slots
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import dispatch
 
 _NO_BODY = NoBody("it runs the user's Python")
 
-# The operator that stands for a call while PyTorch captures
+# The operator that represents a call while PyTorch captures
 
 _CALLS: WeakValueDictionary[str, PythonCall] = WeakValueDictionary()
 _SERIAL = itertools.count()
@@ -59,7 +59,7 @@ has_side_effect(TORCH_OP)  # the user's Python may do anything: the export drops
 
 
 def register(call: PythonCall) -> str:
-    """The key under which the operator finds `call` for as long as someone holds it."""
+    """Return the key by which the operator finds `call` as long as the call is referenced."""
     key = f"{call.name}#{next(_SERIAL)}"
     _CALLS[key] = call
     return key
@@ -77,10 +77,10 @@ dispatch.register_fake(_LIBRARY, "onnxtrain::python_op", _on_fakes)
 
 def _from_torch(op: Builder, tensors: Sequence[ir.Value], sizes: Sequence[Size], key: str) -> list[ir.Value]:
     call = _CALLS[str(key)]
-    wanted = list(sizes)
-    if call.rule is not None:  # then forward's outputs are checked against these
-        wanted += [size for known in op.out[: len(call.outputs)] for size in known.shape]
-    inputs = [*tensors, op.sizes(wanted)] if wanted else list(tensors)
+    size_inputs = list(sizes)
+    if call.rule is not None:  # then forward's outputs are checked against these sizes
+        size_inputs += [size for output in op.out[: len(call.outputs)] for size in output.shape]
+    inputs = [*tensors, op.sizes(size_inputs)] if size_inputs else list(tensors)
     attributes = {**describe(call), **_types("input_tensor", [type_of(v) for v in tensors])}
     node = op.node(
         MICROSOFT,
@@ -89,15 +89,15 @@ def _from_torch(op: Builder, tensors: Sequence[ir.Value], sizes: Sequence[Size],
         {**attributes, **_types("output_tensor", op.out)},
         types=[TensorType(ir.DataType.INT64, ()), *op.out],
     )
-    node.meta["call"], node.meta["learned"] = call, Learned()
+    node.meta["call"], node.meta["missing_gradients"] = call, MissingGradients()
     return list(node.outputs)[1:]
 
 
 def describe(call: PythonCall) -> dict[str, Any]:
-    """The attributes that say what is called; None for one that is left out."""
+    """Return the attributes that describe a call; None for an absent one."""
     leaves = [leaf for argument in (call.arguments, call.keywords) for leaf in _leaves(argument)]
-    flags = [int(known.requires_grad) for known in call.inputs]
-    reuse = [known.alias for known in call.outputs]
+    flags = [int(captured.requires_grad) for captured in call.inputs]
+    reuse = [captured.alias for captured in call.outputs]
     return {
         "func_name": call.name,
         "input_convention": "".join(map(_convention, leaves)),
@@ -110,7 +110,7 @@ def describe(call: PythonCall) -> dict[str, Any]:
 
 
 def _leaves(argument: Any) -> list[Any]:
-    """The arguments one by one; a container without tensors and sizes is one."""
+    """Return the arguments separately; a container without tensors and sizes is one argument."""
     if isinstance(argument, Slot) or (next(slots(argument), None) is None and not isinstance(argument, Mapping)):
         return [argument]
     return [leaf for part in parts(argument) for leaf in _leaves(part)]
@@ -124,38 +124,38 @@ _SCALARS = {bool: "bool", int: "int", float: "float"}  # bool before int: True i
 
 
 def _constants(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Numbers, and tuples of numbers of one type, in attributes of their types; the places of all other objects."""
-    found: dict[str, list[Any]] = {}
+    """Return attributes with the numbers and tuples of numbers of one type, and the positions of all other objects."""
+    constants: dict[str, list[Any]] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Slot):
             continue
         kind = _SCALARS.get(type(leaf))
         kinds = {_SCALARS.get(type(part)) for part in leaf} if isinstance(leaf, tuple) else set()
         if kind:
-            found.setdefault(f"input_{kind}_scalars", []).append(_written(leaf))
-            found.setdefault(f"input_{kind}_scalar_positions", []).append(position)
+            constants.setdefault(f"input_{kind}_scalars", []).append(_written(leaf))
+            constants.setdefault(f"input_{kind}_scalar_positions", []).append(position)
         elif len(kinds) == 1 and None not in kinds:
             name = f"input_{kinds.pop()}_tuple"
-            found.setdefault(f"{name}_begins", []).append(len(found.get(f"{name}s", ())))
-            found.setdefault(f"{name}s", []).extend(map(_written, leaf))
-            found.setdefault(f"{name}_positions", []).append(position)
+            constants.setdefault(f"{name}_begins", []).append(len(constants.get(f"{name}s", ())))
+            constants.setdefault(f"{name}s", []).extend(map(_written, leaf))
+            constants.setdefault(f"{name}_positions", []).append(position)
         else:
-            found.setdefault("input_pointer_scalar_positions", []).append(position)
-    return found
+            constants.setdefault("input_pointer_scalar_positions", []).append(position)
+    return constants
 
 
 def _comment(leaves: Sequence[Any]) -> str | None:
-    """What no attribute can hold, in words."""
-    words = [
+    """Describe the arguments that no attribute can hold."""
+    descriptions = [
         f"{position}: {leaf!r}" if isinstance(leaf, (str, type(None))) else f"{position}: a {type(leaf).__qualname__}"
         for position, leaf in enumerate(leaves)
         if not isinstance(leaf, (Slot, *_SCALARS))
     ]
-    return "; ".join(words) or None
+    return "; ".join(descriptions) or None
 
 
 def _written(number: Any) -> Any:
-    """A number as an attribute holds it: 64 bits at most."""
+    """Return a number as an attribute: an int is clamped to 64 bits."""
     return number if isinstance(number, float) else max(-(2**63), min(int(number), 2**63 - 1))
 
 
@@ -167,14 +167,16 @@ def _types(prefix: str, types: Sequence[TensorType]) -> dict[str, Any]:
 
 
 def call_of(node: ir.Node) -> PythonCall:
-    """What a PythonOp or PythonOpGrad node runs.
+    """Return the call that a PythonOp or PythonOpGrad node runs.
 
     Raises:
         GraphError: the node was read from a file, which holds no Python.
     """
     call: PythonCall | None = node.meta.get("call")
     if call is None:
-        raise GraphError(f"{node.op_type} {node.name} does not know its Python function", todo="capture the module")
+        raise GraphError(
+            f"{node.op_type} {node.name} has no Python function: it was read from a file", todo="capture the module"
+        )
     return call
 
 
@@ -186,9 +188,9 @@ def _lower(n: NodeView, tensors: tuple[Any, ...]) -> Call:
 
 def _gradient(op: Builder, n: NodeView, _context: None, *cotangents: ir.Value | None) -> list[ir.Value | None]:
     call = call_of(n.node)
-    found: list[ir.Value | None] = [None] * len(n.node.inputs)
-    lacking = n.node.meta["learned"].lacking
-    tracked = [i for i, known in enumerate(call.inputs) if known.requires_grad and known.argument >= 0]
+    gradients: list[ir.Value | None] = [None] * len(n.node.inputs)
+    lacking = n.node.meta["missing_gradients"].lacking
+    tracked = [i for i, captured in enumerate(call.inputs) if captured.requires_grad and captured.argument >= 0]
     wanted = [i for i in tracked if i not in lacking and n.wants(f"inputs[{i}]")]
     sources = [n.inputs[i] for i in wanted]
     node = op.node(
@@ -204,10 +206,10 @@ def _gradient(op: Builder, n: NodeView, _context: None, *cotangents: ir.Value | 
         },
         types=[type_of(v) for v in sources],
     )
-    node.meta["call"], node.meta["learned"] = call, n.node.meta["learned"]
+    node.meta["call"], node.meta["missing_gradients"] = call, n.node.meta["missing_gradients"]
     for index, gradient in zip(wanted, node.outputs, strict=True):
-        found[index] = gradient
-    return found
+        gradients[index] = gradient
+    return gradients
 
 
 def _known_types(n: NodeView) -> list[TensorType]:
@@ -244,12 +246,12 @@ define(
         kernels=(Kernel(lower=_lower, host_inputs_if_known=lambda n: {len(call_of(n.node).inputs)}),),
         axes=lambda n: "",
         effects=Effects.PYTHON | Effects.RANDOM,
-        aliases={},  # an output may lie in an input's memory, but is no view of it for autograd
+        aliases={},  # an output may share an input's memory, but is no view of it for autograd
         flops=lambda n: 0,
         host_eval=None,
         count_outputs=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
         object_outputs=frozenset({"context"}),
-        is_repeatable=lambda node: call_of(node).repeats,
+        is_repeatable=lambda node: call_of(node).is_recomputable,
     )
 )
 
@@ -258,10 +260,10 @@ define(
 
 
 def _lower_gradient(n: NodeView, context: Any, cotangents: tuple[Any, ...]) -> Call:
-    # A gradient that no node reads leaves the program: eager's may be None, and so may this.
+    # A gradient that no node reads is a result of the program: it may be None, as in eager.
     free = tuple(not gradient.uses() for gradient in n.node.outputs)
     wanted = tuple(i for i, flag in enumerate(n.output_tensor_requires_grads) if flag)
-    return Call(call_of(n.node).backward, n.node.meta["learned"], wanted, free, context, cotangents)
+    return Call(call_of(n.node).backward, n.node.meta["missing_gradients"], wanted, free, context, cotangents)
 
 
 define(

@@ -1,4 +1,4 @@
-"""What surrounds a run of a user's function: autocast, a capture, the backward that it is part of."""
+"""The context of a run of a user's function: autocast, the capture around it, the backward that it is part of."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onnxtrain.torch_compat import dispatch
 
 # Autocast
 
-# Device type, element type; and whether casts of parameters are cached.
+# Pairs of device type and element type; and whether casts of parameters are cached.
 Autocast: TypeAlias = tuple[tuple[tuple[str, torch.dtype], ...], bool]
 
 
-def autocast_of_now() -> Autocast | None:
-    """The autocast of this thread; None where there is none."""
+def current_autocast() -> Autocast | None:
+    """Return the autocast state of this thread; None if it is off."""
     if not dispatch.is_any_autocast_enabled():
         return None
     devices = tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
@@ -28,7 +28,7 @@ def autocast_of_now() -> Autocast | None:
 
 
 @contextmanager
-def _under(autocast: Autocast) -> Iterator[None]:
+def _enabled_autocast(autocast: Autocast) -> Iterator[None]:
     devices, cached = autocast
     with ExitStack() as stack:
         for device, dtype in devices:
@@ -36,12 +36,12 @@ def _under(autocast: Autocast) -> Iterator[None]:
         yield
 
 
-def under(autocast: Autocast | None) -> AbstractContextManager[None]:
-    """Switches this autocast on, where there is one."""
-    return nullcontext() if autocast is None else _under(autocast)
+def autocast_context(autocast: Autocast | None) -> AbstractContextManager[None]:
+    """Return a context with this autocast; one without effect for None."""
+    return nullcontext() if autocast is None else _enabled_autocast(autocast)
 
 
-# When the patched `apply` is to leave calls alone
+# Runs that the patched `apply` does not capture
 
 
 class _Thread(threading.local):
@@ -53,28 +53,29 @@ _THREAD = _Thread()
 
 @contextmanager
 def uncaptured() -> Iterator[None]:
-    """Calls of functions inside are run, even while this thread captures.
+    """Run the functions called inside, even while this thread captures.
 
-    PyTorch's modes that watch forward are off: they would write down switches of grad mode and autocast, and exchange
-    collectives. What is drawn is not missed later: a function draws anew when the graph runs.
+    PyTorch's function modes that trace forward are off: they would record switches of grad mode and autocast, and
+    replace collectives. The states of Python's and numpy's generators are restored: a function samples again when the
+    graph runs.
     """
     _THREAD.uncaptured += 1
-    drawn = random.getstate(), np.random.get_state()  # noqa: NPY002  # the one that users draw from
+    rng_states = random.getstate(), np.random.get_state()  # noqa: NPY002  # the generator that users sample from
     modes: list[Any] = []
     while dispatch.count_function_modes():
         modes.append(dispatch.pop_function_mode())
-    kept = [mode for mode in reversed(modes) if dispatch.is_device_context(mode)]
+    device_modes = [mode for mode in reversed(modes) if dispatch.is_device_context(mode)]
     try:
-        for mode in kept:
+        for mode in device_modes:
             dispatch.push_function_mode(mode)
         yield
     finally:
-        for _ in kept:
+        for _ in device_modes:
             dispatch.pop_function_mode()
         for mode in reversed(modes):
             dispatch.push_function_mode(mode)
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])  # noqa: NPY002
+        random.setstate(rng_states[0])
+        np.random.set_state(rng_states[1])  # noqa: NPY002
         _THREAD.uncaptured -= 1
 
 
@@ -86,24 +87,24 @@ def is_uncaptured() -> bool:
 
 
 class GradientsChangedError(Exception):
-    """A backward gave None for an input whose gradient the program computes with, or no None where one was expected."""
+    """A backward returned None for a gradient that the program reads, or a gradient that the program takes for None."""
 
 
 class _Backward(threading.local):
-    gradients: dict[object, Sequence[torch.Tensor | None]] | None = None  # by the place in the graph
+    gradients: dict[object, Sequence[torch.Tensor | None]] | None = None  # by node
     autocast: Autocast | None = None
 
 
-BACKWARD = _Backward()  # of this thread: gradients known by now, and the caller's autocast
+BACKWARD = _Backward()  # of this thread: gradients computed so far, and the caller's autocast
 
 
-def until_settled(run: Callable[[], Any], renew: Callable[[], None]) -> Any:
-    """The result of `run`, a backward program; run again after `renew` where the inputs that get gradients changed.
+def rerun_until_settled(run: Callable[[], Any], renew: Callable[[], None]) -> Any:
+    """Return the result of `run`, a backward program; after `renew`, rerun it if other inputs have gradients.
 
-    No user's backward runs twice for that.
+    The user's backward functions run once.
     """
-    before = BACKWARD.gradients, BACKWARD.autocast
-    BACKWARD.gradients, BACKWARD.autocast = {}, autocast_of_now()
+    outer = BACKWARD.gradients, BACKWARD.autocast
+    BACKWARD.gradients, BACKWARD.autocast = {}, current_autocast()
     try:
         while True:
             try:
@@ -111,4 +112,4 @@ def until_settled(run: Callable[[], Any], renew: Callable[[], None]) -> Any:
             except GradientsChangedError:
                 renew()
     finally:
-        BACKWARD.gradients, BACKWARD.autocast = before
+        BACKWARD.gradients, BACKWARD.autocast = outer

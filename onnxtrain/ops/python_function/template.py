@@ -1,4 +1,4 @@
-"""The arguments and results of a user's function, with slots for what each call brings anew."""
+"""The arguments and results of a user's function, with slots for the parts that differ from call to call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Sizes: TypeAlias = Sequence[Any]  # ints, or symbolic ints on fake tensors
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for an argument that each call brings anew, or for an output.
+    """Represents an argument that differs from call to call, or an output.
 
-    A "number" is a float made from sizes: it comes as a 0-dimensional tensor.
+    A "number" is a float computed from sizes: it is passed as a 0-dimensional tensor.
     """
 
     kind: Literal["tensor", "size", "number"]
@@ -25,7 +25,7 @@ class Slot:
 
 
 def slots(template: Any) -> Iterator[Slot]:
-    """The slots in a template, in order."""
+    """Yield the slots of a template, in order."""
     match template:
         case Slot():
             yield template
@@ -37,18 +37,19 @@ def slots(template: Any) -> Iterator[Slot]:
                 yield from slots(part)
 
 
-def filled(template: Any, tensors: Sequence[Any], sizes: Sizes) -> Any:
+def fill_slots(template: Any, tensors: Sequence[Any], sizes: Sizes) -> Any:
+    """Return the template with the tensors and sizes in its slots."""
     match template:
         case Slot(kind="tensor", index=index):
             return tensors[index]
         case Slot(kind="size", index=index):
             return sizes[index]
         case Slot(kind="number", index=index):
-            # On fake tensors its value does not matter: no size can follow from it.
+            # On FakeTensors its value does not matter: no size can depend on it.
             return 1.0 if is_fake(tensors[index]) else tensors[index].item()
     if next(slots(template), None) is None:
         return template
-    return rebuilt(template, [filled(part, tensors, sizes) for part in parts(template)])
+    return rebuilt(template, [fill_slots(part, tensors, sizes) for part in parts(template)])
 
 
 def parts(container: Any) -> list[Any]:
@@ -56,18 +57,18 @@ def parts(container: Any) -> list[Any]:
 
 
 def rebuilt(container: Any, content: Sequence[Any]) -> Any:
-    """A list, tuple, named tuple or dict like `container` with other content."""
+    """Return a list, tuple, named tuple or dict like `container` with other content."""
     if isinstance(container, dict):
         return type(container)(zip(container, content, strict=True))
     return type(container)(*content) if hasattr(container, "_fields") else type(container)(content)
 
 
-def collect(template: Any, value: Any, found: list[torch.Tensor]) -> tuple[object, object] | None:
-    """Appends the tensors that stand in a value where the template has slots; gives what does not agree."""
+def collect(template: Any, value: Any, tensors: list[torch.Tensor]) -> tuple[object, object] | None:
+    """Append the tensors of a value at the slots of the template; return (expected, got) if their structures differ."""
     if isinstance(template, Slot):
         if not isinstance(value, torch.Tensor):
             return "a tensor", value
-        found.append(value)
+        tensors.append(value)
         return None
     if isinstance(template, SizeResult):
         return None if isinstance(value, (int, torch.SymInt)) else ("a size", value)
@@ -77,13 +78,13 @@ def collect(template: Any, value: Any, found: list[torch.Tensor]) -> tuple[objec
         if isinstance(template, dict) and list(value) != list(template):
             return f"the keys {list(template)}", list(value)
         for inner, part in zip(parts(template), parts(value), strict=True):
-            wrong = collect(inner, part, found)
-            if wrong:
-                return wrong
+            mismatch = collect(inner, part, tensors)
+            if mismatch:
+                return mismatch
         return None
     return None if type(template) is type(value) and template == value else (template, value)
 
 
 @dataclass(frozen=True, slots=True)
 class SizeResult:
-    """Stands in a template for a result that is a size: the graph computes it from the inputs' sizes."""
+    """Represents a result that is a size: the graph computes it from the inputs' sizes."""
