@@ -32,7 +32,7 @@ from benchmarks.variants import EAGER, ONNXTRAIN, OWN, Stepper, make_batches, ma
 from benchmarks.workload import Batch, Workload
 from benchmarks.workloads import WORKLOADS
 
-# Enough steps, after the last compile, that each kernel of a choice of four is tried four times and one-call programs
+# Enough steps, after the last compile, that each kernel of a choice of four is tried four times, and C++ programs
 # and fused regions are compared.
 _LEAST_WARM_UP = 24
 _LEAST_WARM_UP_S = 4.0

@@ -15,7 +15,7 @@ from rich.table import Table
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save, setting
 from onnxtrain.execute.kernel_choice.times import Answers
-from onnxtrain.execute.kernel_choice.tuned import answers_in
+from onnxtrain.execute.kernel_choice.tuned_program import answers_in
 from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.observe.logs import only_errors
 from onnxtrain.options import Options

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from onnxtrain.capture.capture import Captured
-from onnxtrain.execute.recorded import NotRecordedError, Play, Recorder, Recordings, Results
+from onnxtrain.execute.recorded_program import NotRecordedError, Play, Recorder, Recordings, Results
 from onnxtrain.log import warn_once
 from onnxtrain.options import Options
 

@@ -22,7 +22,7 @@ from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import Kept, Question
 from onnxtrain.execute.program import Program
-from onnxtrain.execute.recorded import why_never
+from onnxtrain.execute.recorded_program import why_never
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph

@@ -12,13 +12,13 @@ from onnxtrain.autodiff import Joint
 from onnxtrain.capture.capture import Captured
 from onnxtrain.errors import CaptureError
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
+from onnxtrain.execute.cpp_program import program as cpp_program
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.independent_backwards import IndependentBoundary
 from onnxtrain.execute.kernel_annotations import may_compile_in_background
-from onnxtrain.execute.kernel_choice.tuned import make_program
-from onnxtrain.execute.one_call import program as one_call
+from onnxtrain.execute.kernel_choice.tuned_program import make_program
 from onnxtrain.execute.program import Joined, Program
-from onnxtrain.execute.recorded import Recordings
+from onnxtrain.execute.recorded_program import Recordings
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.reused_memory import reuse_memory
 from onnxtrain.log import LOG
@@ -74,7 +74,7 @@ class UnitBuilder:
         if self.layout is None:  # a region's kernel reads and writes contiguous tensors only
             regions.watch(program, self.options, self.device, partial(self._fused, title))
         if self.device.type == "cpu":
-            one_call.watch(program)
+            cpp_program.watch(program)
         return program
 
     def not_recorded(self, unit: Unit) -> list[Refusal]:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onnxtrain import ORTModule
 from onnxtrain.execute import packed_variants
 from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, Kept, Question, rounded_up
-from onnxtrain.execute.recorded import CALLS, MOST_SIZES, Recording, Recordings
+from onnxtrain.execute.recorded_program import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.attention import varlen

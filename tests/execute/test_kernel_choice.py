@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule, cli
-from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tuned
+from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tuned_program
 from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
@@ -271,11 +271,11 @@ def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     compiled_gemm.LIBRARY.wait()  # else nothing is settled before it is there
     monkeypatch.setattr(trial, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(tuned, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(tuned_program, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", float("inf"))
     monkeypatch.setattr(trial._THREADS, "seconds_since", lambda before: 0.0)  # this machine may be busy
     yield
-    tuned._ANSWERS.clear()
+    tuned_program._ANSWERS.clear()
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
@@ -341,13 +341,13 @@ def test_a_capture_on_another_thread_takes_no_kernel_away(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch switches oneDNN off for the whole process while it traces."""
-    variant = tuned.TunedProgram._variant
+    variant = tuned_program.TunedProgram._variant
 
-    def meanwhile(program: tuned.TunedProgram, kernels: Any) -> Any:
+    def meanwhile(program: tuned_program.TunedProgram, kernels: Any) -> Any:
         with torch.backends.mkldnn.flags(enabled=False):
             return variant(program, kernels)
 
-    monkeypatch.setattr(tuned.TunedProgram, "_variant", meanwhile)
+    monkeypatch.setattr(tuned_program.TunedProgram, "_variant", meanwhile)
     taking(monkeypatch, onednn=1e-3)
     module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(3, 5, 16), 2 * SAMPLES + 4)
@@ -383,11 +383,11 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
     steps(module, torch.randn(8, 16), 3)
     assert not file_of(tmp_path).exists()
     assert "onednn_gemm" not in forward_of(module).source
-    tuned._ANSWERS.clear()
+    tuned_program._ANSWERS.clear()
 
     taking(monkeypatch, onednn=1e-3)
     steps(ORTModule(Net(), cache_dir=tmp_path), torch.randn(8, 16), 2 * SAMPLES + 4)
-    tuned._ANSWERS.clear()
+    tuned_program._ANSWERS.clear()
     again = ORTModule(Net(), tuning=False, cache_dir=tmp_path)
     steps(again, torch.randn(8, 16), 2)
     assert "onednn_gemm" in forward_of(again).source
@@ -398,7 +398,7 @@ def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeyp
     taking(monkeypatch)
     module = ORTModule(Net(), cache_dir=tmp_path, tuning=2)
     steps(module, torch.randn(3, 8, 16), 1)
-    answers = tuned.answers_in(file_of(tmp_path))
+    answers = tuned_program.answers_in(file_of(tmp_path))
     assert all(a.choice and sum(s.calls for s in a.samples.values()) == 1 for q, a in answers.items() if "Linear" in q)
 
 
@@ -414,7 +414,7 @@ def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathl
         x = torch.randn(8, 16)
         first = module(x)
         assert all(torch.equal(first, module(x)) for _ in range(10))
-        assert not isinstance(forward_of(module), tuned.TunedProgram)
+        assert not isinstance(forward_of(module), tuned_program.TunedProgram)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not file_of(tmp_path).exists()
@@ -423,12 +423,12 @@ def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathl
 def test_small_products_are_not_measured(tmp_path: pathlib.Path) -> None:
     module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(8, 16), 3)
-    assert tuned.answers_in(file_of(tmp_path)) == {}
+    assert tuned_program.answers_in(file_of(tmp_path)) == {}
 
 
 def test_what_is_handed_elsewhere_is_not_kept_alive() -> None:
     tensors = [torch.randn(3, 3)]
-    drained = tuned.drained(tensors)
+    drained = tuned_program.drained(tensors)
     assert next(drained).shape == (3, 3)
     assert tensors == []
 
@@ -440,7 +440,7 @@ def test_what_is_expected_to_be_far_off_is_not_tried(
 ) -> None:
     monkeypatch.setattr(trial, "FAR_OFF", far_off)
     steps(ORTModule(Net(), cache_dir=tmp_path), torch.randn(3, 2, 16), 4)
-    tried = {name for answer in tuned.answers_in(file_of(tmp_path)).values() for name in answer.samples}
+    tried = {name for answer in tuned_program.answers_in(file_of(tmp_path)).values() for name in answer.samples}
     assert ("onednn" in tried) == (far_off > 6)
 
 
@@ -453,7 +453,7 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
         monkeypatch.setattr(trial, "worse_nearby", lambda *_: set())
     module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(64, 16), 2)
-    answers = tuned.answers_in(file_of(tmp_path))
+    answers = tuned_program.answers_in(file_of(tmp_path))
     asked = set(answers)
     assert asked
     for key in asked:
@@ -466,7 +466,7 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
 def test_the_first_step_tries_nothing(tmp_path: pathlib.Path) -> None:
     module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(64, 16), 1)
-    answers = tuned.answers_in(file_of(tmp_path))
+    answers = tuned_program.answers_in(file_of(tmp_path))
     assert not answers
     steps(module, torch.randn(96, 16), 1)
     assert answers

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import tests.ops
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program
-from onnxtrain.execute.recorded import Recordings
+from onnxtrain.execute.recorded_program import Recordings
 from onnxtrain.plan.cut import Part, cut, single_part
 from onnxtrain.testing import CaseCheck, OpCase
 from tests.execute.test_recorded import CpuRecorder, Recorders

@@ -400,7 +400,7 @@ EFFECTS = {
     "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
     "kernels": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
     "process_wide": ("execute/test_reused_memory.py", "test_a_steps_memory_serves_the_next"),
-    "cuda_graphs": ("execute/test_recorded.py", "test_training_is_the_same"),
+    "cuda_graphs": ("execute/test_recorded_program.py", "test_training_is_the_same"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
     "recompute": ("plan/test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),

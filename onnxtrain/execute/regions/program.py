@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.one_call.static_graph import known_numbers
+from onnxtrain.execute.cpp_program.static_graph import bind_sizes
 from onnxtrain.execute.program import Joined, Program, Run, drained
 from onnxtrain.execute.regions.build import build, refuse
 from onnxtrain.execute.regions.call import RegionCall, load
@@ -107,7 +107,7 @@ class FusedProgram:
         part = self._program.part
         try:
             with background.throttled():
-                storages = Storages(part.nodes, known_numbers(part, shapes, given), self._device.type)
+                storages = Storages(part.nodes, bind_sizes(part, shapes, given), self._device.type)
             with background.throttled():
                 self._part, regions, _ = find_regions(part, storages)
         except (GraphError, NameError) as reason:

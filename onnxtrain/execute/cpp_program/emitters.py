@@ -12,7 +12,7 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
+from onnxtrain.execute.cpp_program.arrays import Array, Shape, UnsupportedError, loops, strides_of
 from onnxtrain.graph.values import ONNX, constant_of, is_float, normalize_axes, normalize_axis
 from onnxtrain.ops import definition_of, lookup
 
@@ -207,7 +207,7 @@ def _extremum(source: Source, array: Array, result: Array, comparison: str, init
     """NaN wins, as in PyTorch."""
     source.lines(loops([result], lambda e: f"{e[0]} = {initial};"))
     update = f"if ({{1}} {comparison} {{0}} || {{1}} != {{1}}) {{0}} = {{1}};"
-    source.lines(loops([result.broadcast(array.shape), array], lambda e: update.format(*e), apart=False))
+    source.lines(loops([result.broadcast(array.shape), array], lambda e: update.format(*e), independent=False))
 
 
 @_reduces("ReduceMean")
@@ -245,7 +245,7 @@ def _sum(source: Source, array: Array, result: Array, axes: frozenset[int]) -> N
     if math.prod(array.shape[axis] for axis in axes) > _LONGEST_SUM:
         raise UnsupportedError(f"a sequential sum of more than {_LONGEST_SUM} elements")
     source.lines(loops([result], lambda e: f"{e[0]} = 0;"))
-    source.lines(loops([result.broadcast(array.shape), array], lambda e: f"{e[0]} += {e[1]};", apart=False))
+    source.lines(loops([result.broadcast(array.shape), array], lambda e: f"{e[0]} += {e[1]};", independent=False))
 
 
 # Matmuls
@@ -292,7 +292,7 @@ def _multiply(source: Source, a: Array, b: Array, result: Array) -> None:
         result.with_dims(batch, result.strides[:-2]),
         *(x.with_dims(x.shape[:-2], x.strides[:-2]).broadcast(batch) for x in (a, b)),
     ]
-    source.lines(loops(matrices, lambda e: f"product<{sizes}>(&{e[1]}, &{e[2]}, &{e[0]});", apart=False))
+    source.lines(loops(matrices, lambda e: f"product<{sizes}>(&{e[1]}, &{e[2]}, &{e[0]});", independent=False))
 
 
 def _packed(source: Source, b: Array) -> Array:
@@ -303,5 +303,5 @@ def _packed(source: Source, b: Array) -> Array:
         return packed
     sizes = f"{b.c_type}, {b.shape[-2]}, {b.shape[-1]}, {b.strides[-1]}"
     matrices = [x.with_dims(x.shape[:-2], x.strides[:-2]) for x in (packed, b)]
-    source.lines(loops(matrices, lambda e: f"transposed<{sizes}>(&{e[1]}, &{e[0]});", apart=False))
+    source.lines(loops(matrices, lambda e: f"transposed<{sizes}>(&{e[1]}, &{e[0]});", independent=False))
     return packed

@@ -1,11 +1,11 @@
-"""A program that becomes one compiled call at the sizes that it is mostly called with.
+"""Replace a program by one compiled C++ function for the sizes that it is mostly called with.
 
     run ─1─> counts calls of the same shapes                            the ordinary program
-        ─2─> writes and compiles the function, behind                   the ordinary program
-        ─3─> the two in turn, timed                                     both
-        ─4─> the faster one; other shapes still go the ordinary way
+        ─2─> emits and compiles the function in the background          the ordinary program
+        ─3─> interleaves and times the two                              both
+        ─4─> the faster one; other shapes still run the ordinary program
 
-The function stays only where it wins on the user's own steps: its loops know the sizes, but not the machine.
+The function stays only if it is faster on the user's own steps: its loops know the sizes, but not the machine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.one_call.arrays import UnsupportedError
-from onnxtrain.execute.one_call.call import ENTRY, Call, compiled_call, python_call
-from onnxtrain.execute.one_call.source import LARGEST, NAME, write
-from onnxtrain.execute.one_call.static_graph import static_graph
+from onnxtrain.execute.cpp_program.arrays import UnsupportedError
+from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, python_call
+from onnxtrain.execute.cpp_program.source import LARGEST, NAME, emit_function
+from onnxtrain.execute.cpp_program.static_graph import static_graph
 from onnxtrain.execute.program import Program, Run, drained
 from onnxtrain.graph.alias import view_source
 from onnxtrain.log import LOG
@@ -30,30 +30,30 @@ from onnxtrain.native import Library
 from onnxtrain.ops import definition_of
 from onnxtrain.plan.cut import Part
 
-_CALLS = 8  # of the same shapes, before it is worth to compile
+_CALLS = 8  # with the same shapes, before compiling pays off
 _TRIALS = 20  # timed calls of each of the two
-_MOST_NODES = 256  # more are no small program
+_MOST_NODES = 256  # of a small program
 
 Shapes = Sequence[tuple[int, ...]]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
-def may_be_one_call(part: Part, least: int = 2) -> bool:
-    """Whether nothing but sizes and operators, which show later, stands in the way of a part of `least` nodes."""
+def may_be_cpp_program(part: Part, least: int = 2) -> bool:
+    """Whether a part of at least `least` nodes may be compiled; its sizes and operators are checked later."""
     tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
     if not least <= len(tensor_nodes) <= _MOST_NODES or any(definition_of(n).effects for n in tensor_nodes):
         return False
     given = set(part.inputs)
     roots = [_root(value) for value in part.outputs[: part.num_user_outputs] if value is not None]
     wanted = [value for value in part.outputs if value is not None]
-    # A view that leaves would be a copy. A view of an input, kept, would not notice that the input is changed.
+    # A view that is returned would be a copy; one of an input, kept for backward, would miss changes of the input.
     if len(set(roots)) < len(roots) or any(_root(v) in given and v not in given for v in wanted):
         return False
     return not any(value.const_value is not None for value in wanted)
 
 
 def _root(value: ir.Value) -> ir.Value:
-    """The value in whose memory this one lies."""
+    """The value whose memory this one shares."""
     node = value.producer()
     while node is not None:
         source = view_source(node, value.index() or 0, definition_of(node))
@@ -63,17 +63,17 @@ def _root(value: ir.Value) -> ir.Value:
     return value
 
 
-def watch(program: Program) -> OneCall | None:
-    """Lets a program of a CPU become one call, where nothing that is known now stands in the way."""
-    return OneCall(program) if may_be_one_call(program.part) else None
+def watch(program: Program) -> CppProgram | None:
+    """Let a CPU program be replaced by a compiled function if `may_be_cpp_program`."""
+    return CppProgram(program) if may_be_cpp_program(program.part) else None
 
 
-class OneCall:
-    """What `run` of a program is, in turn. See the module's docstring.
+class CppProgram:
+    """The successive `run` functions of a program; see the module's docstring.
 
     Attributes:
-        call: the program as a call, once it is compiled.
-        settled: whether it is decided which of the two stays.
+        call: the compiled function as a program, once it is available.
+        settled: whether the faster of the two is chosen.
     """
 
     def __init__(self, program: Program) -> None:
@@ -107,14 +107,14 @@ class OneCall:
     # 2
 
     def _write(self, shapes: Shapes, given: Sequence[int]) -> None:
-        """Off the main thread: it takes some 10 ms, and the compiler seconds; the entry's, once a machine, 10 more."""
+        """On a thread: emitting takes some 10 ms, the compiler seconds; the entry, once per machine, 10 s more."""
         try:
             static = static_graph(self._program.part, shapes, given)
-            function = write(static.graph, static.given)
+            function = emit_function(static.graph, static.passed_through)
         except (UnsupportedError, GraphError) as reason:
-            LOG.debug("%s does not become one call: %s", self._program.filename, reason)
+            LOG.debug("%s cannot be compiled to one function: %s", self._program.filename, reason)
             return
-        library = Library("one-call", function.source, {NAME: "p"}, short=True)
+        library = Library("cpp-program", function.source, {NAME: "p"}, short=True)
         ENTRY.request()
         if not library.wait():
             return
@@ -127,15 +127,18 @@ class OneCall:
     def _timing(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
         assert self.call is not None
         ordinary, call = self._times
-        turn, run = (ordinary, self._ordinary) if len(call) > len(ordinary) else (call, self.call)
+        times, run = (ordinary, self._ordinary) if len(call) > len(ordinary) else (call, self.call)
         start = time.perf_counter()
         result = run(tensors, given)
-        turn.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start)
         if len(ordinary) >= _TRIALS:
             self._program.run = self.call if _is_faster(call, ordinary) else self._ordinary
             self.settled = True
             LOG.debug(
-                "%s as one call: %.1f against %.1f us", self._program.filename, min(call) * 1e6, min(ordinary) * 1e6
+                "%s compiled to one function: %.1f us, before %.1f us",
+                self._program.filename,
+                min(call) * 1e6,
+                min(ordinary) * 1e6,
             )
         return result
 

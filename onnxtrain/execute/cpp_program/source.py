@@ -1,4 +1,4 @@
-"""The C++ of a static graph: one function that reads the inputs and writes the outputs."""
+"""Emit a static graph as C++: one function that reads the inputs and writes the outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.execute.one_call.arrays import Array, Shape, UnsupportedError, loops, strides_of
-from onnxtrain.execute.one_call.operators import emitter_of
+from onnxtrain.execute.cpp_program.arrays import Array, Shape, UnsupportedError, loops, strides_of
+from onnxtrain.execute.cpp_program.emitters import emitter_of
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 
 NAME = "run"
-LARGEST = 1 << 17  # elements of all intermediates: what stays in a core's second cache
-_MOST_WORK = 1 << 23  # multiplications and other operations: above it, PyTorch's own kernels on all cores win
+LARGEST = 1 << 17  # elements of all intermediates: what fits into the L2 cache of a core
+_MOST_WORK = 1 << 23  # operations: above it, PyTorch's own kernels on all cores are faster
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Function:
     """The function of a graph.
 
     Attributes:
-        text: its C++, to be compiled behind `products.h`. It takes an array of pointers.
-        inputs: positions of the graph's inputs whose pointers these are.
-        outputs: positions of the graph's outputs that it writes: their pointers stand behind those.
+        text: its C++, to be compiled after `matmul.h`. It takes an array of pointers.
+        inputs: indices of the graph's inputs whose pointers come first.
+        outputs: indices of the graph's outputs that it writes; their pointers follow.
     """
 
     text: str
@@ -37,28 +37,28 @@ class Function:
 
     @property
     def source(self) -> str:
-        header = Path(__file__).with_name("products.h").read_text(encoding="utf-8")
+        header = Path(__file__).with_name("matmul.h").read_text(encoding="utf-8")
         return f"#include <cmath>\n#include <cstdint>\n#include <cstring>\n#include <utility>\n\n{header}\n{self.text}"
 
 
-def write(graph: ir.Graph, given: Mapping[int, int]) -> Function:
-    """The function of a graph of standard ops whose sizes are numbers.
+def emit_function(graph: ir.Graph, passed_through: Mapping[int, int]) -> Function:
+    """Emit a graph of standard ops with static sizes.
 
     Args:
-        graph: what it computes.
-        given: the outputs that are inputs, and which: they are not written.
+        graph: the computation.
+        passed_through: the outputs that are inputs; they are not written.
 
     Raises:
-        UnsupportedError: it is too large, or has an op or a type that is not written.
+        UnsupportedError: the graph is too large, or an op or an element type has no emitter.
     """
-    writer = _Function(graph)
+    function = _Function(graph)
     for node in graph:
-        writer.node(node)
-    return writer.close(given)
+        function.emit(node)
+    return function.close(passed_through)
 
 
 class _Function:
-    """A function as it is written."""
+    """A function while it is emitted."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -75,27 +75,27 @@ class _Function:
         self._lines += lines
 
     def new(self, dtype: ir.DataType, shape: Shape, of: ir.Value | None = None) -> Array:
-        """Memory for a value: the caller's where it is an output, else the function's own."""
-        known = self._outputs.get(of) if of is not None else None
-        array = Array(known or f"t{self._scratch}", dtype, shape, strides_of(shape))
+        """Memory for a value: the caller's for an output, else the function's own."""
+        output = self._outputs.get(of) if of is not None else None
+        array = Array(output or f"t{self._scratch}", dtype, shape, strides_of(shape))
         count = math.prod(shape)
-        if not known:
+        if not output:
             self._scratch += count
-            # Static, because Python's lock is held: two calls never meet.
+            # Static: the caller holds the GIL, so two calls never overlap.
             self._lines.append(f"alignas(64) static {array.c_type} {array.name}[{max(count, 1)}];")
         self.work(count)
         return array
 
     def work(self, count: int) -> None:
-        """Counts multiplications and other operations, and writes."""
+        """Count arithmetic operations and written elements."""
         self._work += count
 
-    def node(self, node: ir.Node) -> None:
-        emit = emitter_of(node)
+    def emit(self, node: ir.Node) -> None:
+        emitter = emitter_of(node)
         inputs = [self._array(value) for value in node.inputs if value is not None]
         if any(0 in array.shape for array in inputs):
             raise UnsupportedError("an empty tensor")
-        results = emit(self, node, inputs)
+        results = emitter(self, node, inputs)
         self._arrays.update(zip(node.outputs, results, strict=True))
         if self._scratch > LARGEST or self._work > _MOST_WORK:
             raise UnsupportedError("too much work for one core")
@@ -106,7 +106,7 @@ class _Function:
         return self._arrays[value]
 
     def _constant(self, value: ir.Value) -> Array:
-        assert value.const_value is not None, f"{value.name} is written before it is read"
+        assert value.const_value is not None, f"{value.name} is read before it is written"
         data = value.const_value.numpy()
         if data.size > 4096:
             raise UnsupportedError("a large constant")
@@ -115,9 +115,9 @@ class _Function:
         self._lines.append(f"static const {array.c_type} {array.name}[] = {{{elements}}};")
         return array
 
-    def close(self, given: Mapping[int, int]) -> Function:
-        """Copies into outputs what lies elsewhere."""
-        written = [i for i in range(len(self._graph.outputs)) if i not in given]
+    def close(self, passed_through: Mapping[int, int]) -> Function:
+        """Copy outputs that are not in the caller's memory yet, and finish the source."""
+        written = [i for i in range(len(self._graph.outputs)) if i not in passed_through]
         for i in written:
             array = self._array(self._graph.outputs[i])
             if array.name != f"out{i}" or not array.is_contiguous:

@@ -1,4 +1,4 @@
-"""A part of a plan for known sizes, in standard ops."""
+"""A part of a plan at static sizes, in standard ops."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from onnxtrain.plan.cut import Part
 
 @dataclass(frozen=True)
 class StaticGraph:
-    """A part for known sizes.
+    """A part at static sizes.
 
     Attributes:
-        graph: in standard ops. Its inputs are the part's, its outputs those of the part that are wanted.
-        given: the outputs that are inputs of the part, and which.
+        graph: in standard ops. Its inputs are those of the part, its outputs those of the part that are not None.
+        passed_through: from the index of an output that is an input of the part to the index of that input.
         sizes_in, sizes_out: the part's.
     """
 
     graph: ir.Graph
-    given: Mapping[int, int]
+    passed_through: Mapping[int, int]
     sizes_in: tuple[int, ...]
     sizes_out: tuple[int, ...]
 
 
 def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> StaticGraph:
-    """The part as a graph of standard ops.
+    """Build the part as a graph of standard ops.
 
     Args:
-        part: what is to run.
+        part: the part to run.
         shapes: of its inputs.
         given: its `sizes_in`.
 
     Raises:
-        GraphError: its sizes do not follow from these, or an op has no body.
+        GraphError: a size does not follow from these, or an op has no body.
     """
-    known = known_numbers(part, shapes, given)
+    known = bind_sizes(part, shapes, given)
     values: dict[ir.Value, ir.Value] = {}
     try:
-        graph = _with_numbers(part, given, known, values)
+        graph = _with_static_sizes(part, given, known, values)
         wanted = [v for v in part.outputs if v is not None]
         close(graph, [values[v] for v in wanted], [f"result_{i}" for i in range(len(wanted))])
         sizes_out = tuple(
@@ -69,17 +69,17 @@ def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[in
     return StaticGraph(graph, passed, tuple(given), sizes_out)
 
 
-def known_numbers(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> dict[str, int]:
-    """What number each size of a part is.
+def bind_sizes(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> dict[str, int]:
+    """The value of each symbolic size of a part.
 
     Args:
-        part: what is to run.
+        part: the part to run.
         shapes: of its inputs.
         given: its `sizes_in`.
     """
     for value, shape in zip(part.inputs, shapes, strict=True):
         if len(sizes.dims_of(value)) != len(shape):
-            raise GraphError(f"{value.name} has another rank", expected=sizes.dims_of(value), got=tuple(shape))
+            raise GraphError(f"{value.name} has an unexpected rank", expected=sizes.dims_of(value), got=tuple(shape))
     pairs = [
         (size, number)
         for value, shape in zip(part.inputs, shapes, strict=True)
@@ -90,44 +90,44 @@ def known_numbers(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[i
     return {size: number for size, number in pairs if isinstance(size, str) and size.isidentifier()}
 
 
-def _with_numbers(
+def _with_static_sizes(
     part: Part, given: Sequence[int], known: dict[str, int], values: dict[ir.Value, ir.Value]
 ) -> ir.Graph:
-    """The part's nodes as a graph in which every size is a number."""
+    """The nodes of the part as a graph in which every size is static."""
     read = {v for node in part.nodes for v in node.inputs} | set(part.outputs)
     constants = {v for v in read if v is not None and v.const_value is not None}
     for value in (*part.inputs, *part.sizes_in, *constants):
         values[value] = traversal.clone_value(value)
-        _put_in(values[value], known)
-    graph = ir.Graph([values[v] for v in part.inputs], [], nodes=(), name="one call", opset_imports={ONNX: OPSET})
+        _substitute_sizes(values[value], known)
+    graph = ir.Graph([values[v] for v in part.inputs], [], nodes=(), name="cpp program", opset_imports={ONNX: OPSET})
     for value in constants:
         graph.initializers[str(values[value].name)] = values[value]
     for value, number in zip(part.sizes_in, given, strict=True):
-        _become(graph, values[value], (number,))
+        _make_constant(graph, values[value], (number,))
     for node in part.nodes:
         copy = traversal.clone_node(node, values)
         for value in copy.outputs:
-            _put_in(value, known)
+            _substitute_sizes(value, known)
         graph.append(copy)
     return graph
 
 
-def _put_in(value: ir.Value, known: dict[str, int]) -> None:
+def _substitute_sizes(value: ir.Value, known: dict[str, int]) -> None:
     value.shape = sizes.shape(sizes.evaluate(size, known) for size in sizes.dims_of(value))
     held = value.meta.get("sizes")
     if held is not None:
         value.meta["sizes"] = tuple(sizes.evaluate(size, known) for size in held)
 
 
-def _become(graph: ir.Graph, value: ir.Value, numbers: Sequence[int | str]) -> None:
-    """Makes an integer or a vector of integers a constant of the graph."""
+def _make_constant(graph: ir.Graph, value: ir.Value, numbers: Sequence[int | str]) -> None:
+    """Make an integer or a vector of integers a constant of the graph."""
     array = np.array(numbers if len(sizes.dims_of(value)) else numbers[0], np.int64)
     value.const_value = ir.tensor(array, name=value.name)
     graph.initializers[str(value.name)] = value
 
 
 def _sizes_to_constants(graph: ir.Graph) -> None:
-    """All size arithmetic is done: its results are constants."""
+    """Replace the results of size arithmetic by constants."""
     for node in list(graph):
         value = node.outputs[0]
         if definition_of(node).host_eval is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
@@ -135,6 +135,6 @@ def _sizes_to_constants(graph: ir.Graph) -> None:
         held = known_ints(value) if len(sizes.dims_of(value)) <= 1 else None
         if held is not None and all(isinstance(size, int) for size in held) and not value.is_graph_output():
             constant = ir.Value(name=f"{value.name}_known", type=value.type, shape=value.shape)
-            _become(graph, constant, held)
+            _make_constant(graph, constant, held)
             traversal.replace(graph, value, constant)
             graph.remove(node, safe=True)

@@ -1,4 +1,4 @@
-"""Arrays of the generated C++, and loops over them. All sizes are numbers."""
+"""Arrays of the generated C++, and loops over them. All sizes are static."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class UnsupportedError(Exception):
-    """The graph does not become one call: its program stays as it is."""
+    """The graph cannot be emitted as C++: its program runs as before."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Array:
         return all(size == 1 or a == b for size, a, b in zip(self.shape, self.strides, expected, strict=True))
 
     def with_dims(self, shape: Sequence[int], strides: Sequence[int]) -> Array:
-        """The same memory, read in another way."""
+        """A view of the same memory."""
         return Array(self.name, self.dtype, tuple(shape), tuple(strides))
 
     def broadcast(self, shape: Shape) -> Array:
-        """As `shape`, with strides of 0 where it is repeated."""
+        """A view of this shape, with stride 0 along broadcast dimensions."""
         missing = len(shape) - len(self.shape)
         strides = [0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True)]
         return self.with_dims(shape, [0] * missing + strides)
@@ -64,22 +64,22 @@ def strides_of(shape: Sequence[int]) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def loops(arrays: Sequence[Array], body: Callable[[list[str]], str], *, apart: bool = True) -> list[str]:
-    """Loops over arrays of one shape; `body` gets the element of each and gives a statement.
+def loops(arrays: Sequence[Array], body: Callable[[list[str]], str], *, independent: bool = True) -> list[str]:
+    """Loops over arrays of one shape; `body` takes the element of each and returns a statement.
 
-    `apart`: no statement writes what another reads or writes.
+    `independent`: no iteration writes an element that another reads or writes.
     """
     shape, strides = _merged(arrays[0].shape, [array.strides for array in arrays])
     lines = []
     for depth, size in enumerate(shape):
-        if apart and depth == len(shape) - 1:
+        if independent and depth == len(shape) - 1:
             lines.append("  " * depth + "#pragma GCC ivdep")
         lines.append("  " * depth + f"for (int64_t i{depth} = 0; i{depth} < {size}; ++i{depth})")
-    elements = [f"{array.name}[{_place(own)}]" for array, own in zip(arrays, strides, strict=True)]
+    elements = [f"{array.name}[{_offset(own)}]" for array, own in zip(arrays, strides, strict=True)]
     return [*lines, "  " * len(shape) + body(elements)]
 
 
-def _place(strides: Sequence[int]) -> str:
+def _offset(strides: Sequence[int]) -> str:
     terms = [f"i{i}" if stride == 1 else f"i{i} * {stride}" for i, stride in enumerate(strides) if stride]
     return " + ".join(terms) or "0"
 

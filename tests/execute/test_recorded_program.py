@@ -22,7 +22,7 @@ from torch.profiler import profile
 from onnxtrain import ORTModule
 from onnxtrain.execute import recorded
 from onnxtrain.execute.cuda_recorder import recorder_for
-from onnxtrain.execute.recorded import (
+from onnxtrain.execute.recorded_program import (
     CALLS,
     MOST_MOVES,
     MOST_SIZES,

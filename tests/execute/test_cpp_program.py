@@ -18,11 +18,11 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.one_call import program as one_call
-from onnxtrain.execute.one_call.arrays import UnsupportedError
-from onnxtrain.execute.one_call.call import ENTRY, Call, compiled_call, python_call
-from onnxtrain.execute.one_call.source import NAME, Function, write
-from onnxtrain.execute.one_call.static_graph import StaticGraph, static_graph
+from onnxtrain.execute.cpp_program import program as cpp_program
+from onnxtrain.execute.cpp_program.arrays import UnsupportedError
+from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, python_call
+from onnxtrain.execute.cpp_program.source import NAME, Function, emit_function
+from onnxtrain.execute.cpp_program.static_graph import StaticGraph, static_graph
 from onnxtrain.execute.program import Program, Run
 from onnxtrain.native import Library
 from onnxtrain.native.compiler import has_torch_headers
@@ -57,7 +57,7 @@ class Written:
     def __init__(self, program: Program, shapes: Sequence[tuple[int, ...]], given: Sequence[int]) -> None:
         self.program, self.shapes, self.declined = program, shapes, 0
         self.static: StaticGraph = static_graph(program.part, shapes, given)
-        self.function: Function = write(self.static.graph, self.static.given)
+        self.function: Function = emit_function(self.static.graph, self.static.passed_through)
 
     def use(self, library: Any, name: str, form: Form) -> None:
         """Runs the function in the program's place; calls that it does not take, for their strides, are counted."""
@@ -94,7 +94,7 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
     found = []
     for program, shapes, given in seen:
         try:
-            if one_call.may_be_one_call(program.part, least=1):
+            if cpp_program.may_be_cpp_program(program.part, least=1):
                 found.append(Written(program, shapes, given))
         except (UnsupportedError, GraphError):
             continue
@@ -116,7 +116,7 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
                 signatures[name] = "p"
                 count += 1
     function = Function("\n".join(texts), (), ())
-    library = Library("one-call-test", function.source, signatures, short=True)
+    library = Library("cpp-program-test", function.source, signatures, short=True)
     assert library.wait(), library.failure
     for check, known, found, first in runs:
         before = [one.program.run for one in found]
@@ -153,7 +153,7 @@ def test_transposed_matrices() -> None:
         for i, (c_type, r, c, stride) in enumerate(kinds)
     ]
     signatures = {f"{NAME}_{i}": "p" for i in range(len(kinds))}
-    library = Library("one-call-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
+    library = Library("cpp-program-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
     assert library.wait(), library.failure
     for i, (c_type, r, c, stride) in enumerate(kinds):
         given = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
@@ -195,22 +195,22 @@ def step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[one_call.OneCall]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[cpp_program.CppProgram]:
     """All programs that may become one call, as they are made; the compiled one is the faster by decree."""
-    found: list[one_call.OneCall] = []
-    watch = one_call.watch
+    found: list[cpp_program.CppProgram] = []
+    watch = cpp_program.watch
 
     def noted(program: Program) -> None:
         made = watch(program)
         if made is not None:
             found.append(made)
 
-    monkeypatch.setattr(one_call, "watch", noted)
-    monkeypatch.setattr(one_call, "_is_faster", lambda call, ordinary: True)
+    monkeypatch.setattr(cpp_program, "watch", noted)
+    monkeypatch.setattr(cpp_program, "_is_faster", lambda call, ordinary: True)
     return found
 
 
-def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[one_call.OneCall], count: int) -> None:
+def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[cpp_program.CppProgram], count: int) -> None:
     """Steps until this many programs are decided about."""
     end = time.monotonic() + WAIT_LIMIT_S
     while sum(call.settled for call in calls) < count:
@@ -219,7 +219,7 @@ def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[one_call.OneCall]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_module_trains_through_calls(name: str, calls: list[one_call.OneCall]) -> None:
+def test_a_module_trains_through_calls(name: str, calls: list[cpp_program.CppProgram]) -> None:
     torch.manual_seed(0)
     eager = MODELS[name]()
     exact = copy.deepcopy(eager).double()
@@ -232,7 +232,7 @@ def test_a_module_trains_through_calls(name: str, calls: list[one_call.OneCall])
     assert module.__dict__["_engine"].captures == 1
 
 
-def test_outputs_are_not_written_again(calls: list[one_call.OneCall]) -> None:
+def test_outputs_are_not_written_again(calls: list[cpp_program.CppProgram]) -> None:
     """The function's own memory is static; what leaves it is not."""
     module = ORTModule(mlp(nn.ReLU()))
     settle(module, torch.randn(5, 6), calls, 2)
@@ -242,7 +242,7 @@ def test_outputs_are_not_written_again(calls: list[one_call.OneCall]) -> None:
             torch.testing.assert_close(kept, again, rtol=0, atol=0)
 
 
-def test_two_forwards_before_backward(calls: list[one_call.OneCall]) -> None:
+def test_two_forwards_before_backward(calls: list[cpp_program.CppProgram]) -> None:
     module = ORTModule(mlp(nn.ReLU()))
     x, y = torch.randn(2, 5, 6)
     settle(module, x, calls, 2)
@@ -271,7 +271,7 @@ class Returns(nn.Module):
     [lambda x, y: (y, y.view(-1)), lambda x, y: (y * 2, x.view(-1)), lambda x, y: y * torch.rand(6)],
     ids=["a view of another result", "a view of an input", "random"],
 )
-def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[one_call.OneCall]) -> None:
+def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[cpp_program.CppProgram]) -> None:
     module = ORTModule(Returns(what))
     results = module(torch.randn(5, 6))
     forward = module.__dict__["_engine"].newest().unit.forward
@@ -280,12 +280,12 @@ def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[one_cal
 
 
 @pytest.mark.parametrize("options", [{"rng": "torch"}, {"kernels": "pytorch"}], ids=str)
-def test_options_without_calls(options: dict[str, Any], calls: list[one_call.OneCall]) -> None:
+def test_options_without_calls(options: dict[str, Any], calls: list[cpp_program.CppProgram]) -> None:
     step(ORTModule(mlp(nn.ReLU()), **options), torch.randn(5, 6))
     assert not calls
 
 
-def test_no_calls_where_results_are_to_be_the_same_bits(calls: list[one_call.OneCall]) -> None:
+def test_no_calls_where_results_are_to_be_the_same_bits(calls: list[cpp_program.CppProgram]) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         step(ORTModule(mlp(nn.ReLU())), torch.randn(5, 6))
@@ -294,21 +294,23 @@ def test_no_calls_where_results_are_to_be_the_same_bits(calls: list[one_call.One
     assert not calls
 
 
-def test_the_slower_of_the_two_goes(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_call, "_is_faster", lambda call, ordinary: False)
+def test_the_slower_of_the_two_goes(calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_program, "_is_faster", lambda call, ordinary: False)
     module = ORTModule(mlp(nn.ReLU()))
     settle(module, torch.randn(5, 6), calls, 2)
     assert all(call._program.run is call._ordinary for call in calls)
 
 
-def test_large_tensors_are_not_counted(calls: list[one_call.OneCall]) -> None:
+def test_large_tensors_are_not_counted(calls: list[cpp_program.CppProgram]) -> None:
     module = ORTModule(nn.Sequential(nn.Linear(600, 600), nn.ReLU()))
     step(module, torch.randn(4, 600))
     assert calls
     assert all(call._program.run is call._ordinary for call in calls)
 
 
-def test_a_broken_compiler_leaves_the_program(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_compiler_leaves_the_program(
+    calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def wait(library: Library, seconds: float | None = None) -> bool:
@@ -334,7 +336,7 @@ extern "C" void run(void* const* p) {
     for (int i = 0; i < 3; ++i) ((float*)p[2])[i] = 2 * ((const float*)p[0])[i] + ((const float*)p[1])[i];
 }
 """
-    library = Library("one-call-test", source, {NAME: "p"}, short=True)
+    library = Library("cpp-program-test", source, {NAME: "p"}, short=True)
     assert library.wait(), library.failure
     kind = ((3,), torch.float32)
     function = getattr(library.functions, NAME)
@@ -448,7 +450,7 @@ def test_a_call_keeps_nothing_alive_that_is_not_reachable(form: Form) -> None:
     assert result() is None
 
 
-def test_without_the_entry_python_serves(calls: list[one_call.OneCall], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_entry_python_serves(calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ENTRY, "wait", lambda: False)
     torch.manual_seed(0)
     eager = mlp(nn.ReLU())

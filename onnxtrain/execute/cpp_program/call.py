@@ -1,6 +1,6 @@
-"""A compiled function as a program: on the sizes that it was written for, and on contiguous memory.
+"""A compiled function as a program, for the sizes that it was emitted for and contiguous tensors.
 
-Other calls go the ordinary way. `entry.cpp` is the program where it can be compiled, generated Python where not.
+Other calls run the ordinary program. The program is `entry.cpp` if that can be compiled, else generated Python.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.execute.one_call.arrays import Shape, strides_of
-from onnxtrain.execute.one_call.source import Function
-from onnxtrain.execute.one_call.static_graph import StaticGraph
+from onnxtrain.execute.cpp_program.arrays import Shape, strides_of
+from onnxtrain.execute.cpp_program.source import Function
+from onnxtrain.execute.cpp_program.static_graph import StaticGraph
 from onnxtrain.execute.program import Run
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
@@ -29,7 +29,7 @@ from onnxtrain.torch_compat.tensors import empty_strided_cpu
 Kind = tuple[Shape, torch.dtype]
 
 ENTRY = Library(
-    "one-call-entry",
+    "cpp-program-entry",
     Path(__file__).with_name("entry.cpp").read_text(encoding="utf-8"),
     {"make": "pooooooo>o"},
     short=True,
@@ -43,12 +43,12 @@ class Call:
 
     Attributes:
         function: takes an array of pointers.
-        inputs: what the program takes.
-        free: positions of those that may come with other sizes.
-        read: positions of the inputs whose pointers the function takes.
-        outputs: what it writes: their pointers come behind those.
-        results: what the program gives: an output, by its number; an input, by -1 less its number; or None.
-        sizes_in, sizes_out: what the program takes and gives besides.
+        inputs: shape and dtype of each program input.
+        free: indices of the inputs that have dynamic sizes.
+        read: indices of the inputs whose pointers the function takes.
+        outputs: shape and dtype of each tensor that it writes; their pointers follow those of the inputs.
+        results: for each result of the program, the index i of an output, or -1 - i for input i, or None.
+        sizes_in, sizes_out: the sizes that the program takes and returns.
     """
 
     function: Any
@@ -62,20 +62,20 @@ class Call:
 
     @classmethod
     def of(cls, part: Part, static: StaticGraph, shapes: Sequence[Shape], function: Function, compiled: Any) -> Call:
-        """The call of a part.
+        """Describe the call of a part.
 
         Args:
-            part: what the program is of.
-            static: the same for known sizes.
+            part: the part of the plan that the program runs.
+            static: the part at these sizes.
             shapes: of its inputs.
-            function: that of `static`.
-            compiled: the same, ready to be called.
+            function: emitted from `static`.
+            compiled: the compiled function.
         """
         results: list[int | None] = [None] * len(part.outputs)
         wanted = (i for i, value in enumerate(part.outputs) if value is not None)  # the graph's outputs, in order
-        for number, place in enumerate(wanted):
-            given = static.given.get(number)
-            results[place] = function.outputs.index(number) if given is None else -1 - given
+        for number, position in enumerate(wanted):
+            source = static.passed_through.get(number)
+            results[position] = function.outputs.index(number) if source is None else -1 - source
         written = [static.graph.outputs[number] for number in function.outputs]
         return cls(
             compiled,
@@ -94,7 +94,7 @@ def _dtype(value: ir.Value) -> torch.dtype:
 
 
 def compiled_call(call: Call, ordinary: Run) -> Run:
-    """The program, compiled. Only once `ENTRY.functions` are there."""
+    """The program, compiled. `ENTRY.functions` must be available."""
     address = ctypes.cast(call.function, ctypes.c_void_p)
     run: Run = ENTRY.functions.make(
         address, ordinary, call.inputs, call.read, call.outputs, call.results, call.sizes_in or None, call.sizes_out
