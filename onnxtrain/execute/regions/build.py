@@ -1,4 +1,4 @@
-"""Compiles regions once a machine, in another process, and keeps the libraries on disk."""
+"""Compile regions once per machine, in another process, and cache the libraries on disk."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _refusing = threading.Lock()
 
 
 def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tuple[Request, Path | BuildError]]:
-    """The libraries of regions, from the cache or by the other process. Called off the main thread: it takes minutes.
+    """Get the libraries of regions from the cache or the compiling process. Not for the main thread: it takes minutes.
 
     Args:
         requests: the regions, in the order in which they are compiled.
-        dump: where their graphs and their libraries are written too.
+        dump: a folder to which their graphs and libraries are written too.
 
     Yields:
-        Each request as soon as that is known, with its library, or with the reason why it has none: it cannot be
-        compiled, or `refuse` was called for it.
+        Each request with its library, or with the reason why it has none: it cannot be compiled, or `refuse` was
+        called for it.
     """
     with _process.used():
         for request in requests:
@@ -40,24 +40,24 @@ def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tup
 
 
 def refuse(request: Request, reason: str) -> None:
-    """Leaves a region to its operators, in this process. Each reason is logged once."""
+    """Run a region unfused in this process. Each reason is logged once."""
     with _refusing:
         is_new = reason not in _refused.values()
         _refused[request.key] = reason
     if is_new:
-        warn(f"a fused kernel cannot be built, and its operators run one by one instead: {reason}")
+        warn(f"a fused kernel cannot be built; its operators run unfused: {reason}")
 
 
 def _built(request: Request, dump: Path | None) -> Path | BuildError:
     if request.key in _refused:
         return BuildError(_refused[request.key])
     try:
-        library = _kept(request)
+        library = _cached(request)
         if dump is not None:
-            own = dump / library.stem
-            own.mkdir(parents=True, exist_ok=True)
-            request.write(own)
-            shutil.copyfile(library, own / LIBRARY)
+            folder = dump / library.stem
+            folder.mkdir(parents=True, exist_ok=True)
+            request.write(folder)
+            shutil.copyfile(library, folder / LIBRARY)
         return library
     except BuildError as reason:
         return reason
@@ -65,12 +65,12 @@ def _built(request: Request, dump: Path | None) -> Path | BuildError:
         return BuildError(f"the folder of compiled regions cannot be used: {error}")
 
 
-def _kept(request: Request) -> Path:
-    """The library's place in the cache, where it lies now."""
+def _cached(request: Request) -> Path:
+    """The path of the library in the cache; compiles it first if it is missing."""
     folder = cache_folder("regions")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / f"region-{request.key}.so"
-    with FileLock(folder / f".region-{request.key}.lock"):  # several processes of one training want the same
+    with FileLock(folder / f".region-{request.key}.lock"):  # the ranks of one training ask for the same library
         if not is_intact(target):
             with background.take_ticket():
                 _compile(request, target)
@@ -84,5 +84,5 @@ def _compile(request: Request, target: Path) -> None:
         _process.compile(scratch, target.parent / "inductor", _LIMIT_S)
         library = scratch / LIBRARY
         if not is_intact(library):
-            raise BuildError("the compiler of regions left no whole library")
+            raise BuildError("the compiler of regions wrote no complete library")
         os.replace(library, target)

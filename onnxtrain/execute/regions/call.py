@@ -1,4 +1,4 @@
-"""A region as one call: by its kernel where that is there and takes these tensors, else by its nodes."""
+"""A call of a region: its kernel if that is compiled and takes these tensors, else its nodes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import inductor
 
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-_TRIALS = 10  # timed calls of each way
-_CHECKED_SIZE = 3  # of open sizes, in the check of a new kernel: odd, so that loops have a rest
+_TRIALS = 10  # timed calls of the kernel and of the nodes
+_CHECKED_SIZE = 3  # dynamic sizes in the check of a new kernel: odd, so that vectorized loops have a remainder
 # Triton's kernels count elements in 32 bits, and read so many bytes at once as an allocator's new memory allows.
 _MOST_ON_GPU = 2**31 - 1
 _ALIGNED_BYTES = 16
 
 
 def load(path: Path, device: torch.device) -> Kernel:
-    """The function of a library that `build` gave: contiguous tensors -> tensors of its own.
+    """Load a library that `build` returned: a function of contiguous tensors that returns new tensors.
 
     Raises:
         BuildError: this PyTorch cannot load it.
@@ -48,23 +48,23 @@ def load(path: Path, device: torch.device) -> Kernel:
         return cast(Kernel, runner.run)  # it takes any sequence
 
     def on_gpu(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch.cuda.device(device):  # whose stream it asks for
+        with torch.cuda.device(device):  # the kernel runs on its current stream
             return cast(Sequence[torch.Tensor], runner.run(tensors))
 
     return on_gpu
 
 
 class RegionCall:
-    """Takes the region's inputs and gives its outputs, new tensors.
+    """Take the region's inputs and return its outputs as new tensors.
 
     Attributes:
         part: the region.
         kernel: its compiled form.
-        chosen: by which way calls go, at first by the kernel; None while the two take turns and are timed.
+        chosen: "kernel" (at first) or "nodes"; None while the two are interleaved and timed.
     """
 
     def __init__(self, part: Part, kernel: Kernel, device: torch.device) -> None:
-        """Checks the kernel against the nodes.
+        """Check the kernel against the nodes.
 
         Args:
             part: the region.
@@ -87,7 +87,7 @@ class RegionCall:
         values = [*part.inputs, *(v for node in part.nodes for v in node.outputs)]
         shapes = {sizes.dims_of(v) for v in values}
         if not {size for shape in shapes for size in shape if isinstance(size, str)} <= places.keys():
-            raise BuildError("a size in it is none of its inputs'")
+            raise BuildError("a size inside the region does not follow from the sizes of its inputs")
         self._shapes = [[s if isinstance(s, int) else places[s] for s in shape] for shape in shapes]
         self.compare([[_CHECKED_SIZE if isinstance(n, str) else n for n in sizes.dims_of(v)] for v in part.inputs])
 
@@ -97,12 +97,12 @@ class RegionCall:
         return self._by_kernel(tensors) if self.chosen == "kernel" else self._timed(tensors)
 
     def try_both(self) -> None:
-        """From now on the two ways take turns and are timed; the faster one stays."""
+        """Interleave and time the kernel and the nodes from now on, then keep the faster."""
         if self.chosen == "kernel":
             self.chosen = None
 
     def gain(self) -> float:
-        """Seconds that the kernel saves in a call, by the median of the trial."""
+        """Seconds that the kernel saves per call: the difference of the medians of the trial."""
         return median(self._seconds["nodes"]) - median(self._seconds["kernel"])
 
     def _takes(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -123,17 +123,17 @@ class RegionCall:
     def _by_kernel(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         try:
             return self.kernel(tensors)
-        except RuntimeError as error:  # it has written nothing but its own results
+        except RuntimeError as error:  # a failed kernel has written nothing but its own results
             self.chosen = "nodes"
-            warn(f"a fused kernel failed, and its operators run one by one from now on: {error}")
+            warn(f"a fused kernel failed; its operators run unfused from now on: {error}")
             return self._nodes(tensors, ())[0]
 
     def _timed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         by_kernel, by_nodes = self._seconds.values()
-        way = "kernel" if len(by_nodes) >= len(by_kernel) else "nodes"
+        variant = "kernel" if len(by_nodes) >= len(by_kernel) else "nodes"
         start = self._now()
-        results = self._by_kernel(tensors) if way == "kernel" else self._nodes(tensors, ())[0]
-        self._seconds[way].append(self._now() - start)
+        results = self._by_kernel(tensors) if variant == "kernel" else self._nodes(tensors, ())[0]
+        self._seconds[variant].append(self._now() - start)
         if self.chosen is None and len(by_nodes) >= _TRIALS and len(by_kernel) >= _TRIALS:
             self.chosen = "kernel" if self.gain() > 0 else "nodes"
         return results
@@ -144,28 +144,30 @@ class RegionCall:
         return time.perf_counter()
 
     def compare(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Runs the kernel and the nodes on inputs of these shapes.
+        """Compare the kernel with the nodes on random inputs of these shapes.
 
         Raises:
             BuildError: the kernel does not compute what the nodes do, or gives an input out again.
         """
-        drawn = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         dtypes = [TORCH_DTYPES[dtype_of(value)] for value in self.part.inputs]
-        inputs = [torch.randn(s, generator=drawn, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        inputs = [torch.randn(s, generator=generator, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
         inputs = [t.to(self._device) for t in inputs]
         with torch.no_grad():
             try:
                 found = self.kernel(inputs)
             except RuntimeError as error:
-                raise BuildError(f"the kernel ends with an error: {error}") from error
+                raise BuildError(f"the kernel raises an error: {error}") from error
             expected = self._nodes(inputs, ())[0]
             exact = self._nodes([t.double() for t in inputs], ())[0]
         memory = [t.untyped_storage().data_ptr() for t in (*inputs, *found) if t.numel()]
         if len(set(memory)) < len(memory):
-            raise BuildError("the kernel gives memory out that another tensor lies in")
+            raise BuildError("a result of the kernel shares memory with an input or another result")
         for got, own, wide in zip(found, expected, exact, strict=True):
             if got.shape != own.shape or got.dtype != own.dtype:
-                raise BuildError(f"the kernel gives {got.dtype} {list(got.shape)}, not {own.dtype} {list(own.shape)}")
+                raise BuildError(
+                    f"expected {own.dtype} {list(own.shape)} from the kernel, got {got.dtype} {list(got.shape)}"
+                )
             off, allowed, _ = error_and_bound(got, own, wide)
             if off > allowed:
-                raise BuildError(f"the kernel is off by {off:.2g}, where {allowed:.2g} is allowed")
+                raise BuildError(f"the kernel's error is {off:.2g}, the tolerance is {allowed:.2g}")

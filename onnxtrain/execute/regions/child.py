@@ -44,7 +44,7 @@ class _Region(torch.nn.Module):
 
 
 def main(connection: Connection) -> None:
-    """Compiles what it is asked for, until the other side closes the connection."""
+    """Compile requests until the other side closes the connection."""
     while True:
         try:
             folder = Path(connection.recv())
@@ -59,10 +59,10 @@ def main(connection: Connection) -> None:
 
 
 def compile_in(folder: Path) -> None:
-    """Compiles the request in a folder."""
+    """Compile the request in a folder."""
     model, beside = request.read(folder)
     part, device = single_part(model), torch.device(beside["device"])
-    shapes = [_usual(value, shape) for value, shape in zip(model.graph.inputs, beside["shapes"], strict=True)]
+    shapes = [_typical_shape(value, shape) for value, shape in zip(model.graph.inputs, beside["shapes"], strict=True)]
     region = _Region(Program(part, "region", device))
     with torch.no_grad():
         tensors, dims = _example(model, shapes, device)
@@ -76,25 +76,25 @@ def compile_in(folder: Path) -> None:
         (name,) = [name for name in archive.namelist() if name.endswith(".so")]
         library = folder / f"{request.LIBRARY}.partial"
         library.write_bytes(archive.read(name))
-    # A kernel that ends its process ends this one, and not the training.
+    # A kernel that crashes ends this process, not the training.
     RegionCall(part, load(library, device), device).compare(shapes)
     append_digest(library)
     library.replace(folder / request.LIBRARY)
 
 
-def _usual(value: ir.Value, shape: list[int]) -> list[int]:
-    """The shape of an input in a usual call, or the next that a kernel takes."""
-    own = zip(sizes.dims_of(value), shape, strict=True)
-    return [max(n, request.LEAST_SIZE) if isinstance(size, str) else n for size, n in own]
+def _typical_shape(value: ir.Value, shape: list[int]) -> list[int]:
+    """The shape of an input in a typical call, with each dynamic size at least `LEAST_SIZE`."""
+    pairs = zip(sizes.dims_of(value), shape, strict=True)
+    return [max(n, request.LEAST_SIZE) if isinstance(size, str) else n for size, n in pairs]
 
 
 def _example(model: ir.Model, shapes: list[list[int]], device: torch.device) -> Any:
-    """Tensors of these shapes, and which of their sizes are open."""
-    open_size = functools.cache(lambda name: torch.export.Dim(name, min=request.LEAST_SIZE))
+    """Tensors of these shapes, and their dynamic dimensions for torch.export."""
+    dynamic = functools.cache(lambda name: torch.export.Dim(name, min=request.LEAST_SIZE))
     tensors, dims = [], []
     for value, shape in zip(model.graph.inputs, shapes, strict=True):
         tensors.append(torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(value)], device=device))
-        dims.append({i: open_size(size) for i, size in enumerate(sizes.dims_of(value)) if isinstance(size, str)})
+        dims.append({i: dynamic(size) for i, size in enumerate(sizes.dims_of(value)) if isinstance(size, str)})
     return tuple(tensors), tuple(dims)
 
 

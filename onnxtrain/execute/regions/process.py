@@ -1,4 +1,4 @@
-"""The other process: started for the first region, it compiles one after the other and ends with the last."""
+"""The compiling process: started for the first region, it compiles one after the other and ends with the last."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MODULE = "onnxtrain.execute.regions.child"
 class _Started(NamedTuple):
     child: subprocess.Popen[bytes]
     connection: Connection
-    said: IO[bytes]
+    output: IO[bytes]
 
 
 class Process:
-    """A process that compiles regions, for all who use it at a time."""
+    """A process that compiles regions, shared by all users."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -36,7 +36,7 @@ class Process:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Keeps it, once it is started: to import Inductor takes as long as to compile a region."""
+        """Keep the process once it is started: importing Inductor takes as long as compiling a region."""
         with self._lock:
             self._users += 1
         try:
@@ -48,15 +48,15 @@ class Process:
                     self._end()
 
     def compile(self, folder: Path, cache: Path, limit_s: float) -> None:
-        """Lets it compile the request in a folder, and waits. It is used meanwhile, by one thread at a time.
+        """Compile the request in a folder, and wait for the result. For one thread at a time, inside of `used`.
 
         Args:
             folder: holds the request.
-            cache: where Inductor keeps its files, if the process is not there yet.
-            limit_s: the longest time that it may take, in seconds.
+            cache: the folder of Inductor's cache; read when the process starts.
+            limit_s: the timeout in seconds.
 
         Raises:
-            BuildError: with what it said last.
+            BuildError: with the last lines of the output.
         """
         if self._started is None:
             self._started = _start(cache)
@@ -65,25 +65,25 @@ class Process:
             connection.send(str(folder))
             if not connection.poll(limit_s):
                 self._end()
-                raise BuildError(f"the compiler of regions came to no end after {limit_s:g} s")
+                raise BuildError(f"the compiler of regions did not finish within {limit_s:g} s")
             error = connection.recv()
         except (EOFError, OSError):  # the next region gets another process
-            code, said = self._end()
-            raise BuildError(f"the compiler of regions ended with {code}: {said}") from None
+            code, output = self._end()
+            raise BuildError(f"the compiler of regions exited with status {code}: {output}") from None
         if error:
             raise BuildError(f"the compiler of regions failed: {error}")
 
     def _end(self) -> tuple[int, str]:
-        """Its status, and its last lines."""
+        """End the process; returns its status and the last lines of its output."""
         if self._started is None:
             return 0, ""
-        child, connection, said = self._started
+        child, connection, output = self._started
         self._started = None
         connection.close()
-        with said:
+        with output:
             code = background.end(child)
-            said.seek(0)
-            return code, "\n".join(said.read().decode(errors="replace").strip().splitlines()[-5:])
+            output.seek(0)
+            return code, "\n".join(output.read().decode(errors="replace").strip().splitlines()[-5:])
 
 
 def _start(cache: Path) -> _Started:
@@ -94,8 +94,8 @@ def _start(cache: Path) -> _Started:
             "OMP_NUM_THREADS=1",
             "TORCHINDUCTOR_COMPILE_THREADS=1",
             f"TORCHINDUCTOR_CACHE_DIR={cache}",
-            f"PYTHONPATH={os.pathsep.join(sys.path)}",  # what is imported there is what is imported here
+            f"PYTHONPATH={os.pathsep.join(sys.path)}",  # so that it imports the same packages
             *(sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())),
         ]
-        said = tempfile.TemporaryFile()  # noqa: SIM115  # `_end` closes it
-        return _Started(background.start(command, said, (theirs.fileno(),)), ours, said)
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # `_end` closes it
+        return _Started(background.start(command, output, (theirs.fileno(),)), ours, output)
