@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import profile
 
 from onnxtrain import ORTModule
-from onnxtrain.execute import recorded
+from onnxtrain.execute import recorded_program
 from onnxtrain.execute.cuda_recorder import recorder_for
 from onnxtrain.execute.recorded_program import (
     CALLS,
@@ -118,7 +118,7 @@ def everything() -> Iterator[Recorders]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onnxtrain.execute.cuda_recorder.recorder_for", recorder_for)
-        patch.setattr(recorded, "RecordedProgram", Watched)
+        patch.setattr(recorded_program, "RecordedProgram", Watched)
         yield log
 
 

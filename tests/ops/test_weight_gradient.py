@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
-from onnxtrain.execute.kernel_choice import trial, tuned
+from onnxtrain.execute.kernel_choice import trial, tuned_program
 from onnxtrain.execute.kernel_choice.stored import file_of, load
 from onnxtrain.execute.kernel_choice.times import SAMPLES, Answer
 from onnxtrain.native import Library, compiler
