@@ -23,7 +23,7 @@ from onnxtrain.ops.attention import varlen
 from onnxtrain.plan.cut import single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.test_packing import OnGpu
-from tests.execute.test_recorded import CpuRecorder, Recorders, Trained, everything, log  # noqa: F401  # fixtures
+from tests.execute.test_recorded_program import CpuRecorder, Recorders, Trained, everything, log  # noqa: F401  # fixtures
 from tests.passes.less_work import CLASSES, WIDTH, WORDS, refusals
 from tests.passes.test_pack_tokens import (
     FORMS,

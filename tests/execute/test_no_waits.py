@@ -19,7 +19,7 @@ from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded_program import Recordings
 from onnxtrain.plan.cut import Part, cut, single_part
 from onnxtrain.testing import CaseCheck, OpCase
-from tests.execute.test_recorded import CpuRecorder, Recorders
+from tests.execute.test_recorded_program import CpuRecorder, Recorders
 
 META = torch.device("meta")
 RECORDINGS = Recordings(CpuRecorder(Recorders()), torch.device("cuda"), frozenset())

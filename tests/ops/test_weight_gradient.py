@@ -155,7 +155,7 @@ class TwoConvolutions(torch.nn.Module):
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return the folder of measured times: all kernels are measured, and the compiled one takes half the time."""
-    for module in (trial, tuned):
+    for module in (trial, tuned_program):
         monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", math.inf)
     monkeypatch.setattr(trial._THREADS, "seconds_since", lambda before: 0.0)  # this machine may be busy
