@@ -50,6 +50,7 @@ from onnxtrain.capture.functionalize.composite_operators import (
     unread_draws_kept,
     without_tokens,
 )
+from onnxtrain.capture.functionalize.memory_order_draws import draw_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import grad_mode_noted, keep_gradients_out
 from onnxtrain.capture.functionalize.views import mark_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
@@ -251,6 +252,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
                 program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         with _faults_are_ours(module):
+            draw_in_memory_order(program)
             mark_views(program)
             keep_gradients_out(program)
             plain = make_convertible(program)

@@ -63,6 +63,15 @@ DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in place": lambda x: F.dropout(x * 2, 0.5, inplace=True),
 }
 
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    """PyTorch draws in the order of memory, not of the tensor's dimensions."""
+    found = x.clone().bernoulli_(0.4)
+    for fill in ("uniform_", "exponential_", "log_normal_", "cauchy_"):
+        found = found * getattr(torch.empty_like(x), fill)()
+    return found + torch.empty_like(x).geometric_(0.3)
+
+
 # Drawn by other means: captured or not, the numbers are eager's.
 OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels": lambda x: F.dropout2d(x[:, None], 0.5),
@@ -81,6 +90,15 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "permutation": lambda x: x[torch.randperm(x.shape[0])] * x,
     "in place uniform": lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
     "in place normal": lambda x: x * torch.empty_like(x).normal_(1.0, 0.5),
+    "in place in the order of memory": lambda x: x.mT * filled(torch.empty_like(x.mT)),
+    "in place of a view": lambda x: x.mT * torch.empty_like(x).mT.uniform_(),
+    "in place, every other element": lambda x: x[..., ::2] * torch.ones_like(x)[..., ::2].uniform_(),
+    "in place by another algorithm": lambda x: x.mT * torch.empty_like(x.mT).normal_(),
+    "normal of a transpose": lambda x: x.mT * torch.randn_like(x.mT) * torch.normal(x.mT.detach(), 1.0),
+    "uniform of a transpose": lambda x: x.mT * torch.rand_like(x.mT) * torch.randint_like(x.mT, 9),
+    "in place by a tensor": lambda x: x.mT * torch.empty_like(x.mT).bernoulli_(torch.full_like(x[0, 0], 0.5)[:, None]),
+    "alpha in the order of memory": lambda x: x.mT * F.alpha_dropout(x.mT, 0.5, training=True),
+    "alpha in place": lambda x: F.alpha_dropout((x * 1).mT, 0.5, training=True, inplace=True),
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True) * x,
     "randomized relu": lambda x: F.rrelu(x, training=True),
     "noise and dropout": lambda x: F.dropout(x + torch.randn_like(x), 0.5) * torch.rand_like(x),
