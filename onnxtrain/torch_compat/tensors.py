@@ -43,6 +43,15 @@ is_view = Internal[Callable[[torch.Tensor], bool]](
     check=lambda found: not found(torch.empty(2)) and found(torch.empty(2)[:1]),
 ).get()
 
+is_contiguous_or_false = Internal[Callable[[torch.Tensor], bool]](
+    "is_contiguous_or_false",
+    lambda: importlib.import_module("torch._prims_common").is_contiguous_or_false,
+    why="whether a fake tensor is contiguous at all sizes: is_contiguous() makes a guard of what it assumes",
+    without=lambda tensor: tensor.is_contiguous(),
+    cost="more captures: one for sizes at which a tensor is contiguous, one for others",
+    check=lambda found: found(torch.empty(2, 3)) and not found(torch.empty(2, 3).mT),
+).get()
+
 
 class _NoTensor:
     """No tensor is one."""

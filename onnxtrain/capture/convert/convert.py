@@ -15,7 +15,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
-from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.exported_program import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -34,6 +33,7 @@ from onnxtrain.ops.aten_node import Text, aten_call, aten_node
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
+from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
 # Calls that only state what is already known of sizes and types: the guards hold them.
 _STATEMENTS = re.compile(

@@ -14,7 +14,6 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch._prims_common import is_contiguous_or_false
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
@@ -25,6 +24,7 @@ from onnxtrain.capture.node_storage import layout_of, storages_of
 from onnxtrain.errors import CaptureError, KernelError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size, Sizes
+from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
 
 @dataclass(frozen=True)

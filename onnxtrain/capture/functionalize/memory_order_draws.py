@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._prims_common import is_contiguous_or_false
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.convert.convert import line_of
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
 _aten = torch.ops.aten
 # Draw one number per element of their first argument, in the order of its memory.
