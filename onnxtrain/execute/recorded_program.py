@@ -57,7 +57,6 @@ Output = Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Any]  # 
 _profiling = dispatch.profiler_enabled
 _REASONS = {
     Effects.PYTHON: "it runs the user's Python",
-    Effects.COLLECTIVE: "it waits for other processes",
     Effects.HOST_SYNC: "sizes depend on what it computes",
 }
 

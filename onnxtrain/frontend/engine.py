@@ -38,7 +38,6 @@ from onnxtrain.observe import logs
 from onnxtrain.observe.density import DensityWatch, densities
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
-from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options, warn_ineffective_variables
 from onnxtrain.system.garbage_collector import collector_paused
 
@@ -336,11 +335,7 @@ class Engine:
 
     def _warn_of_operators(self, captured: Captured) -> None:
         """Warn once per module and set of operators of those without an ONNX form."""
-        names = {
-            node.attributes.get_string("operator")
-            for node in captured.model.graph
-            if node.domain == ATEN and Effects.COLLECTIVE not in definition_of(node).effects
-        }
+        names = {node.attributes.get_string("operator") for node in captured.model.graph if node.domain == ATEN}
         if names:
             self._warn(
                 f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "

@@ -86,7 +86,7 @@ def split_backward(parts: Cut, groups: Groups) -> tuple[Part, ...]:
         gradients = tuple(part.outputs[index] for index in group)
         carried = [v for node in own for v in node.outputs if v in later]
         goals = [*(g for g in gradients if g is not None), *carried]
-        nodes, reads = nodes_computing(own, goals, part.host, part.nodes, Effects.PYTHON | Effects.COLLECTIVE)
+        nodes, reads = nodes_computing(own, goals, part.host, part.nodes, Effects.PYTHON)
         reads = [v for v in reads if v.const_value is None]
         tensors_in, sizes_in = _tensors_and_sizes(reads, part)
         tensors_out, sizes_out = _tensors_and_sizes(carried, part)

@@ -74,7 +74,7 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     forward_nodes = _forward_nodes(joint, nodes, given)
     backward_nodes = [n for n in nodes if n not in forward_nodes]
     backward_goals = [g for g in gradients if g is not None]
-    backward, reads = nodes_computing(backward_nodes, backward_goals, host, nodes, Effects.PYTHON | Effects.COLLECTIVE)
+    backward, reads = nodes_computing(backward_nodes, backward_goals, host, nodes, Effects.PYTHON)
     kept = tuple(v for v in reads if v not in host and v not in given and v.const_value is None)
     crossing = tuple(v for v in reads if v in host)
 

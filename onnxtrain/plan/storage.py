@@ -187,7 +187,7 @@ class Storages:
 
     def _run(self, node: ir.Node, definition: OpDef) -> tuple[Any, ...]:
         """Run the node on meta tensors; () if its kernel cannot run on them."""
-        if definition.effects & (Effects.PYTHON | Effects.COLLECTIVE | Effects.HOST_SYNC):
+        if definition.effects & (Effects.PYTHON | Effects.HOST_SYNC):
             return ()
         kernel = self.kernel(node)
         arguments = self._arguments(node, definition, kernel)
