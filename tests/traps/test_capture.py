@@ -6,6 +6,7 @@ Traps of sizes, of memory, of randomness and of changes between steps have files
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onnxtrain import ORTModule
+from onnxtrain import FallbackPolicy, ORTModule
+from onnxtrain.errors import CaptureError
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 from tests.zoo.huggingface import MODELS as TRANSFORMERS
@@ -39,6 +41,43 @@ def model(
     loss: Callable[[Any], torch.Tensor] = mean_square,
 ) -> ZooModel:
     return ZooModel(make.__name__, make, call, loss, falls_back=falls_back)
+
+
+TABLE = torch.zeros(WIDTH)
+
+
+class ChangesGlobal(nn.Module):
+    """Changes a global tensor in place before forward is refused for another reason, or for this one."""
+
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__()
+        self.last, self.decides = nn.Linear(WIDTH, 1), decides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TABLE.add_(1.0)
+        y = self.last(x)
+        if self.decides and y.sum() > 0:
+            y = y * 2
+        return y + TABLE.sum()
+
+
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_global_tensor_is_changed_once_a_call(decides: bool, pieces: bool) -> None:
+    TABLE.zero_()
+    module = ORTModule(ChangesGlobal(decides=decides), pieces=pieces)
+    for call in (1.0, 2.0, 3.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            module(torch.ones(2, WIDTH)).sum().backward()
+        assert TABLE.tolist() == [call] * WIDTH
+
+
+def test_a_global_tensor_that_forward_changes_is_named() -> None:
+    module = ORTModule(ChangesGlobal(decides=False), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    with pytest.raises(CaptureError, match="belongs neither to the module nor to the call") as caught:
+        module(torch.ones(2, WIDTH))
+    assert "test_capture.py" in str(caught.value.where)
 
 
 class TwoLayers(nn.Module):

@@ -1,0 +1,75 @@
+"""Refuse in-place changes of tensors from outside the module, and undo what a trace changed.
+
+    TABLE.add_(1)        tracing runs this on the global tensor itself, because nothing in it depends on an input
+
+Such a forward runs in PyTorch, which makes the change itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from onnxtrain.capture import source_line
+from onnxtrain.errors import CaptureError
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class OutsideChanges(TorchFunctionMode):
+    """Restores the real tensors that are changed while it is entered.
+
+    Raises:
+        CaptureError: on exit, there are any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor, int, str | None]] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _may_change(function, kwargs):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if type(leaf) in _PLAIN and id(leaf) not in self._before:
+                    line = source_line.in_text(source_line.as_text(sys._getframe(1)))
+                    self._before[id(leaf)] = leaf, _copy(leaf), leaf._version, line
+        return function(*args, **kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        changed = [(t, before, line) for t, before, version, line in self._before.values() if t._version != version]
+        self._before.clear()
+        with torch.no_grad():
+            for tensor, before, _ in changed:
+                tensor.copy_(before)
+        if changed and error[0] is None:
+            tensor, _, line = changed[0]
+            raise CaptureError(
+                "forward changes a tensor in place that belongs neither to the module nor to the call",
+                where=line,
+                expected="in-place changes of registered buffers, or of arguments of forward",
+                got=f"{type(tensor).__name__} {list(tensor.shape)} from a global, an attribute or another object",
+                todo="the module runs in PyTorch; register the tensor as a buffer",
+            )
+
+
+def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    name = getattr(function, "__name__", "").partition(".")[0]
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    return name == "__setitem__" or name.startswith("__i") or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A real copy: another thread has none of the modes of the trace."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: tensor.detach().clone()).result()
