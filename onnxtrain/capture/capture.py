@@ -34,6 +34,7 @@ from onnxtrain.capture.convert.convert import convert
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import FakesMade
 from onnxtrain.capture.effects.layout_changes import Layouts
+from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
 from onnxtrain.capture.effects.random_generators import left_alone
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
@@ -301,6 +302,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
     )
     try:
         with (
+            OutsideChanges(),
             decisions.noted(),
             cheap_tracing(),
             shape_shortcuts(),

@@ -24,7 +24,7 @@ from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key.fast_path import Missed, UsualCall, usual_call
 from onnxtrain.capture.key.key import ModuleState, environment, tensor_facts
-from onnxtrain.capture.key.recaptures import ChangingStateError, Recaptures
+from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_numbers
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
@@ -231,6 +231,7 @@ class Engine:
     def _compile(
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
+        self._recaptures.count_numbers(structure.constants(), self._calls)
         self._announce(key, tensors)
         start, captures = time.perf_counter(), self.captures
         self._refuse(tensors)
@@ -354,7 +355,7 @@ class Engine:
         """
         pieces = self._pieces(error, args, kwargs)
         fallback = self._fallback(error, pieces)
-        if self._options.fallback_retry:
+        if self._options.fallback_retry or isinstance(error, ChangingNumberError):  # each number has a key of its own
             return fallback
         entry = _Entry(ModuleState.take(self._module), None, pieces)
         if isinstance(error, SideEffectError | ChangingStateError):

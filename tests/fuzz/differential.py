@@ -36,10 +36,10 @@ aten = torch.ops.aten
 DOCUMENTED = (
     (
         "changes a tensor in place where autograd does not see it, and a gradient flows through it",
-        r"no_grad|detach|\.data\b|dropout",  # in a call without gradients, dropout gives its argument itself
+        r"no_grad|detach|\.data\b|\.view\(torch\.|dropout",  # without gradients, dropout gives its argument itself
         "in place where autograd does not see it",
     ),
-    ("changes a parameter", r"\.data\b|no_grad|detach", "a parameter is changed"),
+    ("changes a parameter", r"\.data\b|no_grad|detach|\.view\(torch\.", "a parameter is changed"),
     ("decides in Python by the elements", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),
     ("PendingUnbackedSymbolNotFound", "torch.combinations", "torch.combinations"),
     (

@@ -249,6 +249,12 @@ class Draw:
     def f(self, wanted: str) -> Operand:
         return self._maker.operand(wanted)
 
+    def filled(self, x: Operand) -> Operand:
+        """x, which has elements in both calls."""
+        if not all(t.numel() for t in x.tensors):
+            raise Refused
+        return x
+
     def dim(self, x: Operand) -> int:
         if x.ndim == 0:
             raise Refused

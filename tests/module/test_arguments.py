@@ -38,6 +38,23 @@ def data() -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 
 
+class Scales(Inner):
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_number_that_changes_at_each_call_ends_in_few_captures_and_one_warning(kind: type) -> None:
+    ours = ORTModule(Scales())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(30):
+            factor = kind(number)
+            torch.testing.assert_close(ours(data(), factor), ours.module(data(), factor))
+    assert ours._engine.captures == 5
+    assert sum("a Python number among the arguments changes" in str(w.message) for w in caught) == 1
+
+
 # A module that holds an ORTModule
 
 

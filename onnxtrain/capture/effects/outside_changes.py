@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.pytree import tree_leaves
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -38,14 +38,14 @@ class OutsideChanges(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _may_change(function, kwargs):
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) in _PLAIN and id(leaf) not in self._before:
                     line = source_line.in_text(source_line.as_text(sys._getframe(1)))
                     self._before[id(leaf)] = leaf, _copy(leaf), leaf._version, line
         return function(*args, **kwargs)
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         changed = [(t, before, line) for t, before, version, line in self._before.values() if t._version != version]
         self._before.clear()
         with torch.no_grad():

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.key.surroundings import Surroundings, memory_of
 from onnxtrain.torch_compat.replacement import replaced_in_thread
 
@@ -35,11 +34,10 @@ class OutsideTensors:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes which tensors this thread reads, and undoes changes of them. What is traced gives no Python numbers."""
+        """Notes which tensors this thread reads. What is traced gives no Python numbers."""
         with ExitStack() as stack:
             for name in _READERS:
                 stack.enter_context(replaced_in_thread(torch.Tensor, name, self._noting(getattr(torch.Tensor, name))))
-            stack.enter_context(OutsideChanges())
             yield
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
