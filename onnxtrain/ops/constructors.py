@@ -51,7 +51,7 @@ def never(node: NodeView) -> bool:
 
 
 def same_as(name: str) -> Callable[[NodeView], Sequence[TensorType]]:
-    """A shape rule: one output with the type of input `name`."""
+    """Return a shape rule: one output with the type of input `name`."""
     return lambda n: (type_of(getattr(n, name)),)
 
 
@@ -197,7 +197,7 @@ def elementwise_on_host(function: Callable[[Any, Any], Any], a: Any, b: Any) -> 
 
 
 class OptionalFields(TypedDict, total=False):
-    """Those of `OpDef` that `fused` hands on as they are."""
+    """Fields of `OpDef` that `define_fused` passes on unchanged."""
 
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
     layout: Layout
@@ -289,7 +289,7 @@ def _with_others(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool
 
 
 def broadcast_axes(n: NodeView) -> str:
-    """All inputs broadcast against each other; 0-dimensional ones too."""
+    """Return the axis map of inputs that broadcast against each other, 0-dimensional ones included."""
     inputs = ", ".join("-" if v is None else "..." for v in n.node.inputs)
     return f"{inputs} -> {', '.join(['...'] * len(n.node.outputs))}"
 

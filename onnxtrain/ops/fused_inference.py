@@ -1,10 +1,10 @@
-"""Products and convolutions with an activation behind, as ONNX Runtime fuses them for inference.
+"""GEMM and convolution fused with an activation, as ONNX Runtime writes them for inference.
 
     FusedGemm(a, b, c) -> activation(alpha * a @ b + beta * c)
     FusedConv(x, w, b, z) -> activation(conv(x, w, b) + z)
 
-`activation` is the name of an op of ONNX, with its attributes as numbers beside it: activation_alpha, activation_beta,
-or activation_params, in the order in which the op has them.
+`activation` is the name of an ONNX op; its attributes are given by activation_alpha, activation_beta or
+activation_params, in the order of the op's own.
 """
 
 from __future__ import annotations

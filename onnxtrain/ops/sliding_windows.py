@@ -1,6 +1,6 @@
-"""What convolutions and pools share: windows that slide over the axes after the channels.
+"""Sliding windows over the spatial axes, for convolutions and pools.
 
-An output element i reads, along an axis of size s, the places  i*stride - pad + j*dilation  for j < kernel; those
+Along an axis of size s, output element i reads the positions  i*stride - pad + j*dilation  for j < kernel; positions
 outside [0, s) are padding.
 """
 
@@ -21,31 +21,31 @@ from onnxtrain.ops.definition import NodeView
 
 
 def sizes_per_axis(argument: Any, count: int) -> list[Any]:
-    """An argument of an ATen call with one size per axis, where one size may stand for all."""
-    found = list(argument) if isinstance(argument, (list, tuple)) else [argument]
-    return found * count if len(found) == 1 else found
+    """Return an argument of an ATen call as one size per axis; a single size is valid for all axes."""
+    per_axis = list(argument) if isinstance(argument, (list, tuple)) else [argument]
+    return per_axis * count if len(per_axis) == 1 else per_axis
 
 
 def ints_per_axis(argument: Any, count: int) -> list[Any]:
-    """An argument of an ATen call with one number per axis, where one number may stand for all.
+    """Return an argument of an ATen call as one integer per axis; a single integer is valid for all axes.
 
     Raises:
-        TypeError: one is no number but an expression of sizes, which an attribute cannot hold.
+        TypeError: one of them is a symbolic size, which an attribute cannot hold.
     """
     numbers = sizes_per_axis(argument, count)
     if any(isinstance(number, str) for number in numbers):
-        raise TypeError(f"expected numbers, got {numbers}")
+        raise TypeError(f"expected integers, got symbolic sizes: {numbers}")
     return numbers
 
 
 def attribute_per_axis(n: NodeView, name: str, count: int, default: int) -> list[int]:
-    """An attribute with one number for each of `count` axes."""
+    """Return an attribute as one integer for each of `count` axes."""
     given = getattr(n, name)
     return [default] * count if given is None else list(given)
 
 
 def symmetric_pads(n: NodeView, count: int) -> list[int]:
-    """The padding of each of `count` axes, as PyTorch takes it: the same at both ends.
+    """Return the padding of each of `count` axes, as PyTorch takes it: the same at both ends.
 
     Raises:
         GraphError: the ends differ.
@@ -53,9 +53,9 @@ def symmetric_pads(n: NodeView, count: int) -> list[int]:
     pads = attribute_per_axis(n, "pads", 2 * count, 0)
     if pads[:count] != pads[count:]:
         raise GraphError(
-            f"{n.definition.name} takes the same padding at both ends of an axis",
+            f"{n.definition.name} needs the same padding at both ends of each axis",
             got=str(pads),
-            todo="pad with a Pad node before",
+            todo="pad with a Pad node before the op",
         )
     return pads[:count]
 
@@ -64,7 +64,7 @@ Padding = tuple[Size, Size]  # before and after an axis
 
 
 def paddings(n: NodeView, inner: Sequence[Size], kernel: Sequence[Size]) -> list[Padding]:
-    """The padding of each axis, of these sizes, with the node's `auto_pad` worked out."""
+    """Return the padding of each axis, with the node's `auto_pad` resolved for these sizes."""
     count = len(inner)
     strides, dilations = attribute_per_axis(n, "strides", count, 1), attribute_per_axis(n, "dilations", count, 1)
     return auto_padding(n.auto_pad, attribute_per_axis(n, "pads", 2 * count, 0), inner, kernel, strides, dilations)
@@ -78,32 +78,32 @@ def auto_padding(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> list[Padding]:
-    """The padding of each axis, of sizes `inner`: `pads` (first before all axes, then after them), or what a name says.
+    """Return the padding of axes of sizes `inner`: from `pads` (all begins, then all ends) or from `auto_pad`.
 
-    SAME_UPPER and SAME_LOWER give an axis of size s as many windows as strides fit: ceil(s / stride). What they need
-    beyond s is padding, half at each end; an odd place goes to the end, or with SAME_LOWER to the beginning.
+    SAME_UPPER and SAME_LOWER make ceil(s / stride) windows of an axis of size s. The positions they need beyond s are
+    padding, half at each end; an odd one is added at the end, with SAME_LOWER at the beginning.
     """
     count = len(inner)
     if auto_pad == "NOTSET":
         return list(zip(pads[:count], pads[count:], strict=True))
     if auto_pad == "VALID":
         return [(0, 0)] * count
-    found: list[Padding] = []
+    padding: list[Padding] = []
     for size, window, stride, dilation in zip(inner, kernel, strides, dilations, strict=True):
         windows = sizes.floor_divide(sizes.add(size, stride - 1), stride)
         lacking = sizes.maximum(0, sizes.subtract(covered_size(windows, window, stride, dilation), size))
         less = sizes.floor_divide(lacking, 2)
         more = sizes.subtract(lacking, less)
-        found.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
-    return found
+        padding.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
+    return padding
 
 
 def window_count(
     size: Size, kernel: Size, stride: int, pad: Size, dilation: int, ceil: bool = False, after: Size | None = None
 ) -> Size:
-    """How many windows fit, with padding `pad` at both ends or `after` at the other.
+    """Return how many windows fit, with padding `pad` at both ends, or `pad` before and `after` after the axis.
 
-    With `ceil` the last may reach over the padding, but has to start before it.
+    With `ceil` the last window may extend beyond the padding, but must start before the padding at the end.
     """
     both = sizes.multiply(2, pad) if after is None else sizes.add(pad, after)
     span = sizes.subtract(sizes.add(size, both, -1), sizes.multiply(dilation, sizes.subtract(kernel, 1)))
@@ -115,7 +115,7 @@ def window_count(
 
 
 def covered_size(count: Size, kernel: Size, stride: int, dilation: int) -> Size:
-    """How many places `count` windows cover together, from the first place of the first to the last of the last."""
+    """Return how many positions `count` windows span, from the first of the first to the last of the last."""
     between = sizes.multiply(stride, sizes.subtract(count, 1))
     return sizes.add(between, sizes.multiply(dilation, sizes.subtract(kernel, 1)), 1)
 
@@ -125,17 +125,17 @@ def product(numbers: Sequence[Size]) -> Size:
 
 
 def spatial_sizes(x: ir.Value) -> Sizes:
-    """The sizes after the channels."""
+    """Return the sizes of the spatial axes: those after the channels."""
     return sizes.dims_of(x)[2:]
 
 
 def spatial_axes(letter: str, x: ir.Value) -> str:
-    """The axes of x after its channels, for an axis map: each is needed whole."""
+    """Return the spatial axes of x for an axis map, each marked as needed as a whole."""
     return " ".join(f"[{letter}{i}]" for i in range(rank_of(x) - 2))
 
 
 def cropped(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[Size]) -> ir.Value:
-    """The part of x that begins at `starts` and has `lengths`, on the axes after the channels."""
+    """Return the part of x that begins at `starts` and has sizes `lengths`, on the spatial axes."""
     have = spatial_sizes(x)
     if not any(starts) and tuple(lengths) == have:
         return x
@@ -148,7 +148,7 @@ def cropped(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[S
 
 
 def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], count: Sizes) -> ir.Value:
-    """`count` places of x along each axis after the channels, `steps` apart."""
+    """Return `count` positions of x along each spatial axis, `steps` apart."""
     spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
     ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
     axes = int64_vector(op, range(2, 2 + len(starts)))
@@ -159,7 +159,7 @@ def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int
 
 
 def padded_at_end(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
-    """Puts so many zeros after each axis after the channels."""
+    """Append this many zeros to each spatial axis."""
     if all(m == 0 for m in missing):
         return x
     longer = tuple(sizes.add(have, m) for have, m in zip(spatial_sizes(x), missing, strict=True))

@@ -1,6 +1,6 @@
-"""What integers a value holds, as size expressions: the same size arithmetic that programs do, done on expressions.
+"""The integers that a value holds, as size expressions: evaluates the size arithmetic of a program symbolically.
 
-Shape(x, start=0, end=1) ──> Mul(·, 12) ──> Concat(·, 64)      holds (12*s0, 64) where x is [s0, h]
+Shape(x, start=0, end=1) ──> Mul(·, 12) ──> Concat(·, 64)      holds (12*s0, 64) if x is [s0, h]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxtrain.ops.registry import definition_of
 
 
 class SizeExpression:
-    """A size that takes part in Python arithmetic."""
+    """A size with Python's arithmetic operators."""
 
     __slots__ = ("size",)
 
@@ -60,20 +60,20 @@ class SizeExpression:
         return self * -1
 
     def largest(self, other: Any) -> SizeExpression:
-        """The larger of both."""
+        """Return the maximum of both."""
         return SizeExpression(sizes.maximum(self.size, _size(other)))
 
     def smallest(self, other: Any) -> SizeExpression:
-        """The smaller of both."""
+        """Return the minimum of both."""
         return SizeExpression(sizes.minimum(self.size, _size(other)))
 
     def scaled(self, factor: float) -> SizeExpression:
-        """floor(self * factor) in doubles."""
+        """Return floor(self * factor), computed in doubles."""
         return SizeExpression(sizes.scale(self.size, factor))
 
 
 class _ShapeOf:
-    """A tensor of which only the sizes are read."""
+    """A tensor of which only the sizes are read: an argument of `host_eval`."""
 
     def __init__(self, value: ir.Value) -> None:
         self._sizes = sizes.dims_of(value)
@@ -89,7 +89,7 @@ def _size(number: Any) -> Size:
 
 
 def known_ints(value: ir.Value) -> Sizes | None:
-    """The integers that an int64 scalar or vector holds, where they follow from constants and sizes; else None."""
+    """Return the integers of an int64 scalar or vector, if they follow from constants and sizes; else None."""
     known = as_sizes(value)
     if known is not None:
         return known
@@ -100,11 +100,19 @@ def known_ints(value: ir.Value) -> Sizes | None:
 
 
 def required_ints(value: ir.Value, use: str) -> Sizes:
-    """As `held_sizes`, where there is no output type without them."""
-    held = known_ints(value)
-    if held is None:
+    """Return `known_ints` of a value that an output type depends on.
+
+    Args:
+        value: an int64 scalar or vector.
+        use: what it is, for the error.
+
+    Raises:
+        GraphError: its integers do not follow from constants and sizes.
+    """
+    integers = known_ints(value)
+    if integers is None:
         raise GraphError(f"{use} must follow from the sizes of the inputs", got=f"{value.name}, of unknown contents")
-    return held
+    return integers
 
 
 def _computed(value: ir.Value) -> Any:

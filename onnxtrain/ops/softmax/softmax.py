@@ -1,4 +1,4 @@
-"""Softmax over one axis, its logarithm, and the softmax that attention takes.
+"""Softmax over one axis, LogSoftmax, and the safe softmax of attention.
 
     Softmax(x) -> y = exp(x - max) / Σ exp(x - max)        LogSoftmax(x) -> y = x - max - log Σ exp(x - max)
     SafeSoftmax(x) -> y                                     as Softmax, but a row of -inf gives 0, not NaN
@@ -39,7 +39,7 @@ from onnxtrain.torch_compat import aten_kernels
 
 
 def _row_axes(n: NodeView) -> str:
-    """All axes pass but the one that is summed over; a gradient's two inputs pass alike."""
+    """Return the axis map: all axes pass but the normalized one; both inputs of a gradient op have the same."""
     values = [v for v in n.node.inputs if v is not None]
     rank = rank_of(values[0])
     whole = normalize_axis(n.axis, rank)
@@ -48,14 +48,14 @@ def _row_axes(n: NodeView) -> str:
 
 
 def _capture(domain: str, name: str) -> FromTorch:
-    """`softmax(x, dim, dtype)` and `_softmax(x, dim, half_to_float)`: x is cast first."""
+    """Capture `softmax(x, dim, dtype)` and `_softmax(x, dim, half_to_float)`: x is cast first."""
 
     def capture(op: Builder, x: ir.Value, dim: int, dtype: Any = None) -> Any:
         x = cast(op, x, op.out[0].dtype)
         softmax = op.op(domain, name)
         if rank_of(x):
             return softmax(x, axis=dim)
-        # PyTorch takes a 0-dimensional tensor for one of one element.
+        # PyTorch treats a 0-dimensional tensor as a vector of one element.
         row = op.Reshape(x, op.sizes([1]))
         return op.Reshape(softmax(row, axis=0), op.sizes([]))
 
