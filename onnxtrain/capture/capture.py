@@ -51,6 +51,7 @@ from onnxtrain.capture.functionalize.composite_operators import (
     unread_draws_kept,
     without_tokens,
 )
+from onnxtrain.capture.functionalize.expanded_writes import refuse_writes_to_expanded
 from onnxtrain.capture.functionalize.memory_order_draws import draw_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import grad_mode_noted, keep_gradients_out
 from onnxtrain.capture.functionalize.views import mark_views
@@ -253,6 +254,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
                 program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         with _faults_are_ours(module):
+            refuse_writes_to_expanded(program)
             draw_in_memory_order(program)
             mark_views(program)
             keep_gradients_out(program)

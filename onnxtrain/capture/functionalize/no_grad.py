@@ -60,7 +60,7 @@ def keep_gradients_out(program: ExportedProgram) -> None:
     switched = [n for n in calls if _gradients_are_on(n) != torch.is_grad_enabled()]
     if switched and not torch.is_grad_enabled():
         raise _switched_on(switched[0])
-    if switched or any(map(_written, calls)):
+    if switched or any(map(written_arguments, calls)):
         _Walk(module, calls, set(program.graph_signature.inputs_to_parameters)).graph(module)
 
 
@@ -81,7 +81,7 @@ def _switched_on(node: Node) -> CaptureError:
     )
 
 
-def _written(node: Node) -> list[Node]:
+def written_arguments(node: Node) -> list[Node]:
     """The tensors that an operator changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
@@ -126,7 +126,7 @@ class _Walk:
             bodies = [getattr(module, str(a.target), None) if _is_attribute(a) else None for a in node.args]
             if any(isinstance(body, GraphModule) for body in bodies):
                 self._region(node, bodies)
-            elif node.op == "call_function" and (written := _written(node)):
+            elif node.op == "call_function" and (written := written_arguments(node)):
                 self._write(node, written)
             elif node.op == "call_function" and not _is_result_of_region(node):
                 self._value(node)
