@@ -28,7 +28,6 @@ NOT_YET: set[str] = {
     "capture/convert/symbolic_sizes.py",
     "capture/effects/escaped_tensors.py",
     "capture/effects/outside_tensors.py",
-    "capture/effects/written_views.py",
     "capture/export/composite_shapes.py",
     "capture/export/data_attribute.py",
     "capture/export/dynamo_graph.py",

@@ -96,6 +96,7 @@ def _capture_matmul(op: Builder, a: ir.Value, b: ir.Value) -> Any:
 
 
 def _capture_outer(op: Builder, a: ir.Value, b: ir.Value) -> Any:
+    a, b = promoted(op, a, b)
     return op.Mul(op.Unsqueeze(a, constant_axes(op, 1)), op.Unsqueeze(b, constant_axes(op, 0)))
 
 
