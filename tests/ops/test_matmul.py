@@ -61,6 +61,10 @@ def test_a_base_of_another_type_is_promoted():
     check_capture(torch.addr, Spec("m k", torch.bfloat16), Spec("m"), Spec("k"), sizes=SIZES)
 
 
+def test_vectors_of_other_types_are_promoted():
+    check_capture(lambda a, b: torch.outer(a, b) * 2, Spec("k"), Spec("n", torch.bfloat16), sizes=SIZES)
+
+
 def test_a_base_larger_than_no_rows():
     """PyTorch returns the shape of the base if the matrix has no rows."""
     check_capture(

@@ -209,6 +209,22 @@ def test_data_that_a_graph_cannot_write_is_refused(text: str, reason: str) -> No
         ours(Calls(written(text)))(torch.randn(3, WIDTH))
 
 
+# Expanded views
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.detach().expand(2, *x.shape).fill_(0.9); v = x",
+        "torch.broadcast_to(self.seen, (2, *self.seen.shape)).zero_(); v = x * self.seen",
+    ],
+)
+def test_a_write_to_an_expanded_view_is_refused(text: str) -> None:
+    """Functionalization adds up the elements that are one in memory."""
+    with pytest.raises(CaptureError, match="writes to an expanded view"):
+        ours(Calls(written(text)))(torch.randn(3, WIDTH))
+
+
 # Buffers that are written from values of another shape or type
 
 
