@@ -19,11 +19,6 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -47,9 +42,6 @@ from onnxtrain.capture.four_bit_weights import four_bit_weights
 from onnxtrain.capture.functionalize.composite_operators import (
     buffer_copies_kept,
     composite_parts,
-    plain_copies,
-    unread_draws_kept,
-    without_tokens,
 )
 from onnxtrain.capture.functionalize.expanded_writes import refuse_writes_to_expanded
 from onnxtrain.capture.functionalize.memory_order_draws import draw_in_memory_order
@@ -65,6 +57,14 @@ from onnxtrain.capture.structure import OutputStructure, Structure, flatten_outp
 from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError, ORTModuleIOError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
+from onnxtrain.torch_compat.decompositions import without_effect_tokens, without_reference_functions
+from onnxtrain.torch_compat.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from onnxtrain.torch_compat.internal import refuse_if_lacking
+from onnxtrain.torch_compat.tracing import copies_without_bases, unread_samples_kept
 
 _PREFIX = "module."
 Run: TypeAlias = Callable[..., Any]
@@ -215,6 +215,7 @@ def capture(
     Raises:
         CaptureError: forward cannot be captured; says where and why.
     """
+    refuse_if_lacking()
     start = time.perf_counter()
     wrap = partial(_Wrapper, module, structure, watch, run)
     captured = _nearest(wrap, tensors, suggested, fixed_sizes, outside_is_input)
@@ -349,6 +350,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
+# PyTorch's reference functions for these losses take other arguments than the operators, and would be used anyway:
+# cross_entropy with reduction="none" would get the shape ().
 _WRONG_REFERENCES = (
     torch.ops.aten.nll_loss.default,
     torch.ops.aten.hinge_embedding_loss.default,
@@ -358,21 +361,21 @@ _WRONG_REFERENCES = (
 
 def _functionalize(program: ExportedProgram) -> ExportedProgram:
     """Functional ATen; composite operators that have a definition stay single nodes."""
-    # PyTorch's reference functions for these losses take other arguments than the operators, and would be used all the
-    # same: cross_entropy with reduction="none" would get the shape ().
-    table = torch._decomp.decomposition_table
-    wrong = {op: table.pop(op) for op in _WRONG_REFERENCES if op in table}
     try:
-        with plain_copies(), buffer_copies_kept(), unread_draws_kept(), cheap_tracing(), shape_shortcuts():
+        with (
+            without_reference_functions(_WRONG_REFERENCES),
+            copies_without_bases(),
+            buffer_copies_kept(),
+            unread_samples_kept(),
+            cheap_tracing(),
+            shape_shortcuts(),
+        ):
             functional: ExportedProgram = program.run_decompositions(composite_parts(program))
-        return without_tokens(functional)
+        return without_effect_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything
         raise CaptureError(
             f"the exported graph cannot be made functional: {_reason(error)}", where=source_line.in_error(error)
         ) from error
-    finally:
-        for op, reference in wrong.items():
-            table[op] = reference
 
 
 # From the export's signature to ours

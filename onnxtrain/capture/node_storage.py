@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.symbols import unreplaced_expression
+from onnxtrain.torch_compat.tensors import storage_id
 
 
 def storages_of(node: Node) -> set[int]:
@@ -23,7 +26,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
 
 
 def _expression(size: Any) -> Any:
-    return size.node._expr if isinstance(size, torch.SymInt) else size
+    return unreplaced_expression(size) if isinstance(size, torch.SymInt) else size
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -31,6 +34,6 @@ def _storage(tensor: torch.Tensor) -> int | None:
     if tensor.layout != torch.strided:
         return None
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except NotImplementedError:  # wrapped by vmap or jvp
         return None

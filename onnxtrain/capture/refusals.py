@@ -7,10 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture.four_bit_weights import is_four_bit, refuse_four_bit
 from onnxtrain.capture.key.snapshot import PLAIN_TENSORS
@@ -18,6 +15,8 @@ from onnxtrain.capture.structure import Structure
 from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import MICROSOFT
+from onnxtrain.torch_compat.dispatch import is_device_context
+from onnxtrain.torch_compat.modes import dispatch_modes, forward_ad_level, function_modes, is_inside_transform
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -34,17 +33,17 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
         CaptureError: a transform, forward-mode differentiation or a mode is under way; a view that is negated lazily.
         ORTModuleIOError: a tensor of another layout, or of a class of its own.
     """
-    if torch._C._are_functorch_transforms_active():
+    if is_inside_transform():
         raise CaptureError(
             "the module is called inside a torch.func transform",
             todo="the module runs in PyTorch; call it outside of vmap, grad, jvp and their like",
         )
-    if forward_ad._current_level >= 0:
+    if forward_ad_level() >= 0:
         raise CaptureError(
             "the module is called under forward-mode differentiation, which a graph does not carry",
             todo="the module runs in PyTorch; call it outside of torch.autograd.forward_ad.dual_level()",
         )
-    modes = [type(mode).__qualname__ for mode in (*_function_modes(), *_get_current_dispatch_mode_stack())]
+    modes = [type(mode).__qualname__ for mode in (*_function_modes(), *dispatch_modes())]
     if modes:
         raise CaptureError(
             "a mode is on that is to see each of the module's operators: a graph has others",
@@ -84,7 +83,7 @@ def refuse_numbers(structure: Structure, tensors: Sequence[torch.Tensor]) -> Non
 
 def _function_modes() -> list[TorchFunctionMode]:
     """The modes that are on, but for the default device, which a capture takes as it is."""
-    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    return [mode for mode in function_modes() if not is_device_context(mode)]
 
 
 def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -> None:

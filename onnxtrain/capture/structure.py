@@ -16,9 +16,10 @@ from types import BuiltinFunctionType, EllipsisType, FunctionType, NoneType
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
-from torch.utils import _pytree as pytree
 
 from onnxtrain.errors import ORTModuleIOError
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.tensors import storage_id
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _CONSTANTS = (
@@ -299,7 +300,7 @@ def _open_container(value: Any) -> _Container | None:
         )
     if kind is list or kind is tuple or kind is torch.Size:
         return value, [f"[{i}]" for i in range(len(value))], len(value), kind
-    registered = pytree.SUPPORTED_NODES.get(kind)
+    registered = pytree.registered_containers.get(kind)
     if registered is not None:
         return _open_registered(value, registered)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -421,7 +422,7 @@ def _shared(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         try:
-            storage = tensor.untyped_storage()._cdata
+            storage = storage_id(tensor)
         except (NotImplementedError, RuntimeError):  # a subclass without storage of its own
             continue
         groups.setdefault(storage, []).append(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from onnxtrain.torch_compat.internal import Internal, missing
+from onnxtrain.torch_compat.internal import Internal, missing, required
 
 _current_backward = Internal[Callable[[], int]](
     "current_backward",
@@ -129,3 +130,9 @@ set_materialize_grads = Internal[Callable[[Any, bool], None]](
     cost="modules with custom autograd functions that set it run in PyTorch",
     check=callable,
 ).get()
+
+SingleLevelFunction: Any = required(
+    "single_level_function",
+    lambda: importlib.import_module("torch.autograd.function")._SingleLevelFunction,
+    "the class of PyTorch behind torch.autograd.Function, whose `apply` a capture replaces",
+)

@@ -2,8 +2,8 @@
 
     softmax_grad = Internal("softmax_grad", lambda: torch._softmax_backward_data, why=..., without=..., cost=...).get()
 
-ONNXTRAIN_WITHOUT_INTERNALS="softmax_grad,cpu_flash" (or "all") takes what stands in for them, as where PyTorch has them
-no more: the tests run so.
+ONNXTRAIN_WITHOUT_INTERNALS="softmax_grad,cpu_flash" uses the replacements of these entries, as on a PyTorch that lacks
+them; "all" those of every entry that is not required. The tests run so.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ VARIABLE = "ONNXTRAIN_WITHOUT_INTERNALS"
 ENTRIES: dict[str, Internal[Any]] = {}  # all that have been imported, by name
 
 
+class Absent:
+    """Stands in for a class that this PyTorch lacks: it has no instances."""
+
+
+class AbsentError(Exception):
+    """Stands in for an exception that this PyTorch lacks: it is never raised."""
+
+
 class Internal(Generic[T]):
     """One private part of PyTorch.
 
@@ -31,6 +39,7 @@ class Internal(Generic[T]):
         without: what takes its place: a slower way to the same result, or `missing(name)`.
         cost: what users notice without it.
         versions: where PyTorch has had it under this name.
+        required: whether no module can be captured without it; all then run in PyTorch (`refuse_if_lacking`).
         check: raises or returns False where it is not what is expected. Runs at first use, in microseconds.
         agrees: compares it with `without` on an example; run by the tests, on each version of PyTorch.
     """
@@ -44,12 +53,13 @@ class Internal(Generic[T]):
         without: T,
         cost: str,
         versions: str = "2.11 to 2.13",
+        required: bool = False,
         check: Callable[[T], bool] | None = None,
         agrees: Callable[[T], bool] | None = None,
     ) -> None:
         assert name not in ENTRIES, f"the entry {name} is defined twice"
         self.name, self.why, self.without, self.cost, self.versions = name, why, without, cost, versions
-        self._find, self._check, self.agrees = find, check, agrees
+        self._find, self._check, self.agrees, self.required = find, check, agrees, required
         self._resolved: tuple[T] | None = None
         self.fault = ""
         ENTRIES[name] = self
@@ -67,7 +77,7 @@ class Internal(Generic[T]):
         return not self.fault
 
     def _resolve(self) -> T:
-        if _is_switched_off(self.name):
+        if _is_switched_off(self):
             self.fault = f"switched off by {VARIABLE}"
             return self.without
         try:
@@ -94,6 +104,23 @@ def missing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _is_switched_off(name: str) -> bool:
+def required(name: str, find: Callable[[], T], why: str, without: Any = Absent) -> T:
+    """Get a private part without which no module can be captured."""
+    cost = "every module runs in PyTorch"
+    return Internal[T](name, find, why=why, without=without, cost=cost, required=True).get()
+
+
+def refuse_if_lacking() -> None:
+    """Check that this PyTorch has every private part that each capture needs.
+
+    Raises:
+        CaptureError: names those that it lacks.
+    """
+    lacking = sorted(entry.name for entry in ENTRIES.values() if entry.required and not entry.is_available)
+    if lacking:
+        missing(", ".join(lacking))()
+
+
+def _is_switched_off(entry: Internal[Any]) -> bool:
     names = os.environ.get(VARIABLE, "").split(",")
-    return name in names or "all" in names
+    return entry.name in names or ("all" in names and not entry.required)

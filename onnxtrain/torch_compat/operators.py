@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onnxtrain.torch_compat.internal import Internal, missing
+from onnxtrain.torch_compat.internal import Internal, missing, required
 
 if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
 else:  # the classes have no public name, their objects have
     OpOverload = type(torch.ops.aten.add.Tensor)
     OpOverloadPacket = type(torch.ops.aten.add)
+    HigherOrderOperator = required(
+        "HigherOrderOperator",
+        lambda: importlib.import_module("torch._ops").HigherOrderOperator,
+        "the class of calls in an exported graph whose arguments are graphs",
+    )
 
 
 def name_and_overload(operator: OpOverload) -> tuple[str, str]:
@@ -29,7 +36,8 @@ schema_of = Internal[Callable[[OpOverload], Any]](
     lambda: attrgetter("_schema"),
     why="the names, defaults and aliases of an operator's arguments; nothing public tells them",
     without=missing("schema_of"),
-    cost="modules whose operators are not captured as ONNX ops run in PyTorch",
+    cost="every module runs in PyTorch",
+    required=True,
     check=lambda found: [a.name for a in found(torch.ops.aten.add.Tensor).arguments] == ["self", "other", "alpha"],
 ).get()
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from onnxtrain.torch_compat.internal import Internal, missing
+from onnxtrain.torch_compat.internal import Internal, missing, required
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -15,7 +15,8 @@ def _function(name: str) -> Callable[..., Any]:
         lambda: getattr(importlib.import_module("torch.utils._pytree"), name),
         why="containers that users registered with PyTorch are known to its own pytrees only",
         without=missing(f"pytree.{name}"),
-        cost="modules run in PyTorch",
+        cost="every module runs in PyTorch",
+        required=True,
         check=callable,
     ).get()
 
@@ -27,3 +28,9 @@ tree_leaves = _function("tree_leaves")
 tree_map = _function("tree_map")
 tree_map_only = _function("tree_map_only")
 tree_unflatten = _function("tree_unflatten")
+registered_containers: dict[type, Any] = required(
+    "pytree.registered_containers",
+    lambda: importlib.import_module("torch.utils._pytree").SUPPORTED_NODES,
+    "the containers that users registered, and how they are taken apart",
+    without={},
+)

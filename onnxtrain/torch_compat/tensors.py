@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 
-from onnxtrain.torch_compat.internal import Internal
+from onnxtrain.torch_compat.internal import Internal, missing
 
 
 def _identity_of_storage(tensor: torch.Tensor) -> int:
@@ -85,3 +87,44 @@ empty_strided_cpu = Internal[Callable[[Sequence[int], Sequence[int], torch.dtype
     check=lambda found: found((2, 3), (3, 1), torch.float32).stride() == (3, 1),
     agrees=lambda found: found((2, 3), (1, 2), torch.int64).shape == (2, 3),
 ).get()
+
+version_of = Internal[Callable[[torch.Tensor], int]](
+    "version_of",
+    lambda: attrgetter("_version"),
+    why="counts the in-place changes of a tensor, those of views of it too; nothing public tells of them",
+    without=missing("version_of"),
+    cost="modules with constants or custom autograd functions run in PyTorch",
+    check=lambda found: found(torch.zeros(1).add_(1)) == 1,
+).get()
+
+
+def _one_reference(tensor: torch.Tensor) -> int:
+    return 1
+
+
+use_count = Internal[Callable[[torch.Tensor], int]](
+    "use_count",
+    lambda: torch.Tensor._use_count,  # type: ignore[attr-defined]  # the stub lacks it
+    why="whether C++ holds a tensor, as autograd does: that counts as a reference from Python",
+    without=_one_reference,
+    cost="all holders of a tensor are searched where autograd alone holds it",
+    check=lambda found: found(torch.empty(1)) == 1,
+).get()
+
+negated_view = Internal[Callable[[torch.Tensor], torch.Tensor] | None](
+    "negated_view",
+    lambda: torch._neg_view,
+    why="the one operator that makes a negated view of a real tensor, to check that such inputs are noticed",
+    without=None,
+    cost="the check of inputs is not used, and a call takes a few microseconds longer",
+    check=lambda found: found is not None and found(torch.ones(1)).is_neg(),
+).get()
+
+TENSOR_GUARDS = Internal[Any](
+    "tensor_guards",
+    lambda: importlib.import_module("torch._C._dynamo.guards").TensorGuards,
+    why="compares the types, shapes and devices of all inputs and parameters in one call of C++",
+    without=None,
+    cost="a call takes about a microsecond longer for each tensor",
+    check=callable,
+)

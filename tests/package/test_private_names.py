@@ -20,45 +20,6 @@ ATTRIBUTES = {
     "_schema": "operators.schema_of",
 }
 
-# Files that do not keep to it yet. The list only gets shorter: a file that does is removed from it.
-NOT_YET: set[str] = {
-    "capture/capture.py",
-    "capture/convert/aten_gradient.py",
-    "capture/convert/convert.py",
-    "capture/convert/symbolic_sizes.py",
-    "capture/effects/escaped_tensors.py",
-    "capture/effects/outside_tensors.py",
-    "capture/export/composite_shapes.py",
-    "capture/export/data_attribute.py",
-    "capture/export/dynamo_graph.py",
-    "capture/export/fake_tensors.py",
-    "capture/export/meta_functions.py",
-    "capture/export/patches.py",
-    "capture/export/torch_reports.py",
-    "capture/export/tracing_shortcuts.py",
-    "capture/functionalize/autocast.py",
-    "capture/functionalize/batch_norm.py",
-    "capture/functionalize/composite_operators.py",
-    "capture/functionalize/explicit_casts.py",
-    "capture/functionalize/no_grad.py",
-    "capture/functionalize/views.py",
-    "capture/functionalize/without_retracing.py",
-    "capture/guards/element_decisions.py",
-    "capture/guards/guards.py",
-    "capture/guards/shape_proof.py",
-    "capture/key/fingerprint.py",
-    "capture/key/key.py",
-    "capture/key/snapshot.py",
-    "capture/node_storage.py",
-    "capture/python_functions/calls.py",
-    "capture/python_functions/output_sizes.py",
-    "capture/python_functions/trial_run.py",
-    "capture/refusals.py",
-    "capture/stored/containers.py",
-    "capture/stored/expressions.py",
-    "capture/structure.py",
-}
-
 
 def private_names(source: str) -> Iterator[str]:
     """The private names of PyTorch in a Python source: imports, attributes of its modules, and `ATTRIBUTES`."""
@@ -115,9 +76,7 @@ def test_only_the_door_names_private_parts_of_pytorch() -> None:
         if DOOR not in path.parents
     }
     violations = {path: names for path, names in violations.items() if names}
-    added = {path: names for path, names in violations.items() if path not in NOT_YET}
-    assert not added, f"make each an entry of onnxtrain/torch_compat/ ({ATTRIBUTES}): {added}"
-    assert sorted(violations) == sorted(NOT_YET), "remove from NOT_YET the files that name none any more"
+    assert not violations, f"make each an entry of onnxtrain/torch_compat/ ({ATTRIBUTES}): {violations}"
 
 
 @pytest.mark.parametrize(

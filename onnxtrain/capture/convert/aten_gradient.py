@@ -20,14 +20,10 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.export.patches import CAPTURE_LOCK
 from onnxtrain.capture.export.torch_reports import reports_dropped
@@ -37,6 +33,12 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.aten_node import AtenCall, aten_call, is_composite
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.aten_operators import CONJ
+from onnxtrain.torch_compat.decompositions import enable_python_dispatcher
+from onnxtrain.torch_compat.fake_tensors import FakeTensorMode, FunctionalTensorMode, dispatch_functionalize
+from onnxtrain.torch_compat.modes import autocast_disabled
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
 
 Flags = tuple[bool, ...]
 # (builder, traced module, what its nodes are that are known already) -> the module's outputs
@@ -132,7 +134,7 @@ class TracedGradient:
         """The state in which operators run on the fakes; gives the list of what is decided from sizes."""
         stack.enter_context(CAPTURE_LOCK)
         stack.enter_context(reports_dropped())
-        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(autocast_disabled())
         stack.enter_context(self._mode)
         stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
         self._mode.cache_enabled = False  # what it has cached it fits to the sizes, which looks like a decision
@@ -270,7 +272,7 @@ def _same_shapes(found: Any, expected: Any) -> bool:
 
 def _makes_tensors(target: Any) -> bool:
     """Whether an operator is of the kind of `randn_like`: in Python its results have no gradient."""
-    return {"dtype", "layout", "device", "pin_memory"} <= {argument.name for argument in target._schema.arguments}
+    return {"dtype", "layout", "device", "pin_memory"} <= {argument.name for argument in schema_of(target).arguments}
 
 
 def _has_no_derivative(tensor: torch.Tensor) -> bool:
@@ -295,15 +297,15 @@ def _symbols(value: Any) -> set[Any]:
 
 
 def _changes_in_place(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _fold_conjugates(module: GraphModule) -> None:
-    """Conjugates plain numbers now: `aten._conj` takes none.
+    """Conjugates plain numbers now: `CONJ` takes none.
 
     `z * 2j` saves its number as a tensor, which is 2j itself in the trace.
     """
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default):
+    for node in module.graph.find_nodes(op="call_function", target=CONJ.default):
         (number,) = node.args
         if isinstance(number, (int, float, complex)):
             for user in list(node.users):
@@ -343,7 +345,8 @@ def _find_forward(module: GraphModule, call: AtenCall, tensors: int) -> tuple[No
 
 
 def _taken(node: Node) -> list[Any]:
-    return pytree.tree_leaves((node.args, node.kwargs))
+    leaves: list[Any] = pytree.tree_leaves((node.args, node.kwargs))
+    return leaves
 
 
 def _is_tensor(node: Any) -> bool:

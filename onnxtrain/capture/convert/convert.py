@@ -14,10 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch._higher_order_ops.auto_functionalize import auto_functionalized
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.exported_program import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.convert.aten_gradient import TracedGradient
@@ -33,6 +30,12 @@ from onnxtrain.ops.aten_node import Text, aten_call, aten_node
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.aten_operators import NATIVE_BATCH_NORM_FUNCTIONAL, NATIVE_BATCH_NORM_NO_TRAINING
+from onnxtrain.torch_compat.decompositions import auto_functionalized
+from onnxtrain.torch_compat.dispatch import is_any_autocast_enabled
+from onnxtrain.torch_compat.fake_tensors import FakeTensor
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
 # Calls that only state what is already known of sizes and types: the guards hold them.
@@ -44,8 +47,8 @@ _LITERAL = 64  # elements of a tensor that a trace may hold as it is
 
 # Norms that are given running statistics and leave them as they are.
 _WITHOUT_UPDATES = (
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    torch.ops.aten._native_batch_norm_legit_no_training.default,
+    NATIVE_BATCH_NORM_FUNCTIONAL.default,
+    NATIVE_BATCH_NORM_NO_TRAINING.default,
 )
 
 # `tensor.item()`, before and after functionalization.
@@ -57,7 +60,7 @@ def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> boo
 
     It can where autocast is off or its casts are there (`with_casts`), and every call is defined and changes nothing.
     """
-    if torch._C._is_any_autocast_enabled() and not with_casts:
+    if is_any_autocast_enabled() and not with_casts:
         return False
     return not any(
         node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node))
@@ -67,23 +70,23 @@ def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> boo
 
 def _is_plain_call(node: torch.fx.Node) -> bool:
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
     return (
-        not target._schema.is_mutable
+        not schema_of(target).is_mutable
         and not _may_update_buffers(node, target)
         and (str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))) or str(target) in _READS)
     )
 
 
-def _may_update_buffers(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
+def _may_update_buffers(node: torch.fx.Node, target: OpOverload) -> bool:
     """Whether a call is given running statistics, which norms update without that their schemas say so."""
     if target in _WITHOUT_UPDATES:
         return False
-    given = zip(target._schema.arguments, node.args, strict=False)
+    given = zip(schema_of(target).arguments, node.args, strict=False)
     return any(
         a.name.startswith("running_") and isinstance(value, torch.fx.Node)
-        for a, value in [*given, *((a, node.kwargs.get(a.name)) for a in target._schema.arguments)]
+        for a, value in [*given, *((a, node.kwargs.get(a.name)) for a in schema_of(target).arguments)]
     )
 
 
@@ -360,7 +363,7 @@ def _with_numbers(
     scalar, the traced gradient of an ATen node would be that of PyTorch's example.
     """
     target: Any = node.target
-    schema = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    schema = schema_of(target).arguments if isinstance(target, OpOverload) else ()
     of_type = {argument.name: argument.type for argument in schema}
 
     def number(name: str, given: Any, converted: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 import torch
-from torch.utils._sympy import functions as torch_functions
 
 from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
@@ -16,6 +15,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType
 from onnxtrain.ops.dtypes import ONNX_DTYPES
+from onnxtrain.torch_compat.symbols import functions as torch_functions
 
 
 def size_of(value: int | torch.SymInt) -> Size:

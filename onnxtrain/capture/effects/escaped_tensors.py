@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.utils._pytree import tree_leaves
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.python_functions.calls import FunctionCalls
 from onnxtrain.errors import CaptureError
-from onnxtrain.torch_compat.replacement import replaced
+from onnxtrain.torch_compat.fake_tensors import FakeTensor
+from onnxtrain.torch_compat.patch_points import NEW_FAKE_TENSOR
+from onnxtrain.torch_compat.pytree import tree_leaves
+from onnxtrain.torch_compat.tensors import use_count
 
 
 class FakesMade:
@@ -39,15 +40,18 @@ class FakesMade:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes them, those of this thread."""
-        owner, original = threading.get_ident(), FakeTensor.__new__
+        owner = threading.get_ident()
 
-        def make(cls: Any, *args: Any, **kwargs: Any) -> FakeTensor:
-            tensor: FakeTensor = original(cls, *args, **kwargs)
-            if threading.get_ident() == owner:
-                self._made.append(weakref.ref(tensor))
-            return tensor
+        def noting(original: Callable[..., FakeTensor]) -> Any:
+            def make(cls: Any, *args: Any, **kwargs: Any) -> FakeTensor:
+                tensor = original(cls, *args, **kwargs)
+                if threading.get_ident() == owner:
+                    self._made.append(weakref.ref(tensor))
+                return tensor
 
-        with replaced(FakeTensor, "__new__", staticmethod(make)):
+            return staticmethod(make)
+
+        with NEW_FAKE_TENSOR.wrapped(noting):
             yield
 
     def begin(self) -> None:
@@ -114,8 +118,7 @@ def _references(value: Any) -> int:
 
 def _is_in_autograd(tensor: FakeTensor) -> bool:
     """Whether C++ holds a tensor, which counts as one reference. Where it cannot be asked, any holder is looked for."""
-    count: Callable[[], int] = getattr(tensor, "_use_count", lambda: 1)
-    return count() > 1
+    return use_count(tensor) > 1
 
 
 def _holders(value: Any, own: frozenset[int]) -> list[Any]:

@@ -11,12 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from onnxtrain.capture.key.surroundings import Surroundings, memory_of
-from onnxtrain.torch_compat.replacement import replaced_in_thread
-
-_READERS = ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
+from onnxtrain.torch_compat.patch_points import TENSOR_READS
+from onnxtrain.torch_compat.tensors import is_fake
 
 
 class OutsideTensors:
@@ -36,13 +34,13 @@ class OutsideTensors:
     def noted(self) -> Iterator[None]:
         """Notes which tensors this thread reads. What is traced gives no Python numbers."""
         with ExitStack() as stack:
-            for name in _READERS:
-                stack.enter_context(replaced_in_thread(torch.Tensor, name, self._noting(getattr(torch.Tensor, name))))
+            for point in TENSOR_READS:
+                stack.enter_context(point.replaced_in_thread(self._noting(point.original)))
             yield
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: Any) -> Any:
-            if not isinstance(tensor, FakeTensor) and memory_of(tensor) is not None:
+            if not is_fake(tensor) and memory_of(tensor) is not None:
                 self.read.append(tensor)
             return original(tensor, *args)
 

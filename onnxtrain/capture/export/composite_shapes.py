@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch._C import DispatchKey
-from torch._decomp import decomposition_table
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from onnxtrain.torch_compat.decompositions import composite_kernel, decomposition_table, entry_replaced
+
 _Shape: TypeAlias = "tuple[Any, ...] | None"
-_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 @contextmanager
@@ -29,20 +28,20 @@ def shape_shortcuts() -> Iterator[None]:
     owner = threading.get_ident()
     with ExitStack() as stack:
         for operator, result_of in _SHORTCUTS.items():
-            own = operator.py_kernels.get(_COMPOSITE) or partial(operator._op_dk, _COMPOSITE)
-            stack.enter_context(_python_kernel(operator, _shortcut(own, result_of, owner)))
+            shortcut = partial(_shortcut, result_of, owner)
+            stack.enter_context(composite_kernel(operator, shortcut))
             if operator in decomposition_table:  # where fake tensors look first
-                own = decomposition_table[operator]
-                stack.enter_context(_entry(decomposition_table, operator, _shortcut(own, result_of, owner)))
+                function = shortcut(decomposition_table[operator])
+                stack.enter_context(entry_replaced(decomposition_table, operator, function))
         yield
 
 
-def _shortcut(own: Callable[..., Any], result_of: Callable[..., Any], owner: int) -> Callable[..., Any]:
-    """What `result_of` gives, in the thread `owner`; where that is nothing, what PyTorch's `own` gives."""
+def _shortcut(result_of: Callable[..., Any], owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that returns what `result_of` does, in the thread `owner`; if that is None, PyTorch's result."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = result_of(*args, **kwargs) if threading.get_ident() == owner else None
-        return own(*args, **kwargs) if result is None else result
+        return original(*args, **kwargs) if result is None else result
 
     return run
 
@@ -59,31 +58,6 @@ def _of_shape(shape_of: Callable[..., _Shape]) -> Callable[..., torch.Tensor | N
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-@contextmanager
-def _python_kernel(operator: Any, kernel: Callable[..., Any]) -> Iterator[None]:
-    """PyTorch's Python dispatcher, with which the export traces, calls `kernel` for the operator."""
-    try:
-        with _entry(operator.py_kernels, _COMPOSITE, kernel):
-            operator._dispatch_cache.clear()
-            yield
-    finally:
-        operator._dispatch_cache.clear()
-
-
-@contextmanager
-def _entry(table: Any, key: Any, value: Any) -> Iterator[None]:
-    """A dictionary that holds another value for a while."""
-    before = table.get(key)
-    table[key] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del table[key]
-        else:
-            table[key] = before
 
 
 def _like(shape: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError
-from onnxtrain.torch_compat.replacement import replaced
+from onnxtrain.torch_compat.patch_points import TENSOR_DATA
 
 
 @contextmanager
 def data_is_detached() -> Iterator[None]:
     """Let `tensor.data` be `tensor.detach()` in this thread's trace, and refuse an assignment to it."""
     owner = threading.get_ident()
-    original: Any = torch._C.TensorBase.data
+    original = TENSOR_DATA.original
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
         traced = threading.get_ident() == owner and get_proxy_mode() is not None
@@ -35,5 +34,5 @@ def data_is_detached() -> Iterator[None]:
             )
         original.__set__(tensor, value)
 
-    with replaced(torch.Tensor, "data", property(read, assign)):
+    with TENSOR_DATA.wrapped(lambda _: property(read, assign)):
         yield

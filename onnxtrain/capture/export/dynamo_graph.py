@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
@@ -29,6 +28,8 @@ from onnxtrain.capture.export.patches import capture_is_under_way
 from onnxtrain.capture.source_line import in_text
 from onnxtrain.capture.structure import constant_key
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.modes import enter_autocast, exit_autocast
+from onnxtrain.torch_compat.operators import HigherOrderOperator
 
 _SMALLEST = 2  # a size of 0 or 1 would be no symbol to PyTorch's export
 
@@ -200,11 +201,11 @@ class _Run(Interpreter):
                 return _run(args[0], self._functions, *args[1:])
         if _named(target, "autograd_function_apply"):
             return self._apply(*args, **kwargs)
-        if target is _enter_autocast:
+        if target is enter_autocast:
             autocast = torch.autocast(*args)
             autocast.__enter__()
             return autocast
-        if target is _exit_autocast:
+        if target is exit_autocast:
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
 
@@ -229,7 +230,7 @@ def _run(graph: GraphModule, functions: Functions, *arguments: Any) -> Any:
 
 
 def _named(target: Any, *names: str) -> bool:
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in names
+    return isinstance(target, HigherOrderOperator) and target.name() in names
 
 
 def _is_checkpoint(target: Any) -> bool:

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 from sympy import sympify
-from torch._prims_common import make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from onnxtrain.torch_compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    contiguous_strides,
+    has_symbolic_sizes,
+    inside_kernel,
+)
 
 FLOATING, NUMBERS = object(), object()  # kinds of types: floating; and these or integers, without bool and complex
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -75,7 +81,7 @@ class Fakes:
         self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, strides: Sequence[Any] | None = None
     ) -> FakeTensor:
         """The same, of no other tensor."""
-        with in_kernel_invocation_manager(self.mode):
+        with inside_kernel(self.mode):
             if strides is None:
                 meta = torch.empty(shape, dtype=dtype, device="meta")
             else:
@@ -100,7 +106,7 @@ class Fakes:
         know, and take 2 ms.
         """
         first = tensors[0]
-        if not any(t._has_symbolic_sizes_strides for t in (*tensors, *others)):
+        if not any(has_symbolic_sizes(t) for t in (*tensors, *others)):
             return self.like(first, shape, dtype) if all(map(self.is_in_order, (*tensors, *others))) else None
         channels_last_as_well = len(shape) == 4 and (is_one(shape[1]) or all(map(is_one, shape[2:])))
         if all(map(self.is_in_order if channels_last_as_well else self.is_contiguous, tensors)):
@@ -114,7 +120,7 @@ class Fakes:
         self, x: FakeTensor, shape: Sequence[Any], strides: Sequence[Any], offset: Any | None = None
     ) -> FakeTensor:
         """Of the memory of `x`, from its own first element on or another."""
-        with in_kernel_invocation_manager(self.mode):
+        with inside_kernel(self.mode):
             meta = x.as_strided(shape, strides, x.storage_offset() if offset is None else offset)
         return FakeTensor(self.mode, meta, x.fake_device)
 
@@ -174,7 +180,7 @@ def elementwise_strides(shape: Sequence[Any], operands: Sequence[Sequence[Any]])
         return None
     found = [0] * len(shape)
     outwards = list(reversed(places))
-    for axis, stride in zip(outwards, make_contiguous_strides_for([shape[d] for d in outwards]), strict=True):
+    for axis, stride in zip(outwards, contiguous_strides([shape[d] for d in outwards]), strict=True):
         found[axis] = stride
     return found
 

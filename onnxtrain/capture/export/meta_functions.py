@@ -20,11 +20,17 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from onnxtrain.capture.export.fake_tensors import FLOATING, NUMBERS, Fakes, broadcast_shape, is_one, is_same
-from onnxtrain.torch_compat.replacement import replaced
+from onnxtrain.torch_compat.aten_operators import (
+    LOG_SOFTMAX,
+    NATIVE_BATCH_NORM,
+    NATIVE_BATCH_NORM_FUNCTIONAL,
+    TO_COPY,
+    UNSAFE_VIEW,
+)
+from onnxtrain.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, contiguous_strides, has_symbolic_sizes
+from onnxtrain.torch_compat.patch_points import FAKE_DISPATCH
 
 _ATEN = torch.ops.aten
 
@@ -35,7 +41,7 @@ Rule: TypeAlias = "Callable[..., FakeTensor | tuple[FakeTensor, ...] | torch.dev
 @contextmanager
 def fake_results() -> Iterator[None]:
     """Holds the rules, for this thread. The capture lock must be held."""
-    owner, dispatch = threading.get_ident(), FakeTensorMode.dispatch
+    owner, dispatch = threading.get_ident(), FAKE_DISPATCH.original
 
     def ruled(
         self: FakeTensorMode,
@@ -51,7 +57,7 @@ def fake_results() -> Iterator[None]:
                 return result
         return dispatch(self, func, types, args, kwargs or {})
 
-    with replaced(FakeTensorMode, "dispatch", ruled):
+    with FAKE_DISPATCH.wrapped(lambda _: ruled):
         yield
 
 
@@ -122,7 +128,7 @@ def _clone(fakes: Fakes, x: Any, *, memory_format: torch.memory_format | None = 
         return fakes.like(x) if fakes.are_plain(x, dtype=None) else None
     if memory_format not in (None, torch.preserve_format) or not fakes.are_plain(x, dtype=None):
         return None
-    if any(map(is_one, x.shape)) or not x._has_symbolic_sizes_strides:
+    if any(map(is_one, x.shape)) or not has_symbolic_sizes(x):
         return _in_order(fakes, x, None)
     return fakes.elementwise([x], x.shape, x.dtype)  # of elements that lie close together the same order, else that
 
@@ -250,7 +256,7 @@ def _index(fakes: Fakes, x: Any, indices: Sequence[Any]) -> FakeTensor | None:
     if not fakes.are_plain(*indices, dtype=torch.int64) or any(i.fake_device != x.fake_device for i in indices):
         return None
     shape = broadcast_shape([i.shape for i in indices])
-    return None if shape is None or not x._has_symbolic_sizes_strides else fakes.like(x, shape)
+    return None if shape is None or not has_symbolic_sizes(x) else fakes.like(x, shape)
 
 
 def _filled(fakes: Fakes, x: Any, *value: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> FakeTensor | None:
@@ -381,7 +387,7 @@ def _view(fakes: Fakes, x: Any, size: Sequence[Any]) -> FakeTensor | None:
         shape[i] = elements // known
     if not is_same(math.prod(shape), elements):
         return None
-    return fakes.view(x, shape, make_contiguous_strides_for(shape))
+    return fakes.view(x, shape, contiguous_strides(shape))
 
 
 def _with_divided_rows(fakes: Fakes, x: FakeTensor, size: Sequence[Any]) -> FakeTensor | None:
@@ -416,11 +422,11 @@ RULES: Mapping[Any, Rule] = {
     **{op: _comparison for name in ("eq", "ge", "gt", "le", "lt", "ne") for op in (
         getattr(_ATEN, name).Tensor, getattr(_ATEN, name).Scalar,
     )},
-    _ATEN._log_softmax.default: _log_softmax,
-    _ATEN._native_batch_norm_legit.default: _batch_norm,
-    _ATEN._native_batch_norm_legit_functional.default: _functional_batch_norm,
-    _ATEN._to_copy.default: _cast,
-    _ATEN._unsafe_view.default: _view,
+    LOG_SOFTMAX.default: _log_softmax,
+    NATIVE_BATCH_NORM.default: _batch_norm,
+    NATIVE_BATCH_NORM_FUNCTIONAL.default: _functional_batch_norm,
+    TO_COPY.default: _cast,
+    UNSAFE_VIEW.default: _view,
     _ATEN.addmm.default: _addmm,
     _ATEN.arange.default: _arange,
     _ATEN.cat.default: _joined,

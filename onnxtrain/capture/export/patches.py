@@ -14,15 +14,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.traceback import preserve_node_meta
-from torch.nn import functional
-from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from onnxtrain.capture import source_line
@@ -35,7 +32,19 @@ from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.call import qualified_name
 from onnxtrain.ops.python_function.run_context import is_uncaptured
-from onnxtrain.torch_compat.replacement import replaced, replaced_in_thread
+from onnxtrain.torch_compat.autograd import SingleLevelFunction
+from onnxtrain.torch_compat.modes import has_saved_tensors_hooks, leave_transforms, transform_depth
+from onnxtrain.torch_compat.patch_points import (
+    CHECKPOINT_GENERATOR,
+    CREATE_ARGUMENT,
+    FILL_DIAGONAL,
+    FUNCTION_APPLY,
+    FUNCTION_IN_TRANSFORM,
+    HOOK_REGISTRATIONS,
+    INFER_SIZE,
+    RANDOM_STATES,
+    PatchPoint,
+)
 
 CAPTURE_LOCK = threading.RLock()
 _UNDER_WAY = threading.local()
@@ -46,47 +55,43 @@ def capturing() -> Iterator[None]:
     """Holds the capture lock and the patches."""
     with CAPTURE_LOCK, ExitStack() as stack:
         stack.enter_context(needless_warnings_dropped())
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if has_saved_tensors_hooks():
             stack.enter_context(saved_tensors_hooks(_itself, _itself))
         # A graph of dynamo's enters and leaves `torch.func`'s transforms by calls, which an error leaves entered: the
         # results of what runs next would be wrapped tensors.
-        depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-        stack.callback(torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth, depth)
+        stack.callback(leave_transforms, transform_depth())
         owner = threading.get_ident()
         calls = FunctionCalls()
-        # Where Function.apply goes on to: users keep `apply = F.apply`, which a patch of Function would not reach.
-        stack.enter_context(replaced(_SingleLevelFunction, "apply", classmethod(_apply_for(owner, calls))))
-        stack.enter_context(replaced(torch.autograd.function, "custom_function_call", _in_transform_for(owner)))
+        stack.enter_context(FUNCTION_APPLY.wrapped(lambda _: classmethod(_apply_for(owner, calls))))
+        stack.enter_context(FUNCTION_IN_TRANSFORM.wrapped(partial(_in_transform_for, owner)))
         stack.enter_context(preserve_node_meta())  # else nothing is noted
-        regions = regions_for(owner, checkpoint._checkpoint_without_reentrant_generator)
-        stack.enter_context(replaced(checkpoint, "_checkpoint_without_reentrant_generator", regions))
-        if hasattr(functional, "_infer_size"):  # before 2.13: how a loss's weight is broadcast, of numbers alone
-            stack.enter_context(replaced_in_thread(functional, "_infer_size", torch.broadcast_shapes))
-        stack.enter_context(replaced_in_thread(PythonKeyTracer, "create_arg", _create_arg))
+        stack.enter_context(CHECKPOINT_GENERATOR.wrapped(partial(regions_for, owner)))
+        if INFER_SIZE is not None:
+            stack.enter_context(INFER_SIZE.replaced_in_thread(torch.broadcast_shapes))
+        stack.enter_context(CREATE_ARGUMENT.replaced_in_thread(partial(_create_argument, CREATE_ARGUMENT.original)))
         stack.enter_context(data_is_detached())
-        stack.enter_context(replaced_in_thread(torch.Tensor, "fill_diagonal_", _fill_diagonal))
-        for lost in _LOST:
-            stack.enter_context(replaced(lost.place, lost.name, _refusal(owner, lost)))
+        stack.enter_context(FILL_DIAGONAL.replaced_in_thread(partial(_fill_diagonal, FILL_DIAGONAL.original)))
+        for lost in _NOT_REPEATED:
+            stack.enter_context(lost.point.wrapped(partial(_refusal, owner, lost)))
         _UNDER_WAY.flag = True
         stack.callback(setattr, _UNDER_WAY, "flag", False)
         yield
         calls.check()
 
 
-_CREATE_ARG = PythonKeyTracer.create_arg
-
-
-def _create_arg(tracer: PythonKeyTracer, argument: Any) -> Any:
-    """As the tracer's own, which makes a constant of a parameter that the module does not hold: it would not train."""
+def _create_argument(original: Callable[[Any, Any], Any], tracer: Any, argument: Any) -> Any:
+    """Refuse a parameter that the module does not hold: the tracer makes a constant of it, which would not train."""
     if isinstance(argument, torch.nn.Parameter) and not any(argument is p for p in tracer.root.parameters()):
         refuse_outside_tensor(argument)
-    return _CREATE_ARG(tracer, argument)
+    return original(tracer, argument)
 
 
-def _fill_diagonal(tensor: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
-    """The diagonal as a view: `fill_diagonal_` takes it by strides, which functionalization does not follow."""
+def _fill_diagonal(
+    original: Callable[..., torch.Tensor], tensor: torch.Tensor, fill_value: Any, wrap: bool = False
+) -> torch.Tensor:
+    """Fill the diagonal of a matrix through a view: functionalization does not follow `fill_diagonal_`'s strides."""
     if wrap or tensor.ndim != 2:
-        return torch._C.TensorBase.fill_diagonal_(tensor, fill_value, wrap)
+        return original(tensor, fill_value, wrap)
     tensor.diagonal().fill_(fill_value)
     return tensor
 
@@ -97,33 +102,25 @@ def capture_is_under_way() -> bool:
 
 
 @dataclass(frozen=True)
-class _Lost:
+class _NotRepeated:
     """A function that forward may call, and whose effect a graph would not repeat.
 
     Attributes:
-        place, name: where the function is.
+        point: where the function is.
         todo: what to do instead.
-        pytorch_may: whether PyTorch's own code calls it too, and undoes what it does.
+        pytorch_may_call: whether PyTorch's own code calls it too, and undoes its effect.
     """
 
-    place: Any
-    name: str
+    point: PatchPoint
     todo: str
-    pytorch_may: bool = False
+    pytorch_may_call: bool = False
 
 
-_LOST = (
+_NOT_REPEATED = (
+    *(_NotRepeated(point, "return the tensor from forward and use it there") for point in HOOK_REGISTRATIONS),
     *(
-        _Lost(torch.Tensor, name, "return the tensor from forward and use it there")
-        for name in ("register_hook", "retain_grad")
-    ),
-    *(
-        _Lost(place, name, "set the state of the generator outside of forward", pytorch_may=True)
-        for place, names in (
-            (torch, ("manual_seed", "set_rng_state")),
-            (torch.random, ("manual_seed", "set_rng_state", "fork_rng")),
-        )
-        for name in names
+        _NotRepeated(point, "set the state of the generator outside of forward", pytorch_may_call=True)
+        for point in RANDOM_STATES
     ),
 )
 
@@ -132,15 +129,13 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _refusal(owner: int, lost: _Lost) -> Callable[..., Any]:
-    original = getattr(lost.place, lost.name)
-
+def _refusal(owner: int, lost: _NotRepeated, original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        by_user = not lost.pytorch_may or source_line.is_user_file(sys._getframe(1).f_code.co_filename)
+        by_user = not lost.pytorch_may_call or source_line.is_user_file(sys._getframe(1).f_code.co_filename)
         if threading.get_ident() != owner or not by_user:
             return original(*args, **kwargs)
         raise CaptureError(
-            f"{lost.name} inside forward cannot be captured: a graph would not repeat it",
+            f"{lost.point.attribute} inside forward cannot be captured: a graph would not repeat it",
             where=source_line.of_caller(),
             todo=f"the module runs in PyTorch; {lost.todo}",
         )
@@ -157,7 +152,7 @@ def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
             known = _KNOWN_FUNCTIONS.get(f"{cls.__module__}.{cls.__qualname__}")
             result = known(*args, **kwargs) if known is not None else NotImplemented
             return calls.apply(cls, args, kwargs) if result is NotImplemented else result
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return super(SingleLevelFunction, cls).apply(*args, **kwargs)
 
     return apply
 
@@ -178,9 +173,7 @@ def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *rest: A
         return run(*rest)
 
 
-def _in_transform_for(owner: int) -> Callable[..., Any]:
-    original = torch.autograd.function.custom_function_call  # type: ignore[attr-defined]  # imported there
-
+def _in_transform_for(owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != owner or is_uncaptured():
             return original(cls, *args, **kwargs)

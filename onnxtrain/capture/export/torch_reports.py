@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.export import _trace
-
 from onnxtrain.log import LOG
-from onnxtrain.torch_compat.replacement import in_thread, replaced
+from onnxtrain.torch_compat.patch_points import EXPORT_PRINT
+from onnxtrain.torch_compat.replacement import replaced
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
 _REPORTERS = ("torch._dynamo.convert_frame", _FAKE_TENSORS, "torch.fx.experimental.symbolic_shapes")
@@ -86,5 +85,5 @@ def printed_as_info() -> Iterator[None]:
     def printed(*values: object, **_: Any) -> None:
         LOG.info("torch: %s", " ".join(map(str, values)))
 
-    with replaced(_trace, "print", in_thread(printed, print)):
+    with EXPORT_PRINT.replaced_in_thread(printed):
         yield

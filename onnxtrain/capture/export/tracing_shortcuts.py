@@ -21,54 +21,57 @@ from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
-from torch._dynamo import config as dynamo_config
-from torch._export.utils import _get_shape_env_from_gm
-from torch.export import _trace, exported_program
-from torch.fx import GraphModule, Node, _lazy_graph_module
-from torch.fx._lazy_graph_module import _LazyGraphModule, _make_graph_module
+from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.fx.proxy import TracerBase
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.export.meta_functions import fake_results
-from onnxtrain.torch_compat.replacement import in_thread, replaced, replaced_in_thread
-
-_ARITHMETIC = ("add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
-_UNKNOWN = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+from onnxtrain.torch_compat.patch_points import (
+    CREATE_NODE,
+    EXPORT_MODULE,
+    EXPORT_PYTREE,
+    LAZY_MODULE_CLASS,
+    SIZE_ARITHMETIC,
+    TENSOR_METADATA,
+    UNBACKED_BINDINGS,
+    WRAP_INT,
+)
+from onnxtrain.torch_compat.replacement import in_thread
+from onnxtrain.torch_compat.symbols import hint_of, node_expression
+from onnxtrain.torch_compat.tracing import (
+    fake_tensor_cache_disabled,
+    has_data_dependent_sizes,
+    lazy_module_class,
+    make_lazy_module,
+    metadata_without_contiguity,
+)
 
 
 @contextmanager
 def cheap_tracing() -> Iterator[None]:
     """Holds the shortcuts, for this thread. The capture lock must be held."""
     owner = threading.get_ident()
-    metadata = partial(_extract_tensor_metadata, include_contiguity=False)
     with ExitStack() as stack:
-        lazy = lambda: _LazyGraphModule
-        stack.enter_context(replaced_in_thread(_lazy_graph_module, "_get_graph_module_cls", lazy))
-        stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
+        if lazy_module_class is not None:
+            stack.enter_context(LAZY_MODULE_CLASS.replaced_in_thread(lazy_module_class))
+            stack.enter_context(EXPORT_MODULE.replaced_in_thread(make_lazy_module))
+        stack.enter_context(fake_tensor_cache_disabled())
         stack.enter_context(fake_results())
-        stack.enter_context(replaced_in_thread(proxy_tensor, "_extract_tensor_metadata", metadata))
-        stack.enter_context(replaced(TracerBase, "create_node", _with_one_line(TracerBase.create_node, owner)))
-        stack.enter_context(replaced(SymNode, "wrap_int", _numbers(SymNode.wrap_int, owner)))
-        stack.enter_context(replaced_in_thread(exported_program, "_create_graph_module_for_export", _make_graph_module))
-        bindings = _trace._replace_unbacked_bindings
-        stack.enter_context(
-            replaced(_trace, "_replace_unbacked_bindings", in_thread(_where_any_are_unknown(bindings), bindings))
-        )
-        trees = SimpleNamespace(**{**vars(pytree), "tree_map": in_thread(_mapped(pytree.tree_map), pytree.tree_map)})
-        stack.enter_context(replaced(_trace, "pytree", trees))
-        known: dict[Any, SymNode] = {}
-        for name in _ARITHMETIC:
-            compute = getattr(SymNode, f"_{name}")
-            stack.enter_context(replaced(SymNode, f"_{name}", _remembered(name, compute, known, owner)))
+        if metadata_without_contiguity is not None:
+            stack.enter_context(TENSOR_METADATA.replaced_in_thread(metadata_without_contiguity))
+        stack.enter_context(CREATE_NODE.wrapped(partial(_with_one_line, owner)))
+        stack.enter_context(WRAP_INT.wrapped(partial(_integers, owner)))
+        stack.enter_context(UNBACKED_BINDINGS.wrapped(_where_any_are_data_dependent))
+        stack.enter_context(EXPORT_PYTREE.wrapped(_with_short_names))
+        results: dict[Any, SymNode] = {}
+        for name, point in SIZE_ARITHMETIC.items():
+            stack.enter_context(point.wrapped(partial(_remembered, owner, name, results)))
         yield
 
 
-def _with_one_line(original: Callable[..., Node], owner: int) -> Callable[..., Node]:
+def _with_one_line(owner: int, original: Callable[..., Node]) -> Callable[..., Node]:
     """A tracer's `create_node` that notes the user's innermost line alone."""
 
     @wraps(original)
@@ -88,7 +91,7 @@ def _with_one_line(original: Callable[..., Node], owner: int) -> Callable[..., N
 
 
 def _remembered(
-    name: str, compute: Callable[[SymNode, SymNode], SymNode], known: dict[Any, SymNode], owner: int
+    owner: int, name: str, results: dict[Any, SymNode], compute: Callable[[SymNode, SymNode], SymNode]
 ) -> Callable[[SymNode, SymNode], SymNode]:
     """An operation on two sizes that is computed once.
 
@@ -102,19 +105,20 @@ def _remembered(
     def operation(self: SymNode, other: SymNode) -> SymNode:
         if threading.get_ident() != owner:
             return compute(self, other)
-        hints = self._hint, other._hint
+        hints = hint_of(self), hint_of(other)
         if type(hints[0]) is not int or type(hints[1]) is not int:  # of unknown size, or no size
             return compute(self, other)
         mode = proxy_tensor.get_proxy_mode()
-        if mode is not None and multiplies and (self._expr == 1 or other._expr == 1):
+        expressions = node_expression(self), node_expression(other)
+        if mode is not None and multiplies and 1 in expressions:
             return compute(self, other)  # gives the other operand itself
-        key = (name, id(self.shape_env), self._expr, other._expr, *hints)
-        found = known.get(key)
-        if found is None or (mode is not None and found not in _nodes_of(mode)):
-            found = compute(self, other)
+        key = (name, id(self.shape_env), *expressions, *hints)
+        result = results.get(key)
+        if result is None or (mode is not None and result not in _nodes_of(mode)):
+            result = compute(self, other)
             if mode is None:
-                known[key] = found
-        return found
+                results[key] = result
+        return result
 
     return operation
 
@@ -125,35 +129,38 @@ def _nodes_of(mode: proxy_tensor.ProxyTorchDispatchMode) -> Container[SymNode]:
     return found
 
 
-def _numbers(wrap: Callable[[SymNode, int], SymNode], owner: int) -> Callable[[SymNode, int], SymNode]:
-    """Numbers as nodes, one for each: a node is never changed."""
-    known: dict[tuple[int, int], SymNode] = {}
+def _integers(owner: int, wrap: Callable[[SymNode, int], SymNode]) -> Callable[[SymNode, int], SymNode]:
+    """A `SymNode.wrap_int` that makes one node for each integer: a node is never changed."""
+    nodes: dict[tuple[int, int], SymNode] = {}
 
     @wraps(wrap)
-    def number(self: SymNode, value: int) -> SymNode:
+    def wrap_int(self: SymNode, value: int) -> SymNode:
         if threading.get_ident() != owner:
             return wrap(self, value)
-        found = known.get((id(self.shape_env), value))
-        if found is None:
-            found = known[id(self.shape_env), value] = wrap(self, value)
-        return found
+        node = nodes.get((id(self.shape_env), value))
+        if node is None:
+            node = nodes[id(self.shape_env), value] = wrap(self, value)
+        return node
 
-    return number
+    return wrap_int
 
 
-def _where_any_are_unknown(original: Callable[[GraphModule], None]) -> Callable[[GraphModule], None]:
-    """A `_replace_unbacked_bindings` that searches where there is a symbol of unknown value."""
+def _where_any_are_data_dependent(original: Callable[[GraphModule], None]) -> Callable[[GraphModule], None]:
+    """A `_replace_unbacked_bindings` that searches only where there are data-dependent sizes, on this thread."""
 
-    @wraps(original)
     def replace(module: GraphModule) -> None:
-        sizes = _get_shape_env_from_gm(module)
-        if sizes is None or any(symbol_is_type(s, _UNKNOWN) for s in sizes.var_to_range):
+        if has_data_dependent_sizes(module):
             return original(module)
         for node in module.graph.nodes:
             node.meta.pop("unbacked_bindings", None)
         return None
 
-    return replace
+    return in_thread(replace, original)
+
+
+def _with_short_names(trees: Any) -> SimpleNamespace:
+    """The module of pytrees with a `tree_map` that remembers short names, on this thread."""
+    return SimpleNamespace(**{**vars(trees), "tree_map": in_thread(_mapped(trees.tree_map), trees.tree_map)})
 
 
 def _mapped(original: Callable[..., Any]) -> Callable[..., Any]:

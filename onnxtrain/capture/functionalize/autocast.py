@@ -20,8 +20,6 @@ import torch
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError, UnsupportedOperatorError
@@ -29,8 +27,11 @@ from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.aten_node import ambient, is_composite
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
 from onnxtrain.ops.recurrent.capture import computes_in_one_dtype
-
-_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.aten_operators import TO_COPY
+from onnxtrain.torch_compat.dispatch import has_kernel_for_key
+from onnxtrain.torch_compat.modes import TorchDispatchMode, autocast_inside_operators
+from onnxtrain.torch_compat.operators import OpOverload
 
 
 def casting_composites(program: ExportedProgram) -> set[Any]:
@@ -94,7 +95,7 @@ def state_types(program: ExportedProgram, whole: set[Any]) -> None:
         for index, dtype in enumerate(dtypes):
             for result in [u for u in node.users if u.args[1] == index] if several else [node]:
                 with node.graph.inserting_after(result):
-                    cast = node.graph.call_function(torch.ops.aten._to_copy.default, (result,), {"dtype": dtype})
+                    cast = node.graph.call_function(TO_COPY.default, (result,), {"dtype": dtype})
                 cast.meta = dict(result.meta)
                 result.replace_all_uses_with(cast, delete_user_cb=partial(operator.is_not, cast))
         if node.graph.owning_module is not None:
@@ -108,7 +109,7 @@ def _cast_arguments(node: Node, dtype: torch.dtype) -> None:
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return argument
-        made = node.graph.call_function(torch.ops.aten._to_copy.default, (argument,), {"dtype": dtype})
+        made = node.graph.call_function(TO_COPY.default, (argument,), {"dtype": dtype})
         made.meta = {**node.meta, "val": value.new_empty(value.shape, dtype=dtype)}
         return made
 
@@ -141,8 +142,8 @@ def casting(target: Any, parts: Callable[..., Any]) -> Callable[..., Any]:
     def cast_parts(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:  # functionalization has switched it off at this depth
             for device in devices:
-                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(_KEYS[device], False))
-                stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEYS[device]))
+                for guard in autocast_inside_operators(device):
+                    stack.enter_context(guard)
             return parts(*args, **kwargs)
 
     return cast_parts if devices else parts
@@ -163,19 +164,18 @@ def _composite_calls(module: GraphModule, state: State) -> Iterator[tuple[Node, 
             body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
             if isinstance(body, GraphModule):
                 yield from _composite_calls(body, inner)
-        if isinstance(node.target, torch._ops.OpOverload) and is_composite(node.target):
+        if isinstance(node.target, OpOverload) and is_composite(node.target):
             yield node, state
 
 
 def is_listed(target: Any, state: State) -> bool:
     """Whether an operator is on the list of autocast in this state, which then casts before it."""
-    return isinstance(target, torch._ops.OpOverload) and _unlisted(target, state) != state
+    return isinstance(target, OpOverload) and _unlisted(target, state) != state
 
 
 def _unlisted(target: Any, state: State) -> State:
     """Of a state, what is not on autocast's own list for this operator: there it casts before, and not inside."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return frozenset(s for s in state if not has(target.name(), f"Autocast{s[0].upper()}"))
+    return frozenset(s for s in state if not has_kernel_for_key(target.name(), f"Autocast{s[0].upper()}"))
 
 
 class _Names(TorchDispatchMode):
@@ -213,7 +213,7 @@ def _on_fakes(node: Node, state: State) -> Iterator[tuple[Any, Any]]:
     modes = [v.fake_mode for v in pytree.tree_leaves((args, kwargs)) if hasattr(v, "fake_mode")]
     on = dict(state)
     with ExitStack() as stack:
-        for device in _KEYS:
+        for device in ("cpu", "cuda"):
             if device in on or torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, on.get(device), enabled=device in on, cache_enabled=False))
         for mode in modes[:1]:

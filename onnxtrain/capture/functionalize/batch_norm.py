@@ -10,16 +10,28 @@ calls are left to it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from onnxtrain.torch_compat.aten_operators import (
+    NATIVE_BATCH_NORM,
+    NATIVE_BATCH_NORM_FUNCTIONAL,
+    NATIVE_BATCH_NORM_NO_TRAINING,
+)
+from onnxtrain.torch_compat.fake_tensors import FakeTensor
+from onnxtrain.torch_compat.operators import schema_of
+
 aten = torch.ops.aten
 BATCH_NORM = aten.batch_norm.default
-_ARGUMENTS = tuple(argument.name for argument in BATCH_NORM._schema.arguments)
+
+
+@functools.cache
+def _argument_names() -> tuple[str, ...]:
+    return tuple(argument.name for argument in schema_of(BATCH_NORM).arguments)
 
 
 class FunctionalNorm(NamedTuple):
@@ -48,20 +60,20 @@ def updates_statistics(node: Node) -> bool:
 def functional_batch_norm(node: Node) -> FunctionalNorm | None:
     """The functional call for a batch norm; None where PyTorch may take it apart in another way."""
     given = _arguments(node)
-    x, weight, bias, mean, var, training, momentum, eps, _ = (given[name] for name in _ARGUMENTS)
+    x, weight, bias, mean, var, training, momentum, eps, _ = (given[name] for name in _argument_names())
     if type(training) is not bool or type(momentum) is not float or type(eps) is not float:
         return None
     updates: tuple[tuple[int, Node], ...] = ()
     if isinstance(mean, Node) and isinstance(var, Node):
         if training:
-            target: Any = aten._native_batch_norm_legit_functional.default
+            target: Any = NATIVE_BATCH_NORM_FUNCTIONAL.default
             arguments: tuple[Any, ...] = (x, weight, bias, mean, var, True, momentum, eps)
             updates = ((3, mean), (4, var))
         else:
-            target = aten._native_batch_norm_legit_no_training.default
+            target = NATIVE_BATCH_NORM_NO_TRAINING.default
             arguments = (x, weight, bias, mean, var, momentum, eps)
     elif mean is None and var is None and training:
-        target = aten._native_batch_norm_legit.no_stats
+        target = NATIVE_BATCH_NORM.no_stats
         arguments = (x, weight, bias, True, momentum, eps)
     else:
         return None
@@ -74,7 +86,7 @@ def functional_batch_norm(node: Node) -> FunctionalNorm | None:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    return {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    return {**dict(zip(_argument_names(), node.args, strict=False)), **node.kwargs}
 
 
 def _results(target: Any, arguments: tuple[Any, ...]) -> tuple[FakeTensor, ...] | None:

@@ -9,18 +9,11 @@ and so does the graph. One that fixes a size when taken apart (an LSTM's loop ov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
-import torch._export.config
-import torch._inductor.config
-from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _collect_all_valid_cia_ops, _get_decomp_for_cia, _is_preservable_cia_op
-from torch._higher_order_ops.effects import with_effects
-from torch.export import exported_program
-from torch.export._remove_effect_tokens_pass import _remove_effect_tokens
 from torch.export.exported_program import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import has_side_effect
@@ -30,7 +23,16 @@ from onnxtrain.capture.functionalize.autocast import casting, casting_composites
 from onnxtrain.capture.functionalize.views import is_unmarked_view
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.unsupported import CHECKS
-from onnxtrain.torch_compat.replacement import replaced_in_thread
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.decompositions import (
+    all_composites,
+    decomposition_of_composite,
+    enable_python_dispatcher,
+    is_preservable_composite,
+)
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
+from onnxtrain.torch_compat.patch_points import BUFFER_COPIES
+from onnxtrain.torch_compat.symbols import static_value
 
 Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts
 
@@ -50,56 +52,24 @@ def composite_parts(program: ExportedProgram) -> Parts:
         custom.add(node.target)
         if not _comes_apart(node):
             whole.add(node.target)
-    known = {op for op in _collect_all_valid_cia_ops() if _is_undefined_composite(op)}
+    known = {op for op in all_composites() if _is_undefined_composite(op)}
     cast = casting_composites(program)
     custom |= {n.target for n in _calls(program.graph_module) if _is_unmarked_view(n)} - whole
     whole |= set(filter(_draws, cast))
     state_types(program, whole & cast)
-    return {op: casting(op, _get_decomp_for_cia(op)) for op in (known | custom | cast) - whole}
+    return {op: casting(op, decomposition_of_composite(op)) for op in (known | custom | cast) - whole}
 
 
 def _is_unmarked_view(node: torch.fx.Node) -> bool:
     target: Any = node.target
-    return is_unmarked_view(node) and _is_preservable_cia_op(target) and not _draws(target)
+    return is_unmarked_view(node) and is_preservable_composite(target) and not _draws(target)
 
 
 @contextmanager
 def buffer_copies_kept() -> Iterator[None]:
     """Keep `buffer.copy_(x)` a copy: the export reads x for the buffer, of whatever shape and dtype x is."""
-    with replaced_in_thread(exported_program, "_remove_unnecessary_copy_op_pass", lambda *pair: pair):
+    with BUFFER_COPIES.replaced_in_thread(lambda *pair: pair):
         yield
-
-
-@contextmanager
-def plain_copies() -> Iterator[None]:
-    """A custom operator that writes to its arguments becomes a call that copies them first, without views of bases."""
-    with ExitStack() as stack:
-        for config, name in (
-            (torch._export.config, "enable_auto_functionalized_v2_for_export"),
-            (torch._inductor.config, "enable_auto_functionalized_v2"),
-        ):
-            if hasattr(config, name):
-                stack.enter_context(config.patch(name, False))
-        yield
-
-
-@contextmanager
-def unread_draws_kept() -> Iterator[None]:
-    """Keep calls whose random numbers nobody reads: eager draws them too, and those that follow are others without."""
-    with torch._inductor.config.patch("fallback_random", True):
-        yield
-
-
-def without_tokens(program: ExportedProgram) -> ExportedProgram:
-    """The program with plain calls where functionalization has put operators that only check or print in an order.
-
-    They stay where they are: a graph runs in order.
-    """
-    return (
-        _remove_effect_tokens(program)
-        if any(n.target is with_effects for n in _calls(program.graph_module))
-        else program
-    )
 
 
 def _calls(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
@@ -110,15 +80,15 @@ def _calls(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 
 def _is_undefined_composite(target: Any) -> bool:
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and str(target) not in FROM_TORCH
         and not _draws(target)
-        and any("Tensor" in str(result.type) for result in target._schema.returns)
-        and _is_preservable_cia_op(target)
+        and any("Tensor" in str(result.type) for result in schema_of(target).returns)
+        and is_preservable_composite(target)
     )
 
 
-def _draws(target: torch._ops.OpOverload) -> bool:
+def _draws(target: OpOverload) -> bool:
     """Whether an operator draws random numbers: its parts on fakes draw otherwise (an LSTM's lose their dropout)."""
     return torch.Tag.nondeterministic_seeded in target.tags
 
@@ -126,7 +96,7 @@ def _draws(target: torch._ops.OpOverload) -> bool:
 def _comes_apart(node: torch.fx.Node) -> bool:
     """Whether the parts of a call run at all sizes at which the call itself runs."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    values = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
     if mode is None:
         return False
@@ -156,7 +126,7 @@ def size_decisions(env: ShapeEnv | None) -> Iterator[list[Any]]:
         for_all = kwargs.get("fallback_value")
         if for_all is not None and bool(value) == for_all:
             return value
-        if getattr(expr, "free_symbols", None) and env._maybe_evaluate_static(expr) is None:
+        if getattr(expr, "free_symbols", None) and static_value(env, expr) is None:
             truth = {sympy.true: expr, sympy.false: sympy.Not(expr)}
             made.append(truth.get(value, sympy.Eq(expr, value, evaluate=False)))
         return value

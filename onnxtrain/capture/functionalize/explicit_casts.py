@@ -13,17 +13,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain.capture.functionalize.autocast import is_listed
 from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.aten_operators import TO_COPY
+from onnxtrain.torch_compat.fake_tensors import FakeTensor, FakeTensorMode
+from onnxtrain.torch_compat.modes import TorchDispatchMode
 
-CAST = torch.ops.aten._to_copy.default
+CAST = TO_COPY.default
 Casts = list[tuple[int, torch.dtype]]  # the places of arguments among the nodes that a call is given, in order
 
 

@@ -11,7 +11,7 @@ which is none. Such a forward is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import getitem, is_not
@@ -22,12 +22,13 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.proxy import TracerBase
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.convert.convert import line_of
 from onnxtrain.capture.node_storage import storages_of
 from onnxtrain.errors import CaptureError
-from onnxtrain.torch_compat.replacement import replaced
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.operators import HigherOrderOperator, OpOverload, schema_of
+from onnxtrain.torch_compat.patch_points import CREATE_NODE
 
 _DETACH = torch.ops.aten.detach.default  # a view: what is written to it is written to the tensor
 _DETACH_COPY = torch.ops.aten.detach_copy.default
@@ -37,15 +38,18 @@ _MODE = "gradients are on"
 @contextmanager
 def grad_mode_noted() -> Iterator[None]:
     """Notes at each call that is traced in this thread whether gradients are on: an export loses some switches."""
-    owner, original = threading.get_ident(), TracerBase.create_node
+    owner = threading.get_ident()
 
-    def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
-        node = original(self, *args, **kwargs)
-        if threading.get_ident() == owner:
-            node.meta[_MODE] = torch.is_grad_enabled()
-        return node
+    def noting(original: Callable[..., Node]) -> Callable[..., Node]:
+        def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
+            node = original(self, *args, **kwargs)
+            if threading.get_ident() == owner:
+                node.meta[_MODE] = torch.is_grad_enabled()
+            return node
 
-    with replaced(TracerBase, "create_node", create_node):
+        return create_node
+
+    with CREATE_NODE.wrapped(noting):
         yield
 
 
@@ -83,9 +87,9 @@ def _switched_on(node: Node) -> CaptureError:
 
 def written_arguments(node: Node) -> list[Node]:
     """The tensors that an operator changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return []
-    schema = node.target._schema.arguments
+    schema = schema_of(node.target).arguments
     given = [
         *zip(schema, node.args, strict=False),
         *((a, node.kwargs[a.name]) for a in schema if a.name in node.kwargs),
@@ -101,9 +105,9 @@ def _can_have_gradient(node: Node) -> bool:
 
 def _makes_tensors(target: Any) -> bool:
     """Whether an operator is of the kind of `zeros_like`, which reads no element."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    names = {argument.name for argument in target._schema.arguments}
+    names = {argument.name for argument in schema_of(target).arguments}
     return {"dtype", "layout", "device", "pin_memory"} <= names and "non_blocking" not in names
 
 
@@ -201,7 +205,7 @@ def _is_attribute(argument: Any) -> bool:
 
 def _is_result_of_region(node: Node) -> bool:
     source = node.args[0] if node.target is getitem else None
-    return isinstance(source, Node) and isinstance(source.target, torch._ops.HigherOrderOperator)
+    return isinstance(source, Node) and isinstance(source.target, HigherOrderOperator)
 
 
 def _marked(node: Node, mark: Any) -> Node:

@@ -15,11 +15,12 @@ from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.node_storage import layout_of, storages_of
 from onnxtrain.ops.aten_node import is_composite
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 
 _ALIAS = aten.alias.default
-_MARKED: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
+_MARKED: dict[OpOverload, OpOverload] = {
     aten.unsafe_chunk.default: aten.chunk.default,
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
@@ -32,17 +33,17 @@ def mark_views(program: ExportedProgram) -> None:
     for node, operator in calls:
         if torch.Tag.inplace_view in operator.tags:
             node.target = _view(operator)
-    if any(operator._schema.is_mutable for _, operator in calls):
+    if any(schema_of(operator).is_mutable for _, operator in calls):
         for node, operator in calls:
             node.target = _MARKED.get(operator, node.target)
             if (same := _argument_itself(node)) is not None:
                 node.target, node.args, node.kwargs = _ALIAS, (same,), {}
 
 
-def _calls(program: ExportedProgram) -> Iterator[tuple[Node, torch._ops.OpOverload]]:
+def _calls(program: ExportedProgram) -> Iterator[tuple[Node, OpOverload]]:
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if isinstance(node.target, torch._ops.OpOverload):
+            if isinstance(node.target, OpOverload):
                 yield node, node.target
 
 
@@ -52,9 +53,9 @@ def is_unmarked_view(node: Node) -> bool:
     Kept as one node, what forward writes to the view would not be written to its argument.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False
-    if any(result.alias_info for result in target._schema.returns) or not is_composite(target):
+    if any(result.alias_info for result in schema_of(target).returns) or not is_composite(target):
         return False
     return any(not storages_of(node).isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
 
@@ -71,10 +72,10 @@ def _argument_itself(node: Node) -> Node | None:
     return None
 
 
-def _view(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def _view(operator: OpOverload) -> OpOverload:
     """The operator that gives as a view what an in-place one makes of its tensor; itself where there is none."""
-    packet = getattr(aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    packet = getattr(aten, schema_of(operator).name.removeprefix("aten::").removesuffix("_"), None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    takes = [(a.name, str(a.type)) for a in operator._schema.arguments]
-    same = (o for o in overloads if o.is_view and [(a.name, str(a.type)) for a in o._schema.arguments] == takes)
+    takes = [(a.name, str(a.type)) for a in schema_of(operator).arguments]
+    same = (o for o in overloads if o.is_view and [(a.name, str(a.type)) for a in schema_of(o).arguments] == takes)
     return next(same, operator)

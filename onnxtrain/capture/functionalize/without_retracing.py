@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.convert.convert import is_convertible, is_grad_switch
 from onnxtrain.capture.export.meta_functions import fake_results
@@ -33,7 +32,11 @@ from onnxtrain.capture.functionalize.explicit_casts import CAST, ExplicitCasts, 
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.aten_node import ambient
-from onnxtrain.torch_compat.replacement import replaced_in_thread
+from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.modes import is_transform_wrapper
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
+from onnxtrain.torch_compat.patch_points import RECOMPILE
+from onnxtrain.torch_compat.tensors import storage_id
 
 aten = torch.ops.aten
 
@@ -58,7 +61,7 @@ def make_convertible(program: ExportedProgram) -> bool:
             rewrite = _Rewrite(before, buffers)
     except (_NotPlainError, CaptureError):
         return False
-    with replaced_in_thread(GraphModule, "recompile", lambda module: None):  # only the graph is read
+    with RECOMPILE.replaced_in_thread(lambda module: None):  # only the graph is read
         module.graph = rewrite.graph
     if is_convertible(program, with_casts=True):
         program.graph_signature.output_specs[:0] = rewrite.mutations
@@ -234,7 +237,7 @@ class _Rewrite:
 
 def _writes(node: Node) -> bool:
     target = node.target
-    return (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable) or updates_statistics(node)
+    return (isinstance(target, OpOverload) and schema_of(target).is_mutable) or updates_statistics(node)
 
 
 def _storages(node: Node) -> list[int]:
@@ -245,13 +248,13 @@ def _storages(node: Node) -> list[int]:
     """
     found = pytree.tree_leaves(node.meta.get("val"))
     tensors = [v for v in found if isinstance(v, torch.Tensor) and v.layout is torch.strided]
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+    if any(is_transform_wrapper(t) for t in tensors):
         raise _NotPlainError
-    return [t.untyped_storage()._cdata for t in tensors]
+    return [storage_id(t) for t in tensors]
 
 
 def _arguments(operator: Any) -> list[tuple[str, str, bool]]:
-    return [(a.name, str(a.type), a.kwarg_only) for a in operator._schema.arguments]
+    return [(a.name, str(a.type), a.kwarg_only) for a in schema_of(operator).arguments]
 
 
 def _functional(node: Node) -> Any:
@@ -261,8 +264,8 @@ def _functional(node: Node) -> Any:
         _NotPlainError: there is none that has a definition, or it gives another type.
     """
     target: Any = node.target
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
-    namespace, _, name = target._schema.name.partition("::")
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in schema_of(target).arguments]
+    namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     # By its arguments: pow_.Scalar takes a number as exponent, pow.Scalar as base.
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental import proxy_tensor
 
 from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError
-from onnxtrain.torch_compat.replacement import replaced_in_thread
+from onnxtrain.torch_compat.fake_tensors import FakeTensor
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
+from onnxtrain.torch_compat.patch_points import TENSOR_BOOL
 
 _MOST_DECISIONS = 16
 _MOST_NODES = 32  # the guard runs on every call
@@ -86,7 +87,7 @@ class ElementDecisions:
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
         try:
-            with replaced_in_thread(torch.Tensor, "__bool__", self._answer):
+            with TENSOR_BOOL.replaced_in_thread(self._answer):
                 yield
         except UndecidedError:
             while len(stack) > depth:  # the tracer pops a submodule only where it returns
@@ -155,23 +156,23 @@ def _obstacle(calls: Sequence[torch.fx.Node], made: int, *, reads_parameters: bo
     impure = next((node.target for node in calls if not _is_pure(node)), None)
     if impure is None:
         return ""
-    is_random = isinstance(impure, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in impure.tags
+    is_random = isinstance(impure, OpOverload) and torch.Tag.nondeterministic_seeded in impure.tags
     return f"a decision by {impure}, which {'samples random numbers' if is_random else 'changes a tensor in place'}"
 
 
 def _is_pure(node: torch.fx.Node) -> bool:
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    written = [a for a, s in zip(node.args, target._schema.arguments, strict=False) if s.is_write]
+    written = [a for a, s in zip(node.args, schema_of(target).arguments, strict=False) if s.is_write]
     return torch.Tag.nondeterministic_seeded not in target.tags and all(map(_is_own, written))
 
 
 def _is_own(written: Any) -> bool:
     """Whether a tensor that is changed in place was made on the way, and is no view of another."""
-    if not isinstance(written, torch.fx.Node) or not isinstance(written.target, torch._ops.OpOverload):
+    if not isinstance(written, torch.fx.Node) or not isinstance(written.target, OpOverload):
         return False
-    schema = written.target._schema
+    schema = schema_of(written.target)
     if schema.is_mutable:
         return all(_is_own(a) for a, s in zip(written.args, schema.arguments, strict=False) if s.is_write)
     return not any(result.alias_info for result in schema.returns)

@@ -26,14 +26,12 @@ from sympy.logic.boolalg import BooleanAtom, BooleanFunction
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy import functions
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.printers import PythonPrinter
 
 from onnxtrain.capture.guards.element_decisions import ElementDecision
 from onnxtrain.capture.guards.shape_proof import Proof, same_graph
 from onnxtrain.capture.guards.size_decisions import Decision, Decisions, Example, Place
 from onnxtrain.errors import CaptureError, GraphError
+from onnxtrain.torch_compat.symbols import PythonPrinter, functions, int_oo, unreplaced_expression
 
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 _Binding: TypeAlias = dict[Any, Any]  # from symbols to sizes
@@ -355,7 +353,7 @@ def compile_guards(
             shape.append(size.node.expr if known is None else known)
             if isinstance(size, torch.SymInt) and known is None:
                 env = size.node.shape_env
-                own = size.node._expr
+                own = unreplaced_expression(size)
                 if not own.is_Symbol:
                     raise GraphError("an input's size is not a symbol", got=str(own))
                 symbols[own] = (i, d)

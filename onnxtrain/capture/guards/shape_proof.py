@@ -17,18 +17,16 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.symbol import SymT, symbol_is_type
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from onnxtrain.capture.guards.size_decisions import Place
 from onnxtrain.capture.source_line import in_text
+from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
+from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, unbounded, unreplaced_expression
 
 _SPECIAL = (0, 1)  # sizes that operators treat otherwise than all others
 
@@ -60,7 +58,7 @@ class Proof:
         values = [node.meta.get("val") for node in program.graph.nodes]
         found = {s for value in values for size in _symbolic_sizes(value) for s in _all_symbols(size)}
         # The sizes that only the elements tell.
-        self.unknown = {s for s in found if symbol_is_type(s, SymT.UNBACKED_INT)}
+        self.unknown = {s for s in found if is_data_dependent(s)}
 
     def reason(self, binding: dict[Any, Any]) -> str:
         """Why the graph is not right at the sizes of `binding`, in words; "" if it is."""
@@ -130,7 +128,7 @@ def _symbolic_sizes(value: Any) -> Iterator[torch.SymInt]:
 
 def _all_symbols(size: torch.SymInt) -> set[Any]:
     """Those in its expression, and those that an assumption replaced there."""
-    symbols: set[Any] = size.node.expr.free_symbols | size.node._expr.free_symbols
+    symbols: set[Any] = size.node.expr.free_symbols | unreplaced_expression(size).free_symbols
     return symbols
 
 
@@ -144,13 +142,13 @@ def _assumption(env: ShapeEnv | None) -> str:
     for checks in env.deferred_runtime_asserts.values():
         for check in checks:
             ranges = {s: _range(env, s) for s in check.expr.free_symbols}
-            if bound_sympy(check.expr, ranges) != ValueRanges.wrap(sympy.true):
+            if not is_always_true(check.expr, ranges):
                 return str(check.expr)
     return ""
 
 
 def _range(env: ShapeEnv, symbol: Any) -> Any:
-    return ValueRanges(0, int_oo) if symbol_is_type(symbol, SymT.UNBACKED_INT) else env.var_to_range[symbol]
+    return unbounded() if is_data_dependent(symbol) else env.var_to_range[symbol]
 
 
 def _size(size: Any, binding: dict[Any, Any]) -> int | sympy.Expr:
@@ -183,7 +181,7 @@ def _bind_unknown(found: Any, expected: Any, binding: dict[Any, Any]) -> None:
         pairs = [(found, expected)]
     for f, e in pairs:
         symbol = e.node.expr if isinstance(e, torch.SymInt) else None
-        if symbol is not None and symbol.is_Symbol and symbol_is_type(symbol, SymT.UNBACKED_INT):
+        if symbol is not None and symbol.is_Symbol and is_data_dependent(symbol):
             binding.setdefault(symbol, _expr(f, {}))
 
 

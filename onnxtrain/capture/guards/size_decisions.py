@@ -25,7 +25,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onnxtrain.capture.source_line import PACKAGE
-from onnxtrain.torch_compat.replacement import replaced
+from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
 
 Place: TypeAlias = tuple[int, int]  # number of a flat tensor, number of its dimension
 Example: TypeAlias = Mapping[Place, int]  # sizes to export with, where they are not the real ones
@@ -92,7 +92,7 @@ class Decisions:
     def noted(self) -> Iterator[None]:
         """Notes decisions of this thread."""
         owner = threading.get_ident()
-        evaluate = ShapeEnv.evaluate_expr
+        evaluate = EVALUATE_SIZES.original
 
         def noting(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
             frame = _user_frame(sys._getframe(1)) if threading.get_ident() == owner else None
@@ -124,13 +124,11 @@ class Decisions:
             return spell
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(ShapeEnv, "evaluate_expr", noting))
-            # An operator's flag may be `size > 1`: it does not take a symbolic bool.
-            for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-                stack.enter_context(replaced(torch.SymInt, name, comparing(getattr(torch.SymInt, name))))
-            # `f"{size}"` would be the name of the symbol.
-            for name in ("__repr__", "__str__", "__format__"):
-                stack.enter_context(replaced(torch.SymInt, name, spelling(getattr(torch.SymInt, name))))
+            stack.enter_context(EVALUATE_SIZES.wrapped(lambda _: noting))
+            for point in SIZE_COMPARISONS:
+                stack.enter_context(point.wrapped(comparing))
+            for point in SIZE_TEXTS:
+                stack.enter_context(point.wrapped(spelling))
             yield
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:

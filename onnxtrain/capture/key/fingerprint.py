@@ -26,6 +26,7 @@ import torch
 
 import onnxtrain
 from onnxtrain.capture.key.snapshot import Same
+from onnxtrain.torch_compat.operators import OpOverload, OpOverloadPacket
 
 # Packages that PyTorch and onnxtrain compute with: no forward is written in them.
 BENEATH = ("sympy", "mpmath", "numpy", "networkx", "onnx", "onnx_ir", "ml_dtypes", "typing_extensions")
@@ -33,7 +34,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, types
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _BUILT_IN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
-    *(types.MemberDescriptorType, types.ClassMethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+    *(types.MemberDescriptorType, types.ClassMethodDescriptorType, OpOverload, OpOverloadPacket),
 )
 NOT_OF_A_CLASS = frozenset({
     "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl",

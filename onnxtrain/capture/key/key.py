@@ -13,15 +13,20 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 from torch.backends import mha
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from onnxtrain.capture.key.self_check import notices_each_change
 from onnxtrain.capture.key.snapshot import PLAIN_TENSORS, Reads, Snapshot, attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
+from onnxtrain.torch_compat.dispatch import count_function_modes, is_any_autocast_enabled, is_device_context
+from onnxtrain.torch_compat.modes import (
+    count_dispatch_modes,
+    dispatch_modes,
+    forward_ad_level,
+    function_modes,
+    kernel_switches,
+    transform_level,
+)
 
 __all__ = [
     "ModuleState",
@@ -37,34 +42,26 @@ __all__ = [
 _SWITCHES = (
     "grad mode", "inference mode", "autocast", "autocast cache", "default dtype", "flash attention",
     "memory-efficient attention", "math attention", "cuDNN attention", "sums of math attention in half precision",
-    "fast path of attention layers", "float32 matmul precision", "deterministic algorithms",
-    "deterministic algorithms warn only", "torch.func transforms", "forward-mode differentiation",
+    "float32 matmul precision", "deterministic algorithms", "deterministic algorithms warn only",
+    "fast path of attention layers", "torch.func transforms", "forward-mode differentiation",
     "default device or mode", "dispatch modes",
 )  # fmt: skip
 
 
 def environment() -> tuple[Hashable, ...]:
     """The switches of PyTorch, in this thread and now, that forward may depend on."""
-    c = torch._C
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        _autocast() if c._is_any_autocast_enabled() else None,
+        _autocast() if is_any_autocast_enabled() else None,
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        c._get_math_sdp_allow_fp16_bf16_reduction(),
+        *kernel_switches(),
         mha.get_fastpath_enabled(),
-        c._get_float32_matmul_precision(),
-        c._get_deterministic_algorithms(),
-        c._get_deterministic_algorithms_warn_only(),
-        c._functorch.maybe_current_level(),
-        forward_ad._current_level,
-        _function_modes() if c._len_torch_function_stack() else None,
-        _dispatch_modes() if c._len_torch_dispatch_stack() else None,
+        transform_level(),
+        forward_ad_level(),
+        _function_modes() if count_function_modes() else None,
+        _dispatch_modes() if count_dispatch_modes() else None,
     )
 
 
@@ -82,11 +79,11 @@ def _autocast() -> Hashable:
 
 def _function_modes() -> Hashable:
     """`torch.set_default_device` is such a mode. With any other the module runs in PyTorch: its class is enough."""
-    return tuple(m.device if isinstance(m, DeviceContext) else type(m) for m in _get_current_function_mode_stack())
+    return tuple(m.device if is_device_context(m) else type(m) for m in function_modes())
 
 
 def _dispatch_modes() -> Hashable:
-    return tuple(map(type, _get_current_dispatch_mode_stack()))
+    return tuple(map(type, dispatch_modes()))
 
 
 # Inputs

@@ -25,15 +25,13 @@ from onnxtrain.capture.four_bit_weights import parts, quantization
 from onnxtrain.capture.source_line import PACKAGE, PYTORCH
 from onnxtrain.capture.structure import constant_key
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE
+from onnxtrain.torch_compat.tensors import TENSOR_GUARDS, negated_view, version_of
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; the name "*" stands for all
 
-_TensorGuards: Any
-try:  # private to PyTorch, and the fastest check there is
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-except ImportError:
-    _TensorGuards = None
+_TensorGuards: Any = TENSOR_GUARDS.get()
 
 # What `Snapshot.statements` raise where something is of another kind or gone. PyTorch's check takes no None.
 CHANGED_KIND = "(LookupError, AttributeError, TypeError, ValueError)"
@@ -252,10 +250,10 @@ class Snapshot:
         """Tensors whose elements a graph holds. Without a gradient each change in place counts up their versions."""
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
         for number, tensor in enumerate(counted):
-            self.fact("changes", f"constant {number}", tensor._version)
+            self.fact("changes", f"constant {number}", version_of(tensor))
         if counted:
-            versions = self.bind(operator.attrgetter("_version"))
-            saved = self.bind([tensor._version for tensor in counted])
+            versions = self.bind(version_of)
+            saved = self.bind([version_of(tensor) for tensor in counted])
             self.differs(f"[*map({versions}, {self.bind(counted)})] != {saved}")
 
     # Values of attributes
@@ -480,11 +478,13 @@ def _quick_check(tensors: Sequence[torch.Tensor], of_any_size: Sequence[torch.Te
 @functools.cache
 def sees_each_fact() -> bool:
     """Whether PyTorch's check, as this version has it, notices another value of each fact."""
+    if negated_view is None:
+        return False
     with torch.inference_mode(False), torch.no_grad():
         plain = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         others = [
             *(plain.double(), plain.to("meta"), plain.clone().requires_grad_(), plain.as_subclass(_Subclass)),
-            *(plain[0], torch._neg_view(plain), plain.to_sparse(), torch.nn.Parameter(plain, requires_grad=False)),
+            *(plain[0], negated_view(plain), plain.to_sparse(), torch.nn.Parameter(plain, requires_grad=False)),
         ]
         with torch.inference_mode():
             others.append(plain.clone())
@@ -569,8 +569,7 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
     """Collects which attributes of modules are read in this thread: what forward does not read cannot change it."""
     owner = threading.get_ident()
     found: set[tuple[int, str]] = set()
-    original = torch.nn.Module.__getattribute__
-    had_own = "__getattribute__" in torch.nn.Module.__dict__
+    original = MODULE_GETATTRIBUTE.original
 
     def read(self: torch.nn.Module, name: str) -> Any:
         if threading.get_ident() == owner:
@@ -580,14 +579,8 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
                 found.add((id(self), "*"))
         return original(self, name)
 
-    torch.nn.Module.__getattribute__ = read  # type: ignore[assignment, method-assign]
-    try:
+    with MODULE_GETATTRIBUTE.wrapped(lambda original: read):
         yield found
-    finally:
-        if had_own:
-            torch.nn.Module.__getattribute__ = original  # type: ignore[method-assign]
-        else:
-            del torch.nn.Module.__getattribute__
 
 
 def _is_forward(file: str) -> bool:

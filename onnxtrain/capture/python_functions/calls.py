@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.python_functions.output_sizes import declared_rule, deduced_rule, node_proto, sizes_fixed
@@ -27,6 +26,8 @@ from onnxtrain.ops.python_function.call import Input, PythonCall, ShapeRule, lin
 from onnxtrain.ops.python_function.node import TORCH_OP, register
 from onnxtrain.ops.python_function.run_context import current_autocast
 from onnxtrain.ops.python_function.template import SizeResult, Slot, parts, rebuilt, slots
+from onnxtrain.torch_compat.fake_tensors import FakeTensor
+from onnxtrain.torch_compat.tensors import version_of
 
 _KNOWN: WeakValueDictionary[Any, PythonCall] = WeakValueDictionary()
 
@@ -65,7 +66,7 @@ class FunctionCalls:
         In eager both change; in the graph they are two tensors.
         """
         for call, output, tensor, version in self._aliases:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise CaptureError(
                     f"output {output} of {call.name} lies in the memory of an input, and one of the two is changed in "
                     "place later",
@@ -101,7 +102,7 @@ class FunctionCalls:
         source = arguments.tensors[known.alias]
         if not call.recorded and source.dtype == tensor.dtype and source.shape == tensor.shape:
             return source.view_as(source)
-        self._aliases += [(call, number, t, t._version) for t in (source, tensor) if not t.is_inference()]
+        self._aliases += [(call, number, t, version_of(t)) for t in (source, tensor) if not t.is_inference()]
         return tensor
 
 

@@ -18,10 +18,8 @@ import onnx
 import onnx_ir as ir
 import sympy
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain.capture import source_line
 from onnxtrain.capture.python_functions.trial_run import CallArguments, Run, run_aside
@@ -29,6 +27,8 @@ from onnxtrain.errors import CaptureError
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.python_function.call import Output, ShapeRule, line_of, qualified_name
 from onnxtrain.ops.python_function.template import Sizes, Slot
+from onnxtrain.torch_compat.fake_tensors import without_fakes
+from onnxtrain.torch_compat.modes import TorchDispatchMode
 
 # Whether a run on symbolic sizes says what happens at other sizes
 
@@ -260,7 +260,7 @@ def _run_at(call: CallArguments, binding: dict[Any, int]) -> Run:
     except CaptureError:
         raise
     except Exception:  # noqa: BLE001
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), _NoCollectives(qualified_name(call.function)):
+        with without_fakes(), torch.random.fork_rng(devices=[]), _NoCollectives(qualified_name(call.function)):
             with disable_proxy_modes_tracing():  # else the graph would draw these elements as well
                 tensors = [_tensor(t, binding, elements=True) for t in call.tensors]
             return run_aside(call, tensors, sizes)

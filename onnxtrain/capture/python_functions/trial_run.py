@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.call import Input, Output, line_of, qualified_name, requiring_grad
 from onnxtrain.ops.python_function.run_context import uncaptured
 from onnxtrain.ops.python_function.template import SizeResult, Slot, fill_slots, parts, rebuilt
+from onnxtrain.torch_compat.fake_tensors import fake_mode_of
+from onnxtrain.torch_compat.tensors import storage_id, version_of
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -60,17 +61,17 @@ def run_aside(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Seque
     with ExitStack() as stack:
         stack.enter_context(uncaptured())
         stack.enter_context(disable_proxy_modes_tracing())
-        mode = detect_fake_mode(tensors)
+        mode = fake_mode_of(tensors)
         if mode is not None and mode.shape_env is not None:  # sizes from elements get their symbols when the graph does
             stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(torch.inference_mode(False))  # where changes in place would not be counted
         stack.enter_context(torch.set_grad_enabled(grad))
         given = _stand_ins(call, tensors)
-        versions = [t._version for t in given]
+        versions = [version_of(t) for t in given]
         arguments = [fill_slots(a, given, sizes) for a in call.arguments]
         keywords = {k: fill_slots(a, given, sizes) for k, a in call.keywords.items()}
         raw = call.function.apply(*arguments, **keywords)
-    copied = [i for i, (t, version) in enumerate(zip(given, versions, strict=True)) if t._version != version]
+    copied = [i for i, (t, version) in enumerate(zip(given, versions, strict=True)) if version_of(t) != version]
     _refuse_shared(call, given, copied)
     found: list[tuple[torch.Tensor, int]] = []
     result = _template(call, raw, found, top=True)
@@ -105,7 +106,7 @@ def _stand_ins(call: CallArguments, tensors: Sequence[torch.Tensor]) -> list[tor
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)
 
 
 def _refuse_shared(call: CallArguments, given: Sequence[torch.Tensor], copied: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.structure import (
@@ -22,6 +21,7 @@ from onnxtrain.capture.structure import (
     dataclass_builder,
     freeze,
 )
+from onnxtrain.torch_compat import pytree
 
 # Dtypes, layouts and memory formats by their names: `torch.float32`.
 _TORCH = {
@@ -92,7 +92,7 @@ def _builder(kind: type, key: Any, count: int) -> tuple[Hashable, Callable[[list
         return tuple(map(constant_key, key)), lambda children: dict(zip(key, children, strict=True))
     if kind in (list, tuple, torch.Size):
         return count, kind
-    registered = pytree.SUPPORTED_NODES.get(kind)
+    registered = pytree.registered_containers.get(kind)
     if registered is not None:
         return freeze(key), lambda items: registered.unflatten_fn(items, key)
     if issubclass(kind, tuple) and key == getattr(kind, "_fields", None):
@@ -108,7 +108,7 @@ def _key(node: Node) -> Any:
     """What was made the key of a container."""
     if node.type is dict and isinstance(node.key, tuple):
         return tuple(map(_thawed, node.key))
-    if node.type in pytree.SUPPORTED_NODES and node.type not in (list, tuple):
+    if node.type in pytree.registered_containers and node.type not in (list, tuple):
         return _thawed(node.key)
     return node.key
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
-from torch.utils._sympy import functions
 
 from onnxtrain.capture.key.fingerprint import NotStorableError
+from onnxtrain.torch_compat.symbols import functions
 
 # Kept as they are: sympy would decide some of them from what it knows of their symbols.
 _UNEVALUATED = {name: getattr(sympy, name) for name in ("Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or")}

@@ -14,6 +14,7 @@ from onnxtrain import ORTModule
 from onnxtrain.capture.export import composite_shapes
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
+from onnxtrain.torch_compat.decompositions import composite_kernel
 
 Q, K = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 5, 6)
 W, B = torch.randn(8, 6), torch.randn(8)
@@ -126,16 +127,19 @@ def test_nothing_is_left_behind() -> None:
     linear = torch.ops.aten.linear.default
     ran: list[Any] = []
 
-    def others(*args: Any) -> Any:
-        ran.append(args)
-        return linear._op_dk(composite_shapes._COMPOSITE, *args)
+    def with_record(original: Callable[..., Any]) -> Callable[..., Any]:
+        def others(*args: Any) -> Any:
+            ran.append(args)
+            return original(*args)
+
+        return others
 
     def kernels() -> dict[Any, Any]:
         return {op: dict(op.py_kernels) for op in composite_shapes._SHORTCUTS}
 
     before = kernels()
-    assert composite_shapes._COMPOSITE not in before[linear]  # nor is anything left by earlier captures
-    with composite_shapes._python_kernel(linear, others):  # as another library may have one
+    assert torch._C.DispatchKey.CompositeImplicitAutograd not in before[linear]  # none is left by earlier captures
+    with composite_kernel(linear, with_record):  # as another library may have one
         theirs = kernels()
         with capturing(), shape_shortcuts():
             assert kernels() != theirs

@@ -1,0 +1,141 @@
+"""Decompositions of composite operators, and the operators and tokens that functionalization introduces."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.export.exported_program import ExportedProgram
+
+from onnxtrain.torch_compat.internal import Internal, required
+
+auto_functionalized: Any = Internal[Any](
+    "auto_functionalized",
+    lambda: importlib.import_module("torch._higher_order_ops.auto_functionalize").auto_functionalized,
+    why="functionalization wraps custom operators that write to their arguments in it",
+    without=None,
+    cost="modules that call such operators run in PyTorch",
+).get()
+
+
+decomposition_table: dict[Any, Callable[..., Any]] = Internal[Any](
+    "decomposition_table",
+    lambda: importlib.import_module("torch._decomp").decomposition_table,
+    why="fake tensors look up PyTorch's reference functions there",
+    without={},
+    cost="functionalization uses PyTorch's reference functions; modules with the losses whose functions fail run in "
+    "PyTorch",
+).get()
+
+
+@contextmanager
+def without_reference_functions(operators: Collection[Any]) -> Iterator[None]:
+    """Remove PyTorch's reference functions of these operators from its table, and put them back. For all threads."""
+    removed = {op: decomposition_table.pop(op) for op in operators if op in decomposition_table}
+    try:
+        yield
+    finally:
+        decomposition_table.update(removed)
+
+
+def _find_composites() -> tuple[Callable[[], Any], Callable[[Any], bool], Callable[[Any], Callable[..., Any]]]:
+    utils = importlib.import_module("torch._export.utils")
+    return utils._collect_all_valid_cia_ops, utils._is_preservable_cia_op, utils._get_decomp_for_cia
+
+
+all_composites, is_preservable_composite, decomposition_of_composite = Internal[Any](
+    "composite_operators",
+    _find_composites,
+    why="lists composite operators with their decompositions, those of other libraries too",
+    without=(tuple, lambda operator: False, lambda operator: operator.decompose),
+    cost="modules that call composite operators without a definition run in PyTorch",
+).get()
+
+
+enable_python_dispatcher: Any = required(
+    "enable_python_dispatcher",
+    lambda: importlib.import_module("torch._dispatch.python").enable_python_dispatcher,
+    "decomposes composite operators on fake tensors",
+)
+
+
+def _find_effect_tokens() -> tuple[Any, Any]:
+    removal = importlib.import_module("torch.export._remove_effect_tokens_pass")
+    return importlib.import_module("torch._higher_order_ops.effects").with_effects, removal._remove_effect_tokens
+
+
+_WITH_EFFECTS, _REMOVE_EFFECT_TOKENS = Internal[Any](
+    "effect_tokens",
+    _find_effect_tokens,
+    why="functionalization orders operators that check or print by tokens; a graph runs in order without them",
+    without=(None, None),
+    cost="modules that call such operators run in PyTorch",
+).get()
+
+
+def without_effect_tokens(program: ExportedProgram) -> ExportedProgram:
+    """The program with plain calls of the operators that functionalization ordered by tokens."""
+    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    if _WITH_EFFECTS is None or not any(node.target is _WITH_EFFECTS for m in modules for node in m.graph.nodes):
+        return program
+    cleaned: ExportedProgram = _REMOVE_EFFECT_TOKENS(program)
+    return cleaned
+
+
+# Python kernels
+
+
+def _find_kernels() -> tuple[Any, Callable[[Any], Callable[..., Any]], Callable[[Any], None]]:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    linear = torch.ops.aten.linear.default
+    assert callable(linear._op_dk)
+    assert hasattr(linear, "py_kernels")
+    linear._dispatch_cache.clear()
+    return key, lambda op: op.py_kernels.get(key) or partial(op._op_dk, key), lambda op: op._dispatch_cache.clear()
+
+
+_KERNELS = Internal[Any](
+    "composite_python_kernels",
+    _find_kernels,
+    why="gives the results of attention, linear and recurrent layers on fake tensors without running their parts",
+    without=None,
+    cost="a capture takes up to twice as long, and recurrent layers fix the number of steps",
+)
+
+
+@contextmanager
+def composite_kernel(operator: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace the kernel with which the Python dispatcher runs a composite operator, for all threads.
+
+    Args:
+        operator: an OpOverload.
+        make: gives the new kernel, from the present one.
+    """
+    if not _KERNELS.is_available:
+        yield
+        return
+    key, kernel_of, forget = _KERNELS.get()
+    try:
+        with entry_replaced(operator.py_kernels, key, make(kernel_of(operator))):
+            forget(operator)
+            yield
+    finally:
+        forget(operator)
+
+
+@contextmanager
+def entry_replaced(table: Any, key: Any, value: Any) -> Iterator[None]:
+    """Give a key of a dictionary another value for a while."""
+    before = table.get(key)
+    table[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[key]
+        else:
+            table[key] = before

@@ -1,0 +1,79 @@
+"""Fake tensors and their modes, in which the capture runs operators for shapes and types."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onnxtrain.torch_compat.internal import AbsentError, Internal, required
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+else:
+    _why = "torch.export traces with fake tensors"
+
+    def _class(name, without=None):
+        find = lambda: getattr(importlib.import_module("torch._subclasses.fake_tensor"), name)
+        return required(name, find, _why) if without is None else required(name, find, _why, without)
+
+    FakeTensor, FakeTensorMode = _class("FakeTensor"), _class("FakeTensorMode")
+    DataDependentOutputException = _class("DataDependentOutputException", AbsentError)
+    DynamicOutputShapeException = _class("DynamicOutputShapeException", AbsentError)
+    UnsupportedOperatorException = _class("UnsupportedOperatorException", AbsentError)
+
+
+def _from_module(name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module("torch._subclasses.fake_tensor"), name)
+
+
+inside_kernel: Callable[[FakeTensorMode], AbstractContextManager[Any]] = required(
+    "inside_kernel",
+    _from_module("in_kernel_invocation_manager"),
+    "makes a fake tensor of a meta tensor, as PyTorch does",
+)
+without_fakes: Callable[[], AbstractContextManager[Any]] = required(
+    "without_fakes",
+    _from_module("unset_fake_temporarily"),
+    "functions that read elements run on real tensors",
+)
+fake_mode_of: Callable[[Sequence[torch.Tensor]], Any] = required(
+    "fake_mode_of", lambda: importlib.import_module("torch._guards").detect_fake_mode, "the mode of the running capture"
+)
+contiguous_strides: Callable[[Sequence[Any]], tuple[Any, ...]] = required(
+    "contiguous_strides",
+    lambda: importlib.import_module("torch._prims_common").make_contiguous_strides_for,
+    "strides of symbolic sizes as PyTorch writes them: the same expressions compare equal",
+)
+
+
+has_symbolic_sizes = Internal[Callable[[torch.Tensor], bool]](
+    "has_symbolic_sizes",
+    lambda: attrgetter("_has_symbolic_sizes_strides"),
+    why="PyTorch takes other ways for tensors with symbolic sizes; asked for each result on fake tensors",
+    without=lambda tensor: any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())),
+    cost="a capture takes somewhat longer",
+    check=lambda found: found(torch.empty(2)) is False,
+).get()
+
+
+def _find_gradient_modes() -> tuple[Any, Any]:
+    module = importlib.import_module("torch._subclasses.functional_tensor")
+    return module.FunctionalTensorMode, module.dispatch_functionalize
+
+
+FunctionalTensorMode, dispatch_functionalize = Internal[Any](
+    "functional_tensors",
+    _find_gradient_modes,
+    why="makes the traced gradient of an operator functional",
+    without=(None, None),
+    cost="operators without a definition get their gradients from autograd at run time",
+).get()

@@ -1,0 +1,187 @@
+"""All attributes of PyTorch that a capture replaces while it runs, for its own thread, and puts back at its end.
+
+    with CREATE_NODE.wrapped(lambda original: …), TENSOR_BOOL.replaced_in_thread(answer): …
+
+A point that this PyTorch lacks is left out if nothing depends on it but time; else no module is captured.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from onnxtrain.torch_compat.internal import Internal
+from onnxtrain.torch_compat.replacement import in_thread, replaced
+
+
+class PatchPoint:
+    """An attribute of a module or class of PyTorch.
+
+    Args:
+        path: the module, then the attribute: "torch.fx.proxy:TracerBase.create_node".
+        why: the reason for replacing it.
+        cost: what users notice where it is missing; None: no module can be captured without it.
+    """
+
+    def __init__(self, path: str, why: str, cost: str | None = None) -> None:
+        self._path = path
+        self.attribute = path.replace(":", ".").rpartition(".")[2]
+        self._entry = Internal[Any](
+            f"patch of {path}",
+            self._find,
+            why=why,
+            without=None,
+            cost=cost or "every module runs in PyTorch",
+            required=cost is None,
+        )
+
+    def _find(self) -> tuple[Any, str]:
+        module, _, names = self._path.partition(":")
+        *classes, attribute = names.split(".")
+        owner: Any = importlib.import_module(module)
+        for name in classes:
+            owner = getattr(owner, name)
+        _attribute(owner, attribute)
+        return owner, attribute
+
+    @property
+    def original(self) -> Any:
+        """The attribute as it is now; None where this PyTorch lacks it."""
+        found = self._entry.get()
+        return None if found is None else _attribute(*found)
+
+    def wrapped(self, make: Callable[[Any], Any]) -> AbstractContextManager[None]:
+        """Replace the attribute by what `make` gives for it, in all threads: `make` asks for its thread."""
+        found = self._entry.get()
+        if found is None:
+            return nullcontext()
+        owner, name = found
+        return replaced(owner, name, make(_attribute(owner, name)))
+
+    def replaced_in_thread(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Replace the attribute, a function, by another on this thread."""
+        return self.wrapped(lambda original: in_thread(function, original))
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute of a class or module, or the builtin that a module calls by this name."""
+    return getattr(owner, name) if hasattr(owner, name) else getattr(builtins, name)
+
+
+_LONGER = "a capture takes longer"
+
+# What a capture has to see
+
+FUNCTION_APPLY = PatchPoint(
+    "torch.autograd.function:_SingleLevelFunction.apply",
+    "a custom autograd function becomes a PythonOp; users keep `apply = F.apply`, which a patch of Function would miss",
+)
+FUNCTION_IN_TRANSFORM = PatchPoint(
+    "torch.autograd.function:custom_function_call",
+    "a custom function inside a torch.func transform is refused",
+)
+CHECKPOINT_GENERATOR = PatchPoint(
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    "notes which operators run in a checkpoint, which are recomputed",
+    "checkpoints of the user are not recomputed",
+)
+CREATE_ARGUMENT = PatchPoint(
+    "torch.fx.experimental.proxy_tensor:PythonKeyTracer.create_arg",
+    "the tracer makes a constant of a parameter that the module does not hold, which would not train",
+)
+CREATE_NODE = PatchPoint(
+    "torch.fx.proxy:TracerBase.create_node",
+    "notes at each call whether gradients are on, and one line of the user's code instead of a whole traceback",
+)
+TENSOR_DATA = PatchPoint("torch:Tensor.data", "the trace loses where the result of `tensor.data` comes from")
+TENSOR_BOOL = PatchPoint("torch:Tensor.__bool__", "a Python decision by the elements of a tensor becomes a guard")
+TENSOR_READS = tuple(
+    PatchPoint(f"torch:Tensor.{name}", "a tensor from outside the module that is read as a Python number is a constant")
+    for name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
+)
+FILL_DIAGONAL = PatchPoint(
+    "torch:Tensor.fill_diagonal_", "it takes the diagonal by strides, which functionalization does not follow"
+)
+MODULE_GETATTRIBUTE = PatchPoint(
+    "torch.nn:Module.__getattribute__", "a capture depends on the attributes that forward reads"
+)
+NEW_FAKE_TENSOR = PatchPoint(
+    "torch._subclasses.fake_tensor:FakeTensor.__new__", "finds tensors that forward leaves outside the module"
+)
+EVALUATE_SIZES = PatchPoint(
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_expr", "a decision by sizes in the user's code is a guard"
+)
+SIZE_COMPARISONS = tuple(
+    PatchPoint(f"torch:SymInt.{name}", "an operator's flag may be `size > 1`, and takes no symbolic bool")
+    for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+)
+SIZE_TEXTS = tuple(
+    PatchPoint(f"torch:SymInt.{name}", '`f"{size}"` would be the name of the symbol')
+    for name in ("__repr__", "__str__", "__format__")
+)
+BUFFER_COPIES = PatchPoint(
+    "torch.export.exported_program:_remove_unnecessary_copy_op_pass",
+    "it replaces a buffer by what is copied into it, of whatever shape and dtype that is",
+)
+EXPORT_PRINT = PatchPoint(
+    "torch.export._trace:print", "torch.export prints the graph of a forward that it cannot trace", "it is printed"
+)
+# Before 2.13: how a loss broadcasts its weight, as numbers.
+INFER_SIZE = (
+    PatchPoint("torch.nn.functional:_infer_size", "it takes sizes for numbers, and fixes them")
+    if hasattr(torch.nn.functional, "_infer_size")
+    else None
+)
+
+# Work that nobody reads
+
+FAKE_DISPATCH = PatchPoint(
+    "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
+    "gives the types of frequent results without PyTorch's reference functions",
+    "a capture takes twice as long",
+)
+LAZY_MODULE_CLASS = PatchPoint(
+    "torch.fx._lazy_graph_module:_get_graph_module_cls", "a traced module's source is compiled and never run", _LONGER
+)
+EXPORT_MODULE = PatchPoint(
+    "torch.export.exported_program:_create_graph_module_for_export", "see LAZY_MODULE_CLASS", _LONGER
+)
+TENSOR_METADATA = PatchPoint(
+    "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "contiguity is asked and never read", _LONGER
+)
+WRAP_INT = PatchPoint("torch.fx.experimental.sym_node:SymNode.wrap_int", "one node for each integer", _LONGER)
+SIZE_ARITHMETIC = {
+    name: PatchPoint(f"torch.fx.experimental.sym_node:SymNode._{name}", "each result is computed once", _LONGER)
+    for name in (
+        "add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min",
+    )
+}  # fmt: skip
+UNBACKED_BINDINGS = PatchPoint(
+    "torch.export._trace:_replace_unbacked_bindings",
+    "all results are searched for data-dependent sizes, where a graph has none",
+    _LONGER,
+)
+EXPORT_PYTREE = PatchPoint(
+    "torch.export._trace:pytree", "the module names at each node are shortened node by node", _LONGER
+)
+RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "only the graph is read", _LONGER)
+
+# What a graph would not repeat
+
+HOOK_REGISTRATIONS = [
+    PatchPoint(f"torch:Tensor.{name}", "a hook on a tensor inside forward would be lost: refused")
+    for name in ("register_hook", "retain_grad")
+]
+RANDOM_STATES = [
+    PatchPoint(f"{module}:{name}", "a seed that forward sets would be set once: refused")
+    for module, names in (
+        ("torch", ("manual_seed", "set_rng_state")),
+        ("torch.random", ("manual_seed", "set_rng_state", "fork_rng")),
+    )
+    for name in names
+]

@@ -1,0 +1,120 @@
+"""torch.export's tracing: its configuration, and work in it that nobody reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from onnxtrain.torch_compat.internal import Internal
+from onnxtrain.torch_compat.symbols import has_data_dependent_symbols
+
+# Configuration
+
+
+def _uncached() -> AbstractContextManager[Any]:
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    return patch
+
+
+fake_tensor_cache_disabled = Internal[Callable[[], AbstractContextManager[Any]]](
+    "fake_tensor_cache",
+    lambda: (torch._dynamo.config.fake_tensor_cache_enabled, _uncached)[1],
+    why="with symbolic sizes, finding and copying a cached result takes longer than computing it",
+    without=nullcontext,
+    cost="a capture takes longer",
+).get()
+
+
+def _find_random_kept() -> Callable[[], AbstractContextManager[Any]]:
+    config = importlib.import_module("torch._inductor.config")
+    assert hasattr(config, "fallback_random")
+    return lambda: config.patch("fallback_random", True)
+
+
+unread_samples_kept = Internal[Callable[[], AbstractContextManager[Any]]](
+    "unread_samples_kept",
+    _find_random_kept,
+    why="functionalization removes unread calls that sample; eager samples them, and the next samples depend on it",
+    without=nullcontext,
+    cost='with rng="torch", a module that samples what it does not read gets other samples than eager',
+).get()
+
+
+@contextmanager
+def _without_bases() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, name in (
+            ("torch._export.config", "enable_auto_functionalized_v2_for_export"),
+            ("torch._inductor.config", "enable_auto_functionalized_v2"),
+        ):
+            config = importlib.import_module(module)
+            if hasattr(config, name):
+                stack.enter_context(config.patch(name, False))
+        yield
+
+
+copies_without_bases = Internal[Callable[[], AbstractContextManager[Any]]](
+    "copies_without_bases",
+    lambda: _without_bases,
+    why="a custom operator that writes to its arguments becomes a call that copies them, without views of bases",
+    without=nullcontext,
+    cost="modules that call such operators run in PyTorch",
+    check=callable,
+).get()
+
+
+# Work that nobody reads
+
+
+def _find_lazy_modules() -> tuple[Callable[[], Any], Callable[..., Any]]:
+    module = importlib.import_module("torch.fx._lazy_graph_module")
+    return lambda: module._LazyGraphModule, module._make_graph_module
+
+
+_LAZY_MODULES = Internal[Any](
+    "lazy_graph_modules",
+    _find_lazy_modules,
+    why="the Python source of a graph module is written and compiled for every change, and never run",
+    without=(None, None),
+    cost="a capture takes longer",
+)
+lazy_module_class, make_lazy_module = _LAZY_MODULES.get()
+
+metadata_without_contiguity: Callable[..., Any] | None = Internal[Any](
+    "metadata_without_contiguity",
+    lambda: partial(
+        importlib.import_module("torch.fx.passes.shape_prop")._extract_tensor_metadata, include_contiguity=False
+    ),
+    why="whether each result is contiguous, in one of three orders, is asked and never read",
+    without=None,
+    cost="a capture takes longer",
+    check=lambda found: found(torch.empty(2)).memory_format is None,
+).get()
+
+
+def _find_shape_env() -> Callable[[GraphModule], Any]:
+    shape_env: Callable[[GraphModule], Any] = importlib.import_module("torch._export.utils")._get_shape_env_from_gm
+    return shape_env
+
+
+_shape_env_of = Internal[Callable[[GraphModule], Any] | None](
+    "shape_env_of_module",
+    _find_shape_env,
+    why="whether a graph has data-dependent sizes at all; without any, no result is searched for them",
+    without=None,
+    cost="a capture takes longer",
+).get()
+
+
+def has_data_dependent_sizes(module: GraphModule) -> bool:
+    """Whether a traced graph may hold sizes that only tensor elements determine."""
+    if _shape_env_of is None:
+        return True
+    env = _shape_env_of(module)
+    return env is None or has_data_dependent_symbols(env)
