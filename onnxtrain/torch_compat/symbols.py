@@ -95,7 +95,7 @@ node_expression = Internal[Callable[[Any], Any]](
     lambda: attrgetter("_expr"),
     why="the expression as traced; the public one replaces symbols by what they were found equal to, which adds guards",
     without=attrgetter("expr"),
-    cost="sizes that were found equal after tracing are taken for equal from the start",
+    cost="modules that fix a size of an input run in PyTorch",
     check=lambda read: read(_example()) == 3,
 ).get()
 

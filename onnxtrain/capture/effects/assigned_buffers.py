@@ -1,8 +1,8 @@
-"""Buffers that forward assigns, instead of writing to them.
+"""Turn assignments to buffers into in-place writes.
 
     self.seen = self.seen + x.sum(0)    as    self.seen.copy_(self.seen + x.sum(0))
 
-torch.export does so for buffers of the module that it is given, and forgets what becomes of those of modules inside.
+torch.export does this for buffers of the module itself, and loses assignments to buffers of its submodules.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ class _Assigned(NamedTuple):
 
 
 class AssignedBuffers:
-    """What forward assigns to the registered buffers of a module and of those inside it.
+    """The registered buffers of a module and its submodules before forward, to find which it assigns.
 
-    It is made before forward runs, inside the export, which exchanges all of them itself.
+    Create it inside the export, which replaces all buffers itself, and before forward runs.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._before = [(path, inner, dict(inner._buffers)) for path, inner in module.named_modules()]
 
     def write(self) -> None:
-        """Writes what was assigned to the tensors that were there.
+        """Copy each assigned tensor into the buffer that it replaced, and put that back.
 
         Raises:
-            ChangedParameterError: a buffer came, went, or would have another shape, type or gradient.
+            ChangedParameterError: forward adds or removes a buffer, or changes its shape, dtype or requires_grad.
         """
-        found = [
+        assignments = [
             _Assigned(module._buffers, name, f"{path}.{name}" if path else name, before.get(name), after)
             for path, module, before in self._before
             for name, after in {**dict.fromkeys(before), **module._buffers}.items()
             if after is not before.get(name)
         ]
-        for each in found:
-            _check(each)
-        values = [each.after.clone() for each in found if each.after is not None]  # two buffers may change places
-        for each, value in zip(found, values, strict=True):
-            assert each.before is not None
-            each.before.copy_(value)
-            each.holder[each.name] = each.before
+        for assigned in assignments:
+            _check(assigned)
+        values = [a.after.clone() for a in assignments if a.after is not None]  # forward may swap two buffers
+        for assigned, value in zip(assignments, values, strict=True):
+            assert assigned.before is not None
+            assigned.before.copy_(value)
+            assigned.holder[assigned.name] = assigned.before
 
 
 def _check(assigned: _Assigned) -> None:
@@ -67,5 +67,5 @@ def _check(assigned: _Assigned) -> None:
 
 
 def _kind(value: torch.Tensor | None) -> str:
-    """Type, sizes and device; a size that is open is no number, and so never the buffer's own."""
+    """Dtype, shape and device. A symbolic dimension never equals one of the buffer, which are fixed."""
     return "none" if value is None else f"{value.dtype}{list(value.shape)} on {value.device}"

@@ -1,8 +1,8 @@
-"""Tensors that forward leaves behind: in a global list, in an object that is no part of the module.
+"""Refuse a forward that stores a tensor outside the module: in a global list, in another object.
 
-A graph would not put them there on later steps, and what a capture puts there is a fake tensor. So the fake tensors
-that forward makes are noted; one that something holds when forward has returned, besides its results and the tracer,
-and still holds when the export is over, was left behind.
+A graph would not store it on later steps, and a capture would store a fake tensor. The fake tensors that forward
+creates are recorded by weak reference. One escaped if something other than the results and the tracer holds it when
+forward returns, and still holds it when the export is over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onnxtrain.torch_compat.tensors import use_count
 
 
 class FakesMade:
-    """The fake tensors that forward makes, by weak references: they die as the tensors of a step do."""
+    """The fake tensors that forward creates, by weak references: they are freed as in eager."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[FakeTensor]] = []
@@ -39,7 +39,7 @@ class FakesMade:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes them, those of this thread."""
+        """Record the fake tensors that this thread creates."""
         owner = threading.get_ident()
 
         def noting(original: Callable[..., FakeTensor]) -> Any:
@@ -55,15 +55,19 @@ class FakesMade:
             yield
 
     def begin(self) -> None:
-        """Forward is about to run."""
+        """Start over: forward is about to run."""
         self._made.clear()
 
     def note(self, results: Sequence[Any]) -> None:
-        """Forward has returned: notes what is held besides its results. Autograd's own holders go with the capture."""
+        """Record which tensors besides the results are held when forward has returned; autograd frees its own later."""
         self._held = [(weakref.ref(tensor), _line(tensor)) for tensor in self._left(results)]
 
     def check(self, module: torch.nn.Module) -> None:
-        """The export is over. Raises CaptureError where forward left a tensor behind, and takes it away from there."""
+        """Check, after the export, that no recorded tensor is still held, and remove one that is from its holders.
+
+        Raises:
+            CaptureError: forward stored a tensor outside the module.
+        """
         if not any(ref() is not None for ref, _ in self._held):
             return
         gc.collect()  # graphs hold their nodes in cycles
@@ -86,7 +90,7 @@ class FakesMade:
                 )
 
     def _left(self, results: Sequence[Any]) -> list[FakeTensor]:
-        """Those that are alive and are neither results nor the capture's own."""
+        """The recorded tensors that are alive and are neither results nor held by the capture."""
         mode = get_proxy_mode()
         assert mode is not None, "forward runs under the tracer"
         known = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
@@ -117,19 +121,19 @@ def _references(value: Any) -> int:
 
 
 def _is_in_autograd(tensor: FakeTensor) -> bool:
-    """Whether C++ holds a tensor, which counts as one reference. Where it cannot be asked, any holder is looked for."""
+    """Whether C++ holds a tensor: that counts as one reference."""
     return use_count(tensor) > 1
 
 
 def _holders(value: Any, own: frozenset[int]) -> list[Any]:
-    """What a user may have put a value into, of all that refers to it.
+    """The referrers of a value that the user may have stored it in.
 
-    The lists of this search, whose ids are `own`, do not count; a tuple does where a user may have put that somewhere:
-    those of a running call's arguments do not. No closure over the value here: its cell would be found as well.
+    Skips the lists of this search, whose ids are `own`. A tuple counts if the user may have stored it in turn; the
+    argument tuples of running calls do not. This function must not close over the value: the cell would be a referrer.
     """
-    found = gc.get_referrers(value)
-    own |= {id(found)}
-    return [h for h in found if id(h) not in own and _may_be_the_users(h, own)]
+    referrers = gc.get_referrers(value)
+    own |= {id(referrers)}
+    return [h for h in referrers if id(h) not in own and _may_be_the_users(h, own)]
 
 
 def _may_be_the_users(holder: Any, own: frozenset[int]) -> bool:
@@ -141,7 +145,7 @@ def _may_be_the_users(holder: Any, own: frozenset[int]) -> bool:
 
 
 def _take_away(value: Any, own: frozenset[int]) -> None:
-    """Takes a value out of what the user put it into. No closure over it here either."""
+    """Remove a value from what the user stored it in. This function must not close over it either."""
     holders = _holders(value, own)
     for holder in holders:
         if isinstance(holder, tuple):
@@ -164,7 +168,7 @@ def _others(items: Iterable[Any], value: Any) -> list[Any]:
 
 
 def _line(tensor: FakeTensor) -> str | None:
-    """The user's line that made it."""
+    """The source location that created a tensor."""
     mode = get_proxy_mode()
     proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
     return None if proxy is None else source_line.in_text(proxy.node.stack_trace)

@@ -1,4 +1,4 @@
-"""Layouts of the caller's and the module's tensors: a graph cannot change them as `x.t_()` and `x.detach_()` do."""
+"""Refuse in-place changes of the shape, strides or requires_grad of inputs and buffers: `x.t_()`, `x.detach_()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxtrain.errors import ChangedArgumentError
 
 
 class Layouts:
-    """The shapes and strides of a call's tensors and a module's own, before forward."""
+    """The shapes and strides of a call's tensors, parameters and buffers before forward."""
 
     def __init__(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         own = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -22,10 +22,10 @@ class Layouts:
         self._where = type(module).__name__
 
     def check(self) -> None:
-        """Forward has run.
+        """Check, after forward, that all are as before.
 
         Raises:
-            ChangedArgumentError: it changed one of them.
+            ChangedArgumentError: forward changed one in place.
         """
         for name, tensor, layout, requires_grad in self._before:
             if layout_of(tensor) != layout:

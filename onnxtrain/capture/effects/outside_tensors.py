@@ -1,7 +1,7 @@
-"""Tensors that forward finds beside its arguments, parameters and buffers: inputs of the graph, or constants in it.
+"""Tensors that forward reads besides its arguments, parameters and buffers: graph inputs, or constants.
 
-An input can change in place. One whose elements forward reads as Python numbers is a constant: where its elements
-change, another graph is right.
+An input may change in place between calls. A tensor whose elements forward reads as Python numbers is a constant: the
+graph is right for these elements only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxtrain.torch_compat.tensors import is_fake
 
 
 class OutsideTensors:
-    """Those of one capture.
+    """The outside tensors of one capture.
 
     Attributes:
         read: tensors whose elements forward read as Python numbers.
@@ -32,7 +32,7 @@ class OutsideTensors:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes which tensors this thread reads. What is traced gives no Python numbers."""
+        """Record which tensors this thread reads as Python numbers; fake tensors have no elements to read."""
         with ExitStack() as stack:
             for point in TENSOR_READS:
                 stack.enter_context(point.replaced_in_thread(self._noting(point.original)))
@@ -53,7 +53,7 @@ class OutsideTensors:
         examples: Iterable[torch.Tensor],
         decided_by: Iterable[Any],
     ) -> None:
-        """Finds those that can be inputs.
+        """Find the outside tensors that can be graph inputs.
 
         Args:
             module: the user's module.
@@ -67,10 +67,10 @@ class OutsideTensors:
         self._devices = {tensor.device for tensor in examples}
 
     def name(self, tensor: torch.Tensor) -> str:
-        """The name of one that can be an input; "" for others."""
+        """The name of a tensor that can be a graph input; "" for any other."""
         fits = not self.is_held(tensor) and (tensor.device in self._devices or not tensor.dim())
         return self._names.get(memory_of(tensor), "") if fits else ""
 
     def is_held(self, tensor: torch.Tensor) -> bool:
-        """Whether the graph depends on its elements."""
+        """Whether the graph depends on the elements of a tensor."""
         return memory_of(tensor) in self._held

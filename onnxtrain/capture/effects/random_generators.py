@@ -1,6 +1,6 @@
-"""Generators of random numbers that a graph does not draw from: what forward drew once, it would repeat for ever.
+"""Refuse a forward that samples from a generator that a graph cannot sample from: the first sample would be repeated.
 
-Python's and numpy's numbers (`random.random() < self.layerdrop`) are constants to torch.export.
+Samples of Python and numpy (`random.random() < self.layerdrop`) are constants to torch.export.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Generator:
 
 @contextmanager
 def left_alone(module: torch.nn.Module) -> Iterator[None]:
-    """Restores the generators that forward changes while `module` is captured.
+    """Restore the generators that forward advances while `module` is captured.
 
-    A draw of another thread meanwhile is taken for one of forward: nothing tells them apart.
+    A sample that another thread takes meanwhile counts as forward's: nothing tells them apart.
 
     Raises:
-        CaptureError: it changed one.
+        CaptureError: forward advanced one.
     """
     before = [(generator, pickle.dumps(generator.state())) for generator in _generators(module)]
     changed: list[str] = []

@@ -1,10 +1,10 @@
-"""Python side effects of forward: a graph would not repeat them.
+"""Find Python side effects of forward, which a graph would not repeat.
 
-torch.export undoes what forward does to a module's attributes, so they are compared the moment forward has run. Some
-forwards change one once and then leave it (`if self.config.problem_type is None: …`): after a first capture the change
-is kept, as the user's call would have made it, and the module is captured again. A forward that goes on changing
-attributes (`self.calls += 1`) is not captured, and all changes are undone: the call then runs in PyTorch and makes them
-itself. So it is with globals that forward assigns to.
+torch.export undoes assignments to a module's attributes, so attributes are compared as soon as forward has run. Some
+forwards change an attribute in the first call only (`if self.config.problem_type is None: …`): the change is kept, as
+the user's call would have made it, and the module is captured again. A forward that changes attributes in each call
+(`self.calls += 1`) is not captured: all changes are undone, and the call runs in PyTorch, which makes them. Globals
+that forward assigns are treated alike.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
-# PyTorch's own bookkeeping, which the capture exchanges for the time of the export.
+# PyTorch's own bookkeeping, which the capture replaces during the export.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 # What recurrent layers keep of their parameters; it changes when the capture exchanges those.
 _DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
-_DEPTH = 4  # plain objects and containers inside each other that are watched
+_DEPTH = 4  # levels of nested plain objects and containers that are watched
 
 
 _Copy = tuple[str, Any, Any]  # path, container, what it held
@@ -72,10 +72,10 @@ class _Names(MutableMapping[str, Any]):
 
 
 class SideEffects:
-    """Watches the attributes of a module's submodules, the containers and plain objects in them, and globals.
+    """Watch the attributes of all submodules, the containers and plain objects in them, and globals.
 
-    `begin` and `check` stand around forward, inside the export: what the export itself exchanges (an LSTM's list of
-    weights) is none of forward's doing. `undo` goes back to the moment when the watch was made.
+    `begin` and `check` enclose forward inside the export, so that what the export itself replaces (an LSTM's list of
+    weights) does not count. `undo` restores the state when the watch was created.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -86,7 +86,7 @@ class SideEffects:
         self._before = self._first
 
     def begin(self) -> None:
-        """Forward is about to run."""
+        """Copy the state: forward is about to run."""
         self._before = self._now()
 
     def _now(self) -> list[_Copy]:
@@ -98,7 +98,7 @@ class SideEffects:
         return found
 
     def _copy(self, holder: Any, path: str, found: list[_Copy], seen: set[int], depth: int) -> None:
-        """Copies a container, and those that it holds."""
+        """Copy a container and the containers in it."""
         if id(holder) in seen or depth == 0:
             return
         seen.add(id(holder))
@@ -114,7 +114,11 @@ class SideEffects:
                 self._copy(value.__dict__, inner, found, seen, depth - 1)
 
     def check(self) -> None:
-        """Raises SideEffectError where forward changed something."""
+        """Compare the state with the copy.
+
+        Raises:
+            SideEffectError: forward changed it.
+        """
         self._changes = [change for path, holder, before in self._before for change in _changes(path, holder, before)]
         if self._changes:
             raise SideEffectError(
@@ -124,7 +128,7 @@ class SideEffects:
             )
 
     def settle(self) -> None:
-        """Makes the changes that were found, where they are plain values in attributes; else undoes all of them."""
+        """Keep the changes of forward if all are plain values of attributes or globals; else undo all of them."""
         plain = all(isinstance(c.after, _PLAIN) and isinstance(c.holder, dict | _Names) for c in self._changes)
         self.undo()
         if plain:
@@ -132,7 +136,7 @@ class SideEffects:
                 change.holder[change.key] = change.after
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restore the state when the watch was created."""
         for _, holder, before in self._first:
             if not any(_changes("", holder, before)):
                 continue
@@ -148,7 +152,7 @@ class SideEffects:
 
 
 def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
-    """What is not the object that it was, nor an equal plain value."""
+    """The items that are neither the same object as before nor an equal plain value."""
     if isinstance(holder, dict | _Names):
         keys = [k for k in (*before, *(k for k in holder if k not in before)) if k not in _OWN and k not in _DERIVED]
         found = [(k, before.get(k), holder.get(k)) for k in keys]

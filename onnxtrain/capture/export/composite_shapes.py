@@ -1,9 +1,10 @@
-"""Shapes of composite operators without running their parts on fake tensors.
+"""Compute result shapes of composite operators without running their decompositions on fake tensors.
 
-The export runs each composite operator as its parts, on fake tensors, only to learn the shape of the result. For
-attention that was a third of the capture of a small BERT (0.67 s of 1.88 s for six layers), for linear and layer_norm a
-sixth. A recurrent layer it runs step by step, and so fixes the number of steps; a covariance asks elements on the way.
-Here are the shapes of those, for the case in which all sizes that must agree plainly do; any other is left to PyTorch.
+torch.export decomposes each composite operator on fake tensors, only to learn the shape of its result. For attention
+that was a third of the capture of a small BERT (0.67 s of 1.88 s for six layers), for linear and layer_norm a sixth.
+The decomposition of a recurrent layer runs step by step and so fixes the number of steps; that of a covariance reads
+elements. The shape functions here apply if all dimensions that must be equal are statically known to be; any other call
+is left to PyTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Shape: TypeAlias = "tuple[Any, ...] | None"
 
 @contextmanager
 def shape_shortcuts() -> Iterator[None]:
-    """Holds the shortcuts, for this thread. The capture lock must be held."""
+    """Use these shape functions on this thread. The capture lock must be held."""
     owner = threading.get_ident()
     with ExitStack() as stack:
         for operator, result_of in _SHORTCUTS.items():
@@ -47,7 +48,7 @@ def _shortcut(result_of: Callable[..., Any], owner: int, original: Callable[...,
 
 
 def _of_shape(shape_of: Callable[..., _Shape]) -> Callable[..., torch.Tensor | None]:
-    """A result of the shape that `shape_of` gives; None where it gives none."""
+    """Make a function that returns a tensor of the shape that `shape_of` computes, or None if that is None."""
 
     def result(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         shape = shape_of(*args, **kwargs)
@@ -61,7 +62,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _like(shape: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A result of this shape, that requires a gradient where one made of `inputs` would; it is no leaf."""
+    """A tensor of this shape. It requires a gradient if a result of `inputs` would, and is no leaf."""
     result = inputs[0].new_empty(shape)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return result.requires_grad_().clone()
@@ -107,9 +108,9 @@ def _attended(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The result of attention. PyTorch's flash kernel for CPUs leaves the rows of all heads next to each other.
+    """The result of attention, with the strides of PyTorch's flash kernel for CPUs: heads of a token are contiguous.
 
-    So no copy is traced where models ask for that order with `transpose(1, 2).contiguous()`.
+    So no copy is traced for `transpose(1, 2).contiguous()`, which models apply to it.
     """
     shape = _attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     if shape is None:
@@ -129,7 +130,7 @@ def _attended(
 
 
 def _broadcasts(mask: torch.Tensor, dtype: torch.dtype, scores: Sequence[Any]) -> bool:
-    """Whether the mask broadcasts to the scores. Sizes not known to agree become a condition, as in PyTorch's own."""
+    """Whether the mask broadcasts to the scores. Sizes not statically known to be equal add a guard, as in PyTorch."""
     if mask.dim() > len(scores) or mask.dtype not in (torch.bool, dtype):
         return False
     pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
@@ -175,7 +176,7 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...] | None:
-    """[s, b, i], [l, b, h] and of an LSTM [l, b, c] -> [s, b, d h], and the last states, of the shapes of the first."""
+    """[s, b, i], [l, b, h] and of an LSTM [l, b, c] -> [s, b, d h], and the final states, as the initial ones."""
     firsts = [hx] if isinstance(hx, torch.Tensor) else list(hx)
     tensors = [input, *firsts, *params]
     if any(t.dim() != 3 for t in (input, *firsts)):
@@ -192,7 +193,7 @@ def _recurrent(
 
 
 def _covariances(input: torch.Tensor) -> _Shape:
-    """[n, observations] -> [n, n]; of one variable [] as PyTorch squeezes it."""
+    """[n, observations] -> [n, n]; [] for one variable, which PyTorch squeezes."""
     if input.dim() > 2 or not input.is_floating_point():
         return None
     variables = input.size(0) if input.dim() == 2 else 1
@@ -202,12 +203,12 @@ def _covariances(input: torch.Tensor) -> _Shape:
 def _weighted(
     input: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: Any = None
 ) -> _Shape:
-    """Without weights: of those PyTorch asks whether any is negative, which only their elements tell."""
+    """As `_covariances`, without weights: PyTorch reads their elements to check that none is negative."""
     return _covariances(input) if fweights is None and aweights is None else None
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
-    """Where it drops nothing, its argument, as eager gives it: a copy would not take what is written to the result."""
+    """If it drops nothing, its argument, as in eager: writes to the result must reach the argument."""
     return x if p == 0 or not train else None
 
 

@@ -1,4 +1,4 @@
-"""`tensor.data` while forward is traced: PyTorch's trace loses where it comes from."""
+"""Trace `tensor.data` as a detach: PyTorch's trace loses where it comes from."""
 
 from __future__ import annotations
 

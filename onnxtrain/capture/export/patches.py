@@ -1,10 +1,10 @@
-"""What is patched in PyTorch while a module is captured: only for the capturing thread, and undone at the end.
+"""Patch PyTorch while a module is captured, for the capturing thread only, and undo all patches at the end.
 
-* A user's `torch.autograd.Function` would be inlined and its backward lost without a word: it becomes a PythonOp.
-* Reentrant `torch.utils.checkpoint` makes PyTorch's export put everything after it under no_grad: its function is
-  called directly. What is traced in a checkpoint of either kind is noted as a region (`checkpoints.py`).
-* Hooks on tensors inside forward, and seeds that it sets, would be forgotten: refused.
-* The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) would see fake tensors: held off.
+* A user's `torch.autograd.Function` would be inlined and its backward silently lost: it becomes a PythonOp.
+* Reentrant `torch.utils.checkpoint` makes torch.export put everything after it under no_grad: its function is called
+  directly. What either kind of checkpoint runs is marked as a region (`checkpoint_regions.py`).
+* Hooks on tensors inside forward, and seeds that it sets, would be lost: refused.
+* The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) would see fake tensors: disabled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNDER_WAY = threading.local()
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Holds the capture lock and the patches."""
+    """Hold the capture lock and apply the patches."""
     with CAPTURE_LOCK, ExitStack() as stack:
         stack.enter_context(needless_warnings_dropped())
         if has_saved_tensors_hooks():
@@ -157,7 +157,7 @@ def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
     return apply
 
 
-# Functions that PyTorch applies itself, while it traces.
+# Modules whose functions PyTorch applies itself while it traces.
 _TORCHS_OWN = ("torch._", "torch.utils.checkpoint")
 
 

@@ -1,6 +1,6 @@
-"""What PyTorch reports of code that it cannot trace: onnxtrain warns itself, and the user sees the error.
+"""Redirect PyTorch's logs and warnings about code that it cannot trace: onnxtrain reports the error itself.
 
-Only what the capturing thread reports is passed on or dropped. Levels, handlers and warning filters stay as they are.
+Only those of the capturing thread are redirected. Levels, handlers and warning filters stay as they are.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _NEEDLESS_WARNINGS = (
 
 @contextmanager
 def logged_as_info() -> Iterator[None]:
-    """Pass PyTorch's reports on to the log of onnxtrain, at INFO."""
+    """Redirect PyTorch's log messages to the log of onnxtrain, at INFO."""
     with _filtered(_REPORTERS, lambda record: LOG.info("torch: %s", record.getMessage())):
         yield
 
 
 @contextmanager
 def reports_dropped() -> Iterator[None]:
-    """Drop warnings and messages about fake tensors on which an operator fails: that it may fail is why it is tried."""
+    """Drop warnings and messages about operators that fail on fake tensors: callers try such operators on purpose."""
     with _filtered((_FAKE_TENSORS,), lambda record: None), _warnings_dropped(lambda text: True):
         yield
 
 
 @contextmanager
 def needless_warnings_dropped() -> Iterator[None]:
-    """Drop warnings that PyTorch's export gives of its own code."""
+    """Drop warnings that torch.export raises about its own code."""
     with _warnings_dropped(lambda text: text.startswith(_NEEDLESS_WARNINGS)):
         yield
 
@@ -69,7 +69,7 @@ def _warnings_dropped(is_dropped: Callable[[str], bool]) -> Iterator[None]:
 
     def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != owner or not is_dropped(str(message)):
-            original(message, category, stacklevel + 1, *args, **kwargs)  # one frame more is on the way
+            original(message, category, stacklevel + 1, *args, **kwargs)  # this function adds a frame
 
     with replaced(warnings, "warn", warn):
         yield
@@ -77,7 +77,7 @@ def _warnings_dropped(is_dropped: Callable[[str], bool]) -> Iterator[None]:
 
 @contextmanager
 def printed_as_info() -> Iterator[None]:
-    """Pass on too what torch.export prints to the error stream in this thread: the graph as far as it came.
+    """Redirect what torch.export prints to stderr in this thread: the graph as far as it was traced.
 
     Under the capture lock.
     """

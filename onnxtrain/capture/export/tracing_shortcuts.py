@@ -1,14 +1,14 @@
-"""PyTorch's tracing without work that nobody reads: half of torch.export's time.
+"""Skip work of torch.export that nobody reads: half of its time.
 
-* Arithmetic of open sizes: each fake tensor asks anew for the same few products and comparisons, 23 000 times in a T5
-  of six layers, 22 000 of them not for the first time. They are remembered.
-* Results of operators are kept by their arguments. Where sizes are symbols it takes longer to find and to copy one than
-  to compute it: without that, and with the rules of `fake_results`, a small Llama is exported in half the time.
-* Every node gets a traceback as text, with the source lines of all its frames: we read one line of it.
-* Whether a result is contiguous in one of three orders is asked for each node, and written beside it.
-* The Python source of each graph module is written and compiled anew for every change, and never run.
-* The sizes and strides of all results are searched for symbols of unknown value where there are none: 4 % of T5's.
-* Names in the modules around each node are shortened node by node, which is the same few again: 4 %.
+* Arithmetic on symbolic sizes: fake tensors repeat the same few multiplications and comparisons, 23 000 in a T5 of six
+  layers, of which 22 000 are repetitions. Their results are cached.
+* PyTorch caches the results of operators by their arguments. With symbolic sizes, looking up and copying a result takes
+  longer than computing it: without that cache, and with `meta_functions`, a small Llama is exported in half the time.
+* Each node gets a full traceback as text. One line of it is read.
+* Whether each result is contiguous, in three memory formats, is computed and stored with its node.
+* The Python source of each graph module is generated and compiled after every change, and never run.
+* All sizes and strides are searched for data-dependent symbols even if there are none: 4 % of the export of T5.
+* The module names of each node are shortened node by node, though few differ: 4 %.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from onnxtrain.torch_compat.tracing import (
 
 @contextmanager
 def cheap_tracing() -> Iterator[None]:
-    """Holds the shortcuts, for this thread. The capture lock must be held."""
+    """Skip this work on this thread. The capture lock must be held."""
     owner = threading.get_ident()
     with ExitStack() as stack:
         if lazy_module_class is not None:
@@ -72,7 +72,7 @@ def cheap_tracing() -> Iterator[None]:
 
 
 def _with_one_line(owner: int, original: Callable[..., Node]) -> Callable[..., Node]:
-    """A tracer's `create_node` that notes the user's innermost line alone."""
+    """A tracer's `create_node` that records the user's innermost source line only."""
 
     @wraps(original)
     def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
@@ -95,9 +95,9 @@ def _remembered(
 ) -> Callable[[SymNode, SymNode], SymNode]:
     """An operation on two sizes that is computed once.
 
-    One result may serve many: it is never changed, and what its symbols are replaced by is looked up when it is read.
-    In proxy mode it becomes a node of the graph. Where the result has one already, PyTorch makes another that nobody
-    reads: that and its like are 6 % of the export of a T5 of six layers.
+    Sharing a result is safe: it is immutable, and replacements of its symbols are looked up when it is read. In proxy
+    mode it becomes a node of the graph; if it has one already, PyTorch adds another that nobody reads. Such nodes are
+    6 % of the export of a T5 of six layers.
     """
     multiplies = name == "mul"
 
@@ -106,7 +106,7 @@ def _remembered(
         if threading.get_ident() != owner:
             return compute(self, other)
         hints = hint_of(self), hint_of(other)
-        if type(hints[0]) is not int or type(hints[1]) is not int:  # of unknown size, or no size
+        if type(hints[0]) is not int or type(hints[1]) is not int:  # data-dependent, or a float or bool
             return compute(self, other)
         mode = proxy_tensor.get_proxy_mode()
         expressions = node_expression(self), node_expression(other)
@@ -124,7 +124,7 @@ def _remembered(
 
 
 def _nodes_of(mode: proxy_tensor.ProxyTorchDispatchMode) -> Container[SymNode]:
-    """The sizes that have a node in the graph that is traced."""
+    """The sizes that have a node in the graph being traced."""
     found: Container[SymNode] = getattr(mode.tracer.symnode_tracker, "sym_node_dict", ())
     return found
 
@@ -164,7 +164,7 @@ def _with_short_names(trees: Any) -> SimpleNamespace:
 
 
 def _mapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `tree_map` that remembers what became of a dictionary of tuples of texts."""
+    """A `tree_map` that caches its results for dictionaries of tuples of strings."""
     known: dict[Any, dict[Any, Any]] = {}
 
     @wraps(original)

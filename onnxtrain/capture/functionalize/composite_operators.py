@@ -1,9 +1,10 @@
-"""Composite operators without a definition of ours are taken apart as PyTorch takes them apart.
+"""Decompose composite operators that have no definition, as PyTorch decomposes them.
 
     cosine_embedding_loss(a, b, y)  ──>  mul, sum, rsub, sqrt, where, …        each with its own definition and gradient
 
-A composite operator (CompositeImplicitAutograd) has no derivative of its own: eager PyTorch differentiates its parts,
-and so does the graph. One that fixes a size when taken apart (an LSTM's loop over time steps) stays whole.
+A composite operator (CompositeImplicitAutograd) has no derivative of its own: eager PyTorch differentiates its
+decomposition, and so does the graph. An operator whose decomposition fixes a size (an LSTM's loop over time steps) is
+kept.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from onnxtrain.torch_compat.symbols import static_value
 Parts = dict[Any, Callable[..., Any]]  # operator to the function that calls its parts
 
 
-# torch 2.11 drops checks of linear algebra as dead code: the inverse of a singular matrix was NaN without a word.
+# torch 2.11 drops checks of linear algebra as dead code: the inverse of a singular matrix was silently NaN.
 for _name in CHECKS:
     has_side_effect(getattr(torch.ops.aten, _name).default)
 
 
 def composite_parts(program: ExportedProgram) -> Parts:
-    """The decomposition table of `program`: every composite operator that is to be taken apart."""
+    """The decomposition table of `program`: every composite operator to decompose."""
     whole: set[Any] = set()
     custom: set[Any] = set()
     for node in _calls(program.graph_module):
@@ -67,7 +68,7 @@ def _is_unmarked_view(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def buffer_copies_kept() -> Iterator[None]:
-    """Keep `buffer.copy_(x)` a copy: the export reads x for the buffer, of whatever shape and dtype x is."""
+    """Keep `buffer.copy_(x)` a copy: torch.export replaces the buffer by x, whatever the shape and dtype of x."""
     with BUFFER_COPIES.replaced_in_thread(lambda *pair: pair):
         yield
 
@@ -89,12 +90,12 @@ def _is_undefined_composite(target: Any) -> bool:
 
 
 def _draws(target: OpOverload) -> bool:
-    """Whether an operator draws random numbers: its parts on fakes draw otherwise (an LSTM's lose their dropout)."""
+    """Whether an operator samples: its decomposition on fake tensors may differ (that of an LSTM loses its dropout)."""
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _comes_apart(node: torch.fx.Node) -> bool:
-    """Whether the parts of a call run at all sizes at which the call itself runs."""
+    """Whether the decomposition of a call runs at all sizes at which the call itself runs."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
@@ -110,10 +111,10 @@ def _comes_apart(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def size_decisions(env: ShapeEnv | None) -> Iterator[list[Any]]:
-    """Collects what is decided inside from sizes, as conditions that do not follow from the known ones.
+    """Collect the conditions on sizes that are evaluated inside and do not follow from known ones.
 
-    Where the answer is that for which PyTorch promises a way for all sizes (`guard_or_false`, as it asks whether a
-    tensor is contiguous), nothing is decided. `env` itself stays as it was.
+    A condition with a fallback for all sizes (`guard_or_false`, as in the question whether a tensor is contiguous) does
+    not count if it evaluates to the fallback. `env` itself stays as it was.
     """
     made: list[Any] = []
     if env is None:
@@ -140,5 +141,5 @@ def size_decisions(env: ShapeEnv | None) -> Iterator[list[Any]]:
 
 
 def fixes_size(condition: Any) -> bool:
-    """Whether a condition is more than PyTorch's choice between equivalent ways."""
+    """Whether a condition fixes a size, other than one by which PyTorch selects between equivalent implementations."""
     return isinstance(condition, sympy.Eq)
