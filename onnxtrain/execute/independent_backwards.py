@@ -8,7 +8,7 @@ still possible, as in eager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ class IndependentBoundary:
 
     Args:
         groups: the results of each node.
-        reached: for each group, the inputs that its gradients reach.
+        reached: for each result, the inputs that its gradient reaches.
         wrt: for each input, whether its gradient is wanted.
     """
 
     def __init__(self, groups: Groups, reached: Groups, wrt: Flags) -> None:
-        self.groups, self.reached = groups, tuple(map(frozenset, reached))
+        self.groups, self._reached = groups, tuple(map(frozenset, reached))
         self.needed = (False, *wrt)
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
@@ -36,12 +36,16 @@ class IndependentBoundary:
         results: list[Any] = list(run.found[: unit.results])
         apply: Callable[..., Sequence[Any]] = _Group.apply
         for number, group in enumerate(self.groups):
-            reached = self.reached[number]
+            reached = self.reached(group)
             given = (t if i in reached else t.detach() for i, t in enumerate(tensors))
             for index, result in zip(group, apply(run, number, *given), strict=True):
                 results[index] = result
         run.found = ()
         return results
+
+    def reached(self, results: Iterable[int]) -> frozenset[int]:
+        """The inputs that the gradients of these results reach."""
+        return frozenset().union(*(self._reached[i] for i in results))
 
 
 class _Run:
@@ -73,6 +77,7 @@ class _Group(torch.autograd.Function):
         ctx.call = unit, run.tensors, run.versions, run.sizes
         ctx.results = [(r.shape, r.dtype, r.device) for r in run.found[: unit.results]]
         ctx.group = run.boundary.groups[number]
+        ctx.boundary = run.boundary
         return tuple(run.found[i].detach() if i in unit.lone_views else run.found[i] for i in ctx.group)
 
     @staticmethod
@@ -86,6 +91,7 @@ class _Group(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, None, *differentiable_backward(ctx, every, ctx.needs_input_grad[2:]))
         program = ctx.program
+        reached = ctx.boundary.reached(i for i, cotangent in enumerate(every) if cotangent is not None)
         for index in program.cotangents:
             if every[index] is None:
                 shape, dtype, device = ctx.results[index]
@@ -98,4 +104,5 @@ class _Group(torch.autograd.Function):
                 gradients, _ = program.program.run(arguments, sizes)
         else:
             gradients, _ = program.program.run(arguments, sizes)
-        return (None, None, *gradients)
+        # A result without a cotangent counts as one of zeros: what only it reaches has no gradient, as in eager.
+        return (None, None, *(gradient if i in reached else None for i, gradient in enumerate(gradients)))

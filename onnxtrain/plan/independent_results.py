@@ -15,7 +15,7 @@ from onnxtrain.plan.cut import Cut
 
 
 def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
-    """The groups of results, and for each the inputs that its gradients reach; empty where there are not two groups.
+    """The groups of results, and for each result the inputs that its gradient reaches; empty where one group has all.
 
     A node belongs to the results whose cotangents it follows from. One that reads a kept tensor and follows from
     several joins their groups: its tensor is kept once. A sum of cotangents reads none.
@@ -33,9 +33,7 @@ def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
         follows.update(dict.fromkeys(node.outputs, results))
     if len(groups) < 2:
         return (), ()
-    ordered = sorted(tuple(sorted(group)) for group in groups)
-    reached = _reached(joint)
-    return tuple(ordered), tuple(tuple(sorted(frozenset().union(*(reached[i] for i in group)))) for group in ordered)
+    return tuple(sorted(tuple(sorted(group)) for group in groups)), tuple(tuple(sorted(r)) for r in _reached(joint))
 
 
 def _reached(joint: Joint) -> list[frozenset[int]]:

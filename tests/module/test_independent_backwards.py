@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
@@ -126,3 +127,28 @@ def test_a_result_whose_gradient_is_zero_needs_one() -> None:
     rounded.sum().backward()
     assert torch.equal(x.grad, torch.zeros(3, 4))
     assert module.scale.grad is None
+
+
+class OneAndTwo(nn.Module):
+    """One result that shares nothing, and two of one group, of which only the first reaches the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = x.tanh() * 2
+        return F.glu(x, -1), F.dropout(y, 0.3) * self.weight, (y * 2).erf()
+
+
+def test_what_no_cotangent_reaches_has_no_gradient() -> None:
+    """Zeros instead would let weight decay and momentum change a parameter that eager leaves alone."""
+    model = ORTModule(OneAndTwo(), rng="torch")
+    for _ in range(3):
+        model.zero_grad()
+        x = torch.randn(4, requires_grad=True)
+        model(x)[2].sum().backward()
+        assert model.weight.grad is None
+        torch.testing.assert_close(x.grad, torch.autograd.grad((x.tanh() * 4).erf().sum(), x)[0])
+    model(x)[1].sum().backward()
+    assert model.weight.grad is not None
