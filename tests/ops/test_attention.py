@@ -148,6 +148,39 @@ def test_dropout_with_a_mask_matches_eager():
     _check_step(ORTModule(OfTensors(masked), rng="torch"), OfTensors(masked), _tokens(masked=True))
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "mask"),
+    [
+        ((2, 3, 0), (2, 3, 0), (3, 3)),
+        ((2, 0, 4), (2, 3, 4), (0, 3)),
+        ((2, 3, 4), (2, 0, 4), (3, 0)),
+        ((1, 6, 0, 6), (1, 6, 0, 6), (2, 2)),
+        ((1, 0, 3, 4), (1, 0, 3, 4), (3, 3)),
+    ],
+    ids=str,
+)
+def test_the_mask_of_empty_attention_has_no_gradient(query, key, mask):
+    """PyTorch does not read it. Its flash kernel divides by the number of heads, which ends the process."""
+
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = torch.nn.Parameter(torch.ones(mask))
+
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k, attn_mask=self.mask)
+
+    q, k = torch.randn(query, requires_grad=True), torch.randn(key, requires_grad=True)
+    eager = Masked()
+    expected = eager(q, k)
+    model = ORTModule(eager, fallback_policy="FALLBACK_DISABLE")
+    out = model(q, k)
+    out.sum().backward()
+    assert torch.equal(out, expected)
+    assert model.mask.grad is None
+    assert q.grad.shape == q.shape
+
+
 def test_disabled_flash_kernel_is_not_captured():
     module = OfTensors(attend)
     with sdpa_kernel(SDPBackend.MATH):

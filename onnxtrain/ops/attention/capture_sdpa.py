@@ -39,11 +39,12 @@ def _capture(
 ) -> Any:
     if not is_float(dtype_of(query)) or isinstance(scale, str):
         return NotImplemented
-    mask = attn_mask
+    is_empty = any(0 in sizes.dims_of(x) for x in (query, key, value))
+    mask = None if is_empty else attn_mask  # PyTorch does not read it then: it has no gradient and may have any shape
     if mask is not None and dtype_of(mask) == ir.DataType.BOOL:
         mask = additive_mask(op, mask, dtype_of(query))
     groups = group_size(query, key) if enable_gqa else 1
-    if dropout_p > 0 or not _has_flash_form(query, key, value, mask, groups):
+    if dropout_p > 0 or is_empty or not _has_flash_form(query, key, value, mask, groups):
         return _math_path(op, query, key, value, mask, dropout_p, is_causal, scale, groups)
     query, scale = scale_as_attribute(op, query, scale)
     (k, groups_k), (v, groups_v) = strip_repeat(op, key), strip_repeat(op, value)
