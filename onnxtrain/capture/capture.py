@@ -43,9 +43,9 @@ from onnxtrain.capture.functionalize.composite_operators import (
     buffer_copies_kept,
     composite_parts,
 )
-from onnxtrain.capture.functionalize.expanded_writes import refuse_writes_to_expanded
 from onnxtrain.capture.functionalize.memory_order_draws import draw_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import grad_mode_noted, keep_gradients_out
+from onnxtrain.capture.functionalize.overlapping_writes import refuse_overlapping_writes
 from onnxtrain.capture.functionalize.views import mark_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
@@ -255,7 +255,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
                 program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         with _faults_are_ours(module):
-            refuse_writes_to_expanded(program)
+            refuse_overlapping_writes(program)
             draw_in_memory_order(program)
             mark_views(program)
             keep_gradients_out(program)

@@ -625,7 +625,7 @@ F.triplet_margin_loss({x:f@2}, {y^x}, {z^x})
 F.soft_margin_loss({x:f}, torch.ones_like({x}))
 F.multi_margin_loss({filled(x := f('f@2'))}, {labels(x)})
 F.multilabel_soft_margin_loss({x:f@2}, ({y^x} > 0).to({x}.dtype))
-{_} = torch.ones({size(x := f('f@3'), 0)}, dtype=torch.int64); {_} = F.ctc_loss({x}.transpose(0, 1).float().log_softmax(-1), {_}[:, None], {_} * {x}.shape[1], {_})
+{_} = torch.ones({size(x := f('f@3'), 0)}, dtype=torch.int64); {_} = F.ctc_loss(torch.cat([{x}, {x}], -1).transpose(0, 1).float().log_softmax(-1), {_}[:, None], {_} * {x}.shape[1], {_})
 """  # noqa: E501
 
 _MODULES = """

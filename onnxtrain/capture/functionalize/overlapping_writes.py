@@ -1,0 +1,60 @@
+"""Writes to overlapping views: several of their elements are one in memory, which a functional graph cannot say.
+
+x.expand(2, 3).fill_(1)                     functionalization would add up the elements that are one
+torch.select_scatter(x.unfold(0, 2, 1), …)  PyTorch's result overlaps, too: a write to one element changes others
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.export.exported_program import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from onnxtrain.capture.convert.convert import line_of
+from onnxtrain.capture.functionalize.no_grad import written_arguments
+from onnxtrain.errors import CaptureError
+
+_aten = torch.ops.aten
+_SCATTERS = {_aten.select_scatter, _aten.slice_scatter, _aten.diagonal_scatter, _aten.as_strided_scatter}
+
+
+def refuse_overlapping_writes(program: ExportedProgram) -> None:
+    """Refuse a forward that writes to a view whose elements overlap.
+
+    Raises:
+        CaptureError: forward does.
+    """
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if any(_overlaps(written.meta.get("val")) for written in _written(node)):
+                raise CaptureError(
+                    "forward writes to a view of which several elements are one in memory",
+                    where=line_of(node),
+                    got=str(node.target),
+                    todo="the module runs in PyTorch; clone() the view first",
+                )
+
+
+def _written(node: Node) -> list[Node]:
+    if getattr(node.target, "overloadpacket", None) in _SCATTERS:
+        return [argument for argument in node.args[:1] if isinstance(argument, Node)]
+    return written_arguments(node)
+
+
+def _overlaps(value: object) -> bool:
+    """Whether a dimension's stride is shorter than what the dimensions inside it span, at the sizes at hand."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    sizes, strides = ([_hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    if 0 in sizes:
+        return False
+    span = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
+        if stride < span:
+            return True
+        span = stride * (size - 1) + span
+    return False
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint or 0)
