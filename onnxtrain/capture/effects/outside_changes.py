@@ -8,6 +8,7 @@ Such a forward runs in PyTorch, which makes the change itself.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,17 +33,25 @@ class OutsideChanges(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor, int, str | None]] = {}
+        # Real tensors that the trace makes, as the trial run of a custom function does.
+        self._own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _may_change(function, kwargs):
-            for leaf in tree_leaves((args, kwargs)):
-                if type(leaf) in _PLAIN and id(leaf) not in self._before:
+            for leaf in _plain_tensors(args, kwargs):
+                if id(leaf) not in self._before and not self._is_own(leaf):
                     line = source_line.in_text(source_line.as_text(sys._getframe(1)))
                     self._before[id(leaf)] = leaf, _copy(leaf), leaf._version, line
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if type(result) in _PLAIN and all(map(self._is_own, _plain_tensors(args, kwargs))):
+            self._own[id(result)] = result
+        return result
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return self._own.get(id(tensor)) is tensor
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -60,6 +69,10 @@ class OutsideChanges(TorchFunctionMode):
                 got=f"{type(tensor).__name__} {list(tensor.shape)} from a global, an attribute or another object",
                 todo="the module runs in PyTorch; register the tensor as a buffer",
             )
+
+
+def _plain_tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
 
 
 def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
