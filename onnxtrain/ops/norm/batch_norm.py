@@ -267,6 +267,8 @@ def _capture_instance_norm(
             todo="set track_running_stats=False, or put the module in eval mode",
         )
     batch, channels, *rest = sizes.dims_of(x)
+    if 0 in (batch, channels, *rest):  # PyTorch's composite operator returns early; its batch norm kernel raises
+        return NotImplemented
     flat = sizes.multiply(batch, channels)
     parameters = (None if p is None else _repeat(op, p, batch, channels) for p in (weight, bias))
     y = op.ms.BatchNormInternal(reshaped(op, x, [1, flat, *rest]), *parameters, epsilon=eps)[0]
