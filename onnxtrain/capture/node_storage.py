@@ -25,6 +25,11 @@ def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
     return tuple(tuple(map(_expression, n)) for n in (tensor.shape, tensor.stride(), (tensor.storage_offset(),)))
 
 
+def size_at_hand(size: int | torch.SymInt) -> int:
+    """The size or stride in the call that is captured, without a guard; 0 where only the data tell."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 def _expression(size: Any) -> Any:
     return unreplaced_expression(size) if isinstance(size, torch.SymInt) else size
 

@@ -1,4 +1,4 @@
-"""Skip work of torch.export that nobody reads: half of its time.
+"""Skip work of torch.export whose results are not used: half of its time.
 
 * Arithmetic on symbolic sizes: fake tensors repeat the same few multiplications and comparisons, 23 000 in a T5 of six
   layers, of which 22 000 are repetitions. Their results are cached.
@@ -96,7 +96,7 @@ def _remembered(
     """An operation on two sizes that is computed once.
 
     Sharing a result is safe: it is immutable, and replacements of its symbols are looked up when it is read. In proxy
-    mode it becomes a node of the graph; if it has one already, PyTorch adds another that nobody reads. Such nodes are
+    mode it becomes a node of the graph; if it has one already, PyTorch adds another, which is dead. Such nodes are
     6 % of the export of a T5 of six layers.
     """
     multiplies = name == "mul"

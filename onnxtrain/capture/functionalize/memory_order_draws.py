@@ -17,6 +17,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.convert.convert import line_of
+from onnxtrain.capture.node_storage import size_at_hand
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
@@ -81,16 +82,14 @@ def _permute(node: Node, *, is_fill: bool) -> None:
 
 
 def _memory_order(value: torch.Tensor) -> list[int]:
-    """The dimensions by descending stride. A dimension of size 1 stays where it is: its stride means nothing."""
-    strides = [_hint(stride) for stride in value.stride()]
-    moved = [dim for dim in range(value.dim()) if _hint(value.shape[dim]) != 1]
+    """The dimensions by descending stride, which is the same order at all sizes.
+
+    A dimension of size 1 stays where it is: its stride means nothing.
+    """
+    strides = [size_at_hand(stride) for stride in value.stride()]
+    moved = [dim for dim in range(value.dim()) if size_at_hand(value.shape[dim]) != 1]
     by_stride = iter(sorted(moved, key=lambda dim: -strides[dim]))
     return [next(by_stride) if dim in moved else dim for dim in range(value.dim())]
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """The size at hand: which stride is the larger one does not depend on it."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def _permuted(argument: Node, order: list[int], node: Node) -> Node:
