@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
 WORLD = 2
@@ -53,7 +54,7 @@ def check(name: str, rank: int) -> None:
         found = zip(gradients(ours, x), gradients(eager, x), gradients(exact, x.double()), strict=True)
         for number, (got, theirs, right) in enumerate(found):
             assert_no_worse_than_eager(f"{name} {number}", got, theirs, right)
-    engine = ours.__dict__["_engine"]
+    engine = engine_of(ours)
     assert engine.captures == 1
     called = [n.attributes["operator"].as_string() for n in engine.newest().captured.model.graph if n.op_type == "ATen"]
     assert any("c10d" in operator for operator in called), called

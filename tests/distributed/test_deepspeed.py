@@ -18,6 +18,7 @@ import deepspeed
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 stage, wrapped = int(sys.argv[1]), sys.argv[2] == "wrapped"
 deepspeed.init_distributed("gloo")
@@ -32,7 +33,7 @@ for _ in range(int(sys.argv[3])):
     engine.backward(loss)
     engine.step()
     print("loss", loss.item())
-print("captures", model.__dict__["_engine"].captures if wrapped else 0)
+print("captures", engine_of(model).captures if wrapped else 0)
 torch.distributed.destroy_process_group()
 """
 

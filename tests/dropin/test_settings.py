@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import onnxtrain.dropin  # noqa: F401  puts onnxruntime.training in place
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.options import table
 
 TRAINING = "onnxruntime.training"
@@ -43,7 +44,7 @@ def test_the_fallback_policy(ortmodule: Any, monkeypatch: pytest.MonkeyPatch) ->
     module = ortmodule.ORTModule(Asks(), pieces=False)
     with pytest.warns(UserWarning, match="runs in PyTorch"):
         module(torch.ones(2))
-    assert not module._engine._entries  # it is tried again
+    assert not engine_of(module)._entries  # it is tried again
 
 
 @pytest.mark.parametrize("name", ["ONNX_OPSET_VERSION", "ORTMODULE_ONNX_OPSET_VERSION"])

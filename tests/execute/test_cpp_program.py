@@ -24,6 +24,7 @@ from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, pytho
 from onnxtrain.execute.cpp_program.source import NAME, Function, emit_function
 from onnxtrain.execute.cpp_program.static_graph import StaticGraph, static_graph
 from onnxtrain.execute.program import Program, Run
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.native import Library
 from onnxtrain.native.compiler import has_torch_headers
 from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
@@ -229,7 +230,7 @@ def test_a_module_trains_through_calls(name: str, calls: list[cpp_program.CppPro
         x = torch.randn(rows, 6)
         for got, expected, true in zip(step(module, x), step(eager, x), step(exact, x.double()), strict=True):
             assert_no_worse_than_eager(f"{name} {rows}", got, expected, true)
-    assert module.__dict__["_engine"].captures == 1
+    assert engine_of(module).captures == 1
 
 
 def test_outputs_are_not_written_again(calls: list[cpp_program.CppProgram]) -> None:
@@ -274,7 +275,7 @@ class Returns(nn.Module):
 def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[cpp_program.CppProgram]) -> None:
     module = ORTModule(Returns(what))
     results = module(torch.randn(5, 6))
-    forward = module.__dict__["_engine"].newest().unit.forward
+    forward = engine_of(module).newest().unit.forward
     assert not any(call._program is forward for call in calls)
     del results
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.observe.allocations import peak_bytes, record
 from onnxtrain.plan import backward_stages
 from tests.zoo.entry import ZooModel
@@ -76,7 +77,7 @@ def loss_of(output: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def stages_of(model: nn.Module) -> int:
     """In how many stages the newest backward ran."""
-    (backward,) = model.__dict__["_engine"].newest().unit._backwards.values()
+    (backward,) = engine_of(model).newest().unit._backwards.values()
     return len(backward.program.programs)
 
 
@@ -203,7 +204,7 @@ def test_asking_for_some_gradients() -> None:
 def test_what_is_not_asked_for_is_not_computed() -> None:
     ((model, module), _) = sides()
     loss_of(model(*inputs())).backward()
-    (backward,) = model.__dict__["_engine"].newest().unit._backwards.values()
+    (backward,) = engine_of(model).newest().unit._backwards.values()
     ran = []
     for number, program in enumerate(backward.program.programs):
         run = program.run

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -107,7 +108,7 @@ SEEN = {f.__name__: f for f in (
 
 
 def sources(module: ORTModule) -> str:
-    unit = module.__dict__["_engine"].newest().unit
+    unit = engine_of(module).newest().unit
     return "\n".join([unit.forward.source, *(b.program.source for b in unit._backwards.values())])
 
 

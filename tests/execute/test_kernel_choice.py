@@ -22,6 +22,7 @@ from onnxtrain.execute.kernel_choice import expected, stored, times, trial, tune
 from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.definition import Call, Kernel
 from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
@@ -315,7 +316,7 @@ def steps(module: ORTModule, x: torch.Tensor, count: int) -> None:
 
 
 def forward_of(module: ORTModule) -> Any:
-    return module.__dict__["_engine"].newest().unit.forward
+    return engine_of(module).newest().unit.forward
 
 
 @pytest.mark.everywhere

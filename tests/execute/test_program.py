@@ -10,6 +10,7 @@ from torch.profiler import profile
 
 from onnxtrain import ORTModule
 from onnxtrain.execute.program import Program
+from onnxtrain.frontend.ort_module import engine_of
 
 
 class Net(nn.Module):
@@ -26,7 +27,7 @@ class Net(nn.Module):
 def program() -> Program:
     module = ORTModule(Net())
     module(torch.randn(3, 5, 4))
-    forward: Program = module.__dict__["_engine"].newest().unit.forward
+    forward: Program = engine_of(module).newest().unit.forward
     return forward
 
 

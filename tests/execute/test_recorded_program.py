@@ -34,6 +34,7 @@ from onnxtrain.execute.recorded_program import (
     Recordings,
     Results,
 )
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.frontend.prepare import prepare
 from onnxtrain.plan.cut import single_part
 from onnxtrain.report import CompileReport
@@ -520,7 +521,7 @@ class Called(nn.Module):
 
 
 def report_of(model: nn.Module) -> CompileReport:
-    report: CompileReport = model.__dict__["_engine"].newest().report
+    report: CompileReport = engine_of(model).newest().report
     return report
 
 
@@ -563,7 +564,7 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
     log.busy = True
     small_step(model)
     log.busy = False
-    program = model.__dict__["_engine"].newest().unit.forward
+    program = engine_of(model).newest().unit.forward
     tensors = [torch.ones(4, 4), torch.ones(4)]
     elsewhere = Recordings(CpuRecorder(log), torch.device("meta"), frozenset())
     with pytest.raises(NotRecordedError, match="an argument lies on cpu, and not on meta"):

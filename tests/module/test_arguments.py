@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 
 class Inner(nn.Module):
@@ -51,7 +52,7 @@ def test_a_number_that_changes_at_each_call_ends_in_few_captures_and_one_warning
         for number in range(30):
             factor = kind(number)
             torch.testing.assert_close(ours(data(), factor), ours.module(data(), factor))
-    assert ours._engine.captures == 5
+    assert engine_of(ours).captures == 5
     assert sum("a Python number among the arguments changes" in str(w.message) for w in caught) == 1
 
 
@@ -76,7 +77,7 @@ def test_an_ortmodule_in_an_ortmodule_is_captured_with_it() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         torch.testing.assert_close(ours(data()), eager(data()))
-    assert ours.module.body.__dict__["_engine"].captures == 0
+    assert engine_of(ours.module.body).captures == 0
 
 
 def test_the_compile_method() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import CaptureError
+from onnxtrain.frontend.ort_module import engine_of
 
 DISABLED = {"fallback_policy": "FALLBACK_DISABLE"}
 
@@ -43,7 +44,7 @@ def test_each_answer_has_its_graph() -> None:
         for args, kwargs in calls:
             torch.testing.assert_close(ours(*args, **kwargs), eager(*args, **kwargs))
             ours(*args, **kwargs).backward()
-    assert ours._engine.captures == len(calls)
+    assert engine_of(ours).captures == len(calls)
 
 
 def test_one_answer_serves_other_sizes() -> None:
@@ -57,7 +58,7 @@ def test_one_answer_serves_other_sizes() -> None:
         for mask in (torch.zeros(length, dtype=torch.bool), torch.ones(length, dtype=torch.bool)):
             x = torch.randn(2, length)
             assert torch.equal(ours(x, mask), Masked()(x, mask))
-    assert ours._engine.captures == 2
+    assert engine_of(ours).captures == 2
 
 
 def test_a_transformer_with_a_mask() -> None:

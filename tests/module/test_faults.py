@@ -16,6 +16,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain import ORTModule
 from onnxtrain.errors import ORTModuleTorchModelException
+from onnxtrain.frontend.ort_module import engine_of
 from tests.torch_version import TORCH
 
 PACKAGE = Path(onnxtrain.__file__).parent
@@ -130,7 +131,7 @@ def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> Non
     net.refuses = False
     x = torch.randn(3, 4)
     assert torch.equal(ort(x), net(x))
-    assert ort.__dict__["_engine"].captures == 1
+    assert engine_of(ort).captures == 1
 
 
 class Crooked(nn.Module):
@@ -196,4 +197,4 @@ def test_an_interrupt_while_the_module_is_captured_leaves_nothing_behind(monkeyp
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert "__getattribute__" not in vars(nn.Module)
     ort(torch.randn(3, 4)).backward()
-    assert ort.__dict__["_engine"].captures == 1
+    assert engine_of(ort).captures == 1

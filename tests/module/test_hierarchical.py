@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 
 class Decides(nn.Module):
@@ -60,7 +61,7 @@ def test_the_largest_parts_are_graphs_and_the_numbers_are_eagers(caplog: pytest.
             torch.testing.assert_close(a.grad, b.grad, msg=name)
     assert list(model.state_dict()) == keys
     parts = {
-        name: part.__dict__["_engine"].captures
+        name: engine_of(part).captures
         for name, part in (
             ("blocks.0", model.blocks[0]),
             ("blocks.1", model.blocks[1]),
@@ -80,7 +81,7 @@ def test_the_largest_parts_are_graphs_and_the_numbers_are_eagers(caplog: pytest.
 def test_a_module_that_is_a_graph_stays_whole() -> None:
     model = HierarchicalORTModule(Block())
     model(torch.randn(2, 4)).sum().backward()
-    assert model.__dict__["_engine"].captures == 1
+    assert engine_of(model).captures == 1
     assert type(model.module.linear) is nn.Linear
 
 

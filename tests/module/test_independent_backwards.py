@@ -11,6 +11,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.execute.independent_backwards import IndependentBoundary
 from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 
 class Towers(nn.Module):
@@ -69,7 +70,7 @@ def test_towers() -> None:
         for got, expected in zip(gradients(ours, backward), gradients(eager, backward), strict=True):
             assert (got is None) == (expected is None)
             torch.testing.assert_close(got, expected)
-    assert isinstance(ours._engine.newest().unit.differentiably, IndependentBoundary)
+    assert isinstance(engine_of(ours).newest().unit.differentiably, IndependentBoundary)
 
 
 def test_parts_of_several_results() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError, ORTModuleTorchModelException
+from onnxtrain.frontend.ort_module import engine_of
 
 
 class Net(nn.Module):
@@ -64,7 +65,7 @@ def both(pair: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> 
 
 
 def captures(module: ORTModule) -> int:
-    return module.__dict__["_engine"].captures
+    return engine_of(module).captures
 
 
 # The nn.Module face

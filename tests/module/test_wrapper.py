@@ -13,6 +13,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 WRAPPERS = (ORTModule, HierarchicalORTModule)
 
@@ -49,7 +50,7 @@ def test_methods_run_on_the_wrapper(wrap: Callable[[nn.Module], ORTModule]) -> N
     assert ours.twice.__func__ is Net.twice
     assert ours.twice.__self__ is ours
     torch.testing.assert_close(ours.twice(x), ours.module.twice(x))
-    assert ours._engine.captures == 1
+    assert engine_of(ours).captures == 1
     assert ours.described() == "a net"  # super() needs the module itself
     assert ours.described.__self__ is ours.module
 

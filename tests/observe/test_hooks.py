@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.observe.hooks import (
     GlobalSubscriberManager,
     StatisticsSubscriber,
@@ -82,7 +83,7 @@ def without_digits(text: str) -> str:
 def test_a_graph_writes_what_pytorch_writes_on_one_capture(tmp_path: Path) -> None:
     trained(tmp_path / "pt", graph=False)
     model = trained(tmp_path / "ort", graph=True)
-    assert model.__dict__["_engine"].captures == 1
+    assert engine_of(model).captures == 1
     expected, found = files(tmp_path / "pt"), files(tmp_path / "ort")
     assert expected.keys() == found.keys()
     for name, text in expected.items():

@@ -15,6 +15,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.cli import main
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.observe import allocations
 from onnxtrain.observe.allocations import peak_bytes, profiled, record
 from onnxtrain.observe.memory_timeline import BANDS, Interval, MemoryTimeline, as_bytes, draw, held_by_band
@@ -79,7 +80,7 @@ def test_gradients_are_held_until_a_planned_step_ends(early: bool) -> None:
     module = nn.Sequential(*[nn.Linear(100, 100) for _ in range(4)])
     model = ORTModule(module, early_gradients=early)
     model(torch.ones(5, 100)).sum().backward()
-    drawn = predicted("", *model.__dict__["_engine"].newest().timeline(), {})
+    drawn = predicted("", *engine_of(model).newest().timeline(), {})
     gradients = [dict(zip(BANDS, interval.held, strict=True))["gradients"] for interval in drawn.intervals]
     assert gradients == sorted(gradients)
     assert gradients[-1] == sum(p.nbytes for p in module.parameters())

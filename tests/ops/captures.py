@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import ATEN
 from onnxtrain.testing import Spec, assert_no_worse_than_eager
 from tests.torch_version import most_captures
@@ -77,7 +78,7 @@ def check_capture(
                 assert (mine is None) == (theirs is None), f"{kind} {index}: {mine}, eager has {theirs}"
                 if theirs is not None:
                     assert_no_worse_than_eager(f"{kind} {index} at {dict(known)}", mine, theirs, right)
-    engine = ours.__dict__["_engine"]
+    engine = engine_of(ours)
     assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
     calls = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not calls, f"not converted: {', '.join(calls)}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import ATEN
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.torch_version import most_captures
@@ -69,7 +70,7 @@ def check_module(
                 )
             else:
                 assert_no_worse_than_eager(where, got[name], theirs, truth[name])
-    engine = ours.__dict__["_engine"]
+    engine = engine_of(ours)
     assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
     left = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not left, f"not converted: {', '.join(left)}"
@@ -78,5 +79,5 @@ def check_module(
 
 def ops_of(ours: ORTModule) -> list[str]:
     """The ops of the captured graph, each as domain::name."""
-    engine = ours.__dict__["_engine"]
+    engine = engine_of(ours)
     return [f"{n.domain or 'ai.onnx'}::{n.op_type}" for n in engine._newest.captured.model.graph]

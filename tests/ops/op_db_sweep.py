@@ -39,6 +39,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
 # The database seeds random operators inside their call, which no graph does; here each run is seeded before.
@@ -278,7 +279,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def graph_nodes(module: ORTModule) -> tuple[list[Any], list[Any]]:
     """The nodes of the captured graph, and of the backward programs made from it."""
-    compiled = module.__dict__["_engine"].newest()
+    compiled = engine_of(module).newest()
     backwards = compiled.unit._backwards.values()
     return list(compiled.captured.model.graph), [n for b in backwards for n in b.program.part.nodes]
 
@@ -298,7 +299,7 @@ def check_sample(call: Callable[..., Any], tensors: Sequence[torch.Tensor], outc
     ours = ORTModule(copy.copy(eager), rng="torch", fallback_policy="FALLBACK_DISABLE")
     compare(ours, eager, tensors)
     outcome.samples += 1
-    engine = ours.__dict__["_engine"]
+    engine = engine_of(ours)
     if engine.captures == 0:
         return
     form, calls = form_of(ours)
@@ -313,7 +314,7 @@ def second_size(
     ours: ORTModule, eager: torch.nn.Module, tensors: Sequence[torch.Tensor], change: bool = True
 ) -> list[str]:
     """Compares at another size on the same capture; returns why not, where the sizes stayed."""
-    guards = ours.__dict__["_engine"].newest().captured.guards
+    guards = engine_of(ours).newest().captured.guards
     reason = "refused"
     for other in resized(tensors) if change else ():
         if not guards(other):

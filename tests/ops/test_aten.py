@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from tests.torch_version import needs_torch
 
 Call = Callable[[torch.Tensor], Any]
@@ -28,13 +29,13 @@ class Calls(nn.Module):
 
 def operators(module: ORTModule) -> list[str]:
     """The ATen operators of the forward graph."""
-    graph = module.__dict__["_engine"].newest().captured.model.graph
+    graph = engine_of(module).newest().captured.model.graph
     return [node.attributes["operator"].as_string() for node in graph if node.op_type == "ATen"]
 
 
 def backward_ops(module: ORTModule) -> list[str]:
     """The ops of the backward programs."""
-    backwards = module.__dict__["_engine"].newest().unit._backwards.values()
+    backwards = engine_of(module).newest().unit._backwards.values()
     return [node.op_type for backward in backwards for node in backward.program.part.nodes]
 
 
@@ -67,7 +68,7 @@ def compare(eager: nn.Module, batches: list[torch.Tensor]) -> ORTModule:
         assert q.grad is not None
         assert p.grad.layout == q.grad.layout
         torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), msg=lambda text, name=name: f"{name}: {text}")
-    assert ours.__dict__["_engine"].captures == 1
+    assert engine_of(ours).captures == 1
     return ours
 
 

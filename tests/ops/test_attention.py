@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.attention.flash import _runs_flash, attention, attention_backward
 from onnxtrain.testing import Spec, assert_no_worse_than_eager
@@ -95,7 +96,7 @@ def test_grouped_broadcast_and_low_rank_shapes_match_eager():
 
 
 def _types(ours: ORTModule) -> list[str]:
-    return [node.op_type for node in ours.__dict__["_engine"].newest().captured.model.graph]
+    return [node.op_type for node in engine_of(ours).newest().captured.model.graph]
 
 
 def _step(module, tensors):

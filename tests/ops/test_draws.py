@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.random import keyed_bits
 from tests.ops.captures import OfTensors
@@ -200,7 +201,7 @@ def test_forward_and_backward_may_take_different_ways(
 
 
 def sources(ours: ORTModule) -> str:
-    return str(ours.__dict__["_engine"].newest().unit.forward.source)
+    return str(engine_of(ours).newest().unit.forward.source)
 
 
 def test_where_two_runs_must_agree_nothing_is_compiled(ours: ORTModule) -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from onnxtrain import ORTModule
 from onnxtrain.autodiff import differentiate
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.random.dropout import dropout, dropout_of_dynamic_ratio, fast_dropout
 from onnxtrain.testing import case_graph, run_model
@@ -180,7 +181,7 @@ def test_random_tensors_equal_eagers(dtype):
         assert all(map(torch.equal, outputs, expected[0]))
         assert torch.equal(gradient, expected[1])
         assert torch.equal(state, expected[2])
-    graph = ours.__dict__["_engine"].newest().captured.model.graph
+    graph = engine_of(ours).newest().captured.model.graph
     found = {node.op_type for node in graph}
     assert found >= {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Dropout"}
     assert "ATen" not in found
@@ -193,4 +194,4 @@ def test_random_tensors_that_are_not_contiguous_stay_pytorchs():
     x = torch.randn(3, 4)
     for found, expected in zip(_step(ours, x), _step(module, x), strict=True):
         assert all(map(torch.equal, found, expected))
-    assert "ATen" in [node.op_type for node in ours.__dict__["_engine"].newest().captured.model.graph]
+    assert "ATen" in [node.op_type for node in engine_of(ours).newest().captured.model.graph]

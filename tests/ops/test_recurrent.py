@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from onnxtrain import DebugOptions, ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.onnx_file import known_name
 from onnxtrain.ops.recurrent import layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS, Cell
@@ -71,7 +72,7 @@ def compare(module: Recurrent, hx: bool = False, autocast: bool = False, rng: st
             largest = max(float(t.abs().max()) for t in right)
             for index, (mine, theirs, truth) in enumerate(zip(got, eager, right, strict=True)):
                 assert_no_worse_than_eager(f"{steps}x{samples}: {index}", mine, theirs, truth, largest)
-        assert ours.__dict__["_engine"].captures == 1
+        assert engine_of(ours).captures == 1
     return ours
 
 

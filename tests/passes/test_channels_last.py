@@ -10,6 +10,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.execute.tolerance import perturbed
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.norm import batch_norm_channels_last
 from onnxtrain.ops.norm.batch_norm import batch_norm, batch_norm_backward
 from onnxtrain.system.machine import current_machine
@@ -76,7 +77,7 @@ def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
             assert strides(got) == strides(want), f"{name}: strides {got.stride()}, eager has {want.stride()}"
     for got, want in zip(own.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(got, want)
-    source: str = module.__dict__["_engine"].newest().unit.forward.source
+    source: str = engine_of(module).newest().unit.forward.source
     return source
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.loss import linear_cross_entropy
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.passes.less_work import check_equals_eager, forward_graph, made, refusals, shapes, wrap
@@ -129,7 +130,7 @@ def test_no_tensor_holds_all_scores() -> None:
     assert seen.elements == rows * CLASSES
     model = ORTModule(module, rng="torch")
     model(x, labels).backward()
-    compiled = model.__dict__["_engine"].newest()
+    compiled = engine_of(model).newest()
     own, given = {**module.state_dict()}, iter((x, labels))
     tensors = [next(given) if s.kind == "input" else own[s.name] for s in compiled.captured.sources]
     with _Largest() as seen:
@@ -145,7 +146,7 @@ def test_a_frozen_layer_gets_no_gradient(tmp_path: Path) -> None:
     model = wrap(module, tmp_path)
     model(*labelled(Draw(0), 3, 9).args).backward()
     assert module.score.weight.grad is None
-    joint = model.__dict__["_engine"].newest().unit.forward.part.nodes
+    joint = engine_of(model).newest().unit.forward.part.nodes
     (loss,) = [node for node in joint if node.op_type == "LinearCrossEntropy"]
     assert list(loss.attributes["gradients"].as_ints()) == [1, 0, 0]
 

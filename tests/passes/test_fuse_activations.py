@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
 Tensor = torch.Tensor
@@ -137,12 +138,12 @@ def check(form: Form, dtype: torch.dtype, channels: int = 4, channels_last: bool
         assert found[0].keys() == found[1].keys()
         for name, got in found[0].items():
             assert_no_worse_than_eager(f"{name} at {batch} x {height} x {width}", got, found[1][name], found[2][name])
-    assert ours.__dict__["_engine"].captures == 1
+    assert engine_of(ours).captures == 1
     return ours
 
 
 def norms(ours: nn.Module) -> list[Any]:
-    return [n for n in ours.__dict__["_engine"].newest().parts.forward.nodes if n.op_type == "BatchNormInternal"]
+    return [n for n in engine_of(ours).newest().parts.forward.nodes if n.op_type == "BatchNormInternal"]
 
 
 @pytest.mark.parametrize(("form", "activated", "added"), FORMS, ids=lambda v: getattr(v, "__name__", ""))
@@ -162,7 +163,7 @@ def test_channels_last(form: Form, native: bool) -> None:
 
 
 def gradient_of_norm(ours: nn.Module) -> Any:
-    nodes = ours.__dict__["_engine"].newest().parts.backward.nodes
+    nodes = engine_of(ours).newest().parts.backward.nodes
     (norm,) = (n for n in nodes if n.op_type == "BatchNormalizationGrad")
     return norm
 
@@ -193,7 +194,7 @@ def test_in_bfloat16() -> None:
 
 
 def test_a_refusal_says_why() -> None:
-    report = check(norm_read_elsewhere, torch.float32).__dict__["_engine"].newest().report
+    report = engine_of(check(norm_read_elsewhere, torch.float32)).newest().report
     (refusal,) = (r for r in report.refused if r.pass_name == "fuse_activations")
     assert "not fused into BatchNormInternal" in refusal.reason
     assert "has other users" in refusal.reason
@@ -252,7 +253,7 @@ def test_in_front_of_a_pool_the_mask_is_the_pools(residual: bool) -> None:
         return nn.functional.max_pool2d(torch.relu(y), 2)
 
     ours = check(form, torch.float32)
-    kinds = [n.op_type for n in ours.__dict__["_engine"].newest().parts.backward.nodes]
+    kinds = [n.op_type for n in engine_of(ours).newest().parts.backward.nodes]
     assert kinds.index("ReluGrad") < kinds.index("MaxPoolGrad") < kinds.index("BatchNormalizationGrad")
     norm = gradient_of_norm(ours)
     assert len(norm.inputs) < 6 or norm.inputs[5] is None

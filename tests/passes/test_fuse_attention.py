@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.report import Refusal
 from onnxtrain.testing import Spec
 from tests.ops.captures import OfTensors, check_capture
@@ -42,11 +43,11 @@ def nodes(ours: torch.nn.Module) -> list[str]:
 
 
 def unit(ours: torch.nn.Module) -> Any:
-    return ours.__dict__["_engine"].newest().unit
+    return engine_of(ours).newest().unit
 
 
 def refusals(ours: torch.nn.Module) -> list[Refusal]:
-    report = ours.__dict__["_engine"].newest().report
+    report = engine_of(ours).newest().report
     return [refusal for refusal in report.refused if refusal.pass_name == "fuse_attention"]
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.testing import Spec
@@ -23,11 +24,11 @@ ROOT = math.sqrt(2 / math.pi)
 
 def kinds(ours: torch.nn.Module) -> list[str]:
     """The ops of the forward program's nodes."""
-    return [node.op_type for node in ours.__dict__["_engine"].newest().parts.forward.nodes]
+    return [node.op_type for node in engine_of(ours).newest().parts.forward.nodes]
 
 
 def backward_kinds(ours: torch.nn.Module) -> list[str]:
-    return [node.op_type for node in ours.__dict__["_engine"].newest().parts.backward.nodes]
+    return [node.op_type for node in engine_of(ours).newest().parts.backward.nodes]
 
 
 def silu(gate, up):
@@ -131,7 +132,7 @@ def test_an_activation_that_is_read_elsewhere_is_named() -> None:
 
     ours = check_capture(both, X, X)
     assert "GatedActivation" not in kinds(ours)
-    refused = ours.__dict__["_engine"].newest().report.refused
+    refused = engine_of(ours).newest().report.refused
     assert [r.reason for r in refused if r.pass_name == "fuse_gated_activations"] == [
         "not fused into GatedActivation: silu has other users"
     ]
@@ -170,5 +171,5 @@ def test_gate_and_up_alone_are_kept() -> None:
     ours(torch.randn(50, 32, requires_grad=True)).sum().backward()
     assert kinds(ours).count("GatedActivation") == 1
     assert backward_kinds(ours).count("GatedActivation") == 1
-    kept = [tuple(map(str, v.shape)) for v in ours.__dict__["_engine"].newest().parts.kept if v.shape is not None]
+    kept = [tuple(map(str, v.shape)) for v in engine_of(ours).newest().parts.kept if v.shape is not None]
     assert sum(shape[-1:] == ("96",) and shape[0] != "32" for shape in kept) == 2, kept

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from onnxtrain import DebugOptions, ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.builder import Builder
 from onnxtrain.onnx_file import known_name
 from onnxtrain.passes.fuse_patterns import REWRITES, register
@@ -29,11 +30,11 @@ ROOT = math.sqrt(2 / math.pi)
 
 def kinds(ours: torch.nn.Module) -> list[str]:
     """The ops of the forward program's nodes."""
-    return [node.op_type for node in ours.__dict__["_engine"].newest().unit.forward.part.nodes]
+    return [node.op_type for node in engine_of(ours).newest().unit.forward.part.nodes]
 
 
 def reasons(ours: torch.nn.Module) -> list[str]:
-    report = ours.__dict__["_engine"].newest().report
+    report = engine_of(ours).newest().report
     return [refusal.reason for refusal in report.refused if refusal.pass_name == "fuse_patterns"]
 
 

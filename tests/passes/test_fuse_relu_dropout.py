@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops.captures import OfTensors
 from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
@@ -67,7 +68,7 @@ def check(form: Form, dtype: torch.dtype, **options: Any) -> nn.Module:
         found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
         for what, got, theirs, exact in zip(("y", "dx", "dother"), *found, strict=True):
             assert_no_worse_than_eager(f"{what} at {known}", got, theirs, exact)
-    assert ours.__dict__["_engine"].captures == 1
+    assert engine_of(ours).captures == 1
     return ours
 
 
@@ -87,7 +88,7 @@ def test_they_are_one_op(form: Form, dtype: torch.dtype, native: bool) -> None:
 def test_what_only_looks_like_it_stays(form: Form) -> None:
     ours = check(form, torch.float32)
     assert "ReluDropout" not in kinds(ours)
-    refused = [r for r in ours.__dict__["_engine"].newest().report.refused if r.pass_name == "fuse_relu_dropout"]
+    refused = [r for r in engine_of(ours).newest().report.refused if r.pass_name == "fuse_relu_dropout"]
     assert len(refused) == (form is relu_read_elsewhere)
 
 
@@ -129,7 +130,7 @@ def test_a_layer_keeps_one_tensor_and_writes_over_the_product() -> None:
     )
     for rows in (9, 64):
         assert all(map(torch.equal, *(gradients(module, rows) for module in (ours, apart))))
-    source = ours.__dict__["_engine"].newest().unit.forward.source
+    source = engine_of(ours).newest().unit.forward.source
     assert source.count(" relu_drop_(linear") == 3, source
     assert not {"ReluDropout", "KeyedDropout", "DropoutKey"} & {*backward_kinds(ours)}, "backward draws again"
 

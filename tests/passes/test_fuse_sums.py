@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.onnx_file import known_name
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
@@ -149,13 +150,13 @@ def check(form: Form, dtype: torch.dtype = torch.float32, **options: Any) -> ORT
         found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
         for what, got, theirs, exact in zip(("y", "dx", "dresidual"), *found, strict=True):
             assert_no_worse_than_eager(f"{what} at {known}", got, theirs, exact)
-    assert ours.__dict__["_engine"].captures == 1
+    assert engine_of(ours).captures == 1
     return ours
 
 
 def with_residual(ours: nn.Module, part: str = "forward") -> int:
     """How many KeyedDropouts of a program add a residual."""
-    nodes = getattr(ours.__dict__["_engine"].newest().parts, part).nodes
+    nodes = getattr(engine_of(ours).newest().parts, part).nodes
     return sum(n.op_type == "KeyedDropout" and len(n.inputs) == 3 for n in nodes)
 
 
@@ -184,7 +185,7 @@ def test_what_only_looks_like_it_stays(form: Form) -> None:
     ours = check(form)
     assert "KeyedDropout" in kinds(ours)
     assert with_residual(ours) == 0
-    refused = [r.reason for r in ours.__dict__["_engine"].newest().report.refused if r.pass_name == "fuse_sums"]
+    refused = [r.reason for r in engine_of(ours).newest().report.refused if r.pass_name == "fuse_sums"]
     assert refused == ["not fused into KeyedDropout: dropout has other users"] * (form is dropout_read_elsewhere)
 
 
@@ -292,7 +293,7 @@ def test_the_sum_is_written_over_what_is_dropped() -> None:
     for native, name in zip((False, True), names, strict=True):
         ours = ORTModule(layers, kernels="native" if native else "pytorch")
         gradients(ours, 9)
-        source = ours.__dict__["_engine"].newest().unit.forward.source
+        source = engine_of(ours).newest().unit.forward.source
         assert source.count(f" {name}(linear") == 3, source
 
 
@@ -346,7 +347,7 @@ def test_one_call_of_the_kernel_drops_and_adds(monkeypatch: pytest.MonkeyPatch) 
     ours = ORTModule(Layers())
     gradients(ours, 9)
     assert found == {"dropout_float": 6}
-    source = ours.__dict__["_engine"].newest().unit.forward.source
+    source = engine_of(ours).newest().unit.forward.source
     assert " + " not in source
     assert ".add" not in source
 
@@ -384,7 +385,7 @@ def test_the_gradient_of_a_norm_adds_that_of_the_residual(
         names = ["dx", *(name for name, _ in module.named_parameters())]
         for what, *gradients in zip(names, *found, strict=True):
             assert_no_worse_than_eager(f"{what} at {known}", *gradients)
-    nodes = ours.__dict__["_engine"].newest().parts.backward.nodes
+    nodes = engine_of(ours).newest().parts.backward.nodes
     assert [len(n.inputs) for n in nodes if n.op_type == "SimplifiedLayerNormalizationGrad"] == [5, 5]
     assert "fused an addition into 2 SimplifiedLayerNormalizationGrad" in str(ours.report())
 

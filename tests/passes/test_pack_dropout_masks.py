@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from tests.plan.measured import peak_of
 
 ROWS = 512
@@ -26,7 +27,7 @@ def outcome(**options: object) -> tuple[list[torch.Tensor], int, int, str]:
         return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
 
     found = [t.clone() for t in step()]
-    plan, _ = model.__dict__["_engine"].newest().timeline()
+    plan, _ = engine_of(model).newest().timeline()
     return found, plan.kept, peak_of(step), str(model.report())
 
 

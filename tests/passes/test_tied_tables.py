@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.index import gather
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops.captures import OfTensors
@@ -43,12 +44,12 @@ class LookedUpTwice(nn.Module):
 
 def adds(ours: nn.Module) -> list[bool]:
     """For each gradient of a table in backward, whether it adds to another."""
-    nodes = ours.__dict__["_engine"].newest().parts.backward.nodes
+    nodes = engine_of(ours).newest().parts.backward.nodes
     return [len(n.inputs) > 3 for n in nodes if n.op_type in ("EmbeddingGrad", "GatherGrad")]
 
 
 def source(ours: nn.Module) -> str:
-    unit = ours.__dict__["_engine"].newest().unit
+    unit = engine_of(ours).newest().unit
     return "\n".join(b.program.source for b in unit._backwards.values())
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
@@ -77,7 +78,7 @@ def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def recomputed(model: ORTModule) -> list[str]:
-    nodes = model.__dict__["_engine"].newest().parts.backward.nodes
+    nodes = engine_of(model).newest().parts.backward.nodes
     return [node.op_type for node in nodes if RECOMPUTED in node.metadata_props]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
@@ -21,7 +22,7 @@ SIZES = ((8, 16), (3, 33), (16, 24))
 
 def predicted(model: ORTModule, known: dict[str, int]) -> Timeline:
     """The plan's memory at these sizes."""
-    found: Timeline = model.__dict__["_engine"].newest().timeline(known)[0]
+    found: Timeline = engine_of(model).newest().timeline(known)[0]
     return found
 
 
@@ -96,7 +97,7 @@ def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch],
 
 def sizes_of(model: ORTModule, batch: dict[str, torch.Tensor]) -> dict[str, int]:
     """The number of each symbol in the sizes of the graph's inputs."""
-    captured = model.__dict__["_engine"].newest().captured
+    captured = engine_of(model).newest().captured
     tensors = list(batch.values())
     sources = zip(captured.sources, captured.model.graph.inputs, strict=True)
     inputs = [(value, tensors[source.index]) for source, value in sources if source.kind == "input"]

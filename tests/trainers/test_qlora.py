@@ -13,6 +13,7 @@ import torch
 from onnxtrain import ORTModule
 from onnxtrain.capture.key.fast_path import Missed
 from onnxtrain.errors import QuantizationError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
@@ -41,10 +42,6 @@ def adapted(**settings: Any) -> Adapted:
 
 def strict(module: torch.nn.Module) -> ORTModule:
     return ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE")
-
-
-def engine(module: ORTModule) -> Any:
-    return module.__dict__["_engine"]
 
 
 def exactly(module: torch.nn.Module) -> torch.nn.Module:
@@ -87,8 +84,8 @@ def test_layer(quant_type: str, nested: bool, wide: int) -> None:
     ours, eager = strict(module), copy.deepcopy(module)
     for rows in (5, 1, 8):
         same_step(ours, eager, torch.randn(rows, 3, 64))
-    assert engine(ours).captures == 1
-    graph = engine(ours).newest().captured.model.graph
+    assert engine_of(ours).captures == 1
+    graph = engine_of(ours).newest().captured.model.graph
     nodes = [node for node in graph if node.op_type == "MatMulBnb4"]
     assert len(nodes) == 1
     assert nodes[0].attributes["quant_type"].as_int() == ["fp4", "nf4"].index(quant_type)
@@ -106,14 +103,14 @@ def test_weight_and_scales_are_read_through_the_module() -> None:
         model.base.weight.quant_state.offset.add_(0.5)
         model.base.weight.data.bitwise_xor_(3)
     same_step(ours, eager, x)
-    assert engine(ours).captures == 1
+    assert engine_of(ours).captures == 1
     for model in (module, eager):  # another weight, with scales of another number: captured again
         torch.manual_seed(9)
         other = torch.randn(96, 64)
         model.base.weight = bitsandbytes.nn.Params4bit(other, quant_type="fp4", blocksize=32, module=model.base)
         model.to("cpu")
     same_step(ours, eager, x)
-    assert engine(ours).captures == 2
+    assert engine_of(ours).captures == 2
 
 
 def test_module_is_left_as_it_was() -> None:
@@ -131,7 +128,7 @@ def test_usual_call_is_recognised() -> None:
     ours, x = strict(module), torch.randn(4, 64)
     for _ in range(4):
         ours(x)
-    usual = engine(ours)._usual
+    usual = engine_of(ours)._usual
     assert usual((x,), {}) is not Missed
     module.base.weight.quant_state = copy.deepcopy(module.base.weight.quant_state)
     assert usual((x,), {}) is Missed
@@ -291,7 +288,7 @@ def test_no_more_memory_than_in_pytorch() -> None:
         return peak_bytes(lambda: module(x).backward())
 
     assert peak(ours) <= peak(eager)
-    unit = engine(ours).newest().unit
+    unit = engine_of(ours).newest().unit
     kept = [v for v in unit.forward.part.outputs[unit.first_kept :] if v.producer() is not None]
     written_out = [v.name for v in kept if v.dtype.is_floating_point() and list(v.shape) in ([64, 64], [64 * 64])]
     assert not written_out, "a weight is kept for backward without its quantization"
@@ -305,9 +302,9 @@ def test_llama_learns_as_in_pytorch_in_no_more_memory(checkpoint: Path) -> None:
     theirs = losses(eager)
     assert theirs[-1] < theirs[0]
     assert_no_worse_than_eager("losses", losses(ours), theirs, losses(exactly(llama(checkpoint))))
-    assert engine(ours).captures == 1
+    assert engine_of(ours).captures == 1
 
-    compiled = engine(ours).newest()
+    compiled = engine_of(ours).newest()
     nodes = list(compiled.captured.model.graph)
     assert sum(node.op_type == "MatMulBnb4" for node in nodes) == LAYERS
     assert not [node for node in nodes if node.op_type in ("ATen", "PythonOp")]

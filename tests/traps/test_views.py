@@ -12,6 +12,7 @@ from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.errors import CaptureError, ChangedArgumentError, KernelError
+from onnxtrain.frontend.ort_module import engine_of
 
 WIDTH = 4
 
@@ -120,7 +121,7 @@ def test_a_result_that_is_a_view_of_what_forward_changes(text: str) -> None:
         x = torch.randn(length, WIDTH)
         mine, expected = (after_a_later_change(*side, x.clone()) for side in ((run, module), (theirs, theirs)))
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
-    assert run.__dict__["_engine"].captures == 1
+    assert engine_of(run).captures == 1
 
 
 def test_an_input_that_forward_changes_and_returns_is_the_same_object() -> None:
@@ -257,7 +258,7 @@ def test_a_batch_of_one_under_autocast_needs_no_capture_of_its_own() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         for length in (3, 1, 5):
             run(torch.randn(length, WIDTH))
-    assert run.__dict__["_engine"].captures == 1
+    assert engine_of(run).captures == 1
 
 
 def test_groups_of_a_convolution_that_are_a_size() -> None:

@@ -20,6 +20,7 @@ import torch
 
 from onnxtrain import ORTModule
 from onnxtrain.execute import tolerance
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.torch_version import most_captures
 from tests.zoo.entry import Call, ZooModel
@@ -37,7 +38,7 @@ def ours(module: torch.nn.Module) -> torch.nn.Module:
 
 def count_captures(wrapped: torch.nn.Module) -> int:
     """How often an ORTModule has captured its module."""
-    count: int = wrapped.__dict__["_engine"].captures
+    count: int = engine_of(wrapped).captures
     return count
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.random import keyed_bits
 from tests.zoo.checks import Comparison
@@ -46,7 +47,7 @@ def test_compiled_kernels_train_as_operators_do(name: str) -> None:
         loss = entry.loss(module(*call.args, **call.kwargs))
         loss.backward()
         found.append({n: p.grad for n, p in module.named_parameters()} | {"loss": loss.detach()})
-        assert ("compiled" in module.__dict__["_engine"].newest().unit.forward.source) == native
+        assert ("compiled" in engine_of(module).newest().unit.forward.source) == native
     operators, kernels = found
     for key, expected in operators.items():
         if expected is not None:

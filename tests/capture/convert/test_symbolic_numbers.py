@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 CALLS: dict[str, tuple[int, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
     # name: captures for two sizes, function of a tensor and its size
@@ -40,4 +41,4 @@ def test_a_size_for_a_number(name: str) -> None:
         expected.sum().backward()
         got.sum().backward()
         torch.testing.assert_close(y.grad, x.grad)
-    assert ours._engine.captures == captures
+    assert engine_of(ours).captures == captures

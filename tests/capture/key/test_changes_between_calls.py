@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from onnxtrain import ORTModule
+from onnxtrain.frontend.ort_module import engine_of
 
 # The usual call is learned by the second call, and taken from the third on. What one that was just learned notices:
 # tests/capture/key/test_fast_path.py.
@@ -373,4 +374,4 @@ def test_train_and_eval_by_turns_without_another_capture() -> None:
             for _ in range(calls):
                 ours(x)
             check(ours, plain, x)
-    assert ours.__dict__["_engine"].captures == 2
+    assert engine_of(ours).captures == 2

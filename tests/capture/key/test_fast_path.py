@@ -11,6 +11,7 @@ from onnxtrain import ORTModule
 from onnxtrain.capture.key.fast_path import Missed, UsualCall, usual_call
 from onnxtrain.capture.key.key import ModuleState, attribute_reads
 from onnxtrain.capture.structure import flatten_call
+from onnxtrain.frontend.ort_module import engine_of
 from tests.capture.key.test_key import CHANGES, INPUTS, NAMES, SWITCHES, Looks, Model, X
 
 
@@ -219,7 +220,7 @@ class Exchanged(nn.Module):
 
 
 def usual_of(module: ORTModule) -> UsualCall:
-    usual: UsualCall = module.__dict__["_engine"]._recent.usual
+    usual: UsualCall = engine_of(module)._recent.usual
     return usual
 
 
@@ -239,7 +240,7 @@ def test_the_tensors_of_now_are_read() -> None:
         torch.testing.assert_close(output, plain(x))
         assert plain.linear.weight.grad is not None
         torch.testing.assert_close(plain.linear.weight.grad, x.sum(0).expand(2, 3))
-    assert module.__dict__["_engine"].captures == 1
+    assert engine_of(module).captures == 1
 
 
 class Scaled(Exchanged):
@@ -266,7 +267,7 @@ def test_a_module_that_changes_on_every_step_is_learned_ever_more_rarely(monkeyp
         plain.calls += 1  # forward does not read it
         plain.scales = [1.0]  # another list of the same values
         module(torch.randn(4, 3))
-    assert module.__dict__["_engine"].captures == 1
+    assert engine_of(module).captures == 1
     assert learned_at == [1, 3, 7, 15, 23, 31, 39]
 
 
@@ -281,7 +282,7 @@ def test_train_and_eval_in_turn() -> None:
         for _ in range(4):
             module.eval()
             torch.testing.assert_close(module(x), plain(x))
-    assert module.__dict__["_engine"].captures == 2
+    assert engine_of(module).captures == 2
 
 
 class ReadsBySize(nn.Module):
@@ -306,7 +307,7 @@ def test_what_forward_reads_at_other_sizes_is_not_overlooked(name: str, calls: i
     for x in inputs:
         for _ in range(calls):
             torch.testing.assert_close(module(x), plain(x))
-    assert module.__dict__["_engine"].captures == 1
+    assert engine_of(module).captures == 1
     getattr(plain, name)[0] = 3.0
     for x in inputs:
         torch.testing.assert_close(module(x), plain(x))
@@ -323,7 +324,7 @@ def test_another_kind_of_output_at_other_sizes_is_not_overlooked() -> None:
     for rows in (5, 2, 4, 1, 5):
         x = torch.randn(rows, 3)
         torch.testing.assert_close(module(x), plain(x))
-    assert module.__dict__["_engine"].captures == 2
+    assert engine_of(module).captures == 2
 
 
 def test_a_module_that_calls_a_method_of_its_class_is_learned() -> None:

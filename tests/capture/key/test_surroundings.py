@@ -19,6 +19,7 @@ from transformers.models.bert import modeling_bert
 import onnxtrain
 from onnxtrain import ORTModule
 from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
+from onnxtrain.frontend.ort_module import engine_of
 from tests.capture.key import surroundings_model as outside
 from tests.capture.key import surroundings_other as other
 
@@ -180,7 +181,7 @@ def test_a_change(name: str, calls: int, training: bool) -> None:
 
 
 def captures(ours: Any) -> int:
-    return int(ours.__dict__["_engine"].captures)
+    return int(engine_of(ours).captures)
 
 
 UNCHANGED: dict[str, Change] = {

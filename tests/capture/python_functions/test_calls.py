@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from onnxtrain import DebugOptions, FallbackPolicy, ORTModule
 from onnxtrain.errors import ORTModuleFallbackException, PythonOpError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.zoo.checks import Result, Side, count_captures, leaves
 from tests.zoo.entry import Call, Draw, ZooModel, wide
@@ -1452,6 +1453,6 @@ def test_a_graph_with_calls_has_no_form_in_standard_ops(tmp_path: Any) -> None:
 
     run = strict(Around(lambda m, x: Scale.apply(x, m.weight)))
     run(torch.randn(3, WIDTH))
-    compiled = run.__dict__["_engine"].newest()
+    compiled = engine_of(run).newest()
     with pytest.raises(GraphError, match="PythonOp"):
         inline_bodies(compiled.captured.model)
