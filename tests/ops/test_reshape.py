@@ -179,10 +179,10 @@ def test_nodes_that_are_not_well_formed(build: Function) -> None:
     [
         (("b", "s", 12), ("b*s", 3, 4), "a0 a1 (a2_0 a2_1) -> (a0 a1) a2_0 a2_1"),
         (("b", 1, "s"), ("b", "s"), "a0_0 1 a2_0 -> a0_0 a2_0"),
-        ((6, 4, "b"), (4, 6, "b"), "x0 x1 a2_0 -> y0 y1 a2_0"),
-        (("b", 0), (0, "b"), "x0 x1 -> y0 y1"),
-        (("n",), (), "x0 -> "),
-        ((), ("n",), " -> y0"),
+        ((6, 4, "b"), (4, 6, "b"), "[x0] [x1] a2_0 -> [y0] [y1] a2_0"),
+        (("b", 0), (0, "b"), "[x0] [x1] -> [y0] [y1]"),
+        (("n",), (), "[x0] -> "),
+        ((), ("n",), " -> [y0]"),
     ],
 )
 def test_axes_of_a_reshape(source: Any, target: Any, expected: str) -> None:

@@ -292,3 +292,18 @@ def test_rows_of_two_merged_axes_are_no_rows_of_one(pick: Pick) -> None:
             return pick(torch.tanh(self.outer(merged))) * x.mean()
 
     check_equals_eager(Table, _floats, ((3, 9),))
+
+
+def test_columns_of_a_view_with_other_rows_are_no_columns_of_its_source() -> None:
+    """[b, 6, 4] viewed as [b, 4, 6]: neither of the last two axes is an axis of the source."""
+
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = torch.tanh(self.inner(x.mean(1))).unflatten(1, (6, 4)).transpose(1, 2).contiguous()
+            return torch.sin(F.gelu(parts.view(-1, 6, 4))[..., 0])
+
+    check_equals_eager(Viewed, _floats)

@@ -291,12 +291,13 @@ def _lower_expand(n: NodeView, x: Any, shape: Any) -> Call:
 
 def _expand_axes(n: NodeView) -> str:
     source, target = sizes.dims_of(n.x), sizes.dims_of(n.y)
-    right = axis_names("a", len(target))
+    left, right = ["1"] * len(source), axis_names("a", len(target))
     offset = len(target) - len(source)
-    left = [
-        "1" if s == 1 else f"a{i + offset}" if s == target[i + offset] else f"[x{i}]"  # x: may be 1, may be the same
-        for i, s in enumerate(source)
-    ]
+    for i, s in enumerate(source):
+        if s == target[i + offset] != 1:
+            left[i] = right[i + offset]
+        elif s != 1:  # at run time 1, or the same
+            left[i], right[i + offset] = f"[x{i}]", f"[y{i + offset}]"
     return format_axis_map([left, None], right)
 
 

@@ -162,11 +162,11 @@ def _reshape_axes(n: NodeView) -> str:
 def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
     """The axis names of a reshape: where products of sizes agree, axes split or merge; elsewhere nothing passes.
 
-    [b, s, 12*64] -> [b*s, 12, 64] is "a0 a1 (a2 a3)" -> "(a0 a1) a2 a3".
+    [b, s, 12*64] -> [b*s, 12, 64] is "a0 a1 (a2 a3)" -> "(a0 a1) a2 a3"; [2, 4] -> [4, 2] is "[x0] [x1]" -> "[y0] [y1]".
     """
     left, right = ["1"] * len(source), ["1"] * len(target)
     if 0 in source or 0 in target:
-        return [f"x{i}" for i in range(len(source))], [f"y{i}" for i in range(len(target))]
+        return [f"[x{i}]" for i in range(len(source))], [f"[y{i}]" for i in range(len(target))]
     xs = [i for i, s in enumerate(source) if s != 1]
     ys = [j for j, s in enumerate(target) if s != 1]
     cuts = _common_cuts([source[i] for i in xs], [target[j] for j in ys])
@@ -184,9 +184,9 @@ def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
                 left[i] = part
         else:  # several axes became several others, or none, as [n] that is one element: none of them passes
             for i in inner:
-                left[i] = f"x{i}"
+                left[i] = f"[x{i}]"
             for j in outer:
-                right[j] = f"y{j}"
+                right[j] = f"[y{j}]"
     return left, right
 
 
