@@ -16,7 +16,9 @@ import torch
 
 from onnxtrain.autodiff import Joint
 from onnxtrain.capture.capture import Captured
+from onnxtrain.capture.internal_errors import internal_errors_as
 from onnxtrain.capture.refusals import one_device
+from onnxtrain.errors import CompileError
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.execute.compiled import Compiled, runner, runner_by_sizes
 from onnxtrain.execute.cuda_recorder import recordings_for
@@ -51,7 +53,8 @@ def compile_module(
         rerun: runs the module in PyTorch on such tensors (create_graph).
 
     Raises:
-        ORTModuleFallbackException: the module cannot be differentiated.
+        ORTModuleFallbackException: the module cannot be differentiated, or a bug of onnxtrain shows up.
+        GraphError: a user's graph optimizer left a malformed graph.
     """
     name, device = type(module).__name__, one_device(inputs)
     wrt = tuple(torch.is_grad_enabled() and t.requires_grad for t in inputs)
@@ -59,46 +62,48 @@ def compile_module(
     work = WorkCounter(inputs, device) if "work" in options.statistics else None
     stages = Stages(options, mode, name, work, module)
 
-    # capture
-    model = stages.record("capture", captured.model, took_ms=captured.took_ms)
-    annotate_kernels(model.graph, options, device)
-    stages.count_unoptimized(lambda: unoptimized_joint(model, wrt, captured.results))
+    problem = f"the graph of {name} cannot be compiled"
+    with internal_errors_as(CompileError, problem):
+        # capture
+        model = stages.record("capture", captured.model, took_ms=captured.took_ms)
+        annotate_kernels(model.graph, options, device)
+        stages.count_unoptimized(lambda: unoptimized_joint(model, wrt, captured.results))
 
-    # optimize
-    first, then = forward_passes_around_packing(options)
-    changes = optimize(model, first)
-    packed = plan_packed_variants(model, captured, options, device)
-    changes.add(optimize(model, then))
-    stages.record("optimize", model, changes, sum(done.took_ms for done in changes.passes))
+        # optimize
+        first, then = forward_passes_around_packing(options)
+        changes = optimize(model, first)
+        packed = plan_packed_variants(model, captured, options, device)
+        changes.add(optimize(model, then))
+        stages.record("optimize", model, changes, sum(done.took_ms for done in changes.passes))
 
-    mutated = [mutation.target for mutation in captured.mutations]
-    builder = UnitBuilder(
-        captured,
-        Differentiation(model, wrt, captured.results, mutated, joint_passes(options)),
-        input_views(model, captured.results),
-        device,
-        options,
-        ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,
-        recordings_for(captured, inputs, options, device),
-        rerun,
-    )
-    if any(wrt):
-        plan = _plan(_gradients(builder, stages, name), builder, inputs)
-        compiled = _lower(plan, builder, inputs, stages)
-    else:
-        compiled = _lower_inference(builder, inputs, stages)
+        mutated = [mutation.target for mutation in captured.mutations]
+        builder = UnitBuilder(
+            captured,
+            Differentiation(model, wrt, captured.results, mutated, joint_passes(options)),
+            input_views(model, captured.results),
+            device,
+            options,
+            ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,
+            recordings_for(captured, inputs, options, device),
+            rerun,
+        )
+        joint = _gradients(builder, stages) if any(wrt) else None
+    if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
+        joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
+    with internal_errors_as(CompileError, problem):
+        if joint is not None:
+            compiled = _lower(_plan(joint, builder, inputs), builder, inputs, stages)
+        else:
+            compiled = _lower_inference(builder, inputs, stages)
     return compiled if packed is None else packed.attach(compiled, name, rerun, partial(compile_module, module))
 
 
-def _gradients(builder: UnitBuilder, stages: Stages, name: str) -> Joint:
+def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
     """Differentiates, and optimizes the joint graph."""
     differentiation = builder.differentiation
     joint = stages.record_joint("differentiate", differentiation.joint())
     changes = optimize(joint.model, differentiation.passes)
-    joint = stages.record_joint("optimize-joint", joint.rebind_gradients(), changes)
-    if functions := functions_for(name, builder.device.type):
-        joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
-    return joint
+    return stages.record_joint("optimize-joint", joint.rebind_gradients(), changes)
 
 
 def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) -> MemoryPlan:

@@ -2,7 +2,8 @@
 
 The ORTModule family keeps the names that ORTModule's users catch. Depending on the fallback policy, the module runs in
 eager PyTorch after one of them (`options.FallbackPolicy.covers`). `GraphError` and `KernelError` are bugs of onnxtrain
-itself and never fall back.
+itself. Raised while a module is compiled, they become a `CaptureError` or `CompileError`, so that they end no training;
+the warning of the fallback asks for a report.
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ class UnsupportedOperatorError(ORTModuleONNXModelException):
 
 class GradientError(ORTModuleONNXModelException):
     """The gradient of a node cannot be built."""
+
+
+class CompileError(ORTModuleONNXModelException):
+    """Compiling a captured module failed because of a bug of onnxtrain."""
 
 
 class GraphError(OnnxTrainError):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -51,6 +51,7 @@ from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
 from onnxtrain.capture.guards.guards import Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Decisions, Example, attempts
+from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
@@ -254,7 +255,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
                 wrapper.elements.settle(program)
                 program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
-        with _faults_are_ours(module):
+        with _internal_errors(module):
             refuse_overlapping_writes(program)
             draw_in_memory_order(program)
             mark_views(program)
@@ -263,7 +264,7 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
         traced = None if plain else program
         if not plain:
             program = _functionalize(program)
-    with _faults_are_ours(module):
+    with _internal_errors(module):
         converted = convert(program, type(module).__name__)
         names = _names(module, structure)
         guards = compile_guards(program, names, decisions, traced, wrapper.elements.made)
@@ -278,23 +279,8 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
     return replace(captured, reads=frozenset(reads), constants=(*captured.constants, *outside.read))
 
 
-@contextmanager
-def _faults_are_ours(module: torch.nn.Module) -> Iterator[None]:
-    """What nobody foresaw in the exported graph is no reason to end the training: the module runs in PyTorch, loudly.
-
-    Raises:
-        CaptureError: instead of any error of Python or PyTorch.
-    """
-    try:
-        yield
-    except OnnxTrainError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"the exported graph of {type(module).__name__} is not understood: {_reason(error)}",
-            where=source_line.in_error(error),
-            todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it with the module",
-        ) from error
+def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
+    return internal_errors_as(CaptureError, f"the exported graph of {type(module).__name__} is not understood")
 
 
 def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
@@ -322,7 +308,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         raise
     except Exception as error:  # anything that the user's forward or export raises
         raise CaptureError(
-            f"forward of {type(wrapper.module).__name__} cannot be captured: {_reason(error)}",
+            f"forward of {type(wrapper.module).__name__} cannot be captured: {summary(error)}",
             where=source_line.in_error(error),
             todo=f"the module runs in PyTorch; {_to_do(error)}",
         ) from error
@@ -341,13 +327,6 @@ def _to_do(error: BaseException) -> str:
 
 
 _DECIDED_BY_ELEMENTS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
-
-
-def _reason(error: BaseException) -> str:
-    """The first lines of an error that say something."""
-    text = str(error).strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 # PyTorch's reference functions for these losses take other arguments than the operators, and would be used anyway:
@@ -374,7 +353,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
         return without_effect_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything
         raise CaptureError(
-            f"the exported graph cannot be made functional: {_reason(error)}", where=source_line.in_error(error)
+            f"the exported graph cannot be made functional: {summary(error)}", where=source_line.in_error(error)
         ) from error
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from onnxtrain import ORTModule
-from onnxtrain.errors import ORTModuleFallbackException
+from onnxtrain.errors import CaptureError, CompileError, GraphError, ORTModuleFallbackException
 from tests.torch_version import needs_torch
 from tests.zoo.checks import Comparison, compared, count_captures, fallbacks
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
@@ -480,13 +480,39 @@ def test_what_stops_backward_leaves_the_next_step_intact() -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_a_fault_of_our_own_is_told_and_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(*_: Any) -> None:
-        raise NotImplementedError("nobody foresaw this")
+INTERNAL_ERRORS = {
+    "NotImplementedError": NotImplementedError("nobody foresaw this"),
+    "GraphError": GraphError("nobody foresaw this", expected="a graph", got="something else"),
+}
 
-    monkeypatch.setattr("onnxtrain.capture.capture.convert", faulty)
-    net = Base()
+
+@pytest.mark.parametrize("stage", ["capture.capture.convert", "compile.optimize", "compile.plan_memory"])
+@pytest.mark.parametrize("name", list(INTERNAL_ERRORS))
+def test_a_bug_of_our_own_is_reported_and_ends_no_training(
+    stage: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise INTERNAL_ERRORS[name]
+
+    monkeypatch.setattr(f"onnxtrain.{stage}", fail)
     monkeypatch.setattr(Base, "forward", lambda self, x: self.inner(x), raising=False)
-    with pytest.warns(UserWarning, match="NotImplementedError: nobody foresaw this(.|\n)*fault of onnxtrain"):
-        found = ORTModule(net)(torch.ones(2, WIDTH))
-    assert torch.equal(found, net.inner(torch.ones(2, WIDTH)))
+    net = Base()
+    model = ORTModule(net)
+    with pytest.warns(UserWarning, match=f"{name}: nobody foresaw this(.|\n)*a bug of onnxtrain: please report"):
+        output = model(torch.ones(2, WIDTH))
+    assert torch.equal(output, net.inner(torch.ones(2, WIDTH)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it warns once
+        model(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(CompileError if stage.startswith("compile") else CaptureError, match=f"{name}: nobody foresaw"):
+        ORTModule(Base(), fallback_policy="FALLBACK_DISABLE")(torch.ones(2, WIDTH))
+
+
+def test_running_out_of_memory_while_compiling_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("onnxtrain.compile.plan_memory", fail)
+    monkeypatch.setattr(Base, "forward", lambda self, x: self.inner(x), raising=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        ORTModule(Base())(torch.ones(2, WIDTH))

@@ -20,6 +20,7 @@ FALLBACK = [
     errors.CaptureError,
     errors.UnsupportedOperatorError,
     errors.GradientError,
+    errors.CompileError,
 ]
 OWN_FAULTS = [errors.GraphError, errors.KernelError, errors.OptionError]
 

@@ -319,7 +319,7 @@ class _Walk:
                     where=line_of(node),
                     expected=_show(expected),
                     got=_show(got),
-                    todo="this is a fault of onnxtrain: the op's from_torch or shape rule is wrong",
+                    todo="this is a bug of onnxtrain: the op's from_torch or shape rule is wrong",
                 )
             if value.const_value is None and got.shape != expected.shape and value.producer() is not None:
                 set_type(value, expected)  # equal under the guards; PyTorch's spelling is the one used from here on

@@ -97,7 +97,7 @@ class Surroundings:
                 f"what forward reads from outside of {type(module).__name__} cannot be found: "
                 f"{type(error).__name__}: {error}",
                 where=in_error(error),
-                todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it with the module",
+                todo="the module runs in PyTorch; this is a bug of onnxtrain: please report it with the module",
             ) from error
         self.places, self.absent, self.codes = walk.places, walk.absent, walk.codes
         self.writes = [*walk.writes.values()]

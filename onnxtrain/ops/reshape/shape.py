@@ -162,7 +162,8 @@ def _reshape_axes(n: NodeView) -> str:
 def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
     """The axis names of a reshape: where products of sizes agree, axes split or merge; elsewhere nothing passes.
 
-    [b, s, 12*64] -> [b*s, 12, 64] is "a0 a1 (a2 a3)" -> "(a0 a1) a2 a3"; [2, 4] -> [4, 2] is "[x0] [x1]" -> "[y0] [y1]".
+    [b, s, 12*64] -> [b*s, 12, 64] is "a0 a1 (a2 a3)" -> "(a0 a1) a2 a3".
+    [2, 4] -> [4, 2] is "[x0] [x1]" -> "[y0] [y1]".
     """
     left, right = ["1"] * len(source), ["1"] * len(target)
     if 0 in source or 0 in target:
