@@ -42,6 +42,7 @@ from onnxtrain.capture.four_bit_weights import four_bit_weights
 from onnxtrain.capture.functionalize.composite_operators import (
     buffer_copies_kept,
     composite_parts,
+    nested_cast_parts,
 )
 from onnxtrain.capture.functionalize.memory_order_draws import draw_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import grad_mode_noted, keep_gradients_out
@@ -65,6 +66,7 @@ from onnxtrain.torch_compat.fake_tensors import (
     UnsupportedOperatorException,
 )
 from onnxtrain.torch_compat.internal import refuse_if_lacking
+from onnxtrain.torch_compat.modes import autocast_disabled
 from onnxtrain.torch_compat.tracing import copies_without_bases, unread_samples_kept
 
 _PREFIX = "module."
@@ -350,6 +352,10 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
             shape_shortcuts(),
         ):
             functional: ExportedProgram = program.run_decompositions(composite_parts(program))
+            nested = nested_cast_parts(functional)
+            if nested:
+                with autocast_disabled():  # all other casts are in the graph
+                    functional = functional.run_decompositions(nested)
         return without_effect_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything
         raise CaptureError(

@@ -63,19 +63,27 @@ def casting_composites(program: ExportedProgram) -> set[Any]:
     return casting
 
 
-def refuse_hidden_casts(program: ExportedProgram, defined: Container[str]) -> None:
-    """Raises UnsupportedOperatorError where a functional graph still holds an operator inside which autocast casts.
+def hidden_casts(program: ExportedProgram, defined: Container[str]) -> dict[Any, Node]:
+    """The operators of a functional graph inside which autocast still casts, and the first call of each.
 
-    One that is not `defined` may stay: it runs under autocast. PyTorch calls such operators in the parts of others.
+    One that is not `defined` may stay: it runs under autocast.
     """
     casts = casting_composites(program) if ambient() else set()
+    found: dict[Any, Node] = {}
     for node in program.graph.nodes:
         if node.target in casts and str(node.target) in defined and str(node.target) not in RECURRENT:
-            raise UnsupportedOperatorError(
-                f"autocast casts inside {node.target}, which the graph cannot say",
-                where=source_line.in_text(node.stack_trace),
-                todo="the module runs in PyTorch; write it with torch.matmul, or call it with autocast switched off",
-            )
+            found.setdefault(node.target, node)
+    return found
+
+
+def refuse_hidden_casts(program: ExportedProgram, defined: Container[str]) -> None:
+    """Raises UnsupportedOperatorError where a functional graph still holds an operator inside which autocast casts."""
+    for target, node in hidden_casts(program, defined).items():
+        raise UnsupportedOperatorError(
+            f"autocast casts inside {target}, which the graph cannot say",
+            where=source_line.in_text(node.stack_trace),
+            todo="the module runs in PyTorch; write it with torch.matmul, or call it with autocast switched off",
+        )
 
 
 def state_types(program: ExportedProgram, whole: set[Any]) -> None:

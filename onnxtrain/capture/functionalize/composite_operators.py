@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import has_side_effect
 
 from onnxtrain.capture.export.torch_reports import reports_dropped
-from onnxtrain.capture.functionalize.autocast import casting, casting_composites, state_types
+from onnxtrain.capture.functionalize.autocast import casting, casting_composites, hidden_casts, state_types
 from onnxtrain.capture.functionalize.views import is_unmarked_view
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.unsupported import CHECKS
@@ -59,6 +59,16 @@ def composite_parts(program: ExportedProgram) -> Parts:
     whole |= set(filter(_draws, cast))
     state_types(program, whole & cast)
     return {op: casting(op, decomposition_of_composite(op)) for op in (known | custom | cast) - whole}
+
+
+def nested_cast_parts(functional: ExportedProgram) -> Parts:
+    """The decomposition table of a program whose composite operators were decomposed: what they call and cast inside.
+
+        cross_entropy_loss(bfloat16)  ──>  _log_softmax(bfloat16), nll_loss_nd      ──>  _to_copy(float32), nll_loss
+
+    CUDA's autocast casts inside nll_loss_nd, which is no node of the export.
+    """
+    return {op: casting(op, decomposition_of_composite(op)) for op in hidden_casts(functional, FROM_TORCH)}
 
 
 def _is_unmarked_view(node: torch.fx.Node) -> bool:

@@ -34,7 +34,7 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[Block]:
     batch, heads, rows, _ = q.shape
     kv_heads = k.size(1)
     heads_per_block = max(1, _SCORES_PER_BLOCK // max(1, rows * k.size(2)))
-    if heads_per_block >= batch * heads:
+    if q.device.type != "cpu" or heads_per_block >= batch * heads:  # a GPU has no cache to stay in: only more launches
         yield None
     elif heads_per_block >= heads:
         step = heads_per_block // heads

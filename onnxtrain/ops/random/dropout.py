@@ -17,6 +17,7 @@ On a CPU, the pass `pack_dropout_masks` lets a node that samples eager's bits sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ def drop_ratio(n: NodeView) -> float:
     return round(ratio * DROP_LEVELS) / DROP_LEVELS if uses_fast_rng(n) else ratio
 
 
+@functools.cache
 def dropout_scale(ratio: float, dtype: torch.dtype) -> float:
     """Return 1 / (1 - ratio) as eager PyTorch rounds it: by dividing a tensor of ones by 1 - ratio."""
     return float(torch.ones((), dtype=dtype).div_(1 - ratio).item())
