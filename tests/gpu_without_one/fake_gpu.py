@@ -1,0 +1,112 @@
+"""A CUDA device that is not there: tensors with shapes, dtypes and a device, and no memory.
+
+PyTorch's FakeTensorMode computes the metadata of CUDA tensors wherever the CUDA build of PyTorch is installed; without
+a driver it cannot run a kernel. Operators on two devices raise, and so does reading an element on the host
+(`.item()`, `nonzero`), which on a GPU would wait for it.
+
+Not shown by this: speed, CUDA-graph recording, races between streams, and the values of CUDA kernels.
+"""
+
+from __future__ import annotations
+
+import unittest.mock
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from onnxtrain.capture import refusals, structure
+from onnxtrain.capture.key import key, snapshot, surroundings
+from onnxtrain.execute import program
+
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(),
+    reason="needs the CUDA build of PyTorch on a machine without a GPU: make test-gpu-plans",
+)
+
+_H100 = SimpleNamespace(
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which CUDA tensors can be made; tensors of the CPU stay real."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
+
+
+@contextmanager
+def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
+    """PyTorch says that there is an H100, and onnxtrain takes fake tensors for tensors."""
+    replaced: dict[str, Any] = {
+        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.get_device_capability": lambda *device: (9, 0),
+        "torch.cuda.get_device_name": lambda *device: _H100.name,
+        "torch.cuda.get_device_properties": lambda *device: _H100,
+        "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.cuda.get_rng_state": lambda *device: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "torch.cuda.set_rng_state": lambda *state: None,
+    }
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(unittest.mock.patch(name, value))
+        for module, name in (
+            (refusals, "PLAIN_TENSORS"),
+            (key, "PLAIN_TENSORS"),
+            (snapshot, "PLAIN_TENSORS"),
+            (surroundings, "PLAIN_TENSORS"),
+            (structure, "_PLAIN_TENSORS"),
+        ):
+            stack.enter_context(unittest.mock.patch.object(module, name, getattr(module, name) | {FakeTensor}))
+        made = program.constant_tensor
+        on_gpu = lambda value: _Constant(made(value), mode)  # noqa: E731
+        stack.enter_context(unittest.mock.patch.object(program, "constant_tensor", on_gpu))
+        yield
+
+
+class _Constant:
+    """A constant of a program, which is moved to the device before it runs."""
+
+    def __init__(self, tensor: torch.Tensor, mode: FakeTensorMode) -> None:
+        self._tensor, self._mode = tensor, mode
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        with self._mode:
+            return torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device=device)
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast for CUDA tensors; `torch.autocast("cuda")` switches itself off without a GPU. None: no autocast."""
+    if dtype is None:
+        yield
+        return
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.set_autocast_dtype("cuda", before)
+        torch.set_autocast_enabled("cuda", False)

@@ -1,0 +1,187 @@
+"""What a training step would launch on a GPU: the kernels of its programs, run on fake CUDA tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onnxtrain import ORTModule
+from onnxtrain.execute.boundary import Unit
+from tests.gpu_without_one.fake_gpu import cuda_autocast, fake_gpu, fake_mode
+
+# Operators that make a tensor without a kernel: views have none by their schema, these neither.
+_NO_KERNEL = frozenset(
+    {
+        "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
+        "reshape", "detach", "lift_fresh", "set_", "resize_", "sym_size", "sym_numel", "is_same_size", "device",
+    }
+)  # fmt: skip
+_WAITS = frozenset({"_local_scalar_dense", "nonzero", "item", "masked_select", "_unique2"})
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel: its operator, the dtypes and the bytes of what it reads and writes, and their devices."""
+
+    operator: str
+    reads: tuple[torch.dtype, ...]
+    writes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    devices: frozenset[str]
+
+
+@dataclass
+class Launches:
+    """Those of a program."""
+
+    kernels: list[Launch] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.kernels)
+
+    def counts(self) -> Counter[str]:
+        """Launches by operator."""
+        return Counter(k.operator for k in self.kernels)
+
+    def waits(self) -> list[Launch]:
+        """Those for whose result the host waits."""
+        return [k for k in self.kernels if k.operator in _WAITS]
+
+    def on_several_devices(self) -> list[Launch]:
+        """Those that read or write tensors of two devices."""
+        return [k for k in self.kernels if len(k.devices) > 1]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name not in _NO_KERNEL and not func.is_view:
+            reads, writes = _tensors((args, kwargs)), _tensors(results)
+            self._launches.kernels.append(
+                Launch(
+                    name,
+                    tuple(t.dtype for t in reads),
+                    tuple(t.dtype for t in writes),
+                    tuple(tuple(t.shape) for t in writes),
+                    bytes_of([*reads, *writes]),
+                    frozenset(str(t.device) for t in [*reads, *writes] if t.dim() or t.device.type != "cpu"),
+                )
+            )
+        return results
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """The bytes of the storages of tensors, each storage once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)}
+    return int(sum(storages.values()))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step on a GPU.
+
+    Attributes:
+        forward: launches of the forward program.
+        backward: launches of the backward program.
+        kept: bytes kept between them, without parameters and inputs.
+        sources: the programs.
+    """
+
+    forward: Launches
+    backward: Launches
+    kept: int
+    sources: tuple[str, str]
+
+
+class _Compiled(BaseException):
+    """The unit is made, and what it would run on."""
+
+    def __init__(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.unit, self.tensors = unit, tensors
+
+
+def _stop(unit: Unit, tensors: Sequence[torch.Tensor]) -> Any:
+    raise _Compiled(unit, tensors)
+
+
+def onnxtrain_step(
+    make_module: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], Mapping[str, Any]],
+    *,
+    autocast: torch.dtype | None = None,
+    **options: Any,
+) -> Step:
+    """Capture a module on fake CUDA tensors, and run its programs; nothing falls back.
+
+    Args:
+        make_module: makes the module on the default device.
+        make_inputs: makes the keyword arguments of a call on the default device; its first result is the loss.
+        autocast: the dtype of CUDA autocast; None without.
+        options: of ORTModule.
+    """
+    mode = fake_mode()
+    with mode, torch.device("cuda"):
+        module, inputs = make_module().train(), make_inputs()
+    wrapped = ORTModule(module, fallback_policy="FALLBACK_DISABLE", **options)
+    with ExitStack() as stack:
+        stack.enter_context(fake_gpu(mode))
+        stack.enter_context(patch.object(Unit, "run", _stop))
+        try:
+            with cuda_autocast(autocast):
+                wrapped(**inputs)
+        except _Compiled as compiled:
+            unit, tensors = compiled.unit, compiled.tensors
+        return _run(unit, list(tensors), mode)
+
+
+def _run(unit: Unit, tensors: list[torch.Tensor], mode: Any) -> Step:
+    forward, backward = Launches(), Launches()
+    needed = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    first = tuple(i == 0 for i in range(unit.results))
+    with mode, torch.no_grad():
+        with _Recorder(forward):
+            results, sizes = unit.forward.run(tensors, ())
+        program = unit.backward(first, (False, *needed))
+        saved = results[unit.first_kept :]
+        cotangents = [torch.ones_like(results[0]), *[None] * (unit.results - 1)]
+        arguments = [*(saved[i] for i in program.kept), *(cotangents[i] for i in program.cotangents)]
+        with _Recorder(backward):
+            program.program.run(arguments, [sizes[i] for i in program.sizes])
+        own = {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)}
+        kept = [t for t in saved if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in own]
+    return Step(forward, backward, bytes_of(kept), (unit.forward.source, getattr(program.program, "source", "")))
+
+
+def eager_step(
+    make_module: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], Mapping[str, Any]],
+    *,
+    autocast: torch.dtype | None = None,
+) -> Launches:
+    """The launches of a forward pass in eager PyTorch: the autograd engine does not run on fake CUDA tensors."""
+    mode = fake_mode()
+    launches = Launches()
+    with mode, torch.device("cuda"):
+        module, inputs = make_module().train(), make_inputs()
+    with fake_gpu(mode), mode, cuda_autocast(autocast), _Recorder(launches):
+        module(**inputs)
+    return launches
