@@ -59,6 +59,14 @@ transform_level: Callable[[], int | None] = _TRANSFORMS[0]
 is_inside_transform: Callable[[], bool] = _TRANSFORMS[1]
 
 
+is_transformed = required(
+    "functorch_values",
+    lambda: torch._C._functorch.is_functorch_wrapped_tensor,
+    "tensors inside vmap or grad are values of the transform, though their type is Tensor; nothing public tells",
+    without=lambda tensor: False,
+)
+
+
 def _forward_ad_level() -> int:
     return forward_ad._current_level
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture import source_line
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.pytree import tree_leaves
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -72,7 +73,7 @@ class OutsideChanges(TorchFunctionMode):
 
 
 def _plain_tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _PLAIN]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _PLAIN and not is_transformed(leaf)]
 
 
 def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
