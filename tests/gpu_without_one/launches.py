@@ -90,7 +90,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     """The bytes of the storages of tensors, each storage once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)
+    }
     return int(sum(storages.values()))
 
 
