@@ -78,7 +78,7 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
         ):
             stack.enter_context(unittest.mock.patch.object(module, name, getattr(module, name) | {FakeTensor}))
         made = program.constant_tensor
-        on_gpu = lambda value: _Constant(made(value), mode)  # noqa: E731
+        on_gpu = lambda value: _Constant(made(value), mode)
         stack.enter_context(unittest.mock.patch.object(program, "constant_tensor", on_gpu))
         yield
 
